@@ -1,0 +1,386 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The schema of every experiment: names, defaults, units and ranges live here and only here.
+
+`configs/*.py` return an `ml_collections.ConfigDict` that may set what is named here and nothing
+else; `build(Config, given)` turns it into these frozen dataclasses.
+"""
+
+import dataclasses
+import types
+import typing
+from typing import Any, TypeVar
+
+import ml_collections
+
+T = TypeVar("T")
+
+PRESETS = ("dense", "none", "p", "r", "t", "pr", "pt", "rt", "sparse")
+
+
+class ConfigError(ValueError):
+    """A setting that does not exist, has the wrong type or is out of range."""
+
+
+def _check(owner: Any, name: str, holds: bool, allowed: str) -> None:
+    if not holds:
+        value = getattr(owner, name)
+        raise ConfigError(f"{type(owner).__name__}.{name}={value!r} is out of range: {allowed}.")
+
+
+def _check_choice(owner: Any, name: str, choices: tuple) -> None:
+    _check(owner, name, getattr(owner, name) in choices, f"choose one of {', '.join(choices)}")
+
+
+def _check_positive(owner: Any, *names: str) -> None:
+    for name in names:
+        _check(owner, name, getattr(owner, name) > 0, "it must be greater than 0")
+
+
+def _check_fraction(owner: Any, *names: str) -> None:
+    for name in names:
+        _check(owner, name, 0 <= getattr(owner, name) <= 1, "it must lie in [0, 1]")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Vision:
+    """The vision tower of the understanding branch: patches, transformer, pool, projector."""
+
+    image_size: int = 96  # pixels a side
+    patch_size: int = 8  # pixels a side
+    width: int = 64
+    num_layers: int = 2
+    num_heads: int = 4
+    mlp_hidden: int = 128
+    pool: int = 2  # patches a side that one convolution merges into one token
+
+    def __post_init__(self):
+        _check_positive(self, "image_size", "patch_size", "width", "num_heads", "pool")
+        _check(self, "num_layers", self.num_layers >= 0, "it must be 0 or more")
+        _check(
+            self, "width", self.width % self.num_heads == 0, f"a multiple of {self.num_heads=}"
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Vision tokens a picture becomes."""
+        return (self.image_size // self.patch_size // self.pool) ** 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """The two-branch denoiser (paper Sec. 3; the base model's "Elastic-MoT")."""
+
+    # Text. Ids are those of the tokenizer that lies beside the parameters.
+    vocab_size: int = 512
+    end_of_text_id: int = 0  # also pads text
+    text_mask_id: int = 1
+    # Understanding branch, and the attention both branches share.
+    width: int = 128
+    mlp_hidden: int = 384
+    num_layers: int = 5
+    dual_tower_layers: int = 3  # index of the last joint layer, as the release counts
+    num_heads: int = 4
+    head_dim: int = 32
+    rope_theta: float = 500_000.0
+    norm_eps: float = 1e-5
+    # Generation branch.
+    generation_width: int = 96
+    generation_mlp_hidden: int = 256
+    codebook_size: int = 64
+    codes_per_token: int = 1  # g: 4 compresses 2x2 codes into one backbone token
+    grid_size: int = 6  # cells a side of the largest picture
+    # Ours, off in the release: a learned embedding of the raster index of a cell. Small models
+    # have no time to learn absolute places from rotary phases alone.
+    cell_positions: bool = False
+    # Registers (Sec. 3.1).
+    num_registers: int = 64
+    vision: Vision = dataclasses.field(default_factory=Vision)
+    # "full" for a model that was trained without the step-causal mask.
+    trained_attention: str = "step_causal"
+    compute_dtype: str = "float32"
+
+    def __post_init__(self):
+        _check_positive(
+            self, "vocab_size", "width", "mlp_hidden", "num_layers", "num_heads", "head_dim",
+            "generation_width", "generation_mlp_hidden", "codebook_size", "grid_size", "rope_theta",
+        )  # fmt: skip
+        _check(
+            self,
+            "dual_tower_layers",
+            0 <= self.dual_tower_layers < self.num_layers,
+            f"the last joint layer is one of 0..{self.num_layers - 1}",
+        )
+        _check(self, "head_dim", self.head_dim % 2 == 0, "rotary embeddings need an even number")
+        _check(self, "codes_per_token", self.codes_per_token in (1, 4), "1 or 4")
+        _check(self, "num_registers", self.num_registers >= 0, "it must be 0 or more")
+        _check(
+            self,
+            "generation_width",
+            self.generation_width <= self.width,
+            f"it may not exceed {self.width=}, whose attn_out it shares",
+        )
+        for name in ("end_of_text_id", "text_mask_id"):
+            _check(
+                self, name, 0 <= getattr(self, name) < self.vocab_size, f"below {self.vocab_size=}"
+            )
+        _check_choice(self, "trained_attention", ("full", "step_causal"))
+        _check_choice(self, "compute_dtype", ("float32", "bfloat16"))
+
+    @property
+    def num_joint_layers(self) -> int:
+        return self.dual_tower_layers + 1
+
+    @property
+    def num_split_layers(self) -> int:
+        return self.num_layers - self.num_joint_layers
+
+    @property
+    def text_register_id(self) -> int:
+        """Stands for a register in the understanding stream; not in the vocabulary."""
+        return self.vocab_size
+
+    @property
+    def image_mask_id(self) -> int:
+        """Codebook size + 1, as released (8193; 8192 is never used)."""
+        return self.codebook_size + 1
+
+    @property
+    def image_register_id(self) -> int:
+        """Stands for a register in the generation stream; it has no row in the table."""
+        return self.codebook_size + 2
+
+    @property
+    def num_cells(self) -> int:
+        """Backbone tokens of the largest picture."""
+        return self.grid_size**2
+
+    @property
+    def codes_side(self) -> int:
+        """Codes along one side of a cell."""
+        return 2 if self.codes_per_token == 4 else 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VQ:
+    """The image tokenizer: convolutional encoder, codebook, decoder (spec Sec. 3)."""
+
+    image_size: int = 96  # pixels a side
+    channels: tuple[int, ...] = (16, 16, 32, 48, 64)  # one entry a resolution
+    layers_per_block: int = 1  # residual layers of the encoder; the decoder has one more
+    mid_attention: bool = False
+    latent_channels: int = 16
+    codebook_size: int = 64
+    norm_groups: int = 8
+    commitment: float = 0.25  # weight of the commitment loss
+
+    def __post_init__(self):
+        _check_positive(
+            self, "image_size", "layers_per_block", "latent_channels", "codebook_size",
+            "norm_groups",
+        )  # fmt: skip
+        _check(
+            self,
+            "channels",
+            len(self.channels) > 0 and all(c % self.norm_groups == 0 for c in self.channels),
+            f"multiples of {self.norm_groups=}",
+        )
+        _check(
+            self,
+            "image_size",
+            self.image_size % self.factor == 0,
+            f"a multiple of the downsampling factor {self.factor}",
+        )
+
+    @property
+    def factor(self) -> int:
+        """Pixels a side that one code stands for."""
+        return 2 ** (len(self.channels) - 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Data:
+    """Where examples come from and in which proportions."""
+
+    source: str = "scenes"  # scenes | digits
+    # Weight of each task; a batch holds tasks of one shape group.
+    tasks: dict[str, float] = dataclasses.field(default_factory=lambda: {"draw": 1.0})
+    picture_codec: str = "scenes_g1"  # a folder of `assets/vq`, a path, or "grey" (digits)
+    text_block_len: int = 8  # S: tokens decoded together in a text answer
+    max_prompt_len: int = 96  # understanding tokens of the longest prompt, vision included
+    max_answer_len: int = 40  # text response tokens, a multiple of text_block_len
+    prompt_drop: float = 0.1  # share of rows whose prompt is masked, for guidance
+    source_drop: float = 0.1  # share of edit rows whose source cells are masked
+    given: float = 0.2  # share of rows that show a random part of the response as given
+    holdout: bool = True  # leave the held-out attribute combinations out of training
+
+    def __post_init__(self):
+        _check_choice(self, "source", ("scenes", "digits"))
+        _check_positive(self, "text_block_len", "max_prompt_len", "max_answer_len")
+        _check(
+            self,
+            "max_answer_len",
+            self.max_answer_len % self.text_block_len == 0,
+            f"a multiple of {self.text_block_len=}",
+        )
+        _check_fraction(self, "prompt_drop", "source_drop", "given")
+        _check(
+            self,
+            "tasks",
+            len(self.tasks) > 0 and all(weight > 0 for weight in self.tasks.values()),
+            "at least one task, every weight greater than 0",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Diffusion:
+    """Time, corruption and blocks (paper Sec. 3.3; design of the loss in `diffusion.py`)."""
+
+    attention: str = "step_causal"  # "full": every token in block 0, no registers (LaViDa-O)
+    blocks: str = "schedule"  # schedule | uniform (the paper's words)
+    num_clean_blocks: int = 3  # M of `uniform`
+    num_masked_blocks: int = 4  # N
+    weighting: str = "1/t"  # 1/t | mean (what the released code does)
+    time_policy: str = "uniform"  # uniform | cosine | logit_normal | mode
+
+    def __post_init__(self):
+        _check_choice(self, "attention", ("step_causal", "full"))
+        _check_choice(self, "blocks", ("schedule", "uniform"))
+        _check_choice(self, "weighting", ("1/t", "mean"))
+        _check_choice(self, "time_policy", ("uniform", "cosine", "logit_normal", "mode"))
+        _check(self, "num_clean_blocks", self.num_clean_blocks >= 1, "it must be 1 or more")
+        _check(
+            self, "num_masked_blocks", 1 <= self.num_masked_blocks <= 16, "it must lie in 1..16"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """AdamW with warm-up and cosine decay (paper Table 9 for the release's values)."""
+
+    learning_rate: float = 2e-5
+    final_fraction: float = 0.05  # of learning_rate, reached at the last step
+    warmup_steps: int = 100
+    b1: float = 0.99
+    b2: float = 0.999
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0  # global norm of the gradient
+    ema: float = 0.0  # decay of the parameter average a step; 0 keeps none
+
+    def __post_init__(self):
+        _check_positive(self, "learning_rate", "clip_norm")
+        _check_fraction(self, "final_fraction", "b1", "b2")
+        _check(self, "ema", 0 <= self.ema < 1, "it must lie in [0, 1)")
+        _check(self, "warmup_steps", self.warmup_steps >= 0, "it must be 0 or more")
+        _check(self, "weight_decay", self.weight_decay >= 0, "it must be 0 or more")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Train:
+    """Length of a run and what it leaves behind."""
+
+    stage: str = "denoiser"  # denoiser | vq
+    train_steps: int = 1000
+    batch_size: int = 16  # rows
+    # The run ends, and the learning rate reaches its end, after this many seconds of training
+    # if that comes first; 0: steps alone decide.
+    seconds: float = 0.0
+    checkpoint_seconds: float = 120.0  # time between saved states
+    picture_seconds: float = 180.0  # time between grids of sampled pictures; 0: none
+    log_every: int = 20  # steps
+    init_from: str = ""  # a checkpoint folder or bundled name whose parameters to start from
+    eval_prompts: int = 64  # prompts a task in the report
+
+    def __post_init__(self):
+        _check_choice(self, "stage", ("denoiser", "vq"))
+        _check_positive(self, "train_steps", "batch_size", "checkpoint_seconds", "log_every")
+        for name in ("seconds", "picture_seconds", "eval_prompts"):
+            _check(self, name, getattr(self, name) >= 0, "it must be 0 or more")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """One way of unmasking a response (paper Sec. 3.2)."""
+
+    preset: str = ""  # "": sparse for a step-causal model, dense for a "full" one
+    num_steps: int = 12  # image steps
+    order: str = "stratified"  # stratified | halton | random | raster
+    order_seed: int = 42
+    schedule: str = "shift"  # shift | cosine | cosine2 | exp | logit_normal | linear
+    shift: float = 3.0
+    temperature: float = 1.0  # of image codes
+    guidance: float = 0.0  # 0: one row; g: (1+g) cond - g uncond
+    guidance_image: float = 0.0  # edits: pull towards the source-only row
+    text_temperature: float = 0.0
+    text_steps: int = 8  # steps a text block
+    plan: bool = True  # lay the picture out in text first, where the task allows
+
+    def __post_init__(self):
+        _check(
+            self,
+            "preset",
+            self.preset in ("", *PRESETS),
+            f"choose one of {', '.join(PRESETS)}, or leave it empty",
+        )
+        _check_choice(self, "order", ("stratified", "halton", "random", "raster"))
+        _check_choice(
+            self, "schedule", ("shift", "cosine", "cosine2", "exp", "logit_normal", "linear")
+        )
+        _check_positive(self, "num_steps", "text_steps", "shift")
+        for name in ("temperature", "text_temperature", "guidance", "guidance_image"):
+            _check(self, name, getattr(self, name) >= 0, "it must be 0 or more")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """One experiment."""
+
+    name: str = "unnamed"  # the run directory is runs/<name> unless --workdir says otherwise
+    seed: int = 0
+    model: Model = dataclasses.field(default_factory=Model)
+    vq: VQ = dataclasses.field(default_factory=VQ)
+    data: Data = dataclasses.field(default_factory=Data)
+    diffusion: Diffusion = dataclasses.field(default_factory=Diffusion)
+    optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)
+    train: Train = dataclasses.field(default_factory=Train)
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+
+
+def build(schema: type[T], given: ml_collections.ConfigDict | dict[str, Any]) -> T:
+    """Turns a config section, and the sections in it, into its frozen dataclass.
+
+    Raises:
+        ConfigError: an unknown name (lists the known ones), a wrong type, or a value out of range.
+    """
+    fields = {field.name: field for field in dataclasses.fields(schema)}  # type: ignore[arg-type]
+    if unknown := sorted(set(given) - set(fields)):
+        raise ConfigError(
+            f"{schema.__name__} has no {', '.join(unknown)}. It has: {', '.join(fields)}."
+        )
+    hints = typing.get_type_hints(schema)
+    values = {name: _convert(schema, name, hints[name], given[name]) for name in given}
+    return schema(**values)
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Returns plain dicts, lists and scalars that `json` can write and `build` can read."""
+    return dataclasses.asdict(config)
+
+
+def _convert(schema: type, name: str, kind: Any, value: Any) -> Any:
+    if dataclasses.is_dataclass(kind):
+        return value if isinstance(value, kind) else build(kind, value)  # type: ignore[arg-type]
+    origin = typing.get_origin(kind) or kind
+    if isinstance(origin, types.UnionType):
+        return value
+    if origin is dict:
+        return {str(key): float(weight) for key, weight in dict(value).items()}
+    if origin is tuple:
+        return tuple(value)
+    if origin is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, origin) or (origin is int and isinstance(value, bool)):
+        raise ConfigError(
+            f"{schema.__name__}.{name}={value!r} is a {type(value).__name__}; "
+            f"it must be a {origin.__name__}."
+        )
+    return value

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention with the step-causal mask written out: slow, obvious, what kernels must agree with."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from sparse_lavida_jax.visibility import is_padding, visible
+
+# What a row that attends to nothing reports as its log-sum-exp: exp(logit - this) is 0, which is
+# what a backward pass needs.
+NOTHING_SEEN_LSE = 1e30
+
+
+def attention_reference(
+    q: Float[Array, "b s h d"],
+    k: Float[Array, "b t hk d"],
+    v: Float[Array, "b t hk d"],
+    query_block: Int[Array, "b s"],
+    query_horizon: Int[Array, "b s"],
+    key_block: Int[Array, "b t"],
+    query_segment: Int[Array, "b s"] | None,
+    key_segment: Int[Array, "b t"] | None,
+    scale: float,
+) -> tuple[Float[Array, "b s h d"], Float[Array, "b h s"]]:
+    """Returns the attention output and the log-sum-exp of the scaled logits, in float32 inside.
+
+    A padding query, and a query that sees no key, get exactly 0 and `NOTHING_SEEN_LSE`.
+    """
+    if k.shape[2] != q.shape[2]:  # grouped queries: each key head serves a run of query heads
+        k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+
+    def as_query(tags):
+        return None if tags is None else tags[:, None, :, None]
+
+    def as_key(tags):
+        return None if tags is None else tags[:, None, None, :]
+
+    mask = visible(
+        as_query(query_block),
+        as_query(query_horizon),
+        as_key(key_block),
+        as_query(query_segment),
+        as_key(key_segment),
+    ) & ~is_padding(as_query(query_block))
+    logits = jnp.einsum("bshd,bthd->bhst", q, k, preferred_element_type=jnp.float32) * scale
+    peak = jnp.where(mask, logits, -jnp.inf).max(axis=-1, keepdims=True)
+    # A row that sees nothing has no peak, and inf - inf would be NaN (in its gradient too).
+    shift = jax.lax.stop_gradient(jnp.where(jnp.isneginf(peak), 0.0, peak))
+    weights = jnp.where(mask, jnp.exp(jnp.where(mask, logits - shift, 0.0)), 0.0)
+    total = weights.sum(axis=-1, keepdims=True)
+    seen = total > 0
+    weights = weights / jnp.where(seen, total, 1.0)
+    out = jnp.einsum("bhst,bthd->bshd", weights.astype(v.dtype), v)
+    lse = jnp.where(seen, jnp.log(jnp.where(seen, total, 1.0)) + shift, NOTHING_SEEN_LSE)
+    return out.astype(q.dtype), lse[..., 0]

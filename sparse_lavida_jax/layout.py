@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where tokens stand and what they may see: positions, blocks and horizons.
+
+Only this file makes blocks and horizons. Every token carries three integers: `position` (for the
+rotary embedding), `block` (the paper's A[i]) and `horizon` (the last block it may look back to).
+Order inside a sequence carries no meaning, so tokens may be sorted, dropped or appended freely.
+Two lemmas make the method exact; both follow from `visibility.visible` and are tested for every
+assignment of up to six tokens:
+
+* **Truncation.** For a masked block k and M clean blocks, the set {blocks <= M} + {block k} is
+  closed: no member sees outside it. Deleting every other masked block changes nothing for block
+  k, at any depth. So the sampler may leave tokens out, and training may hold several rival masked
+  blocks at once and need not hold all masked tokens.
+* **Caching.** A prompt or clean token of block j sees only blocks <= j, so its keys and values
+  are final once computed. So tokens decoded in one step may be stored in the next, and the cache
+  is exact.
+
+The functions on NumPy arrays run on the host (grain workers); `TokenLayout` is what the model
+takes, and it takes no mask.
+"""
+
+import dataclasses
+
+import einops
+import flax.struct
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON
+
+PROMPT_BLOCK = 0
+GIVEN_BLOCK = 1  # known cells, a prefix, template words: clean before the first step
+NO_FEATURE = -1  # an understanding token that is text
+NO_CELL = -1  # a generation token that is no cell of a picture (registers, padding)
+
+
+@flax.struct.dataclass
+class TokenLayout:
+    """Tags of the tokens of one stream.
+
+    Attributes:
+        position: absolute index in the whole un-truncated sequence of the row.
+        block: 0 for the prompt, the step that decoded it for a clean token, the step that will
+            decode it for a masked token or register, `PAD_BLOCK` for padding.
+        horizon: last block the token may look back to, `PAD_HORIZON` for padding.
+    """
+
+    position: Int[Array, "b s"]
+    block: Int[Array, "b s"]
+    horizon: Int[Array, "b s"]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.block.shape
+
+
+def make_layout(
+    position: Int[Array, "b s"], block: Int[Array, "b s"], last_clean: Int[Array, "..."] | int
+) -> TokenLayout:
+    """Returns the layout of tokens whose last visible clean block is `last_clean` (M).
+
+    `last_clean` is a number, or anything that broadcasts to [b s] (each response of a sequence
+    may have its own). Works on traced and on NumPy arrays.
+    """
+    padding = block == PAD_BLOCK
+    horizon = jnp.where(padding, PAD_HORIZON, jnp.minimum(block, last_clean))
+    return TokenLayout(
+        jnp.where(padding, 0, position).astype(jnp.int32),
+        jnp.asarray(block, jnp.int32),
+        horizon.astype(jnp.int32),
+    )
+
+
+def without_blocks(layout: TokenLayout) -> TokenLayout:
+    """Returns the same tokens all in block 0: full bidirectional attention, as LaViDa-O has it."""
+    padding = layout.block == PAD_BLOCK
+    return TokenLayout(
+        layout.position,
+        jnp.where(padding, PAD_BLOCK, PROMPT_BLOCK).astype(jnp.int32),
+        jnp.where(padding, PAD_HORIZON, PROMPT_BLOCK).astype(jnp.int32),
+    )
+
+
+@flax.struct.dataclass
+class Stream:
+    """Tokens of one branch in one forward pass.
+
+    Attributes:
+        tokens: text ids [b s] of the understanding stream, codes [b s g] of the generation stream.
+        index: the vision feature that replaces a text embedding, or `NO_FEATURE`; the raster index
+            of a cell, or `NO_CELL`.
+        layout: tags.
+    """
+
+    tokens: Int[Array, "b s *g"]
+    index: Int[Array, "b s"]
+    layout: TokenLayout
+
+
+def concatenate(*layouts: TokenLayout) -> TokenLayout:
+    """Returns the layouts one behind the other along the token axis."""
+    return TokenLayout(
+        *(
+            jnp.concatenate([getattr(layout, name) for layout in layouts], axis=1)
+            for name in ("position", "block", "horizon")
+        )
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# Rows: a sequence laid out on the host.
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """Text of the prompt. `keep`: guidance and prompt drop leave it as it is (headers)."""
+
+    ids: Int[np.ndarray, " n"]
+    keep: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Vision:
+    """A picture seen through the vision tower: `num_tokens` features of the row's picture."""
+
+    num_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The cells of a source image, in the generation stream."""
+
+    codes: Int[np.ndarray, "n g"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Response:
+    """Where the response stands; its tokens are laid out by training or by the sampler."""
+
+    num_tokens: int
+
+
+Part = Text | Vision | Source | Response
+
+@dataclasses.dataclass(frozen=True)
+class PromptRow:
+    """One row of prompt, laid out: what is in block 0, and where the response goes.
+
+    Attributes:
+        ids: text ids of the understanding tokens (vision tokens hold the text mask id).
+        feature: index of the vision feature that replaces the embedding, or `NO_FEATURE`.
+        position: positions of the understanding tokens.
+        codes: codes of the source cells.
+        cell: raster index of the source cells.
+        source_position: positions of the source cells.
+        response_position: position of the first response token.
+        length: tokens of the whole sequence with prompt, response and what follows it; registers
+            have the positions behind it (Sec. 7.2).
+    """
+
+    ids: Int[np.ndarray, " u"]
+    feature: Int[np.ndarray, " u"]
+    position: Int[np.ndarray, " u"]
+    codes: Int[np.ndarray, "c g"]
+    cell: Int[np.ndarray, " c"]
+    source_position: Int[np.ndarray, " c"]
+    response_position: int
+    length: int
+
+
+def prompt_row(
+    parts: tuple[Part, ...],
+    *,
+    text_mask_id: int,
+    codes_per_token: int,
+    drop_prompt: bool = False,
+    drop_source: bool = False,
+) -> PromptRow:
+    """Lays a prompt out, with the parts that guidance or training drops replaced by text masks.
+
+    Positions are those of the full sequence whatever is dropped. A dropped text or vision token
+    becomes a text mask at its position; a dropped source cell becomes a text mask at its position
+    *in the understanding stream* (spec Sec. 7.6). The one function for training and sampling.
+
+    Args:
+        parts: the sequence in order; exactly one `Response`.
+        drop_prompt: drop text (without `keep`) and vision.
+        drop_source: drop the source cells.
+
+    Raises:
+        ValueError: there is not exactly one `Response`.
+    """
+    ids, feature, position = [], [], []
+    codes, cells, source_position = [], [], []
+    response_position, start, features = None, 0, 0
+    for part in parts:
+        n = len(part.ids) if isinstance(part, Text) else 0
+        if isinstance(part, Text):
+            dropped = drop_prompt and not part.keep
+            ids.append(np.full(n, text_mask_id) if dropped else np.asarray(part.ids))
+            feature.append(np.full(n, NO_FEATURE))
+        elif isinstance(part, Vision):
+            n = part.num_tokens
+            ids.append(np.full(n, text_mask_id))
+            index = features + np.arange(n)
+            feature.append(np.full(n, NO_FEATURE) if drop_prompt else index)
+            features += n
+        elif isinstance(part, Source):
+            n = len(part.codes)
+            if drop_source:
+                ids.append(np.full(n, text_mask_id))
+                feature.append(np.full(n, NO_FEATURE))
+            else:
+                codes.append(np.asarray(part.codes))
+                cells.append(np.arange(n))
+                source_position.append(start + np.arange(n))
+        else:
+            n = part.num_tokens
+            if response_position is not None:
+                raise ValueError("a prompt holds exactly one Response, got a second one.")
+            response_position = start
+        in_understanding = isinstance(part, Text | Vision) or (
+            isinstance(part, Source) and drop_source
+        )
+        if in_understanding:
+            position.append(start + np.arange(n))
+        start += n
+    if response_position is None:
+        raise ValueError("a prompt holds exactly one Response, got none.")
+
+    def join(arrays, shape=(0,)):
+        return np.concatenate([np.zeros(shape, np.int32), *arrays]).astype(np.int32)
+
+    return PromptRow(
+        join(ids),
+        join(feature),
+        join(position),
+        join(codes, (0, codes_per_token)),
+        join(cells),
+        join(source_position),
+        response_position,
+        start,
+    )
+
+
+def cells_from_codes(codes, codes_side: int):
+    """Groups a raster grid of codes [b y x] into cells [b l g], raster order inside and out."""
+    return einops.rearrange(
+        codes, "b (y p) (x q) -> b (y x) (p q)", p=codes_side, q=codes_side
+    )
+
+
+def codes_from_cells(cells, height: int, codes_side: int):
+    """Spreads cells [b l g] of a picture `height` cells high back over a grid of codes [b y x]."""
+    return einops.rearrange(
+        cells, "b (y x) (p q) -> b (y p) (x q)", y=height, p=codes_side, q=codes_side
+    )
+
+
+def register_positions(length: int, num_registers: int) -> Int[np.ndarray, " m"]:
+    """Returns L..L+m-1: the m positions behind the whole sequence (Sec. 3.1 and 7.2)."""
+    return length + np.arange(num_registers, dtype=np.int32)
+
+
+def sort_by_block(block: Int[np.ndarray, " s"]) -> Int[np.ndarray, " s"]:
+    """Returns the permutation that sorts tokens by block, stable, so that kernels skip tiles."""
+    return np.argsort(block, kind="stable")
+
+
+def padding_mask(block: Int[Array, "b s"]) -> Bool[Array, "b s"]:
+    """Returns where a token is not padding."""
+    return block != PAD_BLOCK

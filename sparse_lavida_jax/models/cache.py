@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The key/value cache of a response being decoded.
+
+Two static buffers: the joint layers' holds two regions, understanding tokens [0:u) then generation
+tokens [u:t); the split layers' holds only the region of the stream that is decoded. Heads are
+merged in the last axis. Keys are stored rotated. Tags are the real step numbers, append-only.
+Every pass writes its tokens contiguously at one offset shared by all rows; what it leaves behind
+the committed ones is overwritten by the next pass, and until then nobody sees it.
+"""
+
+from typing import Literal
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from sparse_lavida_jax.visibility import PAD_BLOCK
+
+StreamName = Literal["understanding", "generation"]
+
+
+@flax.struct.dataclass
+class KVCache:
+    """Keys and values of committed tokens, and room for the tokens of one step.
+
+    Attributes:
+        joint_keys, joint_values: of the joint layers, both regions.
+        split_keys, split_values: of the split layers, the decoded stream's region.
+        block: tags of the joint buffer; `PAD_BLOCK` where a slot is empty.
+        offset: next free slot of the decoded stream, counted from the start of its region.
+        understanding_len: slots of the understanding region (u), static.
+        decodes: the stream that is decoded, static.
+    """
+
+    joint_keys: Float[Array, "n b t hd"]
+    joint_values: Float[Array, "n b t hd"]
+    split_keys: Float[Array, "m b r hd"]
+    split_values: Float[Array, "m b r hd"]
+    block: Int[Array, "b t"]
+    offset: Int[Array, ""]
+    understanding_len: int = flax.struct.field(pytree_node=False)
+    decodes: StreamName = flax.struct.field(pytree_node=False)
+
+    def _start(self, stream: StreamName) -> Int[Array, ""] | int:
+        """Slot of the joint buffer where tokens of `stream` are written now."""
+        region = 0 if stream == "understanding" else self.understanding_len
+        return region + (self.offset if stream == self.decodes else 0)
+
+    def _end(self, stream: StreamName) -> int:
+        return self.understanding_len if stream == "understanding" else self.block.shape[1]
+
+    def begin(self, stream: StreamName, block: Int[Array, "b s"]) -> "KVCache":
+        """Tags the slots that this pass writes, and empties the rest of the region behind them."""
+        start, end = self._start(stream), self._end(stream)
+        slots = jnp.arange(self.block.shape[1])
+        behind = (slots >= start) & (slots < end)
+        tags = jnp.where(behind[None], jnp.int32(PAD_BLOCK), self.block)
+        return self.replace(block=jax.lax.dynamic_update_slice(tags, block, (0, start)))
+
+    def write_joint(
+        self, layer: Int[Array, ""], stream: StreamName, keys, values
+    ) -> "KVCache":
+        """Writes [b s (h d)] keys and values of one stream into joint layer `layer`."""
+        start = (layer, 0, self._start(stream), 0)
+        return self.replace(
+            joint_keys=_put(self.joint_keys, keys, start),
+            joint_values=_put(self.joint_values, values, start),
+        )
+
+    def write_split(self, layer: Int[Array, ""], keys, values) -> "KVCache":
+        """Writes keys and values of the decoded stream into split layer `layer`."""
+        start = (layer, 0, self.offset, 0)
+        return self.replace(
+            split_keys=_put(self.split_keys, keys, start),
+            split_values=_put(self.split_values, values, start),
+        )
+
+    @property
+    def split_block(self) -> Int[Array, "b r"]:
+        """Tags of the decoded stream's region."""
+        if self.decodes == "understanding":
+            return self.block[:, : self.understanding_len]
+        return self.block[:, self.understanding_len :]
+
+    def commit(self, count: int) -> "KVCache":
+        """Keeps the first `count` slots of this pass; the next pass overwrites the others."""
+        return self.replace(offset=self.offset + count)
+
+
+def empty_cache(
+    *,
+    batch: int,
+    understanding_len: int,
+    generation_len: int,
+    num_joint_layers: int,
+    num_split_layers: int,
+    heads_width: int,
+    decodes: StreamName,
+    dtype: jnp.dtype,
+) -> KVCache:
+    """Returns a cache without tokens. Lengths are capacities in slots."""
+    total = understanding_len + generation_len
+    region = understanding_len if decodes == "understanding" else generation_len
+    joint = (num_joint_layers, batch, total, heads_width)
+    split = (num_split_layers, batch, region, heads_width)
+    return KVCache(
+        jnp.zeros(joint, dtype),
+        jnp.zeros(joint, dtype),
+        jnp.zeros(split, dtype),
+        jnp.zeros(split, dtype),
+        jnp.full((batch, total), PAD_BLOCK, jnp.int32),
+        jnp.int32(0),
+        understanding_len,
+        decodes,
+    )
+
+
+def _put(buffer, update, start):
+    return jax.lax.dynamic_update_slice(buffer, update.astype(buffer.dtype)[None], start)

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The denoiser: embeddings, two streams of layers, two heads.
+
+The model takes tokens with a `TokenLayout`, never a mask. Paper Sec. 3; base model spec Sec. 2.
+"""
+
+import einops
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int, UInt8
+
+from sparse_lavida_jax import config
+from sparse_lavida_jax.layout import NO_CELL, NO_FEATURE, Stream
+from sparse_lavida_jax.models.cache import KVCache, StreamName, empty_cache
+from sparse_lavida_jax.models.layers import Layer, Linear, RmsNorm
+from sparse_lavida_jax.models.stack import Wanted, init_stack, run_layers
+from sparse_lavida_jax.models.vision import VisionEncoder
+
+HEAD_EPS = 1e-6  # of the norms in the image embedding and head (spec 2.5), not in the layers
+
+
+class ImageEmbedding(nnx.Module):
+    """From the codes of a cell to one backbone token (spec 2.5 "dit2" and 2.6)."""
+
+    def __init__(self, settings: config.Model, *, rngs: nnx.Rngs):
+        width = settings.generation_width
+        rows = settings.image_mask_id + 1
+        self.table = nnx.Param(jax.random.normal(rngs.params(), (rows, width)) * 0.02)
+        self.code_norm = RmsNorm(width, HEAD_EPS)
+        self.code = Linear(width, width, rngs=rngs)
+        if settings.codes_per_token > 1:  # the 2x2 convolution, stride 2
+            self.merge_norm = RmsNorm(width, HEAD_EPS)
+            self.merge = Linear(settings.codes_per_token * width, width, rngs=rngs)
+        self.cell_norm = RmsNorm(width, HEAD_EPS)
+        self.cell = Linear(width, width, rngs=rngs)
+        self.codes_per_token = settings.codes_per_token
+
+    def __call__(self, codes: Int[Array, "b s g"], dtype: jnp.dtype) -> Float[Array, "b s e"]:
+        b, s, g = codes.shape
+        x = self.table[codes.reshape(b, s * g)].astype(dtype)
+        x = self.code(self.code_norm(x))
+        if self.codes_per_token > 1:
+            x = einops.rearrange(self.merge_norm(x), "b (s g) e -> b s (g e)", g=g)
+            x = self.merge(x)
+        return self.cell(self.cell_norm(x))
+
+
+class ImageHead(nnx.Module):
+    """From one backbone token to logits for the codes of its cell (spec 2.5 and 2.6)."""
+
+    def __init__(self, settings: config.Model, *, rngs: nnx.Rngs):
+        width = settings.generation_width
+        if settings.codes_per_token > 1:  # the transposed 2x2 convolution, stride 2
+            self.spread_norm = RmsNorm(width, HEAD_EPS)
+            self.spread = Linear(width, settings.codes_per_token * width, rngs=rngs)
+        self.cell_norm = RmsNorm(width, HEAD_EPS)
+        self.cell = Linear(width, width, rngs=rngs)
+        self.code = Linear(width, width, rngs=rngs)
+        self.code_norm = RmsNorm(width, HEAD_EPS)
+        self.logits = Linear(width, settings.codebook_size, rngs=rngs)
+        self.codes_per_token = settings.codes_per_token
+
+    def __call__(self, x: Float[Array, "b s e"]) -> Float[Array, "b s g c"]:
+        if self.codes_per_token > 1:
+            x = einops.rearrange(
+                self.spread(self.spread_norm(x)), "b s (g e) -> b (s g) e", g=self.codes_per_token
+            )
+        x = self.code_norm(self.code(self.cell(self.cell_norm(x))))
+        logits = self.logits(x).astype(jnp.float32)
+        return einops.rearrange(logits, "b (s g) c -> b s g c", g=self.codes_per_token)
+
+
+class Denoiser(nnx.Module):
+    """Predicts the masked tokens of text and images from the tokens it is given."""
+
+    def __init__(self, settings: config.Model, *, rngs: nnx.Rngs):
+        def table(rows, width):
+            return nnx.Param(jax.random.normal(rngs.params(), (rows, width)) * 0.02)
+
+        self.settings = settings
+        self.text_embedding = table(settings.vocab_size, settings.width)
+        self.image_embedding = ImageEmbedding(settings, rngs=rngs)
+        # A register starts as what it stands in for: a masked token of its stream.
+        self.register_understanding = nnx.Param(self.text_embedding[settings.text_mask_id])
+        masked_cell = jnp.full((1, 1, settings.codes_per_token), settings.image_mask_id)
+        self.register_generation = nnx.Param(
+            self.image_embedding(masked_cell, jnp.dtype("float32"))[0, 0]
+        )
+        if settings.cell_positions:
+            self.cell_position = table(settings.num_cells, settings.generation_width)
+        self.vision = VisionEncoder(settings.vision, settings.width, rngs=rngs)
+        self.joint_layers = init_stack(
+            lambda r: Layer(settings, rngs=r), settings.num_joint_layers, rngs.params()
+        )
+        self.split_layers = init_stack(
+            lambda r: Layer(settings, rngs=r), settings.num_split_layers, rngs.params()
+        )
+        self.final_norm = RmsNorm(settings.width, settings.norm_eps)
+        self.text_head = Linear(settings.width, settings.vocab_size, rngs=rngs)
+        self.image_head = ImageHead(settings, rngs=rngs)
+
+    def see(self, pixels: UInt8[Array, "b h w 3"]) -> Float[Array, "b v e"]:
+        """Returns the vision features of one picture a row."""
+        return self.vision(pixels)
+
+    def embed_text(
+        self, stream: Stream, features: Float[Array, "b v e"] | None = None
+    ) -> Float[Array, "b s e"]:
+        """Embeds text, vision features and understanding registers."""
+        ids = stream.tokens
+        x = self.text_embedding[jnp.minimum(ids, self.settings.vocab_size - 1)]
+        is_register = (ids == self.settings.text_register_id)[..., None]
+        x = jnp.where(is_register, self.register_understanding[...][None, None], x)
+        if features is not None:
+            index = jnp.maximum(stream.index, 0)[..., None]
+            seen = jnp.take_along_axis(features, index, axis=1)
+            x = jnp.where((stream.index != NO_FEATURE)[..., None], seen, x)
+        return x.astype(self.settings.compute_dtype)
+
+    def embed_image(self, stream: Stream) -> Float[Array, "b s e"]:
+        """Embeds cells and generation registers."""
+        codes, dtype = stream.tokens, jnp.dtype(self.settings.compute_dtype)
+        x = self.image_embedding(jnp.minimum(codes, self.settings.image_mask_id), dtype)
+        is_register = (codes[..., :1] == self.settings.image_register_id)
+        x = jnp.where(is_register, self.register_generation.astype(dtype)[None, None], x)
+        if self.settings.cell_positions:
+            place = self.cell_position[jnp.maximum(stream.index, 0)].astype(dtype)
+            x = x + jnp.where((stream.index != NO_CELL)[..., None], place, 0)
+        return x
+
+    def __call__(
+        self,
+        understanding: Stream | None,
+        generation: Stream | None,
+        features: Float[Array, "b v e"] | None = None,
+        *,
+        wanted: Wanted,
+        cache: KVCache | None = None,
+        attend_cache: bool = True,
+    ) -> tuple[dict[StreamName, Float[Array, "b s e"]], KVCache | None]:
+        """Returns the final hidden states (normed) of the wanted streams, and the cache.
+
+        See `stack.run_layers` for `wanted`, `cache` and `attend_cache`.
+        """
+        x, layouts = {}, {}
+        if understanding is not None:
+            x["understanding"] = self.embed_text(understanding, features)
+            layouts["understanding"] = understanding.layout
+        if generation is not None:
+            x["generation"] = self.embed_image(generation)
+            layouts["generation"] = generation.layout
+        x, cache = run_layers(
+            self.joint_layers,
+            self.split_layers,
+            self.settings.num_joint_layers,
+            self.settings.num_split_layers,
+            x,
+            layouts,
+            wanted=wanted,
+            cache=cache,
+            attend_cache=attend_cache,
+        )
+        return {name: self.final_norm(h, self.settings.width) for name, h in x.items()}, cache
+
+    def text_logits(self, hidden: Float[Array, "b s e"]) -> Float[Array, "b s v"]:
+        """Returns logits over the text vocabulary, float32."""
+        return self.text_head(hidden).astype(jnp.float32)
+
+    def image_logits(self, hidden: Float[Array, "b s e"]) -> Float[Array, "b s g c"]:
+        """Returns logits over the codebook for every code of a cell, float32."""
+        return self.image_head(hidden)
+
+    def empty_cache(
+        self, batch: int, understanding_len: int, generation_len: int, decodes: StreamName
+    ) -> KVCache:
+        """Returns a cache of this model's shape; lengths are capacities in slots."""
+        return empty_cache(
+            batch=batch,
+            understanding_len=understanding_len,
+            generation_len=generation_len,
+            num_joint_layers=self.settings.num_joint_layers,
+            num_split_layers=self.settings.num_split_layers,
+            heads_width=self.settings.num_heads * self.settings.head_dim,
+            decodes=decodes,
+            dtype=jnp.dtype(self.settings.compute_dtype),
+        )

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One layer of the denoiser: two branches of different width that share one attention.
+
+Spec Sec. 1.2 (block), 2.1-2.3 (generation branch). Each branch has its own norms, query/key/value
+projections and MLP; the output projection `attn_out` belongs to the understanding branch and is
+shared: only its first `generation_width` outputs matter to a generation token.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from sparse_lavida_jax import config
+
+
+class RmsNorm(nnx.Module):
+    """Root-mean-square norm: float32 inside, weight applied in the input's dtype (spec 1.2).
+
+    `padded_width` takes the mean over that many channels, the missing ones being zeros: the final
+    norm sees a generation token zero-padded to the understanding width (spec 2.3).
+    """
+
+    def __init__(self, width: int, eps: float):
+        self.weight = nnx.Param(jnp.ones(width))
+        self.eps = eps
+
+    def __call__(
+        self, x: Float[Array, "b s e"], padded_width: int | None = None
+    ) -> Float[Array, "b s e"]:
+        wide = x.astype(jnp.float32)
+        width = padded_width or x.shape[-1]
+        mean_square = jnp.sum(wide * wide, axis=-1, keepdims=True) / width
+        normed = (wide * jax.lax.rsqrt(mean_square + self.eps)).astype(x.dtype)
+        return normed * self.weight[: x.shape[-1]].astype(x.dtype)[None, None]
+
+
+class Linear(nnx.Module):
+    """A matrix without bias, in the input's dtype. `kernel` is [in, out]."""
+
+    def __init__(self, in_width: int, out_width: int, *, rngs: nnx.Rngs, scale: float = 1.0):
+        deviation = scale * in_width**-0.5
+        self.kernel = nnx.Param(
+            deviation * jax.random.truncated_normal(rngs.params(), -3, 3, (in_width, out_width))
+        )
+
+    def __call__(
+        self, x: Float[Array, "*b i"], out_width: int | None = None
+    ) -> Float[Array, "*b o"]:
+        """Multiplies; `out_width` keeps only the first outputs and computes no others."""
+        return x @ self.kernel[:, :out_width].astype(x.dtype)
+
+
+class SwiGlu(nnx.Module):
+    """Gated MLP of LLaDA: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, width: int, hidden: int, *, rngs: nnx.Rngs, scale: float):
+        self.gate = Linear(width, hidden, rngs=rngs)
+        self.up = Linear(width, hidden, rngs=rngs)
+        self.down = Linear(hidden, width, rngs=rngs, scale=scale)
+
+    def __call__(self, x: Float[Array, "b s e"]) -> Float[Array, "b s e"]:
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+class Branch(nnx.Module):
+    """What a layer holds for one branch: norms, query/key/value projections, MLP."""
+
+    def __init__(self, settings: config.Model, width: int, hidden: int, *, rngs: nnx.Rngs):
+        heads_width = settings.num_heads * settings.head_dim
+        self.attn_norm = RmsNorm(width, settings.norm_eps)
+        self.q = Linear(width, heads_width, rngs=rngs)
+        self.k = Linear(width, heads_width, rngs=rngs)
+        self.v = Linear(width, heads_width, rngs=rngs)
+        self.mlp_norm = RmsNorm(width, settings.norm_eps)
+        self.mlp = SwiGlu(width, hidden, rngs=rngs, scale=_residual_scale(settings))
+        self.num_heads = settings.num_heads
+        self.rope_theta = settings.rope_theta
+
+    def qkv(
+        self, x: Float[Array, "b s e"], position: Int[Array, "b s"]
+    ) -> tuple[Float[Array, "b s hd"], Float[Array, "b s hd"], Float[Array, "b s hd"]]:
+        """Returns rotated queries and keys, and values, heads merged in the last axis."""
+        x = self.attn_norm(x)
+        q, k = (rotate(p(x), position, self.num_heads, self.rope_theta) for p in (self.q, self.k))
+        return q, k, self.v(x)
+
+    def feed_forward(self, x: Float[Array, "b s e"]) -> Float[Array, "b s e"]:
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Layer(nnx.Module):
+    """One layer of both branches with the shared output projection."""
+
+    def __init__(self, settings: config.Model, *, rngs: nnx.Rngs):
+        self.understanding = Branch(settings, settings.width, settings.mlp_hidden, rngs=rngs)
+        self.generation = Branch(
+            settings, settings.generation_width, settings.generation_mlp_hidden, rngs=rngs
+        )
+        heads_width = settings.num_heads * settings.head_dim
+        self.attn_out = Linear(
+            heads_width, settings.width, rngs=rngs, scale=_residual_scale(settings)
+        )
+
+    def finish(
+        self, branch: Branch, x: Float[Array, "b s e"], attended: Float[Array, "b s hd"]
+    ) -> Float[Array, "b s e"]:
+        """Adds the attention output and the MLP of `branch` to its residual stream."""
+        return branch.feed_forward(x + self.attn_out(attended, x.shape[-1]))
+
+
+def _residual_scale(settings: config.Model) -> float:
+    """Initial scale of matrices that write into the residual stream: GPT-2's 1/sqrt(2 layers)."""
+    return (2 * settings.num_layers) ** -0.5
+
+
+def rotate(
+    x: Float[Array, "b s hd"], position: Int[Array, "b s"], num_heads: int, theta: float
+) -> Float[Array, "b s hd"]:
+    """Applies rotary position embedding, half-split, in float32 (spec 1.2)."""
+    b, s, merged = x.shape
+    half = merged // num_heads // 2
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = position.astype(jnp.float32)[:, :, None, None] * frequency[None, None, None]
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    first, second = jnp.split(x.astype(jnp.float32).reshape(b, s, num_heads, 2 * half), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.reshape(b, s, merged).astype(x.dtype)

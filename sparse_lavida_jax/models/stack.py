@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layers of both branches: stacked by `vmap`, run by `scan`, joint ones first.
+
+In a joint layer the queries, keys and values of both streams meet in one attention call; in a
+split layer each stream attends to itself (spec Sec. 2.4). Tokens carry explicit positions and
+tags, so concatenating streams is all that "mixture of transformers" takes: no scatter, no mask.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from sparse_lavida_jax.kernels.attention import step_causal_attention
+from sparse_lavida_jax.layout import TokenLayout, concatenate
+from sparse_lavida_jax.models.cache import KVCache, StreamName
+from sparse_lavida_jax.models.layers import Branch, Layer
+
+# Which streams' final hidden states are wanted. After the last joint layer the other stream can
+# no longer matter, so it stops at that layer's keys and values (exact, and half of a prefill).
+Wanted = Literal["understanding", "generation", "both"]
+Residuals = dict[StreamName, Float[Array, "b s e"]]
+Layouts = dict[StreamName, TokenLayout]
+
+STREAMS: tuple[StreamName, ...] = ("understanding", "generation")
+
+
+def init_stack(
+    make_layer: Callable[[nnx.Rngs], nnx.Module], depth: int, key: PRNGKeyArray
+) -> nnx.Module:
+    """Makes `depth` layers as one module whose arrays have a leading layer axis."""
+    return jax.vmap(lambda k: make_layer(nnx.Rngs(params=k)))(jax.random.split(key, depth))
+
+
+def run_layers(
+    joint: Layer,
+    split: Layer,
+    num_joint: int,
+    num_split: int,
+    x: Residuals,
+    layouts: Layouts,
+    *,
+    wanted: Wanted,
+    cache: KVCache | None = None,
+    attend_cache: bool = True,
+) -> tuple[Residuals, KVCache | None]:
+    """Feeds the streams through all layers.
+
+    Args:
+        joint, split: stacked layers, `num_joint` and `num_split` of them.
+        x: residual streams; a stream without tokens is absent.
+        layouts: tags of the same streams.
+        wanted: the streams to return.
+        cache: keys and values of earlier passes; this pass writes its own behind them.
+        attend_cache: False where the cache holds nothing else (prefill): tokens then attend to
+            this pass only, which is the same thing and cheaper.
+
+    Returns:
+        The residual streams that are wanted and present, and the cache as written.
+    """
+    present = [name for name in STREAMS if name in x]
+    if cache is not None:
+        for name in present:
+            cache = cache.begin(name, layouts[name].block)
+
+    def joint_layer(carry, layer_and_index):
+        x, cache = carry
+        layer, index = layer_and_index
+        return _joint_layer(layer, index, x, layouts, list(x), cache, attend_cache), None
+
+    # The last joint layer is where an unwanted stream stops.
+    stops = [name for name in present if wanted not in ("both", name)]
+    whole = num_joint - 1 if stops else num_joint
+    if whole:
+        layers = jax.tree.map(lambda p: p[:whole], joint)
+        (x, cache), _ = jax.lax.scan(joint_layer, (x, cache), (layers, jnp.arange(whole)))
+    if stops:
+        last = jax.tree.map(lambda p: p[-1], joint)
+        keep = [name for name in present if name not in stops]
+        x, cache = _joint_layer(
+            last, jnp.int32(num_joint - 1), x, layouts, keep, cache, attend_cache
+        )
+
+    def split_layer(carry, layer_and_index):
+        x, cache = carry
+        layer, index = layer_and_index
+        return _split_layer(layer, index, x, layouts, cache, attend_cache), None
+
+    if num_split and x:
+        (x, cache), _ = jax.lax.scan(split_layer, (x, cache), (split, jnp.arange(num_split)))
+    return x, cache
+
+
+def _branch(layer: Layer, name: StreamName) -> Branch:
+    return layer.understanding if name == "understanding" else layer.generation
+
+
+def _joint_layer(layer, index, x, layouts, keep, cache, attend_cache):
+    """One attention over both streams; only the streams in `keep` go on behind it."""
+    qkv = {name: _branch(layer, name).qkv(x[name], layouts[name].position) for name in x}
+    if cache is not None:
+        for name in x:
+            cache = cache.write_joint(index, name, *qkv[name][1:])
+    if not keep:
+        return {}, cache
+    tags = concatenate(*(layouts[name] for name in keep))
+    if cache is not None and attend_cache:
+        keys, values, key_block = cache.joint_keys, cache.joint_values, cache.block
+    else:
+        keys, values = (jnp.concatenate([qkv[name][i] for name in x], axis=1) for i in (1, 2))
+        key_block = concatenate(*(layouts[name] for name in x)).block
+        index = None
+    attended = step_causal_attention(
+        jnp.concatenate([qkv[name][0] for name in keep], axis=1),
+        keys,
+        values,
+        tags.block,
+        tags.horizon,
+        key_block,
+        num_heads=layer.understanding.num_heads,
+        layer=index,
+    )
+    result, start = {}, 0
+    for name in keep:
+        stop = start + x[name].shape[1]
+        result[name] = layer.finish(_branch(layer, name), x[name], attended[:, start:stop])
+        start = stop
+    return result, cache
+
+
+def _split_layer(layer, index, x, layouts, cache, attend_cache):
+    """Each stream attends to itself; the cache holds the stream that is decoded."""
+    result = {}
+    for name in x:
+        branch, tags = _branch(layer, name), layouts[name]
+        q, keys, values = branch.qkv(x[name], tags.position)
+        key_block, at = tags.block, None
+        if cache is not None and name == cache.decodes:
+            cache = cache.write_split(index, keys, values)
+            if attend_cache:
+                keys, values, at = cache.split_keys, cache.split_values, index
+                key_block = cache.split_block
+        attended = step_causal_attention(
+            q,
+            keys,
+            values,
+            tags.block,
+            tags.horizon,
+            key_block,
+            num_heads=branch.num_heads,
+            layer=at,
+        )
+        result[name] = layer.finish(branch, x[name], attended)
+    return result, cache
