@@ -25,9 +25,11 @@ import einops
 import flax.struct
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON
+
+AnyArray = Array | np.ndarray  # on a device, or on the host
 
 PROMPT_BLOCK = 0
 GIVEN_BLOCK = 1  # known cells, a prefix, template words: clean before the first step
@@ -46,9 +48,9 @@ class TokenLayout:
         horizon: last block the token may look back to, `PAD_HORIZON` for padding.
     """
 
-    position: Int[Array, "b s"]
-    block: Int[Array, "b s"]
-    horizon: Int[Array, "b s"]
+    position: Int[AnyArray, "b s"]
+    block: Int[AnyArray, "b s"]
+    horizon: Int[AnyArray, "b s"]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -56,30 +58,30 @@ class TokenLayout:
 
 
 def make_layout(
-    position: Int[Array, "b s"], block: Int[Array, "b s"], last_clean: Int[Array, "..."] | int
+    position: Int[AnyArray, "b s"],
+    block: Int[AnyArray, "b s"],
+    last_clean: Int[AnyArray, "..."] | int,
 ) -> TokenLayout:
     """Returns the layout of tokens whose last visible clean block is `last_clean` (M).
 
     `last_clean` is a number, or anything that broadcasts to [b s] (each response of a sequence
-    may have its own). Works on traced and on NumPy arrays.
+    may have its own). NumPy arrays give a layout of NumPy arrays: the host lays rows out without
+    touching a device.
     """
+    xp = np if isinstance(block, np.ndarray) else jnp
     padding = block == PAD_BLOCK
-    horizon = jnp.where(padding, PAD_HORIZON, jnp.minimum(block, last_clean))
+    horizon = xp.where(padding, PAD_HORIZON, xp.minimum(block, last_clean))
+    position = xp.where(padding, 0, position)
     return TokenLayout(
-        jnp.where(padding, 0, position).astype(jnp.int32),
-        jnp.asarray(block, jnp.int32),
-        horizon.astype(jnp.int32),
+        *(xp.asarray(tags, dtype=np.int32) for tags in (position, block, horizon))
     )
 
 
 def without_blocks(layout: TokenLayout) -> TokenLayout:
     """Returns the same tokens all in block 0: full bidirectional attention, as LaViDa-O has it."""
-    padding = layout.block == PAD_BLOCK
-    return TokenLayout(
-        layout.position,
-        jnp.where(padding, PAD_BLOCK, PROMPT_BLOCK).astype(jnp.int32),
-        jnp.where(padding, PAD_HORIZON, PROMPT_BLOCK).astype(jnp.int32),
-    )
+    xp = np if isinstance(layout.block, np.ndarray) else jnp
+    block = xp.where(layout.block == PAD_BLOCK, PAD_BLOCK, PROMPT_BLOCK)
+    return make_layout(layout.position, block, PROMPT_BLOCK)
 
 
 @flax.struct.dataclass
@@ -93,8 +95,8 @@ class Stream:
         layout: tags.
     """
 
-    tokens: Int[Array, "b s *g"]
-    index: Int[Array, "b s"]
+    tokens: Int[AnyArray, "b s *g"]
+    index: Int[AnyArray, "b s"]
     layout: TokenLayout
 
 
@@ -266,8 +268,3 @@ def register_positions(length: int, num_registers: int) -> Int[np.ndarray, " m"]
 def sort_by_block(block: Int[np.ndarray, " s"]) -> Int[np.ndarray, " s"]:
     """Returns the permutation that sorts tokens by block, stable, so that kernels skip tiles."""
     return np.argsort(block, kind="stable")
-
-
-def padding_mask(block: Int[Array, "b s"]) -> Bool[Array, "b s"]:
-    """Returns where a token is not padding."""
-    return block != PAD_BLOCK

@@ -1,0 +1,439 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time, corruption, block assignment and loss: how a clean response becomes a training pass.
+
+Paper Sec. 3.3 and 7.1. Everything up to `Corrupted` is pure NumPy with an explicit generator and
+runs on the host, so that the random bits of an example depend on its index and on nothing else.
+
+Two block assignments (config `diffusion.blocks`):
+
+* `uniform`, the paper's words: mask each token with probability t; clean tokens fall uniformly
+  into blocks 1..M, masked tokens into M+1..M+N. The weight 1/(t p(t)), p the density from which t
+  was drawn, makes the loss Eq. 1.
+* `schedule`: draw a sampler's plan (order, counts), then the step k that contains a uniform t, so
+  with probability |C_k|/L. Clean tokens get the step that decoded them (M = k-1), the first masked
+  block is C_k and further ones are cut from the rest of the order; other masked tokens are left
+  out (truncation lemma). A kept token weighs L / (kept tokens). For N = 1 this is unbiased for the
+  sampler's own negative log likelihood, and with a random order and one token a step it is Eq. 1.
+"""
+
+import dataclasses
+import math
+from typing import Literal
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, UInt8
+
+from sparse_lavida_jax import config
+from sparse_lavida_jax.layout import (
+    GIVEN_BLOCK,
+    NO_CELL,
+    NO_FEATURE,
+    PROMPT_BLOCK,
+    AnyArray,
+    PromptRow,
+    Stream,
+    make_layout,
+    register_positions,
+    sort_by_block,
+    without_blocks,
+)
+from sparse_lavida_jax.visibility import PAD_BLOCK
+
+MIN_TIME = 1e-3  # floor of t, as released (spec 9.2)
+ABSENT = -1  # block of a masked token that is left out of the sequence
+
+
+# ---------------------------------------------------------------------------------------------
+# Time.
+
+
+def time_from_uniform(policy: str, u: float) -> tuple[float, float]:
+    """Returns the time t in [1e-3, 1] for a uniform u, and the density p(t) of the policy.
+
+    uniform: t = u. cosine: t = cos(pi u / 2), p = 2 / (pi sqrt(1 - t^2)). logit_normal:
+    t = sigmoid of a standard normal. mode: SD3's mode sampling with scale 1.29 (arXiv:2403.03206).
+
+    Raises:
+        ValueError: an unknown policy.
+    """
+    u = min(max(u, 1e-6), 1 - 1e-6)
+    if policy == "uniform":
+        t, slope = u, 1.0
+    elif policy == "cosine":
+        t, slope = math.cos(math.pi * u / 2), math.pi / 2 * math.sin(math.pi * u / 2)
+    elif policy == "logit_normal":
+        normal = _normal_quantile(u)
+        t = 1 / (1 + math.exp(-normal))
+        slope = t * (1 - t) * math.sqrt(2 * math.pi) * math.exp(normal * normal / 2)
+    elif policy == "mode":
+        scale = 1.29
+        t = 1 - u - scale * (math.cos(math.pi * u / 2) ** 2 - 1 + u)
+        slope = abs(-1 - scale * (1 - math.pi / 2 * math.sin(math.pi * u)))
+    else:
+        raise ValueError(
+            f"time policy {policy!r} is unknown: use uniform, cosine, logit_normal or mode."
+        )
+    return max(t, MIN_TIME), 1 / max(slope, 1e-9)
+
+
+def _normal_quantile(u: float) -> float:
+    """Inverse of the normal distribution function, by bisection on `math.erf` (1e-12)."""
+    low, high = -8.0, 8.0
+    while high - low > 1e-12:
+        middle = (low + high) / 2
+        low, high = (
+            (middle, high) if (1 + math.erf(middle / math.sqrt(2))) / 2 < u else (low, middle)
+        )
+    return (low + high) / 2
+
+
+# ---------------------------------------------------------------------------------------------
+# Blocks of a response.
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """What each token of one response is in one training pass.
+
+    Attributes:
+        block: block of each token, `ABSENT` where it is left out.
+        masked: where the token is masked (and predicted).
+        num_clean: M, the last clean block.
+        masked_blocks: the masked blocks; each gets its own registers.
+        weight: loss weight of each token, 0 where it is not predicted.
+        total: what the weights of a response are divided by (L, or the tokens predicted).
+    """
+
+    block: Int[np.ndarray, " l"]
+    masked: Bool[np.ndarray, " l"]
+    num_clean: int
+    masked_blocks: tuple[int, ...]
+    weight: Float[np.ndarray, " l"]
+    total: float
+
+
+def uniform_blocks(
+    rng: np.random.Generator,
+    given: Bool[np.ndarray, " l"],
+    settings: config.Diffusion,
+) -> Blocks:
+    """Masks tokens with probability t and scatters both kinds uniformly (Sec. 3.3).
+
+    At least one token that is not given is masked. Given tokens are block 1 of M.
+    """
+    t, density = time_from_uniform(settings.time_policy, rng.random())
+    draw = np.where(given, np.inf, rng.random(len(given)))
+    masked = draw <= max(t, draw.min())
+    num_clean, num_masked = settings.num_clean_blocks, settings.num_masked_blocks
+    clean_block = rng.integers(1, num_clean + 1, len(given))
+    clean_block = np.where(given, GIVEN_BLOCK, clean_block)
+    masked_block = rng.integers(num_clean + 1, num_clean + num_masked + 1, len(given))
+    block = np.where(masked, masked_block, clean_block)
+    weight = np.where(masked, 1 / (t * density) if settings.weighting == "1/t" else 1.0, 0.0)
+    return Blocks(
+        block.astype(np.int32),
+        masked,
+        num_clean,
+        tuple(int(b) for b in np.unique(block[masked])),
+        weight,
+        float((~given).sum() if settings.weighting == "1/t" else masked.sum()),
+    )
+
+
+def schedule_blocks(
+    rng: np.random.Generator,
+    order: Int[np.ndarray, " r"],
+    sizes: Int[np.ndarray, " k"],
+    given: Bool[np.ndarray, " l"],
+    settings: config.Diffusion,
+    num_registers: int,
+) -> Blocks:
+    """Takes one step of a sampler's plan over an image response, and rival later steps.
+
+    Args:
+        order: positions in the order in which the plan decodes them (all that are not given).
+        sizes: |C_1|..|C_K|, summing to `len(order)`.
+        num_registers: m; with probability 1/2 steps are merged until a block holds that many
+            tokens, since the sampler's own sizes alone leave few tokens with a loss.
+    """
+    ends = np.cumsum(sizes)
+    step = int(np.searchsorted(ends, rng.random() * len(order), side="right"))
+    block, first = _decoded_before(order, ends, step, given)
+    merge = num_registers if rng.random() < 0.5 else 1
+    masked = np.zeros(len(given), bool)
+    masked_blocks, start, taken = [], int(ends[step] - sizes[step]), step
+    while taken < len(sizes) and len(masked_blocks) < settings.num_masked_blocks:
+        stop = int(ends[taken])
+        taken += 1
+        while taken < len(sizes) and stop - start < merge:
+            stop = int(ends[taken])
+            taken += 1
+        number = first + step + len(masked_blocks)
+        block[order[start:stop]] = number
+        masked[order[start:stop]] = True
+        masked_blocks.append(number)
+        start = stop
+    return _kept(block, masked, first + step - 1, masked_blocks, float(len(order)), settings)
+
+
+def text_schedule_blocks(
+    rng: np.random.Generator,
+    length: int,
+    block_len: int,
+    steps_per_block: int,
+    given: Bool[np.ndarray, " l"],
+    settings: config.Diffusion,
+) -> Blocks:
+    """Takes one step inside one text block: earlier text blocks clean, later ones absent.
+
+    The text block is drawn uniformly in tokens, the masked block is all of its masked tokens. A
+    random order inside each text block and an even split into steps give the clean tokens the
+    step that decoded them.
+
+    Args:
+        length: tokens that the sampler may reach (whole text blocks; behind the first end-of-text
+            it never decodes). Tokens of `given` behind it are absent.
+    """
+    orders, sizes = [], []
+    for start in range(0, length, block_len):
+        inside = start + np.flatnonzero(~given[start : start + block_len])
+        if len(inside):
+            orders.append(rng.permutation(inside))
+            sizes.append(even_split(len(inside), steps_per_block))
+    steps_before = np.cumsum([0, *(len(s) for s in sizes)])
+    tokens = np.array([len(o) for o in orders])
+    current = int(np.searchsorted(np.cumsum(tokens), rng.random() * tokens.sum(), side="right"))
+    inner_ends = np.cumsum(sizes[current])
+    inner = int(np.searchsorted(inner_ends, rng.random() * tokens[current], side="right"))
+    step = int(steps_before[current]) + inner
+    order = np.concatenate(orders[: current + 1])
+    ends = np.cumsum(np.concatenate(sizes[: current + 1]))
+    block, first = _decoded_before(order, ends, step, given)
+    rest = orders[current][int(inner_ends[inner] - sizes[current][inner]) :]
+    masked = np.zeros(len(given), bool)
+    block[rest], masked[rest] = first + step, True
+    total = float(tokens.sum())
+    return _kept(block, masked, first + step - 1, [first + step], total, settings)
+
+
+def even_split(count: int, steps: int) -> Int[np.ndarray, " k"]:
+    """Splits `count` tokens over at most `steps` steps, the remainder to the earliest (spec 6)."""
+    steps = min(steps, count)
+    return np.full(steps, count // steps) + (np.arange(steps) < count % steps)
+
+
+def _decoded_before(order, ends, step, given) -> tuple[np.ndarray, int]:
+    """Blocks of the tokens that the plan has decoded before `step`, the others ABSENT."""
+    first = GIVEN_BLOCK + 1 if given.any() else 1
+    block = np.full(len(given), ABSENT, np.int32)
+    block[given] = GIVEN_BLOCK
+    done = order[: ends[step - 1]] if step else order[:0]
+    block[done] = first + np.searchsorted(ends, np.arange(len(done)), side="right")
+    return block, first
+
+
+def _kept(block, masked, num_clean, masked_blocks, total, settings) -> Blocks:
+    kept = masked.sum()
+    weight = np.where(masked, total / kept if settings.weighting == "1/t" else 1.0, 0.0)
+    total = total if settings.weighting == "1/t" else float(kept)
+    return Blocks(block, masked, num_clean, tuple(masked_blocks), weight, total)
+
+
+# ---------------------------------------------------------------------------------------------
+# Rows and batches.
+
+
+@flax.struct.dataclass
+class Corrupted:
+    """One training forward pass: tokens, tags, targets and weights of both streams.
+
+    Attributes:
+        understanding, generation: the streams, sorted by block; None where the group has none.
+        pixels: the picture that the vision tower sees, one a row, or None.
+        text_target, text_weight: target id and loss weight of each understanding token.
+        image_target, image_weight: target codes and loss weight of each generation token.
+        text_total, image_total: what the weighted sums are divided by, summed over the rows.
+        predicts: the streams that hold responses, static.
+    """
+
+    understanding: Stream | None
+    generation: Stream | None
+    pixels: UInt8[AnyArray, "b h w 3"] | None
+    text_target: Int[AnyArray, "b u"] | None
+    text_weight: Float[AnyArray, "b u"] | None
+    image_target: Int[AnyArray, "b s g"] | None
+    image_weight: Float[AnyArray, "b s"] | None
+    text_total: Float[AnyArray, " b"]
+    image_total: Float[AnyArray, " b"]
+    predicts: Literal["understanding", "generation", "both"] = flax.struct.field(pytree_node=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowShape:
+    """Static token counts of a group of examples: understanding and generation."""
+
+    understanding: int
+    generation: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _HostStream:
+    """Tokens of one stream of one row, before sorting and padding."""
+
+    tokens: np.ndarray  # [s] or [s g]
+    index: np.ndarray
+    position: np.ndarray
+    block: np.ndarray
+    target: np.ndarray
+    weight: np.ndarray
+
+    def __add__(self, other: "_HostStream") -> "_HostStream":
+        names = [field.name for field in dataclasses.fields(self)]
+        return _HostStream(
+            *(np.concatenate([getattr(self, n), getattr(other, n)]) for n in names)
+        )
+
+
+def corrupt(
+    prompt: PromptRow,
+    response: Int[np.ndarray, "l g"],
+    kind: str,
+    blocks: Blocks,
+    model: config.Model,
+    *,
+    full_attention: bool = False,
+) -> tuple[_HostStream, _HostStream]:
+    """Lays out one row: prompt, clean tokens, masked tokens and their registers.
+
+    Args:
+        response: clean ids of a text response (g = 1) or codes of an image response.
+        kind: "text" or "image": the stream in which the response and its registers live.
+        full_attention: every token in block 0 and no registers (LaViDa-O).
+
+    Returns:
+        The understanding and generation tokens of the row, unsorted and unpadded.
+    """
+    text = _prompt_stream(prompt.ids, prompt.feature, prompt.position)
+    image = _prompt_stream(prompt.codes, prompt.cell, prompt.source_position)
+    is_text = kind == "text"
+    mask_id = model.text_mask_id if is_text else model.image_mask_id
+    register_id = model.text_register_id if is_text else model.image_register_id
+    here = np.flatnonzero(blocks.block != ABSENT)
+    tokens = np.where(blocks.masked[:, None], mask_id, response)[here]
+    answer = _HostStream(
+        tokens[:, 0] if is_text else tokens,
+        np.full(len(here), NO_FEATURE) if is_text else here,
+        prompt.response_position + here,
+        blocks.block[here],
+        response[here, 0] if is_text else response[here],
+        blocks.weight[here],
+    )
+    if not full_attention:
+        m = model.num_registers
+        for number in blocks.masked_blocks:
+            shape = (m,) if is_text else (m, model.codes_per_token)
+            answer += _HostStream(
+                np.full(shape, register_id),
+                np.full(m, NO_FEATURE if is_text else NO_CELL),
+                register_positions(prompt.length, m),
+                np.full(m, number),
+                np.zeros(shape, np.int32),
+                np.zeros(m),
+            )
+    return (text + answer, image) if is_text else (text, image + answer)
+
+
+def _prompt_stream(tokens, index, position) -> _HostStream:
+    zeros = np.zeros_like(index)
+    return _HostStream(
+        tokens, index, position, zeros + PROMPT_BLOCK, np.zeros_like(tokens), zeros.astype(float)
+    )
+
+
+def batch_rows(
+    rows: list[tuple[_HostStream, _HostStream]],
+    blocks: list[Blocks],
+    kinds: list[str],
+    pixels: list[np.ndarray] | None,
+    shape: RowShape,
+    model: config.Model,
+    *,
+    full_attention: bool = False,
+) -> Corrupted:
+    """Sorts each row by block, pads it to `shape` and stacks the rows.
+
+    Raises:
+        ValueError: a row is longer than `shape`.
+    """
+    last_clean = np.array([[b.num_clean] for b in blocks], np.int32)
+
+    def stream(which: int, length: int, pad_token: int):
+        if not length:
+            return None, None, None
+        padded = [_sorted_and_padded(row[which], length, pad_token) for row in rows]
+        tokens, index, position, block, target, weight = (
+            np.stack(column) for column in zip(*padded, strict=True)
+        )
+        layout = make_layout(position, block, last_clean)
+        layout = without_blocks(layout) if full_attention else layout
+        return Stream(tokens, index, layout), target, weight
+
+    understanding, text_target, text_weight = stream(0, shape.understanding, model.end_of_text_id)
+    generation, image_target, image_weight = stream(1, shape.generation, model.image_mask_id)
+    totals = [(b.total, k) for b, k in zip(blocks, kinds, strict=True)]
+    streams = {"text": "understanding", "image": "generation"}
+    predicts = streams[kinds[0]] if len(set(kinds)) == 1 else "both"
+    return Corrupted(
+        understanding,
+        generation,
+        None if pixels is None else np.stack(pixels),
+        text_target,
+        text_weight,
+        image_target,
+        image_weight,
+        np.array([t if k == "text" else 0.0 for t, k in totals], np.float32),
+        np.array([t if k == "image" else 0.0 for t, k in totals], np.float32),
+        predicts,
+    )
+
+
+def _sorted_and_padded(stream: _HostStream, length: int, pad_token: int):
+    count = len(stream.block)
+    if count > length:
+        raise ValueError(
+            f"a row has {count} tokens and its group holds {length}: raise data.max_prompt_len or"
+            " data.max_answer_len."
+        )
+    by_block = sort_by_block(stream.block)
+
+    def padded(values, fill, dtype):
+        missing = ((0, length - count),) + ((0, 0),) * (values.ndim - 1)
+        return np.pad(values[by_block], missing, constant_values=fill).astype(dtype)
+
+    return (
+        padded(stream.tokens, pad_token, np.int32),
+        padded(stream.index, NO_CELL, np.int32),
+        padded(stream.position, 0, np.int32),
+        padded(stream.block, PAD_BLOCK, np.int32),
+        padded(stream.target, 0, np.int32),
+        padded(stream.weight, 0.0, np.float32),
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# Loss.
+
+
+def weighted_cross_entropy(
+    logits: Float[Array, "*b v"], target: Int[Array, "*b"], weight: Float[Array, "*b"]
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Returns the weighted sum of the cross-entropy, and the plain sum where the weight is not 0.
+
+    Float32. The second is what a person reads: divide it by the number of weights above 0.
+    """
+    log_probability = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    nll = -jnp.take_along_axis(log_probability, target[..., None], axis=-1)[..., 0]
+    return jnp.sum(nll * weight), jnp.sum(jnp.where(weight > 0, nll, 0.0))
