@@ -1,0 +1,469 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Unmasking orders, schedules, and the plans the sampler and the training blocks follow.
+
+Paper Sec. 3.2: which tokens C_k are decoded in step k is fixed before the first step. An order is
+a permutation of the cells of a picture, a schedule says how many of them each step takes, and a
+plan holds both for every row of a batch. NumPy on the host: nothing here is traced.
+"""
+
+import bisect
+import dataclasses
+import functools
+import math
+import random
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from sparse_lavida_jax.layout import GIVEN_BLOCK, PROMPT_BLOCK
+
+ORDERS = ("stratified", "halton", "random", "raster")
+SCHEDULES = ("shift", "cosine", "cosine2", "exp", "logit_normal", "linear")
+PAD_POSITION = -1  # fills a step of a row that has fewer tokens than the widest one
+
+# Widths a segment may have: powers of two and the halves between them, so that rounding up adds
+# at most a half and on average a fifth.
+BUCKETS = tuple(sorted({2**i for i in range(17)} | {3 * 2**i for i in range(16)}))
+
+PassesClean = Literal["newest", "all"]
+
+
+# ---------------------------------------------------------------------------------------------
+# Orders: a permutation of the cells of a grid of `h` rows and `w` columns, raster indices.
+
+
+@functools.lru_cache(maxsize=256)
+def order(name: str, h: int, w: int, seed: int) -> Int[np.ndarray, " l"]:
+    """Returns the order called `name` over a grid of h x w cells, read-only.
+
+    Raises:
+        ValueError: an unknown name, or an empty grid.
+    """
+    if name not in ORDERS:
+        raise ValueError(f"there is no order {name!r}; choose one of {', '.join(ORDERS)}.")
+    if h < 1 or w < 1:
+        raise ValueError(f"an order needs at least one cell, got a grid of {h} x {w}.")
+    if name == "stratified":
+        cells = stratified(h, w, seed)
+    elif name == "halton":
+        cells = halton(h, w)
+    elif name == "random":
+        cells = random_order(h, w, seed)
+    else:
+        cells = raster(h, w)
+    cells.setflags(write=False)  # the cache hands the same array to everybody
+    return cells
+
+
+def stratified(h: int, w: int, seed: int) -> Int[np.ndarray, " l"]:
+    """Returns the base model's order: one random cell of every quadrant, then of theirs, ...
+
+    After 4^k cells of a 2^n square every cell of its 2^k x 2^k tiling holds exactly one. Bit-equal
+    to the released order on such squares (spec Sec. 7.4), Python's generator included. Another
+    grid gets the order of the next larger square without the cells outside.
+    """
+    x, y = _stratified_square(1 << (max(h, w) - 1).bit_length(), seed).T
+    inside = (y < h) & (x < w)
+    return y[inside] * w + x[inside]
+
+
+@functools.lru_cache(maxsize=64)
+def _stratified_square(side: int, seed: int) -> Int[np.ndarray, "l 2"]:
+    """Returns x and y of the cells of a power-of-two square, as the release draws them."""
+    if side == 1:
+        return np.zeros((1, 2), np.int32)
+    generator = random.Random(seed)
+    cells, chosen = [], np.zeros((side, side), bool)
+    blocks, size = [(0, 0)], side
+    while size > 1:
+        size //= 2
+        blocks = [
+            (x + dx, y + dy)
+            for x, y in blocks
+            for dx, dy in ((0, 0), (size, 0), (0, size), (size, size))
+        ]
+        generator.shuffle(blocks)
+        for x0, y0 in blocks:
+            if not chosen[y0 : y0 + size, x0 : x0 + size].any():
+                x = generator.randrange(x0, x0 + size)
+                y = generator.randrange(y0, y0 + size)
+                chosen[y, x] = True
+                cells.append((x, y))
+    return np.array(cells, np.int32)
+
+
+def halton(h: int, w: int) -> Int[np.ndarray, " l"]:
+    """Returns the cells as the 2-D Halton sequence first hits them: x in base 2, y in base 3."""
+    num_points = 4 * h * w
+    while True:
+        # Point 0 is the corner; the sequence proper starts at 1.
+        index = np.arange(1, num_points + 1)
+        hits = _radical_inverse(index, 3, h) * w + _radical_inverse(index, 2, w)
+        cells, first = np.unique(hits, return_index=True)
+        if len(cells) == h * w:
+            return cells[np.argsort(first)].astype(np.int32)
+        num_points *= 2
+
+
+def _radical_inverse(index: Int[np.ndarray, " n"], base: int, scale: int) -> Int[np.ndarray, " n"]:
+    """Returns floor(scale * 0.d1d2...) for index = ...d2d1 in `base`, in exact integers."""
+    numerator, denominator, left = np.zeros_like(index), 1, index.copy()
+    while left.any():
+        numerator = numerator * base + left % base
+        denominator *= base
+        left //= base
+    return numerator * scale // denominator
+
+
+def random_order(h: int, w: int, seed: int) -> Int[np.ndarray, " l"]:
+    """Returns a uniformly random permutation."""
+    return np.random.default_rng(seed).permutation(h * w).astype(np.int32)
+
+
+def raster(h: int, w: int) -> Int[np.ndarray, " l"]:
+    """Returns reading order: left to right, then top to bottom."""
+    return np.arange(h * w, dtype=np.int32)
+
+
+# ---------------------------------------------------------------------------------------------
+# Schedules: how many tokens each step decodes.
+
+
+@functools.lru_cache(maxsize=1024)
+def counts(schedule: str, num_steps: int, length: int, shift: float) -> Int[np.ndarray, " k"]:
+    """Returns how many of `length` tokens each step decodes (spec Sec. 7.3), read-only.
+
+    Every step decodes at least one token, so there are min(num_steps, length) of them.
+
+    Args:
+        schedule: the cumulated share of tokens as a function of the share of steps, before the
+            reversal; see `SCHEDULES`.
+        shift: of the schedule "shift" only; above 1 the first steps decode less.
+
+    Raises:
+        ValueError: an unknown schedule, or a number out of range.
+    """
+    if schedule not in SCHEDULES:
+        known = ", ".join(SCHEDULES)
+        raise ValueError(f"there is no schedule {schedule!r}; choose one of {known}.")
+    if num_steps < 1 or length < 0 or shift <= 0:
+        raise ValueError(
+            f"a schedule needs num_steps >= 1, length >= 0 and shift > 0, got {num_steps=},"
+            f" {length=}, {shift=}."
+        )
+    steps = min(num_steps, length)
+    # The release truncates a float32 product: in float64 other steps would get the odd token.
+    time = np.linspace(0, 1, steps + 1, dtype=np.float32)
+    share = _cumulated_share(schedule, time, np.float32(shift)).astype(np.float32)
+    cumulated = (share * np.float32(length)).astype(np.int64)
+    per_step = np.maximum(np.diff(cumulated), 1)
+    surplus = per_step.sum() - length
+    if surplus < 0:  # "exp" starts above 0, a whole token from 10,000 on: the last step takes it
+        per_step[0] -= surplus
+    i = 0
+    while surplus > 0:
+        if per_step[i] > 1:
+            per_step[i] -= 1
+            surplus -= 1
+        i = (i + 1) % steps
+    per_step = per_step[::-1].astype(np.int32)
+    per_step.setflags(write=False)
+    return per_step
+
+
+def _cumulated_share(schedule: str, t: np.ndarray, shift: np.float32) -> np.ndarray:
+    if schedule == "shift":
+        return shift * t / (1 + (shift - 1) * t)
+    if schedule == "linear":
+        return t
+    # Rounded to float32 only at the end: the last bit of a float32 cosine depends on the machine.
+    t = t.astype(np.float64)
+    if schedule == "cosine":
+        return 1 - 0.5 * (1 + np.cos(np.pi * t))
+    if schedule == "cosine2":
+        return np.cos(np.pi * (1 - t) / 2)
+    if schedule == "exp":
+        return np.clip((1 - np.exp(-5 * t)) / (1 - math.exp(-5)), 1e-4, 1)
+    erf = [math.erf(math.log(x / (1 - x)) / math.sqrt(2)) for x in t[1:-1]]  # "logit_normal"
+    return 0.5 * (1 + np.array([-1, *erf, 1][: len(t)]))
+
+
+# ---------------------------------------------------------------------------------------------
+# Plans: which position is decoded in which step, for every row.
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingPlan:
+    """Which positions of an image response each step decodes, known before the first step.
+
+    Attributes:
+        decode: positions decoded in each step, `PAD_POSITION` where a row has fewer.
+        decoded_at: the block in which each position is decoded; `GIVEN_BLOCK` for given ones.
+        first_block: block of step 0. Step i is block `first_block + i`.
+    """
+
+    decode: Int[np.ndarray, "k b w"]
+    decoded_at: Int[np.ndarray, "b l"]
+    first_block: int
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.decode)
+
+
+def image_plan(
+    cells: Int[np.ndarray, "*b l"],
+    *,
+    schedule: str,
+    num_steps: int,
+    shift: float,
+    given: Bool[np.ndarray, "b l"] | None = None,
+) -> SamplingPlan:
+    """Returns the plan that decodes `cells` in order, without the given ones.
+
+    Every row gets the counts of its own number of cells. A row with fewer cells than `num_steps`
+    is done earlier than the others: its last steps are padding.
+
+    Args:
+        cells: an order; one for all rows or one a row. Without `given`, one means one row.
+        given: cells known beforehand. If any row has one, decoding starts at block 2 in all.
+    """
+    if given is None:
+        given = np.zeros((len(cells) if cells.ndim == 2 else 1, cells.shape[-1]), bool)
+    batch, length = given.shape
+    cells = np.broadcast_to(cells, (batch, length))
+    first_block = _first_block(given)
+    per_row = [counts(schedule, num_steps, int(n), shift) for n in (~given).sum(axis=1)]
+    steps = max((len(row) for row in per_row), default=0)
+    width = max((int(row.max(initial=0)) for row in per_row), default=0)
+    decode = np.full((steps, batch, width), PAD_POSITION, np.int32)
+    decoded_at = np.full((batch, length), GIVEN_BLOCK, np.int32)
+    for row, per_step in enumerate(per_row):
+        wanted = cells[row][~given[row, cells[row]]]
+        step = np.repeat(np.arange(len(per_step)), per_step)
+        slot = np.arange(len(wanted)) - (np.cumsum(per_step) - per_step)[step]
+        decode[step, row, slot] = wanted
+        decoded_at[row, wanted] = first_block + step
+    return SamplingPlan(decode, decoded_at, first_block)
+
+
+def _first_block(given: Bool[np.ndarray, "b l"]) -> int:
+    return (GIVEN_BLOCK if given.any() else PROMPT_BLOCK) + 1
+
+
+# ---------------------------------------------------------------------------------------------
+# Segments: consecutive steps of one width, which is what the sampler compiles.
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Consecutive steps whose arrays have the same widths: one compiled loop.
+
+    All positions count within the response; `PAD_POSITION` fills up.
+
+    Attributes:
+        block: block of each step.
+        clean: positions that each step passes as clean tokens.
+        decode: positions that each step may decode (images: does decode).
+        rest: masked positions that each step passes besides.
+        count: how many of `decode` each row commits. For a text row whose block holds fewer
+            masked tokens than there are steps, 0 at the end.
+    """
+
+    block: Int[np.ndarray, " n"]
+    clean: Int[np.ndarray, "n b wc"]
+    decode: Int[np.ndarray, "n b w"]
+    rest: Int[np.ndarray, "n b wr"]
+    count: Int[np.ndarray, "n b"]
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.block)
+
+
+def segments(
+    plan: SamplingPlan,
+    *,
+    passes_clean: PassesClean,
+    passes_rest: bool,
+    buckets: Sequence[int] = BUCKETS,
+    max_segments: int = 7,
+    padding: float = 0.125,
+) -> list[Segment]:
+    """Groups the steps of an image plan into few segments of bucketed widths.
+
+    The trade: a segment is a program to compile and a launch, a token of padding is work in every
+    layer. Of all ways to cut the steps into at most `max_segments`, the one with the fewest
+    segments is taken that passes at most a share `padding` more tokens than the cut that passes
+    fewest. 64 steps over 1024 cells at shift 5 become 5 segments.
+
+    Args:
+        passes_clean: "newest": what the step before decoded (the cache holds the rest); "all":
+            everything decoded so far. Given cells are in the prompt's pass, never here.
+        passes_rest: whether masked positions outside the step are passed too (no truncation).
+        buckets: allowed widths besides 0, ascending.
+        padding: share of tokens.
+    """
+    # [k b l] each; a plan on the host is small.
+    at, last = plan.decoded_at[None], plan.first_block + plan.num_steps
+    block = np.arange(plan.first_block, last)[:, None, None]
+    if passes_clean == "newest":
+        is_clean = (at == block - 1) & (at >= plan.first_block)
+    else:
+        is_clean = (at < block) & (at >= plan.first_block)
+    clean = _positions(is_clean)
+    rest = _positions((at > block) & passes_rest)
+    widths = np.stack([_used(part).max(axis=1) for part in (clean, plan.decode, rest)], axis=1)
+
+    def cut(part: np.ndarray, start: int, stop: int) -> np.ndarray:
+        return _fit(part[start:stop], _bucket(int(_used(part[start:stop]).max()), buckets))
+
+    return [
+        Segment(
+            block[start:stop, 0, 0].astype(np.int32),
+            cut(clean, start, stop),
+            cut(plan.decode, start, stop),
+            cut(rest, start, stop),
+            _used(plan.decode[start:stop]),
+        )
+        for start, stop in _cuts(widths, buckets, max_segments, padding)
+    ]
+
+
+def _cuts(
+    widths: Int[np.ndarray, "k 3"], buckets: Sequence[int], max_segments: int, padding: float
+) -> list[tuple[int, int]]:
+    """Returns the bounds of the segments, by dynamic programming over the last cut."""
+    steps = len(widths)
+    cost = np.full((steps + 1, steps + 1), np.inf)  # of a segment from step i up to step j
+    for i in range(steps):
+        widest = np.maximum.accumulate(widths[i:], axis=0)
+        width = [sum(_bucket(int(part), buckets) for part in step) for step in widest]
+        cost[i, i + 1 :] = np.arange(1, steps - i + 1) * width
+    best = np.full(steps + 1, np.inf)  # of the first j steps in s segments
+    best[0] = 0
+    totals, starts = [], []
+    for _ in range(min(max_segments, steps)):
+        by_start = best[:, None] + cost
+        starts.append(by_start.argmin(axis=0))
+        best = by_start.min(axis=0)
+        totals.append(best[steps])
+    if not totals:
+        return []
+    fewest = next(s for s, total in enumerate(totals) if total <= min(totals) * (1 + padding))
+    bounds, stop = [], steps
+    for start_of in reversed(starts[: fewest + 1]):
+        bounds.append((int(start_of[stop]), stop))
+        stop = int(start_of[stop])
+    return bounds[::-1]
+
+
+def _bucket(width: int, buckets: Sequence[int]) -> int:
+    """Returns the smallest allowed width; 0 stays 0."""
+    if width == 0:
+        return 0
+    if width > buckets[-1]:
+        raise ValueError(f"a step holds {width} tokens, the widest bucket {buckets[-1]}: add one.")
+    return buckets[bisect.bisect_left(buckets, width)]
+
+
+def _positions(chosen: Bool[np.ndarray, "n b l"]) -> Int[np.ndarray, "n b w"]:
+    """Returns the indices of the chosen positions of each row, ascending, padded at the end."""
+    order_of = np.argsort(~chosen, axis=-1, kind="stable").astype(np.int32)
+    used = chosen.sum(axis=-1, keepdims=True)
+    packed = np.where(np.arange(chosen.shape[-1]) < used, order_of, np.int32(PAD_POSITION))
+    return packed[..., : used.max(initial=0)]
+
+
+def _used(part: Int[np.ndarray, "n b w"]) -> Int[np.ndarray, "n b"]:
+    return (part != PAD_POSITION).sum(axis=-1).astype(np.int32)
+
+
+def _fit(part: Int[np.ndarray, "n b w"], width: int) -> Int[np.ndarray, "n b w2"]:
+    """Returns `part` with its last axis cut or padded to `width`."""
+    short = max(width - part.shape[-1], 0)
+    padded = np.pad(part, ((0, 0), (0, 0), (0, short)), constant_values=PAD_POSITION)
+    return padded[..., :width]
+
+
+def text_plan(
+    length: int,
+    block_len: int,
+    steps_per_block: int,
+    given: Bool[np.ndarray, "b l"] | None = None,
+    *,
+    passes_clean: PassesClean = "newest",
+    passes_rest: bool = False,
+) -> list[Segment]:
+    """Returns the segments of a text response: its text blocks from left to right.
+
+    Which tokens of the text block a step commits is known only after its forward pass; the plan
+    says how many: an even split, the remainder to the earliest steps, as released (spec Sec. 6).
+    Steps are numbered on from text block to text block. A text block in which no row has anything
+    masked is left out.
+
+    With `passes_clean="newest"` the positions of the text block before are passed in the first
+    step of a text block and in no other, so that step is a segment of its own: two segments a
+    text block. (The first text block has the same two shapes, with padding for clean tokens, so
+    that nothing more is compiled for it.) Clean tokens of the current text block are in `decode`
+    and computed anew by every step.
+
+    Args:
+        length: tokens of the response, a whole number of text blocks.
+        steps_per_block: at most this many; fewer where fewer tokens are masked.
+        given: tokens known beforehand; without it nothing is given, in one row.
+        passes_clean: "newest": the text block before; "all": all text blocks before, every step.
+        passes_rest: whether later text blocks are passed too, masked.
+
+    Raises:
+        ValueError: `length` is not a whole number of text blocks, or a number is below 1.
+    """
+    if min(length, block_len, steps_per_block) < 1 or length % block_len:
+        raise ValueError(
+            f"a text response is a whole number of text blocks, got {length=}, {block_len=},"
+            f" {steps_per_block=}. Pad the response with end-of-text to a multiple of block_len."
+        )
+    wanted = ~given if given is not None else np.ones((1, length), bool)
+    position = np.arange(length)
+    plan: list[Segment] = []
+    done = newest = np.zeros_like(wanted)  # decoded before this text block; in the one before
+    block = _first_block(~wanted)
+    for start in range(0, length, block_len):
+        current = wanted & (start <= position) & (position < start + block_len)
+        later = wanted & (position >= start + block_len)
+        masked = current.sum(axis=1)
+        steps = min(steps_per_block, int(masked.max()))
+        if steps == 0:
+            continue
+        step = np.arange(steps)[:, None]
+        count = (masked // steps + (step < masked % steps)).astype(np.int32)
+        whole = Segment(
+            np.arange(block, block + steps, dtype=np.int32),
+            _repeat(done if passes_clean == "all" else newest, steps, start),
+            _repeat(current, steps, block_len),
+            _repeat(later & passes_rest, steps, (length - start - block_len) * passes_rest),
+            count,
+        )
+        if passes_clean == "all" or length == block_len:
+            plan.append(whole)
+        else:
+            plan += _first_step_apart(whole, block_len)
+        block += steps
+        done, newest = done | current, current
+    return plan
+
+
+def _repeat(chosen: Bool[np.ndarray, "b l"], steps: int, width: int) -> Int[np.ndarray, "n b w"]:
+    return np.repeat(_fit(_positions(chosen[None]), width), steps, axis=0)
+
+
+def _first_step_apart(whole: Segment, clean_width: int) -> list[Segment]:
+    """Splits off the first step, the only one that passes clean tokens."""
+    parts = {field.name: getattr(whole, field.name) for field in dataclasses.fields(whole)}
+    first = Segment(**{name: part[:1] for name, part in parts.items()})
+    others = Segment(**{name: part[1:] for name, part in parts.items()})
+    first = dataclasses.replace(first, clean=_fit(first.clean, clean_width))
+    others = dataclasses.replace(others, clean=others.clean[..., :0])
+    return [first, others] if others.num_steps else [first]

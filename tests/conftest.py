@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Markers by folder, eight CPU devices, no deadlines, strict shapes."""
+
+import os
+import pathlib
+
+import hypothesis
+import jax
+import pytest
+
+FOLDERS = ("unit", "property", "parity", "gpu", "tpu_aot", "e2e")
+CHECKOUT = pathlib.Path(__file__).parents[1]
+
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=50)
+hypothesis.settings.load_profile("ci")
+
+
+def pytest_configure(config):
+    for folder in FOLDERS:
+        config.addinivalue_line("markers", f"{folder}: the tests in tests/{folder}")
+    paths = [pathlib.Path(argument.split("::")[0]) for argument in config.args]
+    if not any("gpu" in path.parts for path in paths):
+        jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        item.add_marker(getattr(pytest.mark, item.path.parent.name))
+
+
+@pytest.fixture(scope="session")
+def golden_dir() -> pathlib.Path:
+    """The recorded cases of the released model: $GOLDEN_DIR, or beside the checkout."""
+    folder = pathlib.Path(os.environ.get("GOLDEN_DIR", CHECKOUT.parent / "shared" / "golden"))
+    if not folder.is_dir():
+        pytest.skip(f"no recorded cases in {folder}: set GOLDEN_DIR to the folder that holds them")
+    return folder

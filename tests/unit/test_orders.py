@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Orders and schedules equal their published values; plans and segments are laid out as drawn."""
+
+import hashlib
+
+import numpy as np
+import pytest
+
+from sparse_lavida_jax import orders
+
+SHIFT_5_OF_64_STEPS = """
+13 14 13 14 15 15 15 15 16 17 17 17 18 19 19 19 21 21 21 23 23 24 25 25 27 28 28 30 31 32 33 35
+36 38 40 41 44 45 48 49 53 55 59 61 65 69 73 77 83 88 94 101 109 116 126 137 148 162 177 195 216
+240 267 301
+"""
+
+
+@pytest.mark.parametrize(
+    ("side", "digest"),
+    [
+        (64, "33f811cc0a6123ff104baea0c3ffc6c0682ebe2565a6bb9213c39133eff83721"),
+        (32, "4c8b92d3af6548a33e37238ad91a89c5929f2bd3a48b7bffb86a59507928011b"),
+    ],
+)
+def test_stratified_order_is_the_released_one(side, digest):
+    listed = ",".join(str(cell) for cell in orders.stratified(side, side, 42))
+    assert hashlib.sha256(listed.encode()).hexdigest() == digest
+
+
+def test_stratified_order_puts_one_cell_in_every_tile():
+    y, x = np.divmod(orders.stratified(16, 16, 7), 16)
+    for tiles in (2, 4, 8):
+        size = 16 // tiles
+        tile = (y // size * tiles + x // size)[: tiles**2]
+        np.testing.assert_array_equal(np.sort(tile), np.arange(tiles**2))
+
+
+def test_halton_starts_with_its_first_points():
+    """Points (1/2, 1/3), (1/4, 2/3), (3/4, 1/9), (1/8, 4/9) in cells of 1/8 by 1/9."""
+    first = [(4, 3), (2, 6), (6, 1), (1, 4)]
+    assert orders.halton(9, 8)[:4].tolist() == [y * 8 + x for x, y in first]
+
+
+def test_random_order_depends_on_its_seed_only():
+    a, b = orders.random_order(5, 7, 1), orders.random_order(5, 7, 1)
+    np.testing.assert_array_equal(a, b)
+    assert (a != orders.random_order(5, 7, 2)).any()
+
+
+def test_raster_is_reading_order():
+    assert orders.order("raster", 2, 3, 0).tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_unknown_order_lists_the_known_ones():
+    with pytest.raises(ValueError, match="stratified, halton, random, raster"):
+        orders.order("spiral", 4, 4, 0)
+
+
+def test_order_of_an_empty_grid_is_refused():
+    with pytest.raises(ValueError, match="0 x 4"):
+        orders.order("raster", 0, 4, 0)
+
+
+def test_a_cached_order_cannot_be_changed():
+    with pytest.raises(ValueError, match="read-only"):
+        orders.order("halton", 3, 3, 0)[0] = 8
+
+
+def test_shift_schedule_is_the_released_one():
+    expected = [int(n) for n in SHIFT_5_OF_64_STEPS.split()]
+    assert orders.counts("shift", 64, 4096, 5.0).tolist() == expected
+
+
+def test_linear_schedule_splits_evenly():
+    assert orders.counts("linear", 4, 8, 1.0).tolist() == [2, 2, 2, 2]
+
+
+def test_more_steps_than_tokens_is_one_token_a_step():
+    assert orders.counts("cosine", 50, 5, 1.0).tolist() == [1] * 5
+
+
+@pytest.mark.parametrize("schedule", orders.SCHEDULES)
+@pytest.mark.parametrize("length", [1, 2, 36, 1024, 10_000, 65_536])
+@pytest.mark.parametrize("num_steps", [1, 2, 7, 64])
+def test_no_step_is_empty_and_every_token_has_its_step(schedule, length, num_steps):
+    per_step = orders.counts(schedule, num_steps, length, 3.0)
+    assert len(per_step) == min(num_steps, length)
+    assert per_step.min() >= 1
+    assert per_step.sum() == length
+
+
+def test_unknown_schedule_lists_the_known_ones():
+    with pytest.raises(ValueError, match="shift, cosine, cosine2, exp, logit_normal, linear"):
+        orders.counts("quadratic", 4, 8, 1.0)
+
+
+def test_zero_steps_are_refused():
+    with pytest.raises(ValueError, match="num_steps=0"):
+        orders.counts("shift", 0, 8, 1.0)
+
+
+def plan_2x2(given=None):
+    cells = np.array([3, 1, 0, 2], np.int32)
+    return orders.image_plan(cells, schedule="linear", num_steps=2, shift=1.0, given=given)
+
+
+def test_plan_follows_the_order():
+    plan = plan_2x2()
+    assert plan.decode.tolist() == [[[3, 1]], [[0, 2]]]
+    assert plan.decoded_at.tolist() == [[2, 1, 2, 1]]
+    assert plan.first_block == 1
+
+
+def test_a_given_cell_is_block_1_and_decoding_starts_at_block_2_in_every_row():
+    given = np.array([[False, False, False, True], [False] * 4, [True, False, True, True]])
+    plan = plan_2x2(given)
+    assert plan.first_block == 2
+    assert plan.decoded_at.tolist() == [[2, 2, 3, 1], [3, 2, 3, 2], [1, 2, 1, 1]]
+    assert plan.decode[:, 0].tolist() == [[1, 0], [2, -1]]
+    assert plan.decode[:, 1].tolist() == [[3, 1], [0, 2]]
+    assert plan.decode[:, 2].tolist() == [[1, -1], [-1, -1]]
+
+
+def test_a_plan_with_everything_given_has_no_steps():
+    plan = plan_2x2(np.ones((1, 4), bool))
+    assert plan.num_steps == 0
+    assert orders.segments(plan, passes_clean="newest", passes_rest=False) == []
+
+
+def test_segment_of_the_sparse_sampler_passes_the_step_before():
+    (segment,) = orders.segments(
+        plan_2x2(), passes_clean="newest", passes_rest=False, max_segments=1
+    )
+    assert segment.block.tolist() == [1, 2]
+    assert segment.clean.tolist() == [[[-1, -1]], [[1, 3]]]
+    assert segment.decode.tolist() == [[[3, 1]], [[0, 2]]]
+    assert segment.rest.shape == (2, 1, 0)
+    assert segment.count.tolist() == [[2], [2]]
+
+
+def test_segment_without_truncation_passes_what_is_still_masked():
+    plan = orders.image_plan(np.arange(4), schedule="linear", num_steps=4, shift=1.0)
+    (segment,) = orders.segments(
+        plan, passes_clean="all", passes_rest=True, max_segments=1, buckets=(3,)
+    )
+    assert segment.clean[:, 0].tolist() == [[-1, -1, -1], [0, -1, -1], [0, 1, -1], [0, 1, 2]]
+    assert segment.rest[:, 0].tolist() == [[1, 2, 3], [2, 3, -1], [3, -1, -1], [-1, -1, -1]]
+
+
+def test_the_largest_picture_takes_few_segments_with_little_padding():
+    plan = orders.image_plan(
+        orders.order("stratified", 32, 32, 42), schedule="shift", num_steps=64, shift=5.0
+    )
+    parts = orders.segments(plan, passes_clean="newest", passes_rest=False)
+    assert len(parts) <= 7
+    slots = sum(part.decode[:, 0].size + part.clean[:, 0].size for part in parts)
+    tokens = 1024 + 1024 - orders.counts("shift", 64, 1024, 5.0)[-1]
+    assert slots < 1.5 * tokens
+
+
+def test_a_step_wider_than_every_bucket_says_so():
+    with pytest.raises(ValueError, match="holds 2 tokens, the widest bucket 1"):
+        orders.segments(plan_2x2(), passes_clean="newest", passes_rest=False, buckets=(1,))
+
+
+def test_text_blocks_pass_the_block_before_once():
+    parts = orders.text_plan(6, 3, 2)
+    assert [part.block.tolist() for part in parts] == [[1], [2], [3], [4]]
+    assert [part.clean[:, 0].tolist() for part in parts] == [
+        [[-1, -1, -1]], [[]], [[0, 1, 2]], [[]],
+    ]  # fmt: skip
+    assert [part.decode[0, 0].tolist() for part in parts] == [[0, 1, 2]] * 2 + [[3, 4, 5]] * 2
+    assert [part.count.tolist() for part in parts] == [[[2]], [[1]], [[2]], [[1]]]
+
+
+def test_text_without_response_cache_and_truncation_passes_everything():
+    first, second = orders.text_plan(6, 3, 2, passes_clean="all", passes_rest=True)
+    assert first.clean.shape == (2, 1, 0)
+    assert first.rest[:, 0].tolist() == [[3, 4, 5]] * 2
+    assert second.clean[:, 0].tolist() == [[0, 1, 2]] * 2
+    assert second.rest.shape == (2, 1, 0)
+
+
+def test_a_single_text_block_is_one_segment():
+    (part,) = orders.text_plan(4, 4, 3)
+    assert part.clean.shape == (3, 1, 0)
+    assert part.count.tolist() == [[2], [1], [1]]
+
+
+def test_given_text_is_never_decoded_and_an_all_given_block_has_no_steps():
+    given = np.zeros((2, 6), bool)
+    given[:, :2] = True
+    given[0, 3] = True
+    parts = orders.text_plan(6, 2, 2, given)
+    assert [part.block.tolist() for part in parts] == [[2], [3], [4], [5]]
+    assert parts[0].decode[0].tolist() == [[2, -1], [2, 3]]
+    assert parts[2].clean[0].tolist() == [[2, -1], [2, 3]]
+    assert [part.count[0].tolist() for part in parts] == [[1, 1], [0, 1], [1, 1], [1, 1]]
+
+
+def test_text_that_is_no_whole_number_of_blocks_is_refused():
+    with pytest.raises(ValueError, match="Pad the response"):
+        orders.text_plan(7, 3, 2)
