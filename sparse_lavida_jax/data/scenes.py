@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The small world: a grid of cells with objects in them, drawn as pixels and read from pixels.
+
+A picture has 6x6 cells; a cell is empty or holds one object, centred. What stands in a cell
+decides its pixels and nothing else does. All drawing is integer arithmetic, so that a scene has
+the same pixels on every machine.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+
+import einops
+import numpy as np
+from jaxtyping import Float, Int, UInt8
+
+GRID = 6  # cells a side
+NUM_CELLS = GRID**2
+SHAPES = ("circle", "square", "triangle", "cross")
+COLOURS = ("red", "green", "blue", "yellow", "purple", "cyan")
+SIZES = ("small", "large")
+NUM_APPEARANCES = len(SHAPES) * len(COLOURS) * len(SIZES)
+EMPTY = 0  # appearances are 1..NUM_APPEARANCES
+UNREADABLE = -1  # stands in `Unreadable.cells` for a cell that is no appearance
+
+PICTURE_SIZE = 96  # pixels a side, unless a caller asks for another
+SMALLEST_PICTURE = 48  # pixels a side; below it small shapes cannot be told apart
+EXTENT = {"small": 8, "large": 13}  # sixteenths of a cell's side
+BACKGROUND = (243, 243, 238)
+PAINT = {
+    "red": (218, 42, 40),
+    "green": (38, 158, 62),
+    "blue": (38, 84, 222),
+    "yellow": (242, 196, 16),
+    "purple": (142, 46, 168),
+    "cyan": (30, 190, 212),
+}
+SUBPIXELS = 8  # samples a side of a pixel
+
+# How bad a cell may look and still be read, ours: squared error over the squared contrast of the
+# appearance it resembles most, and over the squared error to the one it resembles second.
+MAX_ERROR = 0.3
+MAX_AMBIGUITY = 0.8
+
+
+@dataclasses.dataclass(frozen=True)
+class Object:
+    """What can stand in a cell."""
+
+    shape: str
+    colour: str
+    size: str
+
+    @property
+    def index(self) -> int:
+        """Its appearance, 1..48: shapes slowest, sizes fastest."""
+        return _INDEX[self]
+
+    @property
+    def pair(self) -> tuple[str, str]:
+        return self.shape, self.colour
+
+    @staticmethod
+    def of(appearance: int) -> "Object":
+        """Returns the object of an appearance 1..48."""
+        return OBJECTS[appearance - 1]
+
+    def __str__(self) -> str:
+        return f"{self.size} {self.colour} {self.shape}"
+
+
+OBJECTS = tuple(
+    Object(shape, colour, size) for shape in SHAPES for colour in COLOURS for size in SIZES
+)
+_INDEX = {thing: number for number, thing in enumerate(OBJECTS, start=1)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Scene:
+    """What stands in each cell: 36 appearances in raster order, 0 where there is nothing."""
+
+    cells: tuple[int, ...]
+
+    @staticmethod
+    def of(objects: Mapping[int, Object]) -> "Scene":
+        """Makes the scene that holds these objects at these raster indices."""
+        return EMPTY_SCENE.changed({cell: thing.index for cell, thing in objects.items()})
+
+    def changed(self, appearances: Mapping[int, int]) -> "Scene":
+        """Returns the scene with other appearances in some cells."""
+        return Scene(tuple(appearances.get(cell, now) for cell, now in enumerate(self.cells)))
+
+    def objects(self) -> Iterator[tuple[int, Object]]:
+        """Yields (raster index, object) in raster order."""
+        return ((cell, Object.of(index)) for cell, index in enumerate(self.cells) if index)
+
+    def __getitem__(self, cell: int) -> Object | None:
+        return Object.of(self.cells[cell]) if self.cells[cell] else None
+
+    def __len__(self) -> int:
+        """How many objects there are."""
+        return NUM_CELLS - self.cells.count(EMPTY)
+
+    @property
+    def grid(self) -> Int[np.ndarray, "y x"]:
+        return np.array(self.cells).reshape(GRID, GRID)
+
+
+EMPTY_SCENE = Scene((EMPTY,) * NUM_CELLS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Unreadable:
+    """A picture that is no scene, what could be read of it, and why it is none."""
+
+    reason: str
+    cells: tuple[int, ...]  # appearances, `UNREADABLE` where there is none
+
+
+def render(
+    scene: Scene | Int[np.ndarray, "y x"], size: int = PICTURE_SIZE
+) -> UInt8[np.ndarray, "h w 3"]:
+    """Draws a scene, or a grid of appearances, `size` pixels a side.
+
+    Raises:
+        ValueError: `size` is no multiple of the 6 cells, or too small.
+    """
+    grid = scene.grid if isinstance(scene, Scene) else scene
+    stamps = stamps_of(_cell_size(size, size))
+    return einops.rearrange(stamps[grid], "y x h w c -> (y h) (x w) c")
+
+
+def read(pixels: UInt8[np.ndarray, "h w 3"]) -> Scene | Unreadable:
+    """Reads a picture of any size that `render` can draw, cell by cell.
+
+    A cell is the appearance whose pixels are nearest. Blur and wrong tints, as a lossy image
+    tokenizer leaves them, are tolerated; a broken or mixed object is not.
+
+    Raises:
+        ValueError: the picture is not square, or of a size that `render` cannot draw.
+    """
+    cell_size = _cell_size(*pixels.shape[:2])
+    patches = einops.rearrange(
+        pixels, "(y h) (x w) c -> (y x) (h w c)", h=cell_size, w=cell_size
+    ).astype(np.float32)
+    errors = _squared_errors(patches, cell_size)
+    best, second = np.argsort(errors, axis=1)[:, :2].T
+    cells = np.arange(NUM_CELLS)
+    error = errors[cells, best] / _contrasts(cell_size)[best]
+    ambiguity = errors[cells, best] / (errors[cells, second] + 1e-6)
+    bad = (error > MAX_ERROR) | (ambiguity > MAX_AMBIGUITY)
+    read_cells = tuple(int(index) for index in np.where(bad, UNREADABLE, best))
+    if not bad.any():
+        return Scene(read_cells)
+    worst = int(np.argmax(np.where(bad, error, -1.0)))
+    what = f"{'an' if best[worst] == EMPTY else 'a'} {_name(best[worst])}"
+    how = (
+        f"is far from {what}, the nearest thing"
+        if error[worst] > MAX_ERROR
+        else f"lies between {what} and {_name(second[worst])}"
+    )
+    return Unreadable(f"unreadable: {cell_name(worst)} {how}", read_cells)
+
+
+def cell_name(cell: int) -> str:
+    """Returns how people call a raster index."""
+    return f"the cell in row {cell // GRID + 1}, column {cell % GRID + 1}"
+
+
+@functools.lru_cache(maxsize=8)
+def stamps_of(cell_size: int) -> UInt8[np.ndarray, "a h w 3"]:
+    """Returns the pixels of a cell for every appearance, the empty one first."""
+    stamps = np.empty((NUM_APPEARANCES + 1, cell_size, cell_size, 3), np.uint8)
+    stamps[EMPTY] = BACKGROUND
+    paper = np.array(BACKGROUND)
+    samples = SUBPIXELS**2
+    for thing in OBJECTS:
+        cover = _coverage(thing.shape, EXTENT[thing.size], cell_size)[..., None]
+        mixed = paper * (samples - cover) + np.array(PAINT[thing.colour]) * cover
+        stamps[thing.index] = (mixed + samples // 2) // samples
+    stamps.flags.writeable = False
+    return stamps
+
+
+def _coverage(shape: str, extent: int, cell_size: int) -> Int[np.ndarray, "h w"]:
+    """Counts the samples of each pixel that lie inside a shape of `extent` 1/16 cells."""
+    # Sample places from the cell's centre, in quarters of a sample: all is integer.
+    axis = 2 * (2 * np.arange(SUBPIXELS * cell_size) + 1 - SUBPIXELS * cell_size)
+    x, y = axis[None, :], axis[:, None]
+    half = extent * cell_size
+    match shape:
+        case "circle":
+            inside = x**2 + y**2 <= half**2
+        case "square":
+            inside = np.maximum(abs(x), abs(y)) <= half
+        case "triangle":  # the tip is up, the base as wide as the shape is high
+            inside = (abs(y) <= half) & (2 * abs(x) <= y + half)
+        case _:  # a cross, its arms a third of its width
+            inside = (np.maximum(abs(x), abs(y)) <= half) & (3 * np.minimum(abs(x), abs(y)) <= half)
+    return einops.reduce(inside.astype(int), "(h i) (w j) -> h w", "sum", i=SUBPIXELS, j=SUBPIXELS)
+
+
+def _cell_size(height: int, width: int) -> int:
+    """Returns pixels a side of a cell."""
+    if height != width or height % GRID or height < SMALLEST_PICTURE:
+        raise ValueError(
+            f"a picture of a scene is square and its side a multiple of {GRID} pixels, at least"
+            f" {SMALLEST_PICTURE}; this one is {height}x{width}. Choose {PICTURE_SIZE}."
+        )
+    return height // GRID
+
+
+@functools.lru_cache(maxsize=8)
+def _templates(cell_size: int) -> tuple[Float[np.ndarray, "d a"], Float[np.ndarray, " a"]]:
+    """Returns the stamps as columns relative to the background, and their squared norms."""
+    stamps = stamps_of(cell_size).reshape(NUM_APPEARANCES + 1, -1).astype(np.float32)
+    columns = (stamps - stamps[EMPTY]).T
+    return columns, np.square(columns).sum(axis=0)
+
+
+def _squared_errors(patches: Float[np.ndarray, "n d"], cell_size: int) -> Float[np.ndarray, "n a"]:
+    """Returns the squared distance of every patch to every appearance."""
+    columns, norms = _templates(cell_size)
+    patches = patches - stamps_of(cell_size)[EMPTY].reshape(-1)
+    squares = np.square(patches).sum(axis=1, keepdims=True)
+    return np.maximum(squares - 2 * patches @ columns + norms, 0)
+
+
+def _contrasts(cell_size: int) -> Float[np.ndarray, " a"]:
+    """Returns the squared distance of each appearance to the nearest other kind of thing.
+
+    For an object that is its distance to an empty cell; for an empty cell, to the faintest object.
+    """
+    norms = _templates(cell_size)[1]
+    return np.where(norms > 0, norms, norms[1:].min())
+
+
+def _name(appearance: int) -> str:
+    return str(Object.of(int(appearance))) if appearance else "empty cell"
