@@ -171,13 +171,24 @@ class VQ:
     latent_channels: int = 16
     codebook_size: int = 64
     norm_groups: int = 8
+    # Positions that share the statistics of a norm: "group", as released, the whole picture;
+    # "pixel", ours, each alone, so that what stands in one cell cannot move the code of another.
+    norm: str = "group"
     commitment: float = 0.25  # weight of the commitment loss
+    # Ours, of the training stage: weight of "a cell's latents are the same in every picture",
+    # and the deviation of the noise on latents before there is a codebook, which sets the
+    # distance between codes.
+    agreement: float = 1.0
+    latent_noise: float = 0.2
 
     def __post_init__(self):
         _check_positive(
             self, "image_size", "layers_per_block", "latent_channels", "codebook_size",
             "norm_groups",
         )  # fmt: skip
+        _check_choice(self, "norm", ("group", "pixel"))
+        for name in ("commitment", "agreement", "latent_noise"):
+            _check(self, name, getattr(self, name) >= 0, "it must be 0 or more")
         _check(
             self,
             "channels",
@@ -208,10 +219,10 @@ class Data:
     text_block_len: int = 8  # S: tokens decoded together in a text answer
     max_prompt_len: int = 96  # understanding tokens of the longest prompt, vision included
     max_answer_len: int = 40  # text response tokens, a multiple of text_block_len
+    plan_drop: float = 0.1  # share of picture rows without their layout plan
     prompt_drop: float = 0.1  # share of rows whose prompt is masked, for guidance
     source_drop: float = 0.1  # share of edit rows whose source cells are masked
     given: float = 0.2  # share of rows that show a random part of the response as given
-    holdout: bool = True  # leave the held-out attribute combinations out of training
 
     def __post_init__(self):
         _check_choice(self, "source", ("scenes", "digits"))
@@ -222,7 +233,7 @@ class Data:
             self.max_answer_len % self.text_block_len == 0,
             f"a multiple of {self.text_block_len=}",
         )
-        _check_fraction(self, "prompt_drop", "source_drop", "given")
+        _check_fraction(self, "plan_drop", "prompt_drop", "source_drop", "given")
         _check(
             self,
             "tasks",
@@ -239,6 +250,9 @@ class Diffusion:
     blocks: str = "schedule"  # schedule | uniform (the paper's words)
     num_clean_blocks: int = 3  # M of `uniform`
     num_masked_blocks: int = 4  # N
+    # Numbers of steps that `schedule` draws a sampler's plan from: of a picture, of a text block.
+    plan_steps: tuple[int, ...] = (8, 12, 18)
+    plan_text_steps: tuple[int, ...] = (2, 4, 8)
     weighting: str = "1/t"  # 1/t | mean (what the released code does)
     time_policy: str = "uniform"  # uniform | cosine | logit_normal | mode
 
@@ -248,6 +262,9 @@ class Diffusion:
         _check_choice(self, "weighting", ("1/t", "mean"))
         _check_choice(self, "time_policy", ("uniform", "cosine", "logit_normal", "mode"))
         _check(self, "num_clean_blocks", self.num_clean_blocks >= 1, "it must be 1 or more")
+        for name in ("plan_steps", "plan_text_steps"):
+            steps = getattr(self, name)
+            _check(self, name, bool(steps) and min(steps) >= 1, "at least one number, all 1 or more")
         _check(
             self, "num_masked_blocks", 1 <= self.num_masked_blocks <= 16, "it must lie in 1..16"
         )

@@ -142,9 +142,18 @@ class Prompt:
 
 
 def prepare(
-    requests: list[Request], kind: Kind, model: config.Model, guidance_rows: int = 1
+    requests: list[Request],
+    kind: Kind,
+    model: config.Model,
+    guidance_rows: int = 1,
+    prompt_len: tuple[int, int] = (0, 0),
 ) -> Prompt:
-    """Lays out the prompts of a batch on the host, all guidance rows, padded to a bucket."""
+    """Lays out the prompts of a batch on the host, all guidance rows, padded to a bucket.
+
+    Args:
+        guidance_rows: 1: the prompt; 2: [dropped, full]; 3: [dropped, source only, full].
+        prompt_len: least padded lengths of the two streams, so that batches share programs.
+    """
     drops = {1: [(False, False)], 2: [(True, True), (False, False)]}.get(
         guidance_rows, [(True, True), (True, False), (False, False)]
     )
@@ -174,16 +183,25 @@ def prepare(
             image[-1] = tuple(np.concatenate(pair) for pair in zip(image[-1], given, strict=True))
     pixels = [request.pixels for request, _ in rows]
     return Prompt(
-        _stack(text, model.end_of_text_id),
-        _stack(image, model.image_mask_id) if any(len(row[1]) for row in image) else None,
+        _stack(text, model.end_of_text_id, prompt_len[0]),
+        _stack(image, model.image_mask_id, prompt_len[1])
+        if any(len(row[1]) for row in image)
+        else None,
         None if pixels[0] is None else np.stack(pixels),
         np.array([row.response_position for _, row in rows], np.int32),
         np.array([row.length for _, row in rows], np.int32),
     )
 
 
-def _stack(rows, pad_token: int) -> Stream:
-    longest = max(len(row[1]) for row in rows)
+def prompt_lengths(requests: list[Request], kind: Kind, model: config.Model) -> tuple[int, int]:
+    """Returns the padded prompt lengths that hold every one of `requests` without guidance."""
+    prompt = prepare(requests, kind, model)
+    generation = 0 if prompt.generation is None else prompt.generation.index.shape[1]
+    return prompt.understanding.index.shape[1], generation
+
+
+def _stack(rows, pad_token: int, least: int) -> Stream:
+    longest = max(least, *(len(row[1]) for row in rows))
     length = -(-longest // PROMPT_BUCKET) * PROMPT_BUCKET
 
     def padded(values, fill):
@@ -483,13 +501,15 @@ def sample(
     segments: list[Segment],
     *,
     settings: StepSettings,
+    prompt_len: tuple[int, int] = (0, 0),
     stop_early: bool = True,
     on_segment: Callable[[Int[np.ndarray, "b l g"], int], None] | None = None,
 ) -> Int[np.ndarray, "b l g"]:
     """Decodes a batch of requests of one kind and one response length.
 
     Args:
-        segments: the plan (`orders.segments` or `orders.text_segments`), a row for each request.
+        segments: the plan (`orders.segments` or `orders.text_plan`), a row for each request.
+        prompt_len: least padded prompt lengths (`prepare`).
         stop_early: for text, leave out segments once every row holds an end-of-text with
             everything before it decoded.
         on_segment: called with the canvas and the number of steps done after each segment.
@@ -513,7 +533,9 @@ def sample(
     canvas = np.where(given[..., None], tokens, mask_id).astype(np.int32)
     decoded_at = np.where(given, GIVEN_BLOCK, NOT_DECODED).astype(np.int32)
     row_key = jax.vmap(jax.random.key)(np.array([request.seed for request in requests]))
-    prompt = prepare(requests, settings.kind, model_settings, settings.guidance_rows)
+    prompt = prepare(
+        requests, settings.kind, model_settings, settings.guidance_rows, prompt_len
+    )
     state = prefill(
         model,
         canvas,

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a task with its strings and scenes to token sequences: one example of training or sampling.
+
+The sequence of a text response is `<|user|> [picture] prompt <|eot|> <|assistant|> response`, that
+of an image response `<|user|> [picture, source cells] prompt <|eot|> <|assistant|> [plan]
+response <|eot|>`: the form of the base model (spec Sec. 5), with one token where it has a header.
+"""
+
+import dataclasses
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Bool, Int, UInt8
+
+from sparse_lavida_jax import config
+from sparse_lavida_jax.data import digits, scenes, tasks
+from sparse_lavida_jax.data.text import Tokenizer
+from sparse_lavida_jax.layout import Part, Response, Source, Text, Vision
+
+Kind = Literal["text", "image"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """One sequence with its response.
+
+    Attributes:
+        parts: the sequence; `layout.prompt_row` lays it out.
+        response: clean ids (g = 1) or codes of the response.
+        given: response tokens that are known beforehand.
+        kind: of the response.
+        pixels: the picture that the `Vision` part stands for.
+        reach: tokens of a text response that a sampler may decode: whole text blocks up to the
+            first end-of-text.
+    """
+
+    parts: tuple[Part, ...]
+    response: Int[np.ndarray, "l g"]
+    given: Bool[np.ndarray, " l"]
+    kind: Kind
+    pixels: UInt8[np.ndarray, "h w 3"] | None
+    reach: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoder:
+    """Turns samples of a task into examples.
+
+    Attributes:
+        tokenizer: of the text.
+        appearance_codes: codes [49 g] of an empty cell and of every appearance of a scene, as the
+            image tokenizer encodes them; None for digits, whose grey levels are the codes.
+    """
+
+    tokenizer: Tokenizer
+    data: config.Data
+    model: config.Model
+    appearance_codes: Int[np.ndarray, "a g"] | None
+
+    def scene_codes(self, scene: scenes.Scene) -> Int[np.ndarray, "l g"]:
+        """Returns the codes of a picture of `scene`: those of its cells one by one."""
+        assert self.appearance_codes is not None
+        return self.appearance_codes[np.asarray(scene.cells)]
+
+    def text_example(
+        self,
+        prompt: str,
+        answer: str = "",
+        *,
+        picture: UInt8[np.ndarray, "h w 3"] | None = None,
+        given_spans: tuple[tuple[int, int], ...] = (),
+        length: int | None = None,
+        extra_blocks: int = 0,
+    ) -> Example:
+        """Returns an example with a text response, padded with end-of-text to whole text blocks.
+
+        Args:
+            given_spans: character spans of `answer` that are known beforehand.
+            length: tokens of the response; by default what the answer needs.
+            extra_blocks: text blocks of padding behind what the answer needs.
+        """
+        ids, offsets = self.tokenizer.encode_with_offsets(answer)
+        block = self.data.text_block_len
+        reach = (len(ids) // block + 1) * block  # at least one end-of-text
+        if length is None:
+            length = min(reach + extra_blocks * block, max(reach, self.data.max_answer_len))
+        response = np.full((length, 1), self.tokenizer.end_of_text_id, np.int32)
+        response[: len(ids), 0] = ids[:length]
+        given = np.zeros(length, bool)
+        for i, (start, stop) in enumerate(offsets[:length]):
+            given[i] = any(a <= start and stop <= b for a, b in given_spans)
+        parts = (*self._user(prompt, picture, None), Response(length))
+        return Example(parts, response, given, "text", picture, min(reach, length))
+
+    def image_example(
+        self,
+        prompt: str,
+        codes: Int[np.ndarray, "l g"],
+        *,
+        plan: str | None = None,
+        picture: UInt8[np.ndarray, "h w 3"] | None = None,
+        source: Int[np.ndarray, "l g"] | None = None,
+        given: Bool[np.ndarray, " l"] | None = None,
+    ) -> Example:
+        """Returns an example with an image response of `codes`."""
+        planned = () if plan is None else (self._text(self.tokenizer.encode(plan)),)
+        parts = (
+            *self._user(prompt, picture, source),
+            *planned,
+            Response(len(codes)),
+            self._text([self.tokenizer.end_of_turn_id], keep=True),
+        )
+        given = np.zeros(len(codes), bool) if given is None else given.reshape(-1)
+        return Example(parts, codes.astype(np.int32), given, "image", picture, len(codes))
+
+    def _text(self, ids: list[int], keep: bool = False) -> Text:
+        return Text(np.asarray(ids, np.int32), keep)
+
+    def _user(self, prompt: str, picture, source) -> tuple[Part, ...]:
+        vision = () if picture is None else (Vision(self.model.vision.num_tokens),)
+        cells = () if source is None else (Source(source.astype(np.int32)),)
+        t = self.tokenizer
+        return (
+            self._text([t.user_id], keep=True),
+            *vision,
+            *cells,
+            self._text(t.encode(prompt)),
+            self._text([t.end_of_turn_id, t.assistant_id], keep=True),
+        )
+
+    def scene_example(
+        self, sample: tasks.Sample, *, extra_blocks: int = 0, with_plan: bool = True
+    ) -> Example:
+        """Returns the training example of a task on scenes."""
+        size = self.model.vision.image_size
+        picture = None if sample.picture is None else scenes.render(sample.picture, size)
+        if sample.target is None:
+            assert sample.answer is not None
+            return self.text_example(
+                sample.prompt,
+                sample.answer,
+                picture=picture,
+                given_spans=sample.given,
+                extra_blocks=extra_blocks,
+            )
+        return self.image_example(
+            sample.prompt,
+            self.scene_codes(sample.target),
+            plan=sample.plan if with_plan else None,
+            picture=picture,
+            source=None if sample.picture is None else self.scene_codes(sample.picture),
+            given=sample.known_grid,
+        )
+
+    def digit_example(self, sample: digits.Sample) -> Example:
+        """Returns the training example of a handwritten digit."""
+        return self.image_example(sample.prompt, sample.codes)

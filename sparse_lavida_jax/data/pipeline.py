@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches of training passes: random access by index, mixed, shuffled and resumed by grain.
+
+Every random bit of an example comes from (seed, index), never from a host, a worker or a device.
+A batch holds examples of one group, so that its arrays have one static shape: as in the base
+model's batching (spec Sec. 9.4).
+"""
+
+import functools
+import zlib
+from collections.abc import Callable
+
+import grain
+import numpy as np
+
+from sparse_lavida_jax import config, diffusion, orders
+from sparse_lavida_jax.data import digits, tasks
+from sparse_lavida_jax.data.examples import Encoder, Example
+from sparse_lavida_jax.diffusion import Blocks, Corrupted, RowShape
+from sparse_lavida_jax.layout import prompt_row
+
+# Tasks whose sequences have about the same length share a group.
+GROUPS = {
+    "write": ("plan",),
+    "answer": ("answer", "arithmetic", "point", "reflect"),
+    "tell": ("caption", "constrained_caption", "infill", "edit_plan"),
+    "draw": ("draw", "inpaint", "outpaint", "digit"),
+    "edit": ("edit",),
+}
+LENGTH_PROBE = 512  # examples whose lengths decide the static shape of a group
+LENGTH_MULTIPLE = 8  # tokens; a shape is rounded up to this
+ORDER_SEEDS = 512  # training draws the seed of an unmasking order below this
+
+Row = tuple
+
+
+class GroupedBatches:
+    """The training data of one configuration.
+
+    Args:
+        settings: the whole configuration.
+        encoder: makes examples of samples.
+    """
+
+    def __init__(self, settings: config.Config, encoder: Encoder):
+        self.settings = settings
+        self.encoder = encoder
+        known = {task for group in GROUPS.values() for task in group}
+        if unknown := sorted(set(settings.data.tasks) - known):
+            raise config.ConfigError(
+                f"Data.tasks has no {', '.join(unknown)}. It has: {', '.join(sorted(known))}."
+            )
+        self.groups = {
+            group: [task for task in members if task in settings.data.tasks]
+            for group, members in GROUPS.items()
+            if any(task in settings.data.tasks for task in members)
+        }
+        self.shapes = {group: self._shape(group) for group in self.groups}
+
+    def dataset(self) -> grain.MapDataset:
+        """Returns batch i at index i; a slice from step s resumes there."""
+        weights = self.settings.data.tasks
+        batches = [
+            grain.MapDataset.range(2**40).map(functools.partial(self.batch, group))
+            for group in self.groups
+        ]
+        totals = [sum(weights[task] for task in members) for members in self.groups.values()]
+        return grain.MapDataset.mix(batches, weights=[t / sum(totals) for t in totals])
+
+    def batch(self, group: str, index: int) -> Corrupted:
+        """Returns the batch number `index` of a group."""
+        size = self.settings.train.batch_size
+        rows = [self._row(group, index * size + i) for i in range(size)]
+        full = self.settings.diffusion.attention == "full"
+        return diffusion.batch_rows(
+            [row for row, _, _ in rows],
+            [blocks for _, blocks, _ in rows],
+            [example.kind for _, _, example in rows],
+            None if rows[0][2].pixels is None else [example.pixels for _, _, example in rows],
+            self.shapes[group],
+            self.settings.model,
+            full_attention=full,
+        )
+
+    def _shape(self, group: str) -> RowShape:
+        """Static token counts: the longest of the first rows, rounded up."""
+        rows = [self._row_at(group, index) for index in range(LENGTH_PROBE)]
+        longest = [max(len(row[0][i].block) for row in rows) for i in (0, 1)]
+        return RowShape(*(-(-n // LENGTH_MULTIPLE) * LENGTH_MULTIPLE for n in longest))
+
+    def _row(self, group: str, index: int) -> tuple[Row, Blocks, Example]:
+        """The row at `index`, or the next one of its own stream of retries that fits."""
+        for attempt in range(64):
+            row = self._row_at(group, index, attempt)
+            shape = self.shapes[group]
+            if len(row[0][0].block) <= shape.understanding and (
+                len(row[0][1].block) <= shape.generation
+            ):
+                return row
+        raise ValueError(
+            f"64 examples of group {group} in a row are longer than {self.shapes[group]}:"
+            " LENGTH_PROBE examples do not represent the group."
+        )
+
+    def _row_at(self, group: str, index: int, attempt: int = 0) -> tuple[Row, Blocks, Example]:
+        settings = self.settings
+        rng = _generator(settings.seed, group, index, attempt)
+        members = self.groups[group]
+        weights = np.array([settings.data.tasks[task] for task in members])
+        task = members[rng.choice(len(members), p=weights / weights.sum())]
+        example = self._example(task, int(rng.integers(2**40)), rng)
+        given = self._given(example, rng)
+        blocks = self._blocks(example, given, rng)
+        prompt = prompt_row(
+            example.parts,
+            text_mask_id=settings.model.text_mask_id,
+            codes_per_token=settings.model.codes_per_token,
+            drop_prompt=rng.random() < settings.data.prompt_drop,
+            drop_source=rng.random() < settings.data.source_drop,
+        )
+        row = diffusion.corrupt(
+            prompt,
+            example.response,
+            example.kind,
+            blocks,
+            settings.model,
+            full_attention=settings.diffusion.attention == "full",
+        )
+        return row, blocks, example
+
+    def _example(self, task: str, index: int, rng: np.random.Generator) -> Example:
+        data = self.settings.data
+        if task == "digit":
+            return self.encoder.digit_example(digits.sample(self.settings.seed, index))
+        return self.encoder.scene_example(
+            tasks.sample(task, self.settings.seed, index),
+            extra_blocks=int(rng.integers(4)),
+            with_plan=rng.random() >= data.plan_drop,
+        )
+
+    def _given(self, example: Example, rng: np.random.Generator) -> np.ndarray:
+        """With probability `given`, a random rectangle or set of spans is shown as given."""
+        given = example.given
+        if given.any() or rng.random() >= self.settings.data.given:
+            return given
+        if example.kind == "image":
+            side = self.settings.model.grid_size
+            (y0, y1), (x0, x1) = (np.sort(rng.integers(0, side + 1, 2)) for _ in range(2))
+            shown = np.zeros((side, side), bool)
+            shown[y0:y1, x0:x1] = True
+            shown = shown.reshape(-1) ^ (rng.random() < 0.5)
+        else:
+            # A span of the part that is decoded; a prefix or a suffix are spans too.
+            start, stop = np.sort(rng.integers(0, example.reach + 1, 2))
+            shown = np.zeros(len(given), bool)
+            shown[start:stop] = True
+        return given if shown[: example.reach].all() else shown
+
+    def _blocks(
+        self, example: Example, given: np.ndarray, rng: np.random.Generator
+    ) -> Blocks:
+        settings = self.settings
+        if settings.diffusion.blocks == "uniform" or settings.diffusion.attention == "full":
+            return diffusion.uniform_blocks(rng, given, settings.diffusion)
+        if example.kind == "text":
+            steps = int(rng.choice(settings.diffusion.plan_text_steps))
+            return diffusion.text_schedule_blocks(
+                rng, example.reach, settings.data.text_block_len, steps, given, settings.diffusion
+            )
+        side, sampling = settings.model.grid_size, settings.sampling
+        cells = orders.order(sampling.order, side, side, int(rng.integers(ORDER_SEEDS)))
+        cells = cells[~given[cells]]
+        steps = int(rng.choice(settings.diffusion.plan_steps))
+        sizes = orders.counts(sampling.schedule, steps, len(cells), sampling.shift)
+        return diffusion.schedule_blocks(
+            rng, cells, sizes, given, settings.diffusion, settings.model.num_registers
+        )
+
+
+def iterate(
+    dataset: grain.MapDataset, start: int, on_batch: Callable | None = None
+) -> grain.DatasetIterator:
+    """Returns an iterator from batch `start` on, prefetched by threads."""
+    resumed = dataset[start:]
+    if on_batch is not None:
+        resumed = resumed.map(on_batch)
+    return iter(
+        resumed.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4))
+    )
+
+
+def _generator(seed: int, group: str, index: int, attempt: int) -> np.random.Generator:
+    """A counter-based generator of its own for every row."""
+    key = (seed << 32) ^ zlib.crc32(group.encode())
+    return np.random.Generator(np.random.Philox(key=key, counter=[index, attempt, 0, 0]))

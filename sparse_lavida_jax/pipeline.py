@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Python interface: a checkpoint with its tokenizers, and what it can be asked to do."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from jaxtyping import Bool, Int, UInt8
+from PIL import Image
+
+from sparse_lavida_jax import checkpoint, config, layout, orders, sample
+from sparse_lavida_jax.data import scenes
+from sparse_lavida_jax.data.digits import GreyCodec
+from sparse_lavida_jax.data.examples import Encoder, Example
+from sparse_lavida_jax.data.text import Tokenizer
+from sparse_lavida_jax.models import vq
+from sparse_lavida_jax.models.denoiser import Denoiser
+
+Picture = UInt8[np.ndarray, "h w 3"]
+
+ANSWER_TOKENS = 16  # response length of a short answer, tokens
+
+
+class PictureCodec:
+    """The image tokenizer of a checkpoint: pixels to cells of codes and back.
+
+    Args:
+        name_or_folder: a bundled VQ, a folder with one, or "grey" (or None) for handwritten
+            digits, whose grey levels are their codes.
+    """
+
+    def __init__(self, name_or_folder: str | pathlib.Path | None, model: config.Model):
+        self.side = model.codes_side
+        self.grid_size = model.grid_size
+        is_grey = name_or_folder in (None, "grey")
+        self.vq = None if is_grey else vq.load(name_or_folder)[0]
+        self.folder = None if is_grey else vq.find(name_or_folder)
+
+    def encode(self, pixels: UInt8[np.ndarray, "b h w 3"]) -> Int[np.ndarray, "b l g"]:
+        """Returns the cells of pictures, raster order."""
+        if self.vq is None:
+            return GreyCodec().encode(pixels)
+        codes = vq.encode_pictures(self.vq, pixels)
+        return np.asarray(layout.cells_from_codes(codes, self.side))
+
+    def decode(self, cells: Int[np.ndarray, "b l g"]) -> UInt8[np.ndarray, "b h w 3"]:
+        """Returns the pictures of cells."""
+        if self.vq is None:
+            return GreyCodec().decode(cells)
+        return vq.decode_codes(
+            self.vq, np.asarray(layout.codes_from_cells(cells, self.grid_size, self.side))
+        )
+
+    def appearance_codes(self) -> Int[np.ndarray, "a g"] | None:
+        """Returns the codes of every cell appearance of the scenes; None for digits."""
+        if self.vq is None:
+            return None
+        # Where a thing stands does not matter to its codes; this is one place.
+        grids = np.zeros((scenes.NUM_APPEARANCES + 1, scenes.GRID, scenes.GRID), int)
+        grids[:, 2, 3] = np.arange(scenes.NUM_APPEARANCES + 1)
+        cells = self.encode(np.stack([scenes.render(grid) for grid in grids]))
+        return cells[:, 2 * scenes.GRID + 3]
+
+
+class SparseLaViDa:
+    """A model with its tokenizers, settings and tasks.
+
+    Args:
+        model: the denoiser.
+        settings: the configuration it was trained with.
+        tokenizer: of the text.
+        codec: of pictures.
+        batch_size: rows that are decoded together; a smaller last batch is filled up, so that
+            every batch runs the same compiled programs.
+    """
+
+    def __init__(
+        self,
+        model: Denoiser,
+        settings: config.Config,
+        tokenizer: Tokenizer,
+        codec: PictureCodec,
+        batch_size: int = 16,
+    ):
+        self.model = model
+        self.settings = settings
+        self.tokenizer = tokenizer
+        self.codec = codec
+        self.batch_size = batch_size
+        self.encoder = Encoder(
+            tokenizer, settings.data, settings.model, codec.appearance_codes()
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls, folder_or_name: str | pathlib.Path, batch_size: int = 16
+    ) -> "SparseLaViDa":
+        """Loads a checkpoint folder, a run directory or a bundled model by name.
+
+        Raises:
+            checkpoint.CheckpointError: there is none, or it is damaged.
+        """
+        loaded = checkpoint.load_model(folder_or_name)
+        return cls(
+            loaded.model,
+            loaded.config,
+            Tokenizer(loaded.tokenizer_path),
+            PictureCodec(loaded.vq_folder, loaded.config.model),
+            batch_size,
+        )
+
+    def with_model(self, model: Denoiser) -> "SparseLaViDa":
+        """Returns the same pipeline around other parameters."""
+        return SparseLaViDa(model, self.settings, self.tokenizer, self.codec, self.batch_size)
+
+    # -- tasks ------------------------------------------------------------------------------
+
+    def write(
+        self,
+        prompts: Sequence[str],
+        pictures: Sequence[Picture] | None = None,
+        *,
+        max_new_tokens: int = ANSWER_TOKENS,
+        sampling: config.Sampling | None = None,
+        seed: int = 0,
+    ) -> list[str]:
+        """Returns a text response to each prompt, with the picture it is shown, if any."""
+        examples = [
+            self.encoder.text_example(
+                prompt,
+                picture=None if pictures is None else self._seen(pictures[i]),
+                length=max_new_tokens,
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+        return self.texts(self.run(examples, sampling=sampling, seed=seed))
+
+    def plan(
+        self,
+        prompts: Sequence[str],
+        pictures: Sequence[Picture] | None = None,
+        *,
+        sampling: config.Sampling | None = None,
+        seed: int = 0,
+    ) -> list[str]:
+        """Returns a layout for each drawing or editing prompt: objects and their boxes."""
+        length = self.settings.data.max_answer_len
+        return self.write(prompts, pictures, max_new_tokens=length, sampling=sampling, seed=seed)
+
+    def draw(
+        self,
+        prompts: Sequence[str],
+        *,
+        plans: Sequence[str] | None = None,
+        known: Sequence[tuple[Picture, Bool[np.ndarray, "y x"]]] | None = None,
+        sampling: config.Sampling | None = None,
+        seed: int = 0,
+        on_segment: Callable[[Int[np.ndarray, "b l g"], int], None] | None = None,
+    ) -> list[Picture]:
+        """Returns a picture for each prompt, laid out first unless `sampling.plan` is off.
+
+        Args:
+            plans: layouts to follow, in place of the model's own.
+            known: for in- and outpainting, a picture and the grid of cells to keep.
+        """
+        sampling = sampling or self.settings.sampling
+        if plans is None and sampling.plan and known is None and self._plans("plan"):
+            plans = self.plan(prompts, sampling=sampling, seed=seed)
+        blank = np.zeros((self.settings.model.num_cells, self.settings.model.codes_per_token))
+        if known is None:
+            codes, given = [blank.astype(np.int32)] * len(prompts), [None] * len(prompts)
+        else:
+            codes = list(self.codec.encode(np.stack([picture for picture, _ in known])))
+            given = [cells for _, cells in known]
+        examples = [
+            self.encoder.image_example(
+                prompt, codes[i], plan=None if plans is None else plans[i], given=given[i]
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+        cells = self.run(examples, sampling=sampling, seed=seed, on_segment=on_segment)
+        return list(self.codec.decode(np.stack(cells)))
+
+    def edit(
+        self,
+        pictures: Sequence[Picture],
+        instructions: Sequence[str],
+        *,
+        plans: Sequence[str] | None = None,
+        sampling: config.Sampling | None = None,
+        seed: int = 0,
+    ) -> list[Picture]:
+        """Returns each picture changed as told; everything else stays."""
+        sampling = sampling or self.settings.sampling
+        if plans is None and sampling.plan and self._plans("edit_plan"):
+            plans = self.plan(instructions, pictures, sampling=sampling, seed=seed)
+        sources = self.codec.encode(np.stack(pictures))
+        examples = [
+            self.encoder.image_example(
+                instruction,
+                np.zeros_like(sources[i]),
+                plan=None if plans is None else plans[i],
+                picture=self._seen(pictures[i]),
+                source=sources[i],
+            )
+            for i, instruction in enumerate(instructions)
+        ]
+        cells = self.run(examples, sampling=sampling, seed=seed)
+        return list(self.codec.decode(np.stack(cells)))
+
+    # -- the machinery ----------------------------------------------------------------------
+
+    def run(
+        self,
+        examples: Sequence[Example],
+        *,
+        sampling: config.Sampling | None = None,
+        seed: int = 0,
+        on_segment: Callable[[Int[np.ndarray, "b l g"], int], None] | None = None,
+    ) -> list[Int[np.ndarray, "l g"]]:
+        """Decodes the responses of examples of one kind; row i has the seed `seed + i`.
+
+        Examples may differ in response length; those of one length are decoded together.
+        """
+        sampling = sampling or self.settings.sampling
+        results: dict[int, np.ndarray] = {}
+        floor = sample.prompt_lengths(
+            [_request(e, seed) for e in examples], examples[0].kind, self.settings.model
+        )
+        lengths = sorted({len(e.response) for e in examples})
+        for length in lengths:
+            members = [i for i, e in enumerate(examples) if len(e.response) == length]
+            for start in range(0, len(members), self.batch_size):
+                chunk = members[start : start + self.batch_size]
+                filled = chunk + [chunk[-1]] * (self.batch_size - len(chunk))
+                requests = [_request(examples[i], seed + i) for i in filled]
+                decoded = self._decode(requests, examples[chunk[0]], sampling, floor, on_segment)
+                results.update(zip(chunk, decoded[: len(chunk)], strict=True))
+        return [results[i] for i in range(len(examples))]
+
+    def texts(self, responses: Sequence[Int[np.ndarray, "l g"]]) -> list[str]:
+        """Returns the text of responses, up to the first end-of-text."""
+        end = self.tokenizer.end_of_text_id
+        cut = [ids[:, 0].tolist() for ids in responses]
+        return [self.tokenizer.decode(i[: i.index(end)] if end in i else i) for i in cut]
+
+    def _decode(self, requests, example: Example, sampling, floor, on_segment):
+        settings = sample.step_settings(
+            sampling,
+            self.settings.model,
+            example.kind,
+            has_source=any(isinstance(part, layout.Source) for part in example.parts),
+        )
+        passes_clean = "newest" if settings.preset.cache_response else "all"
+        passes_rest = not settings.preset.truncate
+        given = np.stack([request.given for request in requests])
+        if example.kind == "text":
+            segments = orders.text_plan(
+                given.shape[1],
+                self.settings.data.text_block_len,
+                sampling.text_steps,
+                given,
+                passes_clean=passes_clean,
+                passes_rest=passes_rest,
+            )
+        else:
+            side = self.settings.model.grid_size
+            plan = orders.image_plan(
+                orders.order(sampling.order, side, side, sampling.order_seed),
+                schedule=sampling.schedule,
+                num_steps=sampling.num_steps,
+                shift=sampling.shift,
+                given=given,
+            )
+            segments = orders.segments(plan, passes_clean=passes_clean, passes_rest=passes_rest)
+        return sample.sample(
+            self.model,
+            requests,
+            segments,
+            settings=settings,
+            prompt_len=floor,
+            on_segment=on_segment,
+        )
+
+    def _plans(self, task: str) -> bool:
+        """Whether the model was trained to lay pictures out first."""
+        return task in self.settings.data.tasks
+
+    def _seen(self, picture: Picture) -> Picture:
+        """The picture at the size of the vision tower."""
+        side = self.settings.model.vision.image_size
+        if picture.shape[:2] == (side, side):
+            return picture
+        return np.asarray(Image.fromarray(picture).resize((side, side), Image.Resampling.BICUBIC))
+
+
+def _request(example: Example, seed: int) -> sample.Request:
+    return sample.Request(
+        example.parts, example.response, example.given, example.pixels, seed
+    )
+
+
+def with_sampling(settings: config.Sampling, **changes) -> config.Sampling:
+    """Returns sampling settings with some fields changed."""
+    return dataclasses.replace(settings, **changes)

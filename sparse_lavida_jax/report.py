@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run leaves for people: pictures while it trains, and `report.md` at its end."""
+
+import dataclasses
+import pathlib
+import statistics
+import time
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from sparse_lavida_jax import config, metrics, orders, sample
+from sparse_lavida_jax.data import digits, scenes, tasks
+from sparse_lavida_jax.evals import scenes as exact
+from sparse_lavida_jax.pipeline import SparseLaViDa
+
+CHECK_PROMPTS = 48  # drawing prompts scored while training
+SHEET_COLUMNS = 6
+CAPTION_HEIGHT = 40  # pixels
+SPEED_RUNS = 5  # the median is reported
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """One picture of a sheet with what is written below it."""
+
+    pixels: np.ndarray
+    caption: str
+    ok: bool | None = None
+
+
+def sheet(tiles: Sequence[Tile], columns: int = SHEET_COLUMNS) -> Image.Image:
+    """Returns pictures in a grid, the caption below each, green or red where it was judged."""
+    side = tiles[0].pixels.shape[0]
+    rows = -(-len(tiles) // columns)
+    width, height = columns * (side + 8), rows * (side + CAPTION_HEIGHT + 8)
+    page = Image.new("RGB", (width, height), "white")
+    pen, font = ImageDraw.Draw(page), ImageFont.load_default(9)
+    for i, tile in enumerate(tiles):
+        x, y = i % columns * (side + 8) + 4, i // columns * (side + CAPTION_HEIGHT + 8) + 4
+        page.paste(Image.fromarray(tile.pixels), (x, y))
+        colour = {None: "black", True: "darkgreen", False: "firebrick"}[tile.ok]
+        for line, text in enumerate(_wrap(tile.caption, font, side)[:4]):
+            pen.text((x, y + side + 1 + 10 * line), text, fill=colour, font=font)
+    return page
+
+
+def check(pipe: SparseLaViDa, path: pathlib.Path) -> dict[str, float]:
+    """Draws test prompts in the middle of a run, saves a sheet and returns scores to log."""
+    if pipe.settings.data.source == "digits":
+        samples = [digits.sample(exact.EVAL_SEED, i, "test") for i in range(CHECK_PROMPTS)]
+        pictures = pipe.draw([s.prompt for s in samples])
+        judged = [digits.score(s, p) for s, p in zip(samples, pictures, strict=True)]
+        scores = {"draw": float(np.mean([score.ok for score in judged]))}
+    else:
+        samples = [
+            tasks.sample("draw", exact.EVAL_SEED, i, "test") for i in range(CHECK_PROMPTS)
+        ]
+        pictures = exact.answer(pipe, samples)
+        judged = [tasks.score(s, p) for s, p in zip(samples, pictures, strict=True)]
+        result = exact.tally("draw", samples, pictures)
+        single = result.columns.get("single", (0, 0))
+        scores = {
+            "draw": result.share,
+            "single": single[0] / max(single[1], 1),
+            "attribute_precision": result.precision or 0.0,
+        }
+    tiles = [
+        Tile(_shown(picture), s.prompt, score.ok)
+        for s, picture, score in zip(samples, pictures, judged, strict=True)
+    ]
+    _save(sheet(tiles[: 4 * SHEET_COLUMNS]), path)
+    return scores
+
+
+def model_card(settings: config.Config, steps: int, seconds: float) -> str:
+    """Returns the README of a model folder: what it is, from where, under which licence."""
+    return (
+        f"# {settings.name}\n\nA small Sparse-LaViDa trained from scratch by"
+        f" `python -m sparse_lavida_jax.main --config=configs/{settings.name}.py` (seed"
+        f" {settings.seed}, {steps} steps, {seconds / 60:.0f} minutes) on data that the package"
+        " generates. Parameters: Apache-2.0, like the code.\n"
+    )
+
+
+def write(
+    pipe: SparseLaViDa, folder: pathlib.Path, *, step: int, seconds: float
+) -> pathlib.Path:
+    """Writes `report.md`: curve, exact scores, examples and measured speed of a finished run."""
+    settings = pipe.settings
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(pipe.model))
+    parts = [
+        f"# {settings.name}",
+        f"{parameters / 1e6:.2f} M parameters, {step} steps in {seconds / 60:.1f} minutes on"
+        f" {jax.devices()[0].device_kind}, seed {settings.seed}. Scores come from programs that"
+        " read pixels and text, on prompts that training never draws from.",
+        "## While it trained",
+        _curve(folder / "metrics.jsonl"),
+    ]
+    if settings.data.source == "digits":
+        parts += ["## Drawn", "![drawn](pictures/drawn.png)"]
+        scores = check(pipe, folder / "pictures/drawn.png")
+        parts.append(f"Nearest-neighbour judge: {scores['draw']:.2f} of {CHECK_PROMPTS} right.")
+    else:
+        parts += _scene_sections(pipe, folder)
+    parts += ["## Speed", _speed(pipe)]
+    path = folder / "report.md"
+    path.write_text("\n\n".join(parts) + "\n")
+    return path
+
+
+def _scene_sections(pipe: SparseLaViDa, folder: pathlib.Path) -> list[str]:
+    """Exact scores of every task that was trained, and examples of four of them."""
+    results, parts = [], []
+    prompts = max(pipe.settings.train.eval_prompts, 1)
+    for task in pipe.settings.data.tasks:
+        samples = [tasks.sample(task, exact.EVAL_SEED, i, "test") for i in range(prompts)]
+        outputs = exact.answer(pipe, samples)
+        results.append(exact.tally(task, samples, outputs))
+        section = _examples(task, samples[:12], outputs[:12], folder)
+        if section:
+            parts.append(section)
+    return ["## Exact scores", exact.table(results), *parts]
+
+
+def _examples(task, samples, outputs, folder: pathlib.Path) -> str:
+    judged = [tasks.score(s, o) for s, o in zip(samples, outputs, strict=True)]
+    title = {"draw": "Drawn", "edit": "Edited", "answer": "Answered", "point": "Pointed"}.get(task)
+    if title is None:
+        return ""
+    if task == "draw":
+        tiles = [
+            Tile(o, s.prompt, j.ok) for s, o, j in zip(samples, outputs, judged, strict=True)
+        ]
+    else:
+        tiles = []
+        for s, o, j in zip(samples, outputs, judged, strict=True):
+            before = scenes.render(s.picture)
+            if task == "edit":
+                tiles += [Tile(before, s.prompt), Tile(o, "->", j.ok)]
+            else:
+                if task == "point":
+                    before = _with_box(before, o)
+                tiles.append(Tile(before, f"{s.prompt} {o.strip()}", j.ok))
+    name = f"pictures/{title.lower()}.png"
+    _save(sheet(tiles), folder / name)
+    return f"## {title}\n\n![{title.lower()}]({name})"
+
+
+def _curve(path: pathlib.Path) -> str:
+    """A table of the checks of a run: the picture scores over time."""
+    checks = [row for row in metrics.read_metrics(path) if "draw" in row]
+    if not checks:
+        return "No picture was scored while it trained (train.picture_seconds)."
+    names = [name for name in ("attribute_precision", "single", "draw") if name in checks[0]]
+    lines = [
+        f"| step | minutes | {' | '.join(name.replace('_', ' ') for name in names)} |",
+        "| --- " * (len(names) + 2) + "|",
+    ]
+    lines += [
+        f"| {row['step']} | {row['seconds'] / 60:.1f} | {' | '.join(f'{row[name]:.2f}' for name in names)} |"
+        for row in checks
+    ]
+    return "\n".join(lines)
+
+
+def _speed(pipe: SparseLaViDa) -> str:
+    """Sparse against dense on the same weights, in turn; only the decoding of the picture."""
+    settings = pipe.settings
+    blank = np.zeros((settings.model.num_cells, settings.model.codes_per_token), np.int32)
+    examples = [
+        pipe.encoder.image_example("a red circle", blank) for _ in range(pipe.batch_size)
+    ]
+    times: dict[str, list[float]] = {"sparse": [], "dense": []}
+    for run in range(SPEED_RUNS + 1):
+        for name, taken in times.items():
+            sampling = dataclasses.replace(settings.sampling, preset=name)
+            begin = time.perf_counter()
+            pipe.run(examples, sampling=sampling)
+            if run:  # the first compiles
+                taken.append(time.perf_counter() - begin)
+    sparse, dense = (
+        1000 * statistics.median(times[name]) / len(examples) for name in ("sparse", "dense")
+    )
+    return (
+        f"{settings.sampling.num_steps} steps, batch {len(examples)}, median of {SPEED_RUNS} on"
+        f" this machine: sparse {sparse:.1f} ms a picture, dense {dense:.1f} ms:"
+        f" **{dense / sparse:.1f} times faster**. Tokens passed through the model a picture:"
+        f" sparse {tokens_passed(pipe, 'sparse', examples[0])}, dense"
+        f" {tokens_passed(pipe, 'dense', examples[0])}."
+    )
+
+
+def tokens_passed(pipe: SparseLaViDa, preset: str, example) -> int:
+    """Returns how many tokens all steps of one picture pass, prompt included, padding not."""
+    settings = pipe.settings
+    chosen = sample.preset(preset)
+    side = settings.model.grid_size
+    plan = orders.image_plan(
+        orders.order(settings.sampling.order, side, side, settings.sampling.order_seed),
+        schedule=settings.sampling.schedule,
+        num_steps=settings.sampling.num_steps,
+        shift=settings.sampling.shift,
+    )
+    segments = orders.segments(
+        plan,
+        passes_clean="newest" if chosen.cache_response else "all",
+        passes_rest=not chosen.truncate,
+    )
+    response = sum(int((part >= 0).sum()) for s in segments for part in (s.clean, s.decode, s.rest))
+    prompt = sample.prepare(
+        [sample.Request(example.parts, example.response, example.given, example.pixels, 0)],
+        "image",
+        settings.model,
+    )
+    lengths = [prompt.understanding, *([prompt.generation] if prompt.generation else [])]
+    prompt_tokens = sum(int((stream.layout.horizon >= 0).sum()) for stream in lengths)
+    registers = 0 if chosen.full_attention else settings.model.num_registers
+    times = 1 if chosen.cache_prompt else plan.num_steps
+    return response + prompt_tokens * times + registers * plan.num_steps
+
+
+def _shown(pixels: np.ndarray) -> np.ndarray:
+    """Small pictures (digits) enlarged so that a person sees them."""
+    factor = max(1, scenes.PICTURE_SIZE // pixels.shape[0])
+    return pixels.repeat(factor, axis=0).repeat(factor, axis=1)
+
+
+def _with_box(pixels: np.ndarray, text: str) -> np.ndarray:
+    box = tasks.parse_box(text)
+    if box is None:
+        return pixels
+    picture = Image.fromarray(pixels)
+    x0, y0, x1, y1 = box
+    corners = (min(x0, x1), min(y0, y1), max(x0, x1), max(y0, y1))
+    ImageDraw.Draw(picture).rectangle(corners, outline="black")
+    return np.asarray(picture)
+
+
+def _wrap(text: str, font, width: int) -> list[str]:
+    lines = [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".strip()
+        if font.getlength(longer) > width and lines[-1]:
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    return lines
+
+
+def _save(picture: Image.Image, path: pathlib.Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    picture.save(path)

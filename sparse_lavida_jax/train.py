@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training of the denoiser: the state, one step, and the loop that reads top to bottom."""
+
+import dataclasses
+import functools
+import math
+import time
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array, Float, Int, PyTree
+
+from sparse_lavida_jax import checkpoint, config, metrics, optimizer, report, runs
+from sparse_lavida_jax.data import pipeline as batches
+from sparse_lavida_jax.data import text
+from sparse_lavida_jax.data.text import Tokenizer
+from sparse_lavida_jax.diffusion import Corrupted, weighted_cross_entropy
+from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.pipeline import PictureCodec, SparseLaViDa
+
+
+class DivergedError(RuntimeError):
+    """The loss is no longer a number."""
+
+
+@flax.struct.dataclass
+class TrainState:
+    """Everything a run needs to go on to the bit.
+
+    Attributes:
+        step: optimizer steps done; also the next batch.
+        params: the model.
+        ema: moving average of the model, or None.
+        opt_state: of the optimizer.
+    """
+
+    step: Int[Array, ""]
+    params: Denoiser
+    ema: Denoiser | None
+    opt_state: PyTree
+
+
+def loss(params: Denoiser, batch: Corrupted) -> tuple[Float[Array, ""], dict[str, Array]]:
+    """Returns the training loss and what is logged (diffusion.py says what the weights mean).
+
+    Text and image are averaged apart and added, each over the whole batch.
+    """
+    features = None if batch.pixels is None else params.see(batch.pixels)
+    hidden, _ = params(
+        batch.understanding, batch.generation, features, wanted=batch.predicts
+    )
+    total, logged = jnp.float32(0), {}
+    if "understanding" in hidden and batch.text_weight is not None:
+        logits = params.text_logits(hidden["understanding"])
+        weighted, plain = weighted_cross_entropy(logits, batch.text_target, batch.text_weight)
+        total += weighted / jnp.maximum(batch.text_total.sum(), 1)
+        logged["text_nll"] = plain / jnp.maximum((batch.text_weight > 0).sum(), 1)
+    if "generation" in hidden and batch.image_weight is not None:
+        logits = params.image_logits(hidden["generation"])
+        weight = jnp.broadcast_to(batch.image_weight[..., None], logits.shape[:-1])
+        weighted, plain = weighted_cross_entropy(logits, batch.image_target, weight)
+        total += weighted / jnp.maximum(batch.image_total.sum() * logits.shape[2], 1)
+        logged["image_nll"] = plain / jnp.maximum((weight > 0).sum(), 1)
+    return total, logged
+
+
+@functools.partial(jax.jit, static_argnames=("settings",), donate_argnames=("state",))
+def train_step(
+    state: TrainState,
+    batch: Corrupted,
+    learning_rate: Float[Array, ""],
+    *,
+    settings: config.Optimizer,
+) -> tuple[TrainState, dict[str, Array]]:
+    """Returns the state after one optimizer step, and scalars to log."""
+    (value, logged), gradient = jax.value_and_grad(loss, has_aux=True)(state.params, batch)
+    update, opt_state = optimizer.make_optimizer(settings).update(
+        gradient, state.opt_state, state.params
+    )
+    params = jax.tree.map(lambda p, u: p - learning_rate * u, state.params, update)
+    ema = state.ema
+    if ema is not None:
+        # An average that starts from scratch forgets its start as fast as it has seen steps.
+        decay = jnp.minimum(settings.ema, (1 + state.step) / (10 + state.step))
+        ema = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, ema, params)
+    logged |= {"loss": value, "gradient_norm": optax.tree.norm(gradient)}
+    return TrainState(state.step + 1, params, ema, opt_state), logged
+
+
+def init_state(settings: config.Config, params: Denoiser) -> TrainState:
+    """Returns the state of a run at step 0, from these parameters or those of `init_from`."""
+    if settings.train.init_from:
+        params = checkpoint.load_model(settings.train.init_from).model
+    else:
+        params = jax.tree.map(jnp.copy, params)  # the first step donates its state
+    ema = jax.tree.map(jnp.copy, params) if settings.optimizer.ema else None
+    opt_state = optimizer.make_optimizer(settings.optimizer).init(params)
+    return TrainState(jnp.int32(0), params, ema, opt_state)
+
+
+def train(settings: config.Config, run: runs.Run) -> None:
+    """Trains until the configured steps or seconds have passed, resuming what `run` holds.
+
+    Leaves in the run directory: the states, `metrics.jsonl`, sheets of pictures, and at the end a
+    model folder and `report.md`.
+
+    Raises:
+        DivergedError: the loss is not finite.
+        runs.Interrupted: a signal came; the state is saved.
+    """
+    tokenizer = Tokenizer(text.bundled(settings.data.source))
+    pipe = SparseLaViDa(
+        Denoiser(settings.model, rngs=nnx.Rngs(settings.seed)),
+        settings,
+        tokenizer,
+        PictureCodec(settings.data.picture_codec, settings.model),
+    )
+    data = batches.GroupedBatches(settings, pipe.encoder)
+    kept = run.restore({"state": init_state(settings, pipe.model), "seconds": np.float64(0)})
+    if kept is None:
+        state, seconds = init_state(settings, pipe.model), 0.0
+    else:
+        state, seconds = kept[1]["state"], float(kept[1]["seconds"])
+    start = step = int(state.step)
+
+    def progress() -> float:
+        by_time = seconds / settings.train.seconds if settings.train.seconds else 0.0
+        return max(step / settings.train.train_steps, by_time)
+
+    def save() -> None:
+        run.save(step, {"state": state, "seconds": np.float64(seconds)})
+
+    clock = time.monotonic() - seconds
+    last_saved = last_drawn = time.monotonic()
+    pending = None
+    log = metrics.MetricsFile(run.metrics_path, resume_at=start)
+    bar = metrics.Progress(
+        settings.name,
+        settings.train.train_steps,
+        done=start,
+        seconds=max(settings.train.seconds - seconds, 0.0),
+    )
+    with log, bar:
+        batch_iterator = batches.iterate(data.dataset(), start)
+        while progress() < 1:
+            rate = optimizer.learning_rate(settings.optimizer, step, progress())
+            state, logged = train_step(
+                state, next(batch_iterator), np.float32(rate), settings=settings.optimizer
+            )
+            step += 1
+            # The numbers of the step before: fetching this step's would wait for it.
+            if pending is not None:
+                _record(log, bar, *pending, every=settings.train.log_every)
+            pending = (step, logged, rate)
+            now = time.monotonic()
+            seconds = now - clock
+            if run.stop_signal is not None:
+                run.stop_if_asked(step, {"state": state, "seconds": np.float64(seconds)})
+            if now - last_saved > settings.train.checkpoint_seconds:
+                save()
+                last_saved = now
+            if settings.train.picture_seconds and (
+                now - last_drawn > settings.train.picture_seconds
+            ):
+                _check(pipe, state, run, log, bar, step, seconds)
+                last_drawn = time.monotonic()
+        if pending is not None:
+            _record(log, bar, *pending, every=1)
+        if step > start:
+            save()
+            if settings.train.picture_seconds:
+                _check(pipe, state, run, log, bar, step, seconds)
+    pipe = pipe.with_model(averaged(state))
+    checkpoint.save_model(
+        run.model_folder,
+        pipe.model,
+        dataclasses.replace(settings, model=trained_settings(settings)),
+        tokenizer_path=tokenizer.path,
+        vq_folder=pipe.codec.folder,
+        readme=report.model_card(settings, step, seconds),
+    )
+    print(f"{run.model_folder}: the trained model")
+    print(f"{report.write(pipe, run.folder, step=step, seconds=seconds)}: what it can do")
+
+
+def trained_settings(settings: config.Config) -> config.Model:
+    """Returns the model's settings with the attention it was trained with written in."""
+    return dataclasses.replace(settings.model, trained_attention=settings.diffusion.attention)
+
+
+def averaged(state: TrainState) -> Denoiser:
+    """Returns the parameters to sample with: the average, if one is kept."""
+    return state.params if state.ema is None else state.ema
+
+
+def _check(pipe, state, run, log, bar, step: int, seconds: float) -> None:
+    path = run.folder / f"pictures/{step:06d}.png"
+    scores = report.check(pipe.with_model(averaged(state)), path)
+    log.write(step, scores | {"seconds": seconds})
+    told = ", ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in scores.items())
+    bar.say(f"step {step}: {told} ({path})")
+
+
+def _record(log, bar, step: int, logged: dict[str, Array], rate: float, *, every: int) -> None:
+    if step % every:
+        return
+    values = {name: float(value) for name, value in logged.items()}
+    if not math.isfinite(values["loss"]):
+        raise DivergedError(
+            f"the loss is {values['loss']} at step {step}: start again from the last saved state"
+            " with a lower optimizer.learning_rate or optimizer.clip_norm."
+        )
+    log.write(step, values | {"learning_rate": rate})
+    bar.update(step, loss=values["loss"])
