@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Trains, samples and evaluates from the command line.
+
+    python -m sparse_lavida_jax.main --config=configs/scenes.py
+    python -m sparse_lavida_jax.main --config=configs/scenes.py --config.train.train_steps=200
+    python -m sparse_lavida_jax.main --mode=sample --checkpoint=scenes --prompt="draw a red circle"
+    python -m sparse_lavida_jax.main --mode=evaluate --checkpoint=runs/scenes
+
+A config file is a Python program that is run: use only your own. Exit codes: 0 done, 2 a mistake
+that the message explains, 130 and 143 stopped by a signal with everything saved.
+"""
+
+import dataclasses
+import importlib.util
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+
+from sparse_lavida_jax import checkpoint, config, runs
+
+MODES = ("train", "sample", "evaluate")
+MISTAKE = 2
+
+
+class UsageError(Exception):
+    """A command line that asks for nothing we can do."""
+
+
+# OSError: a full disk, a file that is not there, a folder that may not be written.
+OURS = (config.ConfigError, checkpoint.CheckpointError, runs.RunError, UsageError, OSError)
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A command line, read and checked."""
+
+    mode: str
+    config: config.Config
+    workdir: pathlib.Path
+    checkpoint: str
+    prompt: str
+    out: pathlib.Path
+    seed: int
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command line, `sys.argv` by default, and returns the exit code."""
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()  # grain asks for flags of its own
+    try:
+        command = parse(list(sys.argv if argv is None else argv))
+        if command is None:
+            return 0
+        return {"train": _train, "sample": _sample, "evaluate": _evaluate}[command.mode](command)
+    except OURS as error:
+        print(f"sparse_lavida_jax: {error}", file=sys.stderr)
+        return MISTAKE
+    except KeyboardInterrupt:
+        print("sparse_lavida_jax: stopped.", file=sys.stderr)
+        return 130
+
+
+def _train(command: Command) -> int:
+    with runs.Run(command.workdir, command.config) as run:
+        if command.config.train.stage == "denoiser":
+            from sparse_lavida_jax import train
+
+            train.train(command.config, run)
+        else:
+            from sparse_lavida_jax import train_vq
+
+            train_vq.train(command.config, run.folder)
+    if run.interruption:
+        print(
+            f"sparse_lavida_jax: stopped, and everything is saved in {command.workdir}: the same"
+            " command goes on from there.",
+            file=sys.stderr,
+        )
+    return run.interruption.exit_code
+
+
+def _sample(command: Command) -> int:
+    from PIL import Image
+
+    from sparse_lavida_jax.pipeline import SparseLaViDa
+
+    model = SparseLaViDa.from_pretrained(command.checkpoint, batch_size=1)
+    (picture,) = model.draw([command.prompt], sampling=command.config.sampling, seed=command.seed)
+    command.out.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(picture).save(command.out)
+    print(f"{command.out}: {command.prompt}")
+    return 0
+
+
+def _evaluate(command: Command) -> int:
+    from sparse_lavida_jax.evals import scenes
+    from sparse_lavida_jax.pipeline import SparseLaViDa
+
+    model = SparseLaViDa.from_pretrained(command.checkpoint)
+    prompts, sampling = command.config.train.eval_prompts, command.config.sampling
+    print(
+        scenes.table(
+            [
+                scenes.evaluate(model, task, prompts, sampling=sampling)
+                for task in command.config.data.tasks
+            ]
+        )
+    )
+    return 0
+
+
+# ---------------------------------------------------------------------------------------------
+# The command line.
+
+
+def parse(argv: list[str]) -> Command | None:
+    """Reads a command line; None where it only asked for help, which is then printed.
+
+    Raises:
+        ConfigError, CheckpointError, UsageError: it cannot be followed; the message says why.
+    """
+    # Values of our own, so that a second call in one process starts from nothing.
+    values = flags.FlagValues()
+    _define(values)
+    overrides = [word for word in argv if word.lstrip("-").startswith(("config.", "noconfig."))]
+    try:
+        _, *left = values([word for word in argv if word not in overrides])
+        if values.help:
+            print(__doc__, values.get_help(), sep="\n")
+            return None
+        if left:
+            raise UsageError(f"{left[0]!r} is no setting. Write settings as --name=value.")
+        settings = _override(_base_config(values), overrides)
+    except flags.Error as error:
+        raise UsageError(f"{str(error).strip()} See --help.") from error
+    return Command(
+        mode=values.mode,
+        config=settings,
+        workdir=pathlib.Path(values.workdir or pathlib.Path("runs") / settings.name),
+        checkpoint=values.checkpoint,
+        prompt=values.prompt,
+        out=pathlib.Path(values.out),
+        seed=values.seed,
+    )
+
+
+def _define(values: flags.FlagValues) -> None:
+    flags.DEFINE_string("config", "", "A file of configs/.", flag_values=values)
+    flags.DEFINE_enum("mode", "train", MODES, "What to do.", flag_values=values)
+    flags.DEFINE_string("workdir", "", "Run directory; by default runs/<name>.", flag_values=values)
+    flags.DEFINE_string(
+        "checkpoint", "", "A model folder, a run directory, or a bundled model.", flag_values=values
+    )
+    flags.DEFINE_string("prompt", "", "What to draw.", flag_values=values)
+    flags.DEFINE_string("out", "picture.png", "Where the drawn picture goes.", flag_values=values)
+    flags.DEFINE_integer("seed", 0, "Of sampling.", flag_values=values)
+    flags.DEFINE_boolean("help", False, "Prints this.", flag_values=values)
+
+
+def _base_config(values: flags.FlagValues) -> config.Config:
+    if values.mode == "train":
+        if not values.config:
+            raise UsageError(f"training needs --config=FILE. {_files(pathlib.Path('configs'))}")
+        return read_config_file(pathlib.Path(values.config))
+    if not values.checkpoint:
+        raise UsageError(
+            f"--mode={values.mode} needs --checkpoint: a model folder, a run directory, or the"
+            f" name of a bundled model ({', '.join(checkpoint.bundled_models()) or 'none'})."
+        )
+    if values.mode == "sample" and not values.prompt:
+        raise UsageError('--mode=sample needs --prompt="what to draw".')
+    if values.config:
+        return read_config_file(pathlib.Path(values.config))
+    return checkpoint.read_config(checkpoint.find_model(values.checkpoint))
+
+
+def read_config_file(path: pathlib.Path) -> config.Config:
+    """Runs a config file and returns what its `get_config` gave, checked.
+
+    Raises:
+        UsageError: there is no such file, or it cannot be run.
+        ConfigError: it sets what does not exist or is out of range.
+    """
+    if not path.is_file() or path.suffix != ".py":
+        raise UsageError(f"there is no config file {path}. {_files(path.parent)}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{path} is no Python file.")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        given = module.get_config()
+    except config.ConfigError:
+        raise
+    except Exception as error:  # the file may do anything
+        raise UsageError(f"{path} failed: {type(error).__name__}: {error}") from error
+    return config.build(config.Config, given)
+
+
+def _files(folder: pathlib.Path) -> str:
+    names = ", ".join(sorted(str(path) for path in folder.glob("*.py")))
+    return f"There are: {names}." if names else f"There is none in {folder.resolve()}."
+
+
+def _override(base: config.Config, words: list[str]) -> config.Config:
+    """Returns the config with settings like `--config.train.train_steps=200` put in."""
+    settings = config.to_dict(base)
+    for word in words:
+        _check_name(word, settings)
+    values, argv = flags.FlagValues(), ["main", *words]
+    config_flags.DEFINE_config_dict(
+        "config", ConfigDict(settings), flag_values=values, sys_argv=argv
+    )
+    values(argv)
+    return config.build(config.Config, values.config)
+
+
+def _check_name(word: str, settings: dict) -> None:
+    name = word.lstrip("-").partition("=")[0].partition(".")[2]
+    section, path = settings, "config"
+    for part in name.split("."):
+        if not isinstance(section, dict) or part not in section:
+            known = ", ".join(section) if isinstance(section, dict) else "no parts: it is a value"
+            raise UsageError(f"{path} has no {part!r}. It has: {known}.")
+        section, path = section[part], f"{path}.{part}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

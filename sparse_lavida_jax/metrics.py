@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run reports: a line of JSON every few steps, and progress for people."""
+
+import json
+import math
+import os
+import pathlib
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import rich.console
+import rich.progress
+
+PLAIN_SECONDS = 10.0  # between lines of progress where there is no terminal
+
+
+class MetricsFile:
+    """JSON lines, one a call, in the order of the steps.
+
+    Args:
+        path: appended to; made where there is none.
+        resume_at: the step that the run goes on from. Lines of later steps, which will be written
+            again, and a last line that was cut off are dropped.
+    """
+
+    def __init__(self, path: pathlib.Path | str, *, resume_at: int = 0):
+        self.path = pathlib.Path(path)
+        if self.path.exists():
+            kept = [line for line in read_metrics(self.path) if line["step"] <= resume_at]
+            rewritten = self.path.with_suffix(".rewritten")
+            rewritten.write_text("".join(_line(line) for line in kept))
+            os.replace(rewritten, self.path)
+        self._file = self.path.open("a")
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Writes numbers (anything `float` takes) and strings; a number without value is null."""
+        plain = {
+            name: value if isinstance(value, str) else _number(value)
+            for name, value in values.items()
+        }
+        self._file.write(_line({"step": step, **plain}))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> "MetricsFile":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+def read_metrics(path: pathlib.Path | str) -> list[dict[str, Any]]:
+    """Returns the lines of a metrics file; lines that are no JSON object are left out."""
+    lines = []
+    for text in pathlib.Path(path).read_text().splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and "step" in line:
+            lines.append(line)
+    return lines
+
+
+def _line(values: dict[str, Any]) -> str:
+    return json.dumps(values, allow_nan=False) + "\n"
+
+
+def _number(value: Any) -> float | int | None:
+    if isinstance(value, int):
+        return value
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+class Log:
+    """What a training loop reports: `metrics.jsonl`, and a bar with the loss and the time left.
+
+    Without a terminal a line every ten seconds stands for the bar.
+
+    Args:
+        folder: of the run.
+        total: steps.
+        seconds: of training after which the run ends in any case; 0: it does not.
+        start: step that the run goes on from.
+        console: where to; standard error by default.
+    """
+
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        total: int,
+        seconds: float = 0.0,
+        start: int = 0,
+        *,
+        console: rich.console.Console | None = None,
+    ):
+        self.total, self.seconds = total, seconds
+        self._file = MetricsFile(folder / "metrics.jsonl", resume_at=start)
+        self._console = console or rich.console.Console(stderr=True)
+        self._bar = rich.progress.Progress(
+            rich.progress.BarColumn(),
+            rich.progress.TextColumn("{task.description}"),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task("the first step compiles", total=1.0)
+        self._first: tuple[float, float] | None = None  # time and progress of the first write
+        self._last_line = -math.inf
+
+    def write(self, step: int, values: Mapping[str, Any], *, progress: float) -> None:
+        """Writes the values to the file and shows the loss.
+
+        Args:
+            progress: share of the run that is behind, 0 to 1.
+        """
+        self._file.write(step, values)
+        now = time.monotonic()
+        self._first = self._first or (now, progress)
+        shown = [f"step {step}/{self.total}"]
+        if "loss" in values:
+            shown.append(f"loss {float(values['loss']):.4f}")
+        if (left := self._seconds_left(now, progress)) is not None:
+            shown.append(f"{_clock(left)} left")
+        text = ", ".join(shown)
+        self._bar.update(self._task, completed=progress, description=text)
+        if self._bar.disable and (now - self._last_line >= PLAIN_SECONDS or progress >= 1):
+            self._last_line = now
+            self.say(text)
+
+    def say(self, message: str) -> None:
+        """Prints a line, above the bar where there is one."""
+        self._bar.console.print(message, highlight=False, soft_wrap=True, markup=False)
+
+    def _seconds_left(self, now: float, progress: float) -> float | None:
+        """Returns an estimate from the speed since the first write, which compiling is not in."""
+        began, before = self._first or (now, progress)
+        estimates = [self.seconds * (1 - progress)] if self.seconds else []
+        if progress > before:
+            estimates.append((now - began) * (1 - progress) / (progress - before))
+        return min(estimates, default=None)
+
+    def __enter__(self) -> "Log":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._bar.stop()
+        self._file.close()
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is written is read back; what is damaged, foreign or half-written is told in a sentence."""
+
+import errno
+import json
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from sparse_lavida_jax import checkpoint, config
+from sparse_lavida_jax.models import stack
+
+
+class Layer(nnx.Module):
+    def __init__(self, width, *, rngs):
+        self.weight = nnx.Param(jax.random.normal(rngs.params(), (width, width)))
+
+
+class Model(nnx.Module):
+    """Stacks of three and of no layers, and a plain list of layers."""
+
+    def __init__(self, width=3, *, rngs):
+        self.table = nnx.Param(jax.random.normal(rngs.params(), (5, width)))
+        self.joint_layers = stack.init_stack(lambda r: Layer(width, rngs=r), 3, rngs.params())
+        self.split_layers = stack.init_stack(lambda r: Layer(width, rngs=r), 0, rngs.params())
+        self.blocks = nnx.List([Layer(width, rngs=rngs), Layer(2, rngs=rngs)])
+        self.width = width
+
+
+class WiderModel(Model):
+    """Differs in every way a model can: a shape, an extra parameter, a missing one."""
+
+    def __init__(self, *, rngs):
+        super().__init__(rngs=rngs)
+        self.blocks[0] = Layer(4, rngs=rngs)
+        self.head = nnx.Param(jnp.zeros(7))
+        del self.table
+
+
+def make_model(_=None):
+    return Model(rngs=nnx.Rngs(0))
+
+
+def same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x, y = jax.random.key_data(x), jax.random.key_data(y)
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.fixture
+def save(tmp_path):
+    """Saves a model to `tmp_path / "model"` and returns that folder."""
+    tokenizer = tmp_path / "text.json"
+    tokenizer.write_text("{}")
+    vq = tmp_path / "codec"
+    vq.mkdir()
+    (vq / "config.json").write_text("{}")
+
+    def save(model=None, **changes):
+        arguments = {"tokenizer_path": tokenizer, "vq_folder": vq, "readme": "# test\n", **changes}
+        folder = tmp_path / "model"
+        checkpoint.save_model(folder, model or make_model(), config.Config(seed=3), **arguments)
+        return folder
+
+    return save
+
+
+def load(folder):
+    return checkpoint.load_model(folder, make_model=make_model)
+
+
+def flip_a_byte(folder):
+    """Changes one byte in the middle of the largest file, which holds the arrays."""
+    path = max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x40
+    path.write_bytes(content)
+    return path
+
+
+def test_a_model_folder_holds_everything(save):
+    loaded = load(save())
+    same(loaded.model, make_model())
+    assert loaded.model.width == 3
+    assert loaded.config == config.Config(seed=3)
+    assert loaded.tokenizer_path.read_text() == "{}"
+    assert (loaded.vq_folder / "config.json").is_file()
+    assert (loaded.tokenizer_path.parent / "README.md").read_text() == "# test\n"
+
+
+def test_a_model_without_pictures_has_no_image_tokenizer(save):
+    assert load(save(vq_folder=None)).vq_folder is None
+
+
+def test_layers_lie_one_by_one_on_disk(save):
+    tree = checkpoint.ocp.load(str(save() / "params"))
+    assert sorted(tree) == ["blocks", "joint_layers", "table"]
+    assert sorted(tree["joint_layers"]) == ["00", "01", "02"]
+    assert tree["joint_layers"]["01"]["weight"].shape == (3, 3)
+    assert sorted(tree["blocks"]) == ["0", "1"]
+
+
+def test_half_precision_on_disk_is_whole_precision_in_memory(save):
+    loaded = load(save(dtype="float16"))
+    for before, after in zip(
+        jax.tree.leaves(make_model()), jax.tree.leaves(loaded.model), strict=True
+    ):
+        assert after.dtype == jnp.float32
+        np.testing.assert_allclose(after, before, rtol=1e-3)
+
+
+def test_the_real_model_survives(tmp_path):
+    settings = config.Model(
+        width=16, mlp_hidden=16, num_layers=2, dual_tower_layers=0, num_heads=2, head_dim=8,
+        generation_width=8, generation_mlp_hidden=8, vocab_size=40, codebook_size=8,
+        vision=config.Vision(width=8, num_layers=1, num_heads=2, mlp_hidden=8),
+    )  # fmt: skip
+    settings = config.Config(model=settings)
+    rng = np.random.default_rng(0)
+    model = jax.tree.map(
+        lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype),
+        jax.eval_shape(lambda: checkpoint._make_denoiser(settings)),
+    )
+    (tmp_path / "text.json").write_text("{}")
+    checkpoint.save_model(
+        tmp_path / "m", model, settings,
+        tokenizer_path=tmp_path / "text.json", vq_folder=None, readme="",
+    )  # fmt: skip
+    same(checkpoint.load_model(tmp_path / "m").model, model)
+
+
+def test_every_parameter_that_does_not_fit_is_listed_at_once(save):
+    with pytest.raises(checkpoint.CheckpointError) as error:
+        checkpoint.load_params(save() / "params", lambda: WiderModel(rngs=nnx.Rngs(0)))
+    lines = str(error.value).splitlines()[1:]
+    assert [line.strip() for line in lines] == [
+        "head: missing, the model has (7,)",
+        "table (5, 3): the model has no such parameter",
+        "blocks/0/weight: (3, 3) on disk, (4, 4) in the model",
+    ]
+
+
+def test_a_damaged_file_is_named(save):
+    folder = save()
+    path = flip_a_byte(folder / "params")
+    with pytest.raises(checkpoint.CheckpointError, match=f"{path.name} is damaged"):
+        load(folder)
+
+
+def test_a_missing_file_is_named(save):
+    folder = save()
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(checkpoint.CheckpointError, match=r"tokenizer\.json is missing"):
+        load(folder)
+
+
+def test_a_copy_that_was_cut_short_is_refused(save):
+    folder = save()
+    (folder / checkpoint.MANIFEST).unlink()
+    with pytest.raises(checkpoint.CheckpointError, match="not written to its end"):
+        load(folder)
+
+
+def test_settings_of_another_version_are_told(save):
+    folder = save()
+    given = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**given, "colour": 1}))
+    with pytest.raises(checkpoint.CheckpointError, match="Config has no colour"):
+        checkpoint.read_config(folder)
+    (folder / "config.json").write_text(json.dumps({**given, "format": "other/9"}))
+    with pytest.raises(checkpoint.CheckpointError, match="'other/9'"):
+        checkpoint.read_config(folder)
+
+
+def test_a_write_that_fails_leaves_the_old_model(save, monkeypatch):
+    folder = save()
+
+    def run_out_of_space(path, _):
+        raise OSError(errno.ENOSPC, "No space left on device", path)
+
+    monkeypatch.setattr(checkpoint.ocp, "save", run_out_of_space)
+    before = sorted(folder.parent.iterdir())
+    with pytest.raises(checkpoint.CheckpointError, match=r"No space left.*is unchanged"):
+        save(Model(2, rngs=nnx.Rngs(1)))
+    same(load(folder).model, make_model())
+    assert sorted(folder.parent.iterdir()) == before
+
+
+def test_a_newer_model_replaces_the_older(save):
+    save()
+    newer = Model(rngs=nnx.Rngs(9))
+    same(load(save(newer)).model, newer)
+
+
+def full_disk(monkeypatch):
+    usage = types.SimpleNamespace(free=10)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: usage)
+
+
+def test_a_full_disk_is_told_before_writing(save, monkeypatch):
+    full_disk(monkeypatch)
+    with pytest.raises(checkpoint.CheckpointError, match="0 MB free"):
+        save()
+
+
+def test_a_folder_of_something_else_is_not_overwritten(save, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "thesis.txt").write_text("years of work")
+    with pytest.raises(checkpoint.CheckpointError, match="no model folder"):
+        save()
+    assert (tmp_path / "model" / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_bundled_model_goes_by_its_name(save, monkeypatch):
+    folder = save()
+    monkeypatch.setattr(checkpoint, "BUNDLED", folder.parent)
+    same(load("model").model, make_model())
+    with pytest.raises(checkpoint.CheckpointError, match=r"bundled model \(model\)"):
+        load("nowhere")
+
+
+def test_a_run_without_a_model_says_when_there_will_be_one(tmp_path):
+    (tmp_path / "state").mkdir()
+    with pytest.raises(checkpoint.CheckpointError, match="at its end"):
+        load(tmp_path)
+
+
+def test_an_unknown_image_tokenizer_is_told():
+    settings = config.Config(data=config.Data(picture_codec="scenes_g9"))
+    with pytest.raises(checkpoint.CheckpointError, match="no image tokenizer 'scenes_g9'"):
+        checkpoint.vq_folder(settings)
+    assert checkpoint.vq_folder(config.Config(data=config.Data(picture_codec="grey"))) is None
+
+
+# ---------------------------------------------------------------------------------------------
+# States of a run.
+
+
+def make_state(seed=0):
+    """Everything a training state may hold."""
+    model = Model(rngs=nnx.Rngs(seed))
+    return {
+        "params": model,
+        "ema": None,
+        "opt_state": optax.adamw(1e-3).init(model),
+        "key": jax.random.key(seed),
+        "step": jnp.int32(seed),
+        "epoch": seed,
+        "half": jnp.full(3, seed, jnp.bfloat16),
+    }
+
+
+@pytest.fixture
+def states(tmp_path):
+    states = checkpoint.States(tmp_path / "state")
+    yield states
+    states.close()
+
+
+def test_a_state_is_restored_bit_for_bit(states):
+    states.save(7, make_state(5), seconds=12.5)
+    saved = states.restore(make_state(0))
+    assert (saved.step, saved.seconds) == (7, 12.5)
+    same(saved.state, make_state(5))
+    assert isinstance(saved.state["epoch"], int)
+
+
+def test_nothing_saved_is_nothing_restored(states):
+    assert states.restore(make_state()) is None
+
+
+def test_the_newest_states_are_kept(states):
+    for step in (1, 2, 3):
+        states.save(step, make_state(step))
+    states.wait()
+    assert states.steps == [2, 3]
+    same(states.restore(make_state()).state, make_state(3))
+
+
+def test_a_state_is_saved_as_it_was_even_if_its_buffers_are_donated(states):
+    state = {"x": jnp.arange(1000.0)}
+    step = jax.jit(lambda s: {"x": s["x"] + 1}, donate_argnums=0)
+    states.save(0, state)
+    for _ in range(10):
+        state = step(state)
+    saved = states.restore(state)
+    np.testing.assert_array_equal(saved.state["x"], np.arange(1000.0))
+
+
+def test_a_flipped_bit_falls_back_to_the_state_before(states, caplog):
+    big = {"x": np.random.default_rng(0).normal(size=20_000)}
+    for step in (1, 2):
+        states.save(step, {"x": big["x"] + step})
+    states.wait()
+    flip_a_byte(states.folder / "2")
+    saved = states.restore(big)
+    assert saved.step == 1
+    np.testing.assert_array_equal(saved.state["x"], big["x"] + 1)
+    assert "step 2" in caplog.text
+    # The step can be saved again, and what was damaged is not thrown away.
+    states.save(2, big)
+    states.wait()
+    assert states.steps == [1, 2]
+    assert (states.folder.parent / "damaged" / "2").is_dir()
+
+
+def test_a_wrong_checksum_is_damage(states, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_digest", lambda leaves: "0" * 64)
+        states.save(2, make_state(2))
+    states.wait()
+    with pytest.raises(checkpoint.CheckpointError, match=r"none of the states of steps \[2\]"):
+        states.restore(make_state())
+
+
+def test_a_state_of_another_model_is_refused(states):
+    states.save(1, make_state())
+    other = {**make_state(), "half": jnp.zeros(4), "extra": jnp.zeros(1)}
+    with pytest.raises(checkpoint.CheckpointError) as error:
+        states.restore(other)
+    assert "extra: missing" in str(error.value)
+    assert "half: (3,) on disk, (4,) in the model" in str(error.value)
+    assert states.steps == [1]
+
+
+def test_a_half_written_state_is_swept_away(states):
+    states.save(1, make_state(1))
+    states.wait()
+    leftover = states.folder / "2.orbax-checkpoint-tmp"
+    leftover.mkdir()
+    again = checkpoint.States(states.folder)
+    assert again.restore(make_state()).step == 1
+    assert not leftover.exists()
+    again.close()
+
+
+def test_a_full_disk_leaves_the_states_before(states, monkeypatch):
+    states.save(1, make_state(1))
+    states.wait()
+    full_disk(monkeypatch)
+    with pytest.raises(checkpoint.CheckpointError, match="run the same command again"):
+        states.save(2, make_state(2))
+    assert states.restore(make_state()).step == 1
+
+
+def test_a_write_that_fails_in_the_background_is_told_at_the_next_one(states, monkeypatch):
+    states.save(1, make_state(1))
+    states.wait()
+
+    def fail():
+        raise ValueError("RESOURCE_EXHAUSTED: no space left")
+
+    monkeypatch.setattr(states._checkpointer, "wait", fail, raising=True)
+    with pytest.raises(checkpoint.CheckpointError, match=r"no space left.*steps \[1\]"):
+        states.save(2, make_state(2))
+    states.save(2, make_state(2))
+    assert states.restore(make_state()).step == 2

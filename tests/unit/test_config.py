@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings are checked where they are made; every mistake is a sentence with the way out."""
+
+import dataclasses
+import json
+import pathlib
+
+import ml_collections
+import pytest
+
+from sparse_lavida_jax import config, main
+
+CONFIGS = sorted((pathlib.Path(__file__).parents[2] / "configs").glob("*.py"))
+
+
+def test_unknown_setting_lists_the_known_ones():
+    with pytest.raises(config.ConfigError, match=r"Train has no train_step\. It has: stage, tra"):
+        config.build(config.Config, {"train": {"train_step": 5}})
+
+
+def test_unknown_section_lists_the_known_ones():
+    with pytest.raises(config.ConfigError, match="It has: name, seed, model, vq"):
+        config.build(config.Config, {"modle": {}})
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value", "message"),
+    [
+        ("optimizer", "b2", 7.0, r"b2=7.0 is out of range: it must lie in \[0, 1\]"),
+        ("train", "batch_size", 0, "greater than 0"),
+        ("sampling", "order", "spiral", "stratified, halton, random, raster"),
+        ("sampling", "schedule", "quadratic", "shift, cosine, cosine2"),
+        ("model", "head_dim", 31, "even"),
+        ("model", "codes_per_token", 2, "1 or 4"),
+        ("model", "dual_tower_layers", 9, r"one of 0\.\.4"),
+        ("data", "max_answer_len", 41, "a multiple of self.text_block_len=8"),
+    ],
+)
+def test_value_out_of_range_says_the_range(section, name, value, message):
+    with pytest.raises(config.ConfigError, match=message):
+        config.build(config.Config, {section: {name: value}})
+
+
+def test_wrong_type_says_the_right_one():
+    with pytest.raises(config.ConfigError, match="train_steps='9' is a str; it must be a int"):
+        config.build(config.Config, {"train": {"train_steps": "9"}})
+
+
+def test_a_whole_number_is_fine_where_a_fraction_is_meant():
+    built = config.build(config.Config, {"train": {"seconds": 60}})
+    assert isinstance(built.train.seconds, float)
+
+
+def test_settings_survive_json():
+    before = config.build(
+        config.Config,
+        ml_collections.ConfigDict(
+            {"name": "x", "vq": {"channels": (8, 16)}, "data": {"tasks": {"draw": 2, "edit": 1}}}
+        ),
+    )
+    after = config.build(config.Config, json.loads(json.dumps(config.to_dict(before))))
+    assert after == before
+
+
+def test_settings_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.Config().seed = 1
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_builds(path):
+    settings = main.read_config_file(path)
+    assert settings.name != "unnamed"

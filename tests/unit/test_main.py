@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line does what it is told, and says what it cannot do in one sentence."""
+
+import os
+import signal
+import types
+
+import numpy as np
+import pytest
+
+import sparse_lavida_jax
+from sparse_lavida_jax import checkpoint, config, main
+
+CONFIG = """
+import ml_collections
+
+def get_config():
+    c = ml_collections.ConfigDict()
+    c.name = "toy"
+    c.train = dict(train_steps=7, stage="{stage}")
+    c.vq = dict(channels=(8, 16))
+    return c
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory with `configs/toy.py` and `configs/toy_vq.py`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "toy.py").write_text(CONFIG.format(stage="denoiser"))
+    (tmp_path / "configs" / "toy_vq.py").write_text(CONFIG.format(stage="vq"))
+    return tmp_path
+
+
+def complaint(capsys, *words):
+    """What a command line that must fail prints."""
+    assert main.main(["main", *words]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("sparse_lavida_jax: ")
+    assert "Traceback" not in printed.err
+    return printed.err
+
+
+def test_training_without_a_config_lists_the_configs(folder, capsys):
+    message = complaint(capsys)
+    assert "needs --config=FILE. There are: configs/toy.py, configs/toy_vq.py." in message
+
+
+def test_a_mistyped_path_lists_the_configs(folder, capsys):
+    message = complaint(capsys, "--config=configs/tou.py")
+    assert "no config file configs/tou.py. There are: configs/toy.py" in message
+
+
+def test_a_mistyped_setting_lists_the_settings_of_its_section(folder, capsys):
+    message = complaint(capsys, "--config=configs/toy.py", "--config.train.train_step=5")
+    assert "config.train has no 'train_step'. It has: stage, train_steps" in message
+
+
+def test_a_setting_within_a_value_is_told(folder, capsys):
+    message = complaint(capsys, "--config=configs/toy.py", "--config.seed.first=5")
+    assert "config.seed has no 'first'. It has: no parts: it is a value." in message
+
+
+@pytest.mark.parametrize(
+    ("word", "part"),
+    [
+        ("--config.optimizer.b2=7", "out of range: it must lie in [0, 1]"),
+        ("--config.train.train_steps=many", "--config.train.train_steps=many"),
+        ("--config.train.train_steps=1.5", "--config.train.train_steps=1.5"),
+        ("--config.sampling.order=spiral", "choose one of stratified"),
+        ("--mode=paint", "train|sample|evaluate"),
+        ("--promt=x", "Did you mean: prompt"),
+        ("--seed=x", "--seed=x"),
+        ("200", "'200' is no setting. Write settings as --name=value."),
+    ],
+)
+def test_a_mistyped_value_is_told(folder, capsys, word, part):
+    assert part in complaint(capsys, "--config=configs/toy.py", word)
+
+
+def test_a_config_file_with_a_mistake_names_it(folder, capsys):
+    (folder / "configs" / "toy.py").write_text("def get_config():\n    return 1 / 0\n")
+    message = complaint(capsys, "--config=configs/toy.py")
+    assert "configs/toy.py failed: ZeroDivisionError" in message
+    (folder / "configs" / "toy.py").write_text("def get_config(:\n")
+    assert "SyntaxError" in complaint(capsys, "--config=configs/toy.py")
+
+
+def test_sampling_without_a_model_lists_the_bundled_ones(folder, capsys, monkeypatch):
+    (folder / "models" / "scenes" / "params").mkdir(parents=True)
+    monkeypatch.setattr(checkpoint, "BUNDLED", folder / "models")
+    assert "bundled model (scenes)" in complaint(capsys, "--mode=sample", "--prompt=x")
+    message = complaint(capsys, "--mode=sample", "--checkpoint=nowhere", "--prompt=x")
+    assert "there is no model in nowhere" in message
+
+
+def test_sampling_without_a_prompt_asks_for_one(folder, capsys):
+    assert "--prompt" in complaint(capsys, "--mode=sample", "--checkpoint=scenes")
+
+
+def test_a_run_directory_of_another_config_is_told(folder, capsys, monkeypatch):
+    trained = []
+    fake = types.SimpleNamespace(train=lambda settings, run: trained.append(settings))
+    monkeypatch.setattr(sparse_lavida_jax, "train", fake, raising=False)
+    assert main.main(["main", "--config=configs/toy.py"]) == 0
+    message = complaint(capsys, "--config=configs/toy.py", "--config.seed=1")
+    assert "seed was 0 and is 1" in message
+    assert len(trained) == 1
+
+
+def test_training_gets_the_settings_and_the_run_directory(folder, monkeypatch):
+    seen = {}
+
+    def train(settings, run):
+        seen.update(settings=settings, folder=run.folder)
+
+    fake = types.SimpleNamespace(train=train)
+    monkeypatch.setattr(sparse_lavida_jax, "train", fake, raising=False)
+    words = ["--config.train.train_steps=9", "--config.vq.channels=(16, 8, 8)"]
+    assert main.main(["main", "--config=configs/toy.py", *words]) == 0
+    assert seen["settings"].name == "toy"
+    assert seen["settings"].train.train_steps == 9
+    assert seen["settings"].vq.channels == (16, 8, 8)
+    assert str(seen["folder"]) == "runs/toy"
+    assert checkpoint.read_config(folder / "runs" / "toy") == seen["settings"]
+
+
+def test_the_image_tokenizer_has_its_own_stage(folder, monkeypatch):
+    seen = []
+    fake = types.SimpleNamespace(train=lambda settings, workdir: seen.append(workdir))
+    monkeypatch.setattr(sparse_lavida_jax, "train_vq", fake, raising=False)
+    assert main.main(["main", "--config=configs/toy_vq.py", "--workdir=elsewhere"]) == 0
+    assert [str(path) for path in seen] == ["elsewhere"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stopped_run_says_how_to_go_on(folder, monkeypatch, capsys, number, code):
+    def train(settings, run):
+        with run.catch_signals() as interruption:
+            os.kill(os.getpid(), number)
+            assert interruption
+
+    fake = types.SimpleNamespace(train=train)
+    monkeypatch.setattr(sparse_lavida_jax, "train", fake, raising=False)
+    assert main.main(["main", "--config=configs/toy.py"]) == code
+    assert "everything is saved in runs/toy" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_a_sentence(folder, monkeypatch, capsys):
+    def train(settings, run):
+        raise OSError(28, "No space left on device", "runs/toy/pictures/000001.png")
+
+    fake = types.SimpleNamespace(train=train)
+    monkeypatch.setattr(sparse_lavida_jax, "train", fake, raising=False)
+    assert "No space left on device" in complaint(capsys, "--config=configs/toy.py")
+
+
+def test_a_mistake_of_ours_keeps_its_traceback(folder, monkeypatch):
+    def train(settings, run):
+        raise ZeroDivisionError
+
+    fake = types.SimpleNamespace(train=train)
+    monkeypatch.setattr(sparse_lavida_jax, "train", fake, raising=False)
+    with pytest.raises(ZeroDivisionError):
+        main.main(["main", "--config=configs/toy.py"])
+
+
+def test_help_is_printed(capsys):
+    assert main.main(["main", "--help"]) == 0
+    assert "--config=configs/scenes.py" in capsys.readouterr().out
+
+
+def test_sampling_writes_a_picture_with_the_settings_of_the_checkpoint(folder, monkeypatch):
+    """The pipeline is replaced: what matters here is what it is asked."""
+    asked = {}
+
+    class Pipeline:
+        @classmethod
+        def from_pretrained(cls, name, batch_size):
+            asked["name"] = name
+            return cls()
+
+        def draw(self, prompts, *, sampling, seed):
+            asked.update(prompts=prompts, sampling=sampling, seed=seed)
+            return [np.zeros((4, 4, 3), np.uint8)]
+
+    model = folder / "trained"
+    (model / "params").mkdir(parents=True)
+    checkpoint.write_config(model, config.Config(sampling=config.Sampling(num_steps=5)))
+    fake = types.SimpleNamespace(SparseLaViDa=Pipeline)
+    monkeypatch.setitem(main.sys.modules, "sparse_lavida_jax.pipeline", fake)
+    words = ["--mode=sample", "--checkpoint=trained", "--prompt=a red circle", "--seed=3"]
+    words += ["--out=out/picture.png", "--config.sampling.temperature=0.5"]
+    assert main.main(["main", *words]) == 0
+    assert (folder / "out" / "picture.png").is_file()
+    assert asked["prompts"] == ["a red circle"]
+    assert asked["sampling"] == config.Sampling(num_steps=5, temperature=0.5)
+    assert (asked["name"], asked["seed"]) == ("trained", 3)

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run directory is one experiment with one writer, and survives whatever happens to it."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from sparse_lavida_jax import checkpoint, config, runs
+
+
+class Table(nnx.Module):
+    def __init__(self, *, rngs):
+        self.table = nnx.Param(jax.random.normal(rngs.params(), (4, 3)))
+
+
+def with_train(**settings):
+    return config.Config(train=dataclasses.replace(config.Train(), **settings))
+
+
+def test_a_run_goes_on_where_it_stopped(tmp_path):
+    with runs.Run(tmp_path / "a", config.Config()) as run:
+        assert run.restore({"x": jnp.zeros(3)}) is None
+        run.save(4, {"x": jnp.arange(3.0)}, seconds=1.5)
+        run.save(4, {"x": jnp.zeros(3)})  # already saved
+    with runs.Run(tmp_path / "a", config.Config()) as run:
+        saved = run.restore({"x": jnp.zeros(3)})
+    assert (saved.step, saved.seconds) == (4, 1.5)
+    np.testing.assert_array_equal(saved.state["x"], np.arange(3.0))
+
+
+def test_a_second_writer_is_refused_until_the_first_is_done(tmp_path):
+    with runs.Run(tmp_path, config.Config()):
+        with pytest.raises(runs.RunError, match=f"by process {os.getpid()}"):
+            runs.Run(tmp_path, config.Config()).__enter__()
+    with runs.Run(tmp_path, config.Config()):
+        pass
+
+
+def test_the_lock_of_a_dead_process_is_taken_over(tmp_path):
+    (tmp_path / "lock").write_text("999999")
+    with runs.Run(tmp_path, config.Config()):
+        assert (tmp_path / "lock").read_text() == str(os.getpid())
+
+
+def test_another_config_is_refused_with_what_differs(tmp_path):
+    with runs.Run(tmp_path, config.Config()):
+        pass
+    other = config.Config(seed=7, model=config.Model(width=160))
+    with pytest.raises(runs.RunError, match=r"model\.width was 128 and is 160; seed was 0 and is"):
+        runs.Run(tmp_path, other).__enter__()
+    assert checkpoint.read_config(tmp_path) == config.Config()
+
+
+def test_a_run_may_be_made_longer(tmp_path):
+    with runs.Run(tmp_path, with_train(train_steps=10)):
+        pass
+    with runs.Run(tmp_path, with_train(train_steps=20, seconds=5.0)):
+        pass
+    assert checkpoint.read_config(tmp_path).train.train_steps == 20
+
+
+def test_everything_that_may_change_is_a_setting():
+    assert runs.MAY_CHANGE <= set(runs._settings(config.Config()))
+
+
+def test_a_setting_that_is_newer_than_the_run_has_its_default(tmp_path):
+    with runs.Run(tmp_path, config.Config()):
+        pass
+    given = json.loads((tmp_path / "config.json").read_text())
+    del given["model"]["cell_positions"]
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    with runs.Run(tmp_path, config.Config()):
+        pass
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(runs.RunError, match="no run directory"):
+        runs.Run(tmp_path, config.Config()).__enter__()
+    with pytest.raises(runs.RunError, match="is a file"):
+        runs.Run(tmp_path / "thesis.txt", config.Config()).__enter__()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_asks_the_loop_to_stop(tmp_path, number, code):
+    before = signal.getsignal(number)
+    with runs.Run(tmp_path, config.Config()) as run:
+        with run.catch_signals() as interruption:
+            assert not interruption
+            os.kill(os.getpid(), number)
+            assert interruption
+        assert run.interruption.exit_code == code
+    assert signal.getsignal(number) == before
+
+
+def test_the_second_interrupt_is_obeyed_at_once(tmp_path):
+    with runs.Run(tmp_path, config.Config()) as run, run.catch_signals():
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_finished_model_is_found_by_its_run_directory(tmp_path, monkeypatch):
+    (tmp_path / "tokenizers").mkdir()
+    (tmp_path / "tokenizers" / "scenes.json").write_text("{}")
+    monkeypatch.setattr(checkpoint, "ASSETS", tmp_path)
+    settings = config.Config(name="toy", data=config.Data(picture_codec="grey"))
+    model = Table(rngs=nnx.Rngs(1))
+    with runs.Run(tmp_path / "toy", settings) as run:
+        run.export(model)
+    loaded = checkpoint.load_model(
+        tmp_path / "toy", make_model=lambda settings: Table(rngs=nnx.Rngs(0))
+    )
+    np.testing.assert_array_equal(loaded.model.table[...], model.table[...])
+    assert loaded.config == settings
+    card = (tmp_path / "toy" / "model" / "README.md").read_text()
+    assert card.startswith("# toy\n")
+    assert "Licence: Apache-2.0" in card
+
+
+KILLED_WHILE_SAVING = """
+import os, signal, sys
+import numpy as np
+from sparse_lavida_jax import config, runs
+
+run = runs.Run(sys.argv[1], config.Config()).__enter__()
+run.save(1, {"x": np.full(2_000_000, 1.0)})
+run.finish_saving()
+run.save(2, {"x": np.full(2_000_000, 2.0)})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_writer_that_is_killed_leaves_whole_states_and_no_lock(tmp_path):
+    command = [sys.executable, "-c", textwrap.dedent(KILLED_WHILE_SAVING), str(tmp_path / "a")]
+    killed = subprocess.run(command, env={**os.environ, "JAX_PLATFORMS": "cpu"}, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    with runs.Run(tmp_path / "a", config.Config()) as run:
+        saved = run.restore({"x": np.zeros(2_000_000)})
+        assert saved.step in (1, 2)
+        assert (saved.state["x"] == saved.step).all()
+        run.save(3, saved.state)
+        run.finish_saving()
+        assert run.states.steps[-1] == 3
