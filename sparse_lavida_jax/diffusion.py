@@ -38,6 +38,7 @@ from sparse_lavida_jax.layout import (
     make_layout,
     register_positions,
     sort_by_block,
+    stack_pictures,
     without_blocks,
 )
 from sparse_lavida_jax.visibility import PAD_BLOCK
@@ -357,7 +358,7 @@ def batch_rows(
     rows: list[tuple[_HostStream, _HostStream]],
     blocks: list[Blocks],
     kinds: list[str],
-    pixels: list[np.ndarray] | None,
+    pixels: list[UInt8[np.ndarray, "h w 3"] | None],
     shape: RowShape,
     model: config.Model,
     *,
@@ -389,7 +390,7 @@ def batch_rows(
     return Corrupted(
         understanding,
         generation,
-        None if pixels is None else np.stack(pixels),
+        stack_pictures(pixels),
         text_target,
         text_weight,
         image_target,

@@ -25,7 +25,7 @@ import einops
 import flax.struct
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, UInt8
 
 from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON
 
@@ -108,6 +108,16 @@ def concatenate(*layouts: TokenLayout) -> TokenLayout:
             for name in ("position", "block", "horizon")
         )
     )
+
+
+def stack_pictures(
+    pictures: list[UInt8[np.ndarray, "h w 3"] | None],
+) -> UInt8[np.ndarray, "b h w 3"] | None:
+    """Stacks the pictures of a batch; a row without one gets a blank that no token looks at."""
+    shown = [picture for picture in pictures if picture is not None]
+    if not shown:
+        return None
+    return np.stack([np.zeros_like(shown[0]) if p is None else p for p in pictures])
 
 
 # ---------------------------------------------------------------------------------------------

@@ -10,8 +10,7 @@ from jaxtyping import Bool, Int, UInt8
 from PIL import Image
 
 from sparse_lavida_jax import checkpoint, config, layout, orders, sample
-from sparse_lavida_jax.data import scenes
-from sparse_lavida_jax.data.digits import GreyCodec
+from sparse_lavida_jax.data import digits, scenes
 from sparse_lavida_jax.data.examples import Encoder, Example
 from sparse_lavida_jax.data.text import Tokenizer
 from sparse_lavida_jax.models import vq
@@ -40,14 +39,14 @@ class PictureCodec:
     def encode(self, pixels: UInt8[np.ndarray, "b h w 3"]) -> Int[np.ndarray, "b l g"]:
         """Returns the cells of pictures, raster order."""
         if self.vq is None:
-            return GreyCodec().encode(pixels)
+            return np.stack([digits.read(picture) for picture in pixels])
         codes = vq.encode_pictures(self.vq, pixels)
         return np.asarray(layout.cells_from_codes(codes, self.side))
 
     def decode(self, cells: Int[np.ndarray, "b l g"]) -> UInt8[np.ndarray, "b h w 3"]:
         """Returns the pictures of cells."""
         if self.vq is None:
-            return GreyCodec().decode(cells)
+            return np.stack([digits.render(codes) for codes in cells])
         return vq.decode_codes(
             self.vq, np.asarray(layout.codes_from_cells(cells, self.grid_size, self.side))
         )
@@ -153,7 +152,6 @@ class SparseLaViDa:
         prompts: Sequence[str],
         *,
         plans: Sequence[str] | None = None,
-        known: Sequence[tuple[Picture, Bool[np.ndarray, "y x"]]] | None = None,
         sampling: config.Sampling | None = None,
         seed: int = 0,
         on_segment: Callable[[Int[np.ndarray, "b l g"], int], None] | None = None,
@@ -162,21 +160,14 @@ class SparseLaViDa:
 
         Args:
             plans: layouts to follow, in place of the model's own.
-            known: for in- and outpainting, a picture and the grid of cells to keep.
         """
         sampling = sampling or self.settings.sampling
-        if plans is None and sampling.plan and known is None and self._plans("plan"):
+        if plans is None and sampling.plan and self._plans("plan"):
             plans = self.plan(prompts, sampling=sampling, seed=seed)
-        blank = np.zeros((self.settings.model.num_cells, self.settings.model.codes_per_token))
-        if known is None:
-            codes, given = [blank.astype(np.int32)] * len(prompts), [None] * len(prompts)
-        else:
-            codes = list(self.codec.encode(np.stack([picture for picture, _ in known])))
-            given = [cells for _, cells in known]
+        settings = self.settings.model
+        blank = np.zeros((settings.num_cells, settings.codes_per_token), np.int32)
         examples = [
-            self.encoder.image_example(
-                prompt, codes[i], plan=None if plans is None else plans[i], given=given[i]
-            )
+            self.encoder.image_example(prompt, blank, plan=None if plans is None else plans[i])
             for i, prompt in enumerate(prompts)
         ]
         cells = self.run(examples, sampling=sampling, seed=seed, on_segment=on_segment)
@@ -188,21 +179,30 @@ class SparseLaViDa:
         instructions: Sequence[str],
         *,
         plans: Sequence[str] | None = None,
+        known: Sequence[Bool[np.ndarray, "y x"]] | None = None,
         sampling: config.Sampling | None = None,
         seed: int = 0,
     ) -> list[Picture]:
-        """Returns each picture changed as told; everything else stays."""
+        """Returns each picture changed as told; everything else stays.
+
+        Args:
+            plans: layouts of the change, in place of the model's own.
+            known: for in- and outpainting, the grid of cells of each picture to keep; their codes
+                come out as they went in.
+        """
         sampling = sampling or self.settings.sampling
-        if plans is None and sampling.plan and self._plans("edit_plan"):
+        task = "edit_plan" if known is None else "fill_plan"
+        if plans is None and sampling.plan and self._plans(task):
             plans = self.plan(instructions, pictures, sampling=sampling, seed=seed)
         sources = self.codec.encode(np.stack(pictures))
         examples = [
             self.encoder.image_example(
                 instruction,
-                np.zeros_like(sources[i]),
+                sources[i],
                 plan=None if plans is None else plans[i],
                 picture=self._seen(pictures[i]),
                 source=sources[i],
+                given=None if known is None else known[i],
             )
             for i, instruction in enumerate(instructions)
         ]

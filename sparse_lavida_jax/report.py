@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from sparse_lavida_jax import config, metrics, orders, sample
-from sparse_lavida_jax.data import digits, scenes, tasks
+from sparse_lavida_jax.data import digits, grammar, scenes, scoring, tasks
 from sparse_lavida_jax.evals import scenes as exact
 from sparse_lavida_jax.pipeline import SparseLaViDa
 
@@ -59,7 +59,7 @@ def check(pipe: SparseLaViDa, path: pathlib.Path) -> dict[str, float]:
             tasks.sample("draw", exact.EVAL_SEED, i, "test") for i in range(CHECK_PROMPTS)
         ]
         pictures = exact.answer(pipe, samples)
-        judged = [tasks.score(s, p) for s, p in zip(samples, pictures, strict=True)]
+        judged = [scoring.score(s, p) for s, p in zip(samples, pictures, strict=True)]
         result = exact.tally("draw", samples, pictures)
         single = result.columns.get("single", (0, 0))
         scores = {
@@ -126,7 +126,7 @@ def _scene_sections(pipe: SparseLaViDa, folder: pathlib.Path) -> list[str]:
 
 
 def _examples(task, samples, outputs, folder: pathlib.Path) -> str:
-    judged = [tasks.score(s, o) for s, o in zip(samples, outputs, strict=True)]
+    judged = [scoring.score(s, o) for s, o in zip(samples, outputs, strict=True)]
     title = {"draw": "Drawn", "edit": "Edited", "answer": "Answered", "point": "Pointed"}.get(task)
     if title is None:
         return ""
@@ -229,11 +229,11 @@ def _shown(pixels: np.ndarray) -> np.ndarray:
 
 
 def _with_box(pixels: np.ndarray, text: str) -> np.ndarray:
-    box = tasks.parse_box(text)
-    if box is None:
+    try:
+        x0, y0, x1, y1 = (edge * pixels.shape[0] // 24 for edge in grammar.parse_box(text.strip()))
+    except grammar.GrammarError:
         return pixels
     picture = Image.fromarray(pixels)
-    x0, y0, x1, y1 = box
     corners = (min(x0, x1), min(y0, y1), max(x0, x1), max(y0, y1))
     ImageDraw.Draw(picture).rectangle(corners, outline="black")
     return np.asarray(picture)

@@ -37,6 +37,7 @@ from sparse_lavida_jax.layout import (
     concatenate,
     make_layout,
     prompt_row,
+    stack_pictures,
     without_blocks,
 )
 from sparse_lavida_jax.models.cache import KVCache
@@ -181,13 +182,12 @@ def prepare(
         else:
             given = (request.tokens[known], known, position, block)
             image[-1] = tuple(np.concatenate(pair) for pair in zip(image[-1], given, strict=True))
-    pixels = [request.pixels for request, _ in rows]
     return Prompt(
         _stack(text, model.end_of_text_id, prompt_len[0]),
         _stack(image, model.image_mask_id, prompt_len[1])
         if any(len(row[1]) for row in image)
         else None,
-        None if pixels[0] is None else np.stack(pixels),
+        stack_pictures([request.pixels for request, _ in rows]),
         np.array([row.response_position for _, row in rows], np.int32),
         np.array([row.length for _, row in rows], np.int32),
     )

@@ -16,7 +16,6 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from sparse_lavida_jax import checkpoint, config, metrics, optimizer, report, runs
 from sparse_lavida_jax.data import pipeline as batches
-from sparse_lavida_jax.data import text
 from sparse_lavida_jax.data.text import Tokenizer
 from sparse_lavida_jax.diffusion import Corrupted, weighted_cross_entropy
 from sparse_lavida_jax.models.denoiser import Denoiser
@@ -112,7 +111,7 @@ def train(settings: config.Config, run: runs.Run) -> None:
         DivergedError: the loss is not finite.
         runs.Interrupted: a signal came; the state is saved.
     """
-    tokenizer = Tokenizer(text.bundled(settings.data.source))
+    tokenizer = Tokenizer()
     pipe = SparseLaViDa(
         Denoiser(settings.model, rngs=nnx.Rngs(settings.seed)),
         settings,

@@ -57,6 +57,10 @@ class Encoder:
     model: config.Model
     appearance_codes: Int[np.ndarray, "a g"] | None
 
+    def seen(self, scene: scenes.Scene) -> UInt8[np.ndarray, "h w 3"]:
+        """Returns the picture of a scene at the size of the vision tower."""
+        return scenes.render(scene, self.model.vision.image_size)
+
     def scene_codes(self, scene: scenes.Scene) -> Int[np.ndarray, "l g"]:
         """Returns the codes of a picture of `scene`: those of its cells one by one."""
         assert self.appearance_codes is not None
@@ -132,8 +136,7 @@ class Encoder:
         self, sample: tasks.Sample, *, extra_blocks: int = 0, with_plan: bool = True
     ) -> Example:
         """Returns the training example of a task on scenes."""
-        size = self.model.vision.image_size
-        picture = None if sample.picture is None else scenes.render(sample.picture, size)
+        picture = None if sample.picture is None else self.seen(sample.picture)
         if sample.target is None:
             assert sample.answer is not None
             return self.text_example(

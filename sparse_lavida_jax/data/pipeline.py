@@ -23,9 +23,9 @@ from sparse_lavida_jax.layout import prompt_row
 GROUPS = {
     "write": ("plan",),
     "answer": ("answer", "arithmetic", "point", "reflect"),
-    "tell": ("caption", "constrained_caption", "infill", "edit_plan"),
-    "draw": ("draw", "inpaint", "outpaint", "digit"),
-    "edit": ("edit",),
+    "tell": ("caption", "constrained_caption", "infill", "edit_plan", "fill_plan"),
+    "draw": ("draw", "digit"),
+    "edit": ("edit", "inpaint", "outpaint"),
 }
 LENGTH_PROBE = 512  # examples whose lengths decide the static shape of a group
 LENGTH_MULTIPLE = 8  # tokens; a shape is rounded up to this
@@ -76,7 +76,7 @@ class GroupedBatches:
             [row for row, _, _ in rows],
             [blocks for _, blocks, _ in rows],
             [example.kind for _, _, example in rows],
-            None if rows[0][2].pixels is None else [example.pixels for _, _, example in rows],
+            [example.pixels for _, _, example in rows],
             self.shapes[group],
             self.settings.model,
             full_attention=full,
@@ -132,6 +132,14 @@ class GroupedBatches:
         data = self.settings.data
         if task == "digit":
             return self.encoder.digit_example(digits.sample(self.settings.seed, index))
+        if task == "fill_plan":
+            drawn = tasks.sample(("inpaint", "outpaint")[index % 2], self.settings.seed, index)
+            return self.encoder.text_example(
+                drawn.prompt,
+                drawn.plan,
+                picture=self.encoder.seen(drawn.picture),
+                extra_blocks=int(rng.integers(4)),
+            )
         return self.encoder.scene_example(
             tasks.sample(task, self.settings.seed, index),
             extra_blocks=int(rng.integers(4)),

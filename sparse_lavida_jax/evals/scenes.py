@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.data import scenes, tasks
+from sparse_lavida_jax.data import scenes, scoring, tasks
 from sparse_lavida_jax.pipeline import ANSWER_TOKENS, SparseLaViDa
 
 Output = np.ndarray | str
@@ -73,8 +73,8 @@ def answer(
     if task == "edit":
         return list(pipe.edit(shown, prompts, sampling=sampling, seed=seed))
     if task in ("inpaint", "outpaint"):
-        known = [(scenes.render(sample.target, size), sample.known_grid) for sample in samples]
-        return list(pipe.draw(prompts, known=known, sampling=sampling, seed=seed))
+        known = [sample.known_grid for sample in samples]
+        return list(pipe.edit(shown, prompts, known=known, sampling=sampling, seed=seed))
     if task == "draw":
         return list(pipe.draw(prompts, sampling=sampling, seed=seed))
     if any(sample.given for sample in samples):
@@ -113,7 +113,7 @@ def tally(
     reasons: collections.Counter[str] = collections.Counter()
     correct = right = drawn = 0
     for sample, output in zip(samples, outputs, strict=True):
-        score = tasks.score(sample, output)
+        score = scoring.score(sample, output)
         correct += score.ok
         right += score.attributes[0]
         drawn += score.attributes[1]

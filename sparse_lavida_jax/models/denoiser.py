@@ -160,6 +160,7 @@ class Denoiser(nnx.Module):
             wanted=wanted,
             cache=cache,
             attend_cache=attend_cache,
+            unroll=self.settings.unroll_layers,
         )
         return {name: self.final_norm(h, self.settings.width) for name, h in x.items()}, cache
 

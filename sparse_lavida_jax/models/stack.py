@@ -46,6 +46,7 @@ def run_layers(
     wanted: Wanted,
     cache: KVCache | None = None,
     attend_cache: bool = True,
+    unroll: bool = False,
 ) -> tuple[Residuals, KVCache | None]:
     """Feeds the streams through all layers.
 
@@ -57,6 +58,7 @@ def run_layers(
         cache: keys and values of earlier passes; this pass writes its own behind them.
         attend_cache: False where the cache holds nothing else (prefill): tokens then attend to
             this pass only, which is the same thing and cheaper.
+        unroll: write the layers out instead of looping over them.
 
     Returns:
         The residual streams that are wanted and present, and the cache as written.
@@ -76,7 +78,8 @@ def run_layers(
     whole = num_joint - 1 if stops else num_joint
     if whole:
         layers = jax.tree.map(lambda p: p[:whole], joint)
-        (x, cache), _ = jax.lax.scan(joint_layer, (x, cache), (layers, jnp.arange(whole)))
+        xs = (layers, jnp.arange(whole))
+        (x, cache), _ = jax.lax.scan(joint_layer, (x, cache), xs, unroll=unroll)
     if stops:
         last = jax.tree.map(lambda p: p[-1], joint)
         keep = [name for name in present if name not in stops]
@@ -90,7 +93,8 @@ def run_layers(
         return _split_layer(layer, index, x, layouts, cache, attend_cache), None
 
     if num_split and x:
-        (x, cache), _ = jax.lax.scan(split_layer, (x, cache), (split, jnp.arange(num_split)))
+        xs = (split, jnp.arange(num_split))
+        (x, cache), _ = jax.lax.scan(split_layer, (x, cache), xs, unroll=unroll)
     return x, cache
 
 

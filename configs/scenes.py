@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""A small Sparse-LaViDa that learns to draw, edit, answer and point, from scratch, on a laptop.
+
+    python -m sparse_lavida_jax.main --config=configs/scenes.py
+
+About 14 minutes on two CPU cores, sampling and report included. One code a cell; pictures are laid
+out in text before they are drawn. Everything here is ours: the paper has no model of this size.
+"""
+
+import ml_collections
+
+
+def get_config() -> ml_collections.ConfigDict:
+    c = ml_collections.ConfigDict()
+    c.name = "scenes"
+    c.seed = 0
+
+    c.model = dict(
+        vocab_size=511,
+        width=128,
+        mlp_hidden=384,
+        num_layers=5,
+        dual_tower_layers=3,
+        num_heads=4,
+        head_dim=32,
+        rope_theta=10_000.0,
+        generation_width=96,
+        generation_mlp_hidden=256,
+        codebook_size=64,
+        codes_per_token=1,
+        grid_size=6,
+        cell_positions=True,
+        num_registers=4,
+        unroll_layers=True,
+        vision=dict(
+            image_size=96, patch_size=16, width=96, num_layers=1, num_heads=3, mlp_hidden=192, pool=1
+        ),
+    )
+
+    c.data = dict(
+        source="scenes",
+        picture_codec="scenes_g1",
+        tasks=dict(
+            plan=3.0,
+            draw=2.0,
+            edit=1.5,
+            edit_plan=1.5,
+            fill_plan=0.4,
+            answer=1.5,
+            point=1.2,
+            arithmetic=0.6,
+            caption=0.8,
+            constrained_caption=0.3,
+            infill=0.5,
+            reflect=0.7,
+            inpaint=0.3,
+            outpaint=0.3,
+        ),
+        text_block_len=8,
+        max_answer_len=40,
+        given=0.1,
+        prompt_drop=0.05,
+        source_drop=0.0,
+    )
+
+    c.diffusion = dict(blocks="schedule", num_masked_blocks=4, plan_steps=(6, 8, 12, 18))
+    c.sampling = dict(num_steps=8, schedule="shift", shift=2.0, text_steps=8)
+
+    c.optimizer = dict(
+        learning_rate=2e-3, warmup_steps=100, b1=0.9, b2=0.99, weight_decay=0.01, ema=0.998
+    )
+    c.train = dict(
+        train_steps=100_000,
+        batch_size=16,
+        seconds=600.0,
+        checkpoint_seconds=120.0,
+        picture_seconds=170.0,
+        eval_prompts=48,
+    )
+    return c
