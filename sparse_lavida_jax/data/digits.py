@@ -21,8 +21,8 @@ NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight",
 PICTURE_SIZE = 64  # pixels a side, unless a caller asks for another
 SPLITS = ("train", "test")
 EVERY = 5  # each fifth picture is in the test split; writers mix in both
-# Squared error of a cell, in levels, beyond which a picture is no digit. Ours: the test pictures are
-# at most 13.9 from the nearest training picture, noise is 40 and more.
+# Squared error of a cell, in levels, beyond which a picture is no digit. Ours: a test picture is at
+# most 13.9 from the nearest training picture, noise is 40 and more.
 FARTHEST = 14.0
 
 

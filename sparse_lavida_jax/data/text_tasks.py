@@ -195,14 +195,15 @@ def _sum(dice: Dice) -> str:
 def reflect(dice: Dice) -> Sample | None:
     drawn = draw(dice)
     request = Request.parse(drawn.prompt)
+    assert drawn.target is not None
     scene = drawn.target if dice.chance(50) else _spoil(dice, request, drawn.target)
-    if not scene:
+    if len(scene) == 0:
         return None
     prompt = f"check: {request}"
     return Sample("", prompt, scene, f" {verdict(request, scene)}", column=drawn.column)
 
 
-def _spoil(dice: Dice, request: Request, scene: Scene) -> Scene | None:
+def _spoil(dice: Dice, request: Request, scene: Scene) -> Scene:
     """Makes one mistake: a thing left out, one too many, one wrong, or a relation broken."""
     cell, thing = dice.pick(list(scene.objects()))
     free = dice.pick([place for place in range(NUM_CELLS) if scene[place] is None])
