@@ -67,11 +67,10 @@ def load(split: str) -> tuple[Int[np.ndarray, "n l"], Int[np.ndarray, " n"]]:
             "the digits come with scikit-learn, which is not installed."
             " Run `pip install 'sparse-lavida-jax[digits]'`."
         ) from error
-    everything = load_digits()
-    in_test = np.arange(len(everything.target)) % EVERY == 0
+    levels, digits = (np.asarray(part).astype(np.int32) for part in load_digits(return_X_y=True))
+    in_test = np.arange(len(digits)) % EVERY == 0
     chosen = in_test if split == "test" else ~in_test
-    codes = everything.data[chosen].astype(np.int32)
-    labels = everything.target[chosen].astype(np.int32)
+    codes, labels = levels[chosen], digits[chosen]
     codes.flags.writeable = labels.flags.writeable = False
     return codes, labels
 

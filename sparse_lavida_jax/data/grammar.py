@@ -7,6 +7,7 @@ regular: a noun phrase is always [size] [colour] shape, a place is always a box 
 
 import dataclasses
 import re
+from typing import Any
 
 from sparse_lavida_jax.data.scenes import COLOURS, EXTENT, GRID, SHAPES, SIZES, Object
 
@@ -55,6 +56,13 @@ class Phrase:
     def times(self, count: int) -> str:
         """Returns "a red circle", "two red circles", ..."""
         return f"a {self}" if count == 1 else f"{NUMBERS[count - 1]} {self.plural}"
+
+    def thing(self, size: str | None = None) -> Object:
+        """Returns the object that has all these attributes, of `size` if the phrase names none."""
+        size = self.size or size
+        if self.shape is None or self.colour is None or size is None:
+            raise GrammarError(f"'{self}' lacks a size, colour or shape")
+        return Object(self.shape, self.colour, size)
 
     @staticmethod
     def parse(text: str) -> "Phrase":
@@ -165,13 +173,11 @@ class Edit:
     def parse(text: str) -> "Edit":
         for kind, pattern in _EDITS:
             if match := re.fullmatch(pattern, text):
-                found: dict = match.groupdict()
-                phrases = {
-                    name: Phrase.parse(found.pop(name))
-                    for name in ("anchor", "thing")
-                    if found.get(name)
-                }
-                return Edit(kind, **(found | phrases))
+                found: dict[str, Any] = match.groupdict()
+                for name in ("anchor", "thing"):
+                    if found.get(name):
+                        found[name] = Phrase.parse(found[name])
+                return Edit(kind, **found)
         raise GrammarError(f"'{text}' is no instruction: add, remove, replace, make or move")
 
 
@@ -251,10 +257,7 @@ def _parse_entry(text: str) -> tuple[int, Object | None]:
         raise GrammarError(f"the plan's box {bracket}{rest} is not one cell")
     if name == "nothing":
         return cell, None
-    phrase = Phrase.parse(name)
-    if None in (phrase.shape, phrase.colour, phrase.size):
-        raise GrammarError(f"the plan's '{name}' lacks a size, colour or shape")
-    return cell, Object(phrase.shape, phrase.colour, phrase.size)  # type: ignore[arg-type]
+    return cell, Phrase.parse(name).thing()
 
 
 Span = tuple[int, int]  # of characters

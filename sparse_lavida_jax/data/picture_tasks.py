@@ -57,7 +57,7 @@ def draw(dice: Dice) -> Sample:
     request = make_request(dice, column)
     cells = _places(dice, request)
     entries = tuple(
-        (cell, Object(phrase.shape, phrase.colour, phrase.size or dice.pick(SIZES)))
+        (cell, phrase.thing(phrase.size or dice.pick(SIZES)))
         for cell, phrase in zip(cells, request.phrases, strict=True)
     )
     return Sample(
