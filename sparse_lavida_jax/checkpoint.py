@@ -37,8 +37,7 @@ from sparse_lavida_jax.models.denoiser import Denoiser
 T = TypeVar("T")
 
 FORMAT = "sparse-lavida-jax/1"
-ASSETS = pathlib.Path(__file__).parent / "assets"
-BUNDLED = ASSETS / "models"
+BUNDLED = pathlib.Path(__file__).parent / "assets" / "models"
 MANIFEST = "MANIFEST.sha256"
 STACKED = ("joint_layers", "split_layers", "layers")  # what `models.stack.init_stack` made
 FREE_SPACE_FACTOR = 1.2  # of the bytes to write: what must be free before writing starts
@@ -144,37 +143,6 @@ def find_model(folder_or_name: pathlib.Path | str) -> pathlib.Path:
 def bundled_models() -> list[str]:
     """Returns the names of the models that come with the package."""
     return sorted(folder.parent.name for folder in BUNDLED.glob("*/params"))
-
-
-def tokenizer_path(settings: config.Config) -> pathlib.Path:
-    """Returns the bundled text tokenizer of a data source.
-
-    Raises:
-        CheckpointError: none comes with the package.
-    """
-    path = ASSETS / "tokenizers" / f"{settings.data.source}.json"
-    if not path.is_file():
-        known = ", ".join(sorted(path.stem for path in path.parent.glob("*.json"))) or "none"
-        raise CheckpointError(f"no text tokenizer for {settings.data.source!r}; there is {known}.")
-    return path
-
-
-def vq_folder(settings: config.Config) -> pathlib.Path | None:
-    """Returns the folder of the image tokenizer that the settings name; None without one.
-
-    Raises:
-        CheckpointError: neither a bundled one nor a folder.
-    """
-    name = settings.data.picture_codec
-    if name == "grey":
-        return None
-    for folder in (ASSETS / "vq" / name, pathlib.Path(name)):
-        if folder.is_dir():
-            return folder
-    bundled = ", ".join(sorted(path.name for path in (ASSETS / "vq").glob("*"))) or "none"
-    raise CheckpointError(
-        f"there is no image tokenizer {name!r}. Give a folder, grey, or a bundled one ({bundled})."
-    )
 
 
 def load_params(folder: pathlib.Path, make_module: Callable[[], nnx.Module]) -> Any:
@@ -404,14 +372,6 @@ def check_free_space(folder: pathlib.Path, num_bytes: int) -> None:
 # States of a run.
 
 
-class SavedState(NamedTuple):
-    """A training state as it was after `step` steps and `seconds` of training."""
-
-    step: int
-    state: Any
-    seconds: float
-
-
 @dataclasses.dataclass
 class States:
     """The saved training states of a run: any pytree of arrays, numbers and random keys.
@@ -439,12 +399,8 @@ class States:
         """Saved steps, ascending."""
         return sorted(saved.step for saved in self._checkpointer.checkpoints)
 
-    def save(self, step: int, state: Any, seconds: float = 0.0) -> None:
+    def save(self, step: int, state: Any) -> None:
         """Copies the state to the host and writes it in the background.
-
-        Args:
-            step: steps behind the state.
-            seconds: of training behind it.
 
         Raises:
             CheckpointError: the disk is too full, or writing the state before this one failed.
@@ -459,11 +415,11 @@ class States:
                 step,
                 {"state": _nest(leaves)},
                 force=True,
-                custom_metadata={"sha256": _digest(leaves), "seconds": seconds},
+                custom_metadata={"sha256": _digest(leaves)},
             )
 
-    def restore(self, template: Any) -> SavedState | None:
-        """Returns the newest readable state; None where nothing was saved.
+    def restore(self, template: T) -> tuple[int, T] | None:
+        """Returns the newest readable state, behind its step; None where nothing was saved.
 
         A state that cannot be read, or whose checksum is wrong, is put aside with a warning and
         the one before it is taken.
@@ -478,7 +434,7 @@ class States:
         steps = self.steps
         for step in reversed(steps):
             try:
-                leaves, seconds = self._read(step)
+                leaves = self._read(step)
             except Exception as error:  # the store raises whatever its layers raise
                 log.warning(
                     "The state of step %d in %s is damaged (%s); trying the one before it.",
@@ -486,7 +442,7 @@ class States:
                 )  # fmt: skip
                 self._put_aside(step)
                 continue
-            return SavedState(step, _fill(template, leaves, self.folder), seconds)
+            return step, _fill(template, leaves, self.folder)
         if steps:
             raise CheckpointError(
                 f"none of the states of steps {steps} in {self.folder} can be read. Delete"
@@ -522,13 +478,13 @@ class States:
                 f" steps {self.steps}: run the same command again to go on from there."
             ) from error
 
-    def _read(self, step: int) -> tuple[dict[str, np.ndarray], float]:
+    def _read(self, step: int) -> dict[str, np.ndarray]:
         tree = self._checkpointer.load_checkpointables(step, {"state": None})["state"]
         leaves = {name: np.asarray(leaf) for name, leaf in _flatten(tree).items()}
         saved_with: Any = self._checkpointer.checkpointables_metadata(step).custom_metadata or {}
         if saved_with.get("sha256") != _digest(leaves):
             raise ValueError("the SHA-256 of its arrays is not the one it was saved with")
-        return leaves, float(saved_with["seconds"])
+        return leaves
 
     def _put_aside(self, step: int) -> None:
         damaged = self.folder.parent / "damaged"

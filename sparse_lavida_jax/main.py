@@ -58,6 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OURS as error:
         print(f"sparse_lavida_jax: {error}", file=sys.stderr)
         return MISTAKE
+    except runs.Interrupted as stop:
+        print(f"sparse_lavida_jax: {stop}", file=sys.stderr)
+        return stop.exit_code
     except KeyboardInterrupt:
         print("sparse_lavida_jax: stopped.", file=sys.stderr)
         return 130
@@ -73,13 +76,7 @@ def _train(command: Command) -> int:
             from sparse_lavida_jax import train_vq
 
             train_vq.train(command.config, run.folder)
-    if run.interruption:
-        print(
-            f"sparse_lavida_jax: stopped, and everything is saved in {command.workdir}: the same"
-            " command goes on from there.",
-            file=sys.stderr,
-        )
-    return run.interruption.exit_code
+    return 0
 
 
 def _sample(command: Command) -> int:

@@ -76,80 +76,80 @@ def _number(value: Any) -> float | int | None:
     return number if math.isfinite(number) else None
 
 
-class Log:
-    """What a training loop reports: `metrics.jsonl`, and a bar with the loss and the time left.
-
-    Without a terminal a line every ten seconds stands for the bar.
+class Progress:
+    """A bar with the loss and the time left; without a terminal, a line every ten seconds.
 
     Args:
-        folder: of the run.
+        title: what is going on, in a word or two.
         total: steps.
-        seconds: of training after which the run ends in any case; 0: it does not.
-        start: step that the run goes on from.
+        done: steps behind at the start, of a run that resumes.
+        seconds: from now, after which the work ends in any case; 0: it does not.
         console: where to; standard error by default.
     """
 
     def __init__(
         self,
-        folder: pathlib.Path,
+        title: str,
         total: int,
-        seconds: float = 0.0,
-        start: int = 0,
         *,
+        done: int = 0,
+        seconds: float = 0.0,
         console: rich.console.Console | None = None,
     ):
-        self.total, self.seconds = total, seconds
-        self._file = MetricsFile(folder / "metrics.jsonl", resume_at=start)
+        self.title, self.total, self.seconds = title, total, seconds
+        self._behind = done / total  # share of the run
         self._console = console or rich.console.Console(stderr=True)
         self._bar = rich.progress.Progress(
-            rich.progress.BarColumn(),
             rich.progress.TextColumn("{task.description}"),
+            rich.progress.BarColumn(),
+            rich.progress.TextColumn("{task.fields[text]}"),
             console=self._console,
             disable=not self._console.is_terminal,
         )
-        self._task = self._bar.add_task("the first step compiles", total=1.0)
-        self._first: tuple[float, float] | None = None  # time and progress of the first write
+        self._task = self._bar.add_task(title, total=1.0, text="the first step compiles")
+        self._began = time.monotonic()
+        self._first: tuple[float, int] | None = None  # time and step of the first update
         self._last_line = -math.inf
 
-    def write(self, step: int, values: Mapping[str, Any], *, progress: float) -> None:
-        """Writes the values to the file and shows the loss.
-
-        Args:
-            progress: share of the run that is behind, 0 to 1.
-        """
-        self._file.write(step, values)
+    def update(self, step: int, **values: float) -> None:
+        """Shows the step, the time left and the given numbers."""
         now = time.monotonic()
-        self._first = self._first or (now, progress)
+        self._first = self._first or (now, step)
         shown = [f"step {step}/{self.total}"]
-        if "loss" in values:
-            shown.append(f"loss {float(values['loss']):.4f}")
-        if (left := self._seconds_left(now, progress)) is not None:
+        shown += [f"{name.replace('_', ' ')} {value:.4g}" for name, value in values.items()]
+        left = self._seconds_left(now, step)
+        if left is not None:
             shown.append(f"{_clock(left)} left")
+            elapsed = now - self._began
+            share = self._behind + (1 - self._behind) * elapsed / max(elapsed + left, 1e-9)
+            self._bar.update(self._task, completed=share)
         text = ", ".join(shown)
-        self._bar.update(self._task, completed=progress, description=text)
-        if self._bar.disable and (now - self._last_line >= PLAIN_SECONDS or progress >= 1):
+        self._bar.update(self._task, text=text)
+        over = now - self._last_line >= PLAIN_SECONDS or step >= self.total
+        if self._bar.disable and over:
             self._last_line = now
-            self.say(text)
+            self.say(f"{self.title}: {text}")
 
     def say(self, message: str) -> None:
         """Prints a line, above the bar where there is one."""
         self._bar.console.print(message, highlight=False, soft_wrap=True, markup=False)
 
-    def _seconds_left(self, now: float, progress: float) -> float | None:
-        """Returns an estimate from the speed since the first write, which compiling is not in."""
-        began, before = self._first or (now, progress)
-        estimates = [self.seconds * (1 - progress)] if self.seconds else []
-        if progress > before:
-            estimates.append((now - began) * (1 - progress) / (progress - before))
+    def _seconds_left(self, now: float, step: int) -> float | None:
+        """Returns an estimate from the speed since the first update, behind the compilation."""
+        estimates = []
+        if self.seconds:
+            estimates.append(max(self.seconds - (now - self._began), 0.0))
+        began, before = self._first or (now, step)
+        if step > before:
+            estimates.append((now - began) * (self.total - step) / (step - before))
         return min(estimates, default=None)
 
-    def __enter__(self) -> "Log":
+    def __enter__(self) -> "Progress":
         self._bar.start()
         return self
 
     def __exit__(self, *_) -> None:
         self._bar.stop()
-        self._file.close()
 
 
 def _clock(seconds: float) -> str:

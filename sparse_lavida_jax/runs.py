@@ -7,22 +7,18 @@ writes), `state/<step>/`, `metrics.jsonl`, and at the end `model/`, a model fold
 """
 
 import contextlib
-import dataclasses
 import fcntl
 import os
 import pathlib
 import signal
-import subprocess
 import threading
 import types
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-import jax
-from flax import nnx
-
-import sparse_lavida_jax
 from sparse_lavida_jax import checkpoint, config
+
+T = TypeVar("T")
 
 # What may differ from the config a run was started with: its length, what it reports, and how
 # pictures are sampled. Anything else would make the resumed run another experiment.
@@ -40,34 +36,46 @@ class RunError(Exception):
     """A run directory that is in use, of another experiment, or something else altogether."""
 
 
-@dataclasses.dataclass
-class Interruption:
-    """Whether a signal asked a run to stop; true once one did."""
+class Interrupted(Exception):
+    """The end of a run that a signal asked to stop, with its state saved.
 
-    signal_number: int | None = None
+    Attributes:
+        exit_code: 130 after an interrupt (Ctrl-C), 143 after a termination.
+    """
 
-    def __bool__(self) -> bool:
-        return self.signal_number is not None
-
-    @property
-    def exit_code(self) -> int:
-        """130 after an interrupt (Ctrl-C), 143 after a termination, 0 after neither."""
-        return 0 if self.signal_number is None else 128 + self.signal_number
+    def __init__(self, signal_number: int, step: int):
+        super().__init__(
+            f"stopped by {signal.Signals(signal_number).name} after step {step}, everything is"
+            " saved: the same command goes on from there."
+        )
+        self.exit_code = 128 + signal_number
 
 
 class Run:
     """An open run directory: `with Run(folder, settings) as run: ...`.
 
+    While it is open, the first Ctrl-C or SIGTERM only asks the loop to stop at the end of its
+    step; the second one ends the process.
+
     Attributes:
-        interruption: what `catch_signals` caught.
+        stop_signal: the number of the signal that came; None before one did.
     """
 
     def __init__(self, folder: pathlib.Path | str, settings: config.Config, *, keep: int = 2):
         self.folder = pathlib.Path(folder)
         self.config = settings
         self.keep = keep
-        self.interruption = Interruption()
+        self.stop_signal: int | None = None
         self._closing = contextlib.ExitStack()
+
+    @property
+    def model_folder(self) -> pathlib.Path:
+        """Where the finished model goes."""
+        return self.folder / "model"
+
+    @property
+    def metrics_path(self) -> pathlib.Path:
+        return self.folder / "metrics.jsonl"
 
     def __enter__(self) -> "Run":
         with contextlib.ExitStack() as undo:
@@ -76,69 +84,36 @@ class Run:
             self._check_config()
             self.states = checkpoint.States(self.folder / "state", keep=self.keep)
             undo.callback(self.states.close)
+            undo.callback(self._catch_signals())
             self._closing = undo.pop_all()
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
         self._closing.close()
 
-    def restore(self, template: Any) -> checkpoint.SavedState | None:
-        """Returns the newest readable state; None at the start of a run."""
+    def restore(self, template: T) -> tuple[int, T] | None:
+        """Returns the newest readable state, behind its step; None at the start of a run."""
         return self.states.restore(template)
 
-    def save(self, step: int, state: Any, seconds: float = 0.0) -> None:
+    def save(self, step: int, state: Any) -> None:
         """Saves a state in the background, unless that of this step is saved already.
-
-        Args:
-            step: steps behind the state.
-            seconds: of training behind it.
 
         Raises:
             CheckpointError: the disk is too full, or saving the state before this one failed.
         """
         if step not in self.states.steps:
-            self.states.save(step, state, seconds)
+            self.states.save(step, state)
 
-    def finish_saving(self) -> None:
-        """Waits until the last state is on disk."""
-        self.states.wait()
+    def stop_if_asked(self, step: int, state: Any) -> None:
+        """Saves the state and ends the run if a signal came.
 
-    def export(self, model: nnx.Module, *, dtype: str = "float32") -> None:
-        """Writes the finished model to `model/`, with its tokenizers."""
-        checkpoint.save_model(
-            self.folder / "model",
-            model,
-            self.config,
-            tokenizer_path=checkpoint.tokenizer_path(self.config),
-            vq_folder=checkpoint.vq_folder(self.config),
-            readme=_model_card(self.config, model),
-            dtype=dtype,
-        )
-
-    @contextlib.contextmanager
-    def catch_signals(self) -> Iterator[Interruption]:
-        """Yields what turns true at the first Ctrl-C or SIGTERM; the second ends the process.
-
-        For the loop, which looks at the end of every step and then saves.
+        Raises:
+            Interrupted: a signal came.
         """
-        before = {}
-
-        def restore_handlers():
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-        def ask_to_stop(number: int, frame: types.FrameType | None):
-            self.interruption.signal_number = number
-            restore_handlers()
-
-        # Python allows handlers in the main thread only.
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                before[number] = signal.signal(number, ask_to_stop)
-        try:
-            yield self.interruption
-        finally:
-            restore_handlers()
+        if self.stop_signal is not None:
+            self.save(step, state)
+            self.states.wait()
+            raise Interrupted(self.stop_signal, step)
 
     def _claim_folder(self) -> None:
         if self.folder.exists() and not self.folder.is_dir():
@@ -170,27 +145,23 @@ class Run:
                 )
         checkpoint.write_config(self.folder, self.config)
 
+    def _catch_signals(self) -> Callable[[], None]:
+        """Starts listening; returns what stops it."""
+        before = {}
 
-def _model_card(settings: config.Config, model: nnx.Module) -> str:
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(model))
-    return f"""# {settings.name}
+        def restore_handlers():
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
-{parameters / 1e6:.2f} M parameters of Sparse-LaViDa, trained from scratch on data that the project
-generates ({settings.data.source}), seed {settings.seed}.
+        def ask_to_stop(number: int, frame: types.FrameType | None):
+            self.stop_signal = number
+            restore_handlers()
 
-* Made by: sparse-lavida-jax {sparse_lavida_jax.__version__}, commit {_commit()}, from the settings
-  in `config.json`
-* Licence: Apache-2.0
-"""
-
-
-def _commit() -> str:
-    """Returns the commit of the checkout the package is run from, if it is one."""
-    command = ["git", "-C", str(pathlib.Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        # Python allows handlers in the main thread only.
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                before[number] = signal.signal(number, ask_to_stop)
+        return restore_handlers
 
 
 def _settings(settings: config.Config) -> dict[str, Any]:

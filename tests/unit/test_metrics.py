@@ -4,6 +4,7 @@
 import io
 
 import jax.numpy as jnp
+import numpy as np
 import rich.console
 
 from sparse_lavida_jax import metrics
@@ -50,43 +51,46 @@ def console(**settings):
     return rich.console.Console(file=io.StringIO(), width=100, **settings)
 
 
-def log_of_two_writes(tmp_path, monkeypatch, where, seconds=0.0):
-    """Half of the run takes from the first write at 10 s to the second at 40 s."""
-    clock = iter((10.0, 40.0))
+def lines_of_two_updates(monkeypatch, seconds=0.0):
+    """A run begins at 0 s; from 10 s, behind the compilation, to 40 s it goes from 10 to 55."""
+    clock = iter((0.0, 10.0, 40.0))
     monkeypatch.setattr(metrics.time, "monotonic", lambda: next(clock))
-    log = metrics.Log(tmp_path, 100, seconds, console=where)
-    log.write(0, {"loss": 3.0}, progress=0.0)
-    log.write(50, {"loss": 2.0}, progress=0.5)
+    where = console(force_terminal=False)
+    bar = metrics.Progress("toy", 100, seconds=seconds, console=where)
+    bar.update(10, loss=3.0)
+    bar.update(55, loss=2.0)
     return where.file.getvalue().splitlines()
 
 
-def test_without_a_terminal_progress_is_plain_lines(tmp_path, monkeypatch):
-    lines = log_of_two_writes(tmp_path, monkeypatch, console(force_terminal=False))
-    assert lines == ["step 0/100, loss 3.0000", "step 50/100, loss 2.0000, 0:30 left"]
+def test_without_a_terminal_progress_is_plain_lines(monkeypatch):
+    assert lines_of_two_updates(monkeypatch) == [
+        "toy: step 10/100, loss 3",
+        "toy: step 55/100, loss 2, 0:30 left",
+    ]
 
 
-def test_time_left_does_not_exceed_what_the_run_may_take(tmp_path, monkeypatch):
-    lines = log_of_two_writes(tmp_path, monkeypatch, console(force_terminal=False), seconds=50.0)
-    assert lines[0].endswith("0:50 left")
+def test_time_left_does_not_exceed_what_the_run_may_take(monkeypatch):
+    lines = lines_of_two_updates(monkeypatch, seconds=65.0)
+    assert lines[0].endswith("0:55 left")
     assert lines[1].endswith("0:25 left")
 
 
-def test_on_a_terminal_progress_is_a_bar(tmp_path):
-    where = console(force_terminal=True)
-    with metrics.Log(tmp_path, 10, console=where) as log:
-        log.write(5, {"loss": 2.0}, progress=0.5)
-        log.say("a grid of pictures is in pictures/000005.png")
-    shown = where.file.getvalue()
-    assert "step 5/10, loss 2.0000" in shown
-    assert "a grid of pictures" in shown
-
-
-def test_log_resumes_its_file(tmp_path):
+def test_plain_lines_are_ten_seconds_apart(monkeypatch):
+    clock = iter(np.arange(0.0, 100.0, 4.0).tolist())
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: next(clock))
     where = console(force_terminal=False)
-    with metrics.Log(tmp_path, 10, console=where) as log:
-        log.write(4, {"loss": 1.0}, progress=0.4)
-        log.write(8, {"loss": 1.0}, progress=0.8)
-    with metrics.Log(tmp_path, 10, 0.0, 4, console=where) as log:
-        log.write(5, {"loss": 1.0}, progress=0.5)
-    steps = [line["step"] for line in metrics.read_metrics(tmp_path / "metrics.jsonl")]
-    assert steps == [4, 5]
+    bar = metrics.Progress("toy", 100, console=where)
+    for step in range(1, 8):
+        bar.update(step)
+    shown = [line.split(",")[0] for line in where.file.getvalue().splitlines()]
+    assert shown == ["toy: step 1/100", "toy: step 4/100", "toy: step 7/100"]
+
+
+def test_on_a_terminal_progress_is_a_bar():
+    where = console(force_terminal=True)
+    with metrics.Progress("toy", 10, done=4, console=where) as bar:
+        bar.update(5, loss=2.0)
+        bar.say("a sheet of pictures is in pictures/000005.png")
+    shown = where.file.getvalue()
+    assert "step 5/10, loss 2" in shown
+    assert "a sheet of pictures" in shown

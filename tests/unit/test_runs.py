@@ -9,18 +9,11 @@ import subprocess
 import sys
 import textwrap
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from sparse_lavida_jax import checkpoint, config, runs
-
-
-class Table(nnx.Module):
-    def __init__(self, *, rngs):
-        self.table = nnx.Param(jax.random.normal(rngs.params(), (4, 3)))
 
 
 def with_train(**settings):
@@ -30,12 +23,12 @@ def with_train(**settings):
 def test_a_run_goes_on_where_it_stopped(tmp_path):
     with runs.Run(tmp_path / "a", config.Config()) as run:
         assert run.restore({"x": jnp.zeros(3)}) is None
-        run.save(4, {"x": jnp.arange(3.0)}, seconds=1.5)
+        run.save(4, {"x": jnp.arange(3.0)})
         run.save(4, {"x": jnp.zeros(3)})  # already saved
     with runs.Run(tmp_path / "a", config.Config()) as run:
-        saved = run.restore({"x": jnp.zeros(3)})
-    assert (saved.step, saved.seconds) == (4, 1.5)
-    np.testing.assert_array_equal(saved.state["x"], np.arange(3.0))
+        step, state = run.restore({"x": jnp.zeros(3)})
+    assert step == 4
+    np.testing.assert_array_equal(state["x"], np.arange(3.0))
 
 
 def test_a_second_writer_is_refused_until_the_first_is_done(tmp_path):
@@ -92,40 +85,25 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_asks_the_loop_to_stop(tmp_path, number, code):
-    before = signal.getsignal(number)
-    with runs.Run(tmp_path, config.Config()) as run:
-        with run.catch_signals() as interruption:
-            assert not interruption
+def test_a_signal_ends_the_run_at_the_end_of_the_step(tmp_path, number, code):
+    before, state = signal.getsignal(number), {"x": np.arange(3)}
+    with pytest.raises(runs.Interrupted, match="after step 5") as stopped:
+        with runs.Run(tmp_path, config.Config()) as run:
+            run.stop_if_asked(4, state)
             os.kill(os.getpid(), number)
-            assert interruption
-        assert run.interruption.exit_code == code
+            assert run.stop_signal == number
+            run.stop_if_asked(5, state)
+    assert stopped.value.exit_code == code
     assert signal.getsignal(number) == before
+    with runs.Run(tmp_path, config.Config()) as run:
+        assert run.states.steps == [5]
 
 
 def test_the_second_interrupt_is_obeyed_at_once(tmp_path):
-    with runs.Run(tmp_path, config.Config()) as run, run.catch_signals():
+    with runs.Run(tmp_path, config.Config()):
         os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-
-
-def test_a_finished_model_is_found_by_its_run_directory(tmp_path, monkeypatch):
-    (tmp_path / "tokenizers").mkdir()
-    (tmp_path / "tokenizers" / "scenes.json").write_text("{}")
-    monkeypatch.setattr(checkpoint, "ASSETS", tmp_path)
-    settings = config.Config(name="toy", data=config.Data(picture_codec="grey"))
-    model = Table(rngs=nnx.Rngs(1))
-    with runs.Run(tmp_path / "toy", settings) as run:
-        run.export(model)
-    loaded = checkpoint.load_model(
-        tmp_path / "toy", make_model=lambda settings: Table(rngs=nnx.Rngs(0))
-    )
-    np.testing.assert_array_equal(loaded.model.table[...], model.table[...])
-    assert loaded.config == settings
-    card = (tmp_path / "toy" / "model" / "README.md").read_text()
-    assert card.startswith("# toy\n")
-    assert "Licence: Apache-2.0" in card
 
 
 KILLED_WHILE_SAVING = """
@@ -135,7 +113,7 @@ from sparse_lavida_jax import config, runs
 
 run = runs.Run(sys.argv[1], config.Config()).__enter__()
 run.save(1, {"x": np.full(2_000_000, 1.0)})
-run.finish_saving()
+run.states.wait()
 run.save(2, {"x": np.full(2_000_000, 2.0)})
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -146,9 +124,9 @@ def test_a_writer_that_is_killed_leaves_whole_states_and_no_lock(tmp_path):
     killed = subprocess.run(command, env={**os.environ, "JAX_PLATFORMS": "cpu"}, check=False)
     assert killed.returncode == -signal.SIGKILL
     with runs.Run(tmp_path / "a", config.Config()) as run:
-        saved = run.restore({"x": np.zeros(2_000_000)})
-        assert saved.step in (1, 2)
-        assert (saved.state["x"] == saved.step).all()
-        run.save(3, saved.state)
-        run.finish_saving()
+        step, state = run.restore({"x": np.zeros(2_000_000)})
+        assert step in (1, 2)
+        assert (state["x"] == step).all()
+        run.save(3, state)
+        run.states.wait()
         assert run.states.steps[-1] == 3
