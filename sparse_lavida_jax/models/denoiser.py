@@ -75,8 +75,10 @@ class Denoiser(nnx.Module):
     """Predicts the masked tokens of text and images from the tokens it is given."""
 
     def __init__(self, settings: config.Model, *, rngs: nnx.Rngs):
+        # Of the size of what the layers add to the residual stream: a smaller embedding would be
+        # drowned by the first layer, and a small model would take long to dig it out.
         def table(rows, width):
-            return nnx.Param(jax.random.normal(rngs.params(), (rows, width)) * 0.02)
+            return nnx.Param(jax.random.normal(rngs.params(), (rows, width)))
 
         self.settings = settings
         self.text_embedding = table(settings.vocab_size, settings.width)

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""The bundled model "scenes": `configs/scenes.py` trained longer.
+
+    python -m sparse_lavida_jax.main --config=configs/scenes_long.py
+
+`runs/scenes_long/model` is what lies in `sparse_lavida_jax/assets/models/scenes`.
+"""
+
+import importlib.util
+import pathlib
+
+import ml_collections
+
+
+def get_config() -> ml_collections.ConfigDict:
+    c = _scenes().get_config()
+    c.name = "scenes_long"
+    c.train.seconds = 70 * 60.0
+    c.train.picture_seconds = 600.0
+    c.train.eval_prompts = 200
+    c.optimizer.warmup_steps = 200
+    c.optimizer.ema = 0.9995
+    return c
+
+
+def _scenes():
+    """The file beside this one; configs are no package."""
+    path = pathlib.Path(__file__).with_name("scenes.py")
+    spec = importlib.util.spec_from_file_location("scenes", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
