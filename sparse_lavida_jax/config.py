@@ -182,11 +182,6 @@ class VQ:
     # convolution side by side, which lets one code stand for a whole object.
     upsampling: str = "nearest"
     commitment: float = 0.25  # weight of the commitment loss
-    # Ours, of the training stage: weight of "a cell's latents are the same in every picture",
-    # and the deviation of the noise on latents before there is a codebook, which sets the
-    # distance between codes.
-    agreement: float = 1.0
-    latent_noise: float = 0.2
 
     def __post_init__(self):
         _check_positive(
@@ -195,8 +190,7 @@ class VQ:
         )  # fmt: skip
         _check_choice(self, "norm", ("group", "pixel"))
         _check_choice(self, "upsampling", ("nearest", "shuffle"))
-        for name in ("commitment", "agreement", "latent_noise"):
-            _check(self, name, getattr(self, name) >= 0, "it must be 0 or more")
+        _check(self, "commitment", self.commitment >= 0, "it must be 0 or more")
         _check(
             self,
             "channels",

@@ -80,32 +80,46 @@ def _train(command: Command) -> int:
 
 
 def _sample(command: Command) -> int:
-    from PIL import Image
-
     from sparse_lavida_jax.pipeline import SparseLaViDa
 
+    shown = None if command.picture is None else [_read_picture(command.picture)]
     model = SparseLaViDa.from_pretrained(command.checkpoint, batch_size=1)
-    (picture,) = model.draw([command.prompt], sampling=command.config.sampling, seed=command.seed)
-    command.out.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(picture).save(command.out)
+    asked, settings = [command.prompt], {"seed": command.seed, "sampling": command.config.sampling}
+    if command.task in ("ask", "point"):
+        print(model.write(asked, shown, **settings)[0].strip())
+        return 0
+    if command.task == "edit":
+        (pixels,) = model.edit(shown, asked, **settings)
+    else:
+        (pixels,) = model.draw(asked, **settings)
+    try:
+        command.out.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(command.out)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"the picture cannot be written to {command.out}: {error}") from error
     print(f"{command.out}: {command.prompt}")
     return 0
+
+
+def _read_picture(path: pathlib.Path) -> np.ndarray:
+    try:
+        with Image.open(path, formats=("PNG", "JPEG", "WEBP")) as picture:
+            return np.asarray(picture.convert("RGB"))
+    except (OSError, Image.DecompressionBombError) as error:
+        raise UsageError(f"{path} is no picture that can be read: {error}") from error
 
 
 def _evaluate(command: Command) -> int:
     from sparse_lavida_jax.evals import scenes
     from sparse_lavida_jax.pipeline import SparseLaViDa
 
+    if command.config.data.source != "scenes":
+        raise UsageError("--mode=evaluate judges models of scenes; digits are judged in report.md.")
     model = SparseLaViDa.from_pretrained(command.checkpoint)
-    prompts, sampling = command.config.train.eval_prompts, command.config.sampling
-    print(
-        scenes.table(
-            [
-                scenes.evaluate(model, task, prompts, sampling=sampling)
-                for task in command.config.data.tasks
-            ]
-        )
+    results = scenes.evaluate_all(
+        model, command.config.train.eval_prompts, sampling=command.config.sampling
     )
+    print(scenes.table(results))
     return 0
 
 

@@ -22,7 +22,7 @@ from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.pipeline import PictureCodec, SparseLaViDa
 
 
-class DivergedError(RuntimeError):
+class DivergedError(runs.RunError):
     """The loss is no longer a number."""
 
 
