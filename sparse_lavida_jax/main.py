@@ -3,7 +3,9 @@ r"""Trains, samples and evaluates from the command line.
 
     python -m sparse_lavida_jax.main --config=configs/scenes.py
     python -m sparse_lavida_jax.main --config=configs/scenes.py --config.train.train_steps=200
-    python -m sparse_lavida_jax.main --mode=sample --checkpoint=scenes --prompt="draw a red circle"
+    python -m sparse_lavida_jax.main --mode=sample --checkpoint=scenes --prompt="a red circle"
+    python -m sparse_lavida_jax.main --mode=sample --checkpoint=scenes --task=ask \
+        --picture=picture.png --prompt="how many red circles are there?"
     python -m sparse_lavida_jax.main --mode=evaluate --checkpoint=runs/scenes
 
 A config file is a Python program that is run: use only your own. Exit codes: 0 done, 2 a mistake
@@ -16,12 +18,15 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
+import numpy as np
 from absl import flags
 from ml_collections import ConfigDict, config_flags
+from PIL import Image
 
 from sparse_lavida_jax import checkpoint, config, runs
 
 MODES = ("train", "sample", "evaluate")
+SAMPLE_TASKS = ("draw", "edit", "ask", "point")
 MISTAKE = 2
 
 
@@ -41,7 +46,9 @@ class Command:
     config: config.Config
     workdir: pathlib.Path
     checkpoint: str
+    task: str
     prompt: str
+    picture: pathlib.Path | None
     out: pathlib.Path
     seed: int
 
@@ -152,7 +159,9 @@ def parse(argv: list[str]) -> Command | None:
         config=settings,
         workdir=pathlib.Path(values.workdir or pathlib.Path("runs") / settings.name),
         checkpoint=values.checkpoint,
+        task=values.task,
         prompt=values.prompt,
+        picture=pathlib.Path(values.picture) if values.picture else None,
         out=pathlib.Path(values.out),
         seed=values.seed,
     )
@@ -165,7 +174,9 @@ def _define(values: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "checkpoint", "", "A model folder, a run directory, or a bundled model.", flag_values=values
     )
-    flags.DEFINE_string("prompt", "", "What to draw.", flag_values=values)
+    flags.DEFINE_enum("task", "draw", SAMPLE_TASKS, "What to sample.", flag_values=values)
+    flags.DEFINE_string("prompt", "", "What to draw, change, or answer.", flag_values=values)
+    flags.DEFINE_string("picture", "", "A picture to change or to look at.", flag_values=values)
     flags.DEFINE_string("out", "picture.png", "Where the drawn picture goes.", flag_values=values)
     flags.DEFINE_integer("seed", 0, "Of sampling.", flag_values=values)
     flags.DEFINE_boolean("help", False, "Prints this.", flag_values=values)
@@ -183,6 +194,8 @@ def _base_config(values: flags.FlagValues) -> config.Config:
         )
     if values.mode == "sample" and not values.prompt:
         raise UsageError('--mode=sample needs --prompt="what to draw".')
+    if values.mode == "sample" and values.task != "draw" and not values.picture:
+        raise UsageError(f"--task={values.task} needs --picture=FILE, the picture it is about.")
     if values.config:
         return read_config_file(pathlib.Path(values.config))
     return checkpoint.read_config(checkpoint.find_model(values.checkpoint))

@@ -105,6 +105,17 @@ def evaluate(
     return tally(task if split == "test" else f"{task}/{split}", samples, outputs)
 
 
+def evaluate_all(
+    pipe: SparseLaViDa, prompts: int, *, sampling: config.Sampling | None = None
+) -> list[TaskResult]:
+    """Scores every task that the model was trained on, and drawing of held-out combinations."""
+    trained = [task for task in pipe.settings.data.tasks if task in tasks.TASKS]
+    results = [evaluate(pipe, task, prompts, sampling=sampling) for task in trained]
+    if "draw" in trained:
+        results.append(evaluate(pipe, "draw", prompts, split="held_out", sampling=sampling))
+    return results
+
+
 def tally(
     name: str, samples: Sequence[tasks.Sample], outputs: Sequence[Output]
 ) -> TaskResult:
