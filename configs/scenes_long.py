@@ -13,7 +13,7 @@ import ml_collections
 
 
 def get_config() -> ml_collections.ConfigDict:
-    c = _scenes().get_config()
+    c = _beside("scenes").get_config()
     c.name = "scenes_long"
     c.train.seconds = 70 * 60.0
     c.train.picture_seconds = 600.0
@@ -23,10 +23,10 @@ def get_config() -> ml_collections.ConfigDict:
     return c
 
 
-def _scenes():
-    """The file beside this one; configs are no package."""
-    path = pathlib.Path(__file__).with_name("scenes.py")
-    spec = importlib.util.spec_from_file_location("scenes", path)
+def _beside(name: str):
+    """Runs a config file of this folder; configs are no package."""
+    path = pathlib.Path(__file__).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
