@@ -87,9 +87,7 @@ class SparseLaViDa:
         self.tokenizer = tokenizer
         self.codec = codec
         self.batch_size = batch_size
-        self.encoder = Encoder(
-            tokenizer, settings.data, settings.model, codec.appearance_codes()
-        )
+        self.encoder = Encoder(tokenizer, settings.data, settings.model, codec.appearance_codes())
 
     @classmethod
     def from_pretrained(
@@ -112,6 +110,11 @@ class SparseLaViDa:
     def with_model(self, model: Denoiser) -> "SparseLaViDa":
         """Returns the same pipeline around other parameters."""
         return SparseLaViDa(model, self.settings, self.tokenizer, self.codec, self.batch_size)
+
+    def with_sampling(self, sampling: config.Sampling) -> "SparseLaViDa":
+        """Returns the same pipeline with other default sampling settings."""
+        settings = dataclasses.replace(self.settings, sampling=sampling)
+        return SparseLaViDa(self.model, settings, self.tokenizer, self.codec, self.batch_size)
 
     # -- tasks ------------------------------------------------------------------------------
 
@@ -296,11 +299,4 @@ class SparseLaViDa:
 
 
 def _request(example: Example, seed: int) -> sample.Request:
-    return sample.Request(
-        example.parts, example.response, example.given, example.pixels, seed
-    )
-
-
-def with_sampling(settings: config.Sampling, **changes) -> config.Sampling:
-    """Returns sampling settings with some fields changed."""
-    return dataclasses.replace(settings, **changes)
+    return sample.Request(example.parts, example.response, example.given, example.pixels, seed)

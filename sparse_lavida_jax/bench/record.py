@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One row of a benchmark: where and with what it was measured, and the file it goes to."""
+
+import dataclasses
+import datetime
+import json
+import os
+import pathlib
+import platform
+import re
+import subprocess
+import uuid
+from typing import Any
+
+import jax
+import jaxlib
+
+SCHEMA = "sparse-lavida-bench/1"
+RESULTS = pathlib.Path(__file__).parent / "results"
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """One call of a benchmark: rows of one `run` were measured together and may be compared.
+
+    Attributes:
+        suite: folder of the rows.
+        run: random name of this call.
+    """
+
+    suite: str
+    run: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex[:12])
+
+    def write(self, row_id: str, values: dict[str, Any]) -> pathlib.Path:
+        """Writes a row; an older row of the same id on the same device is replaced."""
+        row = {
+            "schema": SCHEMA,
+            "suite": self.suite,
+            "id": row_id,
+            "status": "ok",
+            "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            **_commit(),
+            "run": self.run,
+            "device": _device(),
+            "software": {
+                "python": platform.python_version(),
+                "jax": jax.__version__,
+                "jaxlib": jaxlib.__version__,
+                "xla_flags": os.environ.get("XLA_FLAGS", ""),
+            },
+            **values,
+        }
+        device = re.sub(r"[^a-z0-9]+", "-", row["device"]["kind"].lower()).strip("-")
+        path = RESULTS / device / self.suite / f"{row_id.replace('/', '.')}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_suffix(".writing")
+        fresh.write_text(json.dumps(row, indent=1) + "\n")
+        os.replace(fresh, path)
+        return path
+
+
+def read_rows(suite: str) -> list[dict[str, Any]]:
+    """Returns all rows of a suite, all devices."""
+    paths = sorted(RESULTS.glob(f"*/{suite}/*.json"))
+    return [json.loads(path.read_text()) for path in paths]
+
+
+def _device() -> dict[str, Any]:
+    device = jax.devices()[0]
+    return {"kind": device.device_kind, "count": jax.device_count(), "host_cores": os.cpu_count()}
+
+
+def _commit() -> dict[str, Any]:
+    def git(*words):
+        return subprocess.run(
+            ["git", *words], cwd=RESULTS.parent, capture_output=True, text=True, check=False
+        ).stdout.strip()
+
+    return {"commit": git("rev-parse", "--short", "HEAD"), "dirty": bool(git("status", "--short"))}

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Tables from the committed rows, held against the bars.
+
+    python -m sparse_lavida_jax.bench.table
+
+Ratios are formed only between rows of one run.
+"""
+
+import pathlib
+import tomllib
+from typing import Any
+
+from sparse_lavida_jax.bench.record import read_rows
+
+BARS = pathlib.Path(__file__).with_name("bars.toml")
+
+
+def sampling_table(rows: list[dict[str, Any]]) -> str:
+    """Returns how many times faster each preset is than dense, and the tokens that explain it."""
+    lines = [
+        "| model, batch, steps | preset | tokens a picture | times faster than dense | device |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    dense = {row["run"]: row for row in rows if row["method"] == "dense"}
+    for row in sorted(rows, key=lambda r: (r["model"], r["batch"], r["steps"], -r["median_s"])):
+        if row["run"] not in dense:
+            continue
+        ratio = dense[row["run"]]["median_s"] / row["median_s"]
+        lines.append(
+            f"| {row['model']}, {row['batch']}, {row['steps']} | {row['method']}"
+            f" | {row['tokens']['useful']} | {ratio:.2f} | {row['device']['kind']} |"
+        )
+    return "\n".join(lines)
+
+
+def quality_table(rows: list[dict[str, Any]]) -> str:
+    """Returns the share right of every task with its interval, beside the bar if there is one."""
+    bars = tomllib.loads(BARS.read_text())["quality"]
+    lines = [
+        "| model | method | task | share | 95 % interval | of | bar |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in sorted(rows, key=lambda r: (r["model"], r["method"], r["task"])):
+        shares = [(row["task"], row["share"], row["interval_95"], row["total"])]
+        shares += [
+            (f"{row['task']}: {column}", right / total, None, total)
+            for column, (right, total) in sorted(row["columns"].items())
+        ]
+        for name, share, interval, total in shares:
+            bar = bars.get(name)
+            held = "" if bar is None else f"{bar:.2f} {'met' if share >= bar else 'not met'}"
+            spread = "" if interval is None else f"{interval[0]:.3f} to {interval[1]:.3f}"
+            lines.append(
+                f"| {row['model']} | {row['method']} | {name} | {share:.3f} | {spread} | {total}"
+                f" | {held} |"
+            )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Prints every table there are rows for."""
+    for suite, table in (("sampling", sampling_table), ("quality", quality_table)):
+        if rows := read_rows(suite):
+            print(f"## {suite}\n\n{table(rows)}\n")
+
+
+if __name__ == "__main__":
+    main()
