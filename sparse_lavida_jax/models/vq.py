@@ -1,0 +1,419 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The image tokenizer: convolutional encoder, codebook, decoder (spec Sec. 3).
+
+Of the family that the release uses (diffusers' `VQModel`), from its padding to its names, so that
+released weights fit. Pictures are [b h w 3] in [0, 1]; a code stands for `factor` x `factor`
+pixels.
+"""
+
+import json
+import os
+import pathlib
+import shutil
+import tempfile
+
+import einops
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+import safetensors.numpy
+from flax import nnx
+from jaxtyping import Array, Float, Int, UInt8
+
+from sparse_lavida_jax import config
+
+BUNDLED = pathlib.Path(__file__).parents[1] / "assets" / "vq"
+FORMAT = "sparse-lavida-vq/1"
+
+
+class VQError(config.ConfigError):
+    """A name or a folder that holds no usable image tokenizer."""
+
+
+class VQModel(nnx.Module):
+    """A picture as codes, and back."""
+
+    def __init__(self, settings: config.VQ, *, rngs: nnx.Rngs):
+        latent = settings.latent_channels
+        self.encoder = Encoder(settings, rngs=rngs)
+        self.quant_conv = nnx.Conv(latent, latent, (1, 1), rngs=rngs)
+        self.codebook = nnx.Param(
+            jax.random.normal(rngs.params(), (settings.codebook_size, latent))
+        )
+        self.post_quant_conv = nnx.Conv(latent, latent, (1, 1), rngs=rngs)
+        self.decoder = Decoder(settings, rngs=rngs)
+        self.settings = settings
+
+    def encode(self, pixels: Float[Array, "b h w 3"]) -> Int[Array, "b y x"]:
+        """Returns the codes of pictures in [0, 1].
+
+        Raises:
+            ValueError: a side of the pictures is no multiple of the downsampling factor.
+        """
+        return self.nearest(self.latents(pixels))
+
+    def decode(self, codes: Int[Array, "b y x"]) -> Float[Array, "b h w 3"]:
+        """Returns the pictures of codes, clipped to [0, 1]."""
+        return jnp.clip(self.decode_latents(self.codebook[codes]), 0, 1)
+
+    def loss(
+        self, pixels: Float[Array, "b h w 3"]
+    ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+        """Returns the straight-through loss of VQ-VAE (arXiv:1711.00937, Eq. 3) and its terms."""
+        latents = self.latents(pixels)
+        codes = self.codebook[self.nearest(latents)]
+        # The decoder's gradient reaches the encoder as if there were no codebook between them.
+        decoded = self.decode_latents(latents + jax.lax.stop_gradient(codes - latents))
+        terms = {
+            "pixels": jnp.mean(jnp.abs(decoded - pixels)),
+            "codebook": jnp.mean((codes - jax.lax.stop_gradient(latents)) ** 2),
+            "commitment": jnp.mean((latents - jax.lax.stop_gradient(codes)) ** 2),
+        }
+        total = terms["pixels"] + terms["codebook"] + self.settings.commitment * terms["commitment"]
+        return total, terms
+
+    def latents(self, pixels: Float[Array, "b h w 3"]) -> Float[Array, "b y x d"]:
+        """Returns what the codebook quantises."""
+        height, width, factor = *pixels.shape[1:3], self.settings.factor
+        if height % factor or width % factor:
+            raise ValueError(
+                f"The image tokenizer was given pictures of {height}x{width} pixels; both sides"
+                f" must be multiples of {factor}. Resize or crop them first."
+            )
+        return self.quant_conv(self.encoder(pixels))
+
+    def nearest(self, latents: Float[Array, "b y x d"]) -> Int[Array, "b y x"]:
+        """Returns the nearest code by Euclidean distance in float32; of equals, the first."""
+        latents, codebook = latents.astype(jnp.float32), self.codebook.astype(jnp.float32)
+        # |z - e|^2 without |z|^2, which is the same for every code.
+        overlap = jnp.einsum("byxd,cd->byxc", latents, codebook, precision="highest")
+        distance = jnp.sum(codebook**2, axis=-1)[None, None, None] - 2 * overlap
+        return jnp.argmin(distance, axis=-1)
+
+    def decode_latents(self, latents: Float[Array, "b y x d"]) -> Float[Array, "b h w 3"]:
+        """Returns pictures, not yet clipped."""
+        return self.decoder(self.post_quant_conv(latents))
+
+
+class Encoder(nnx.Module):
+    """Halves the sides after every resolution but the last."""
+
+    def __init__(self, settings: config.VQ, *, rngs: nnx.Rngs):
+        channels = settings.channels
+        self.conv_in = _conv3x3(3, channels[0], rngs=rngs)
+        self.down_blocks = nnx.List(
+            DownBlock(settings, before, after, last=i == len(channels) - 1, rngs=rngs)
+            for i, (before, after) in enumerate(
+                zip((channels[0], *channels), channels, strict=False)
+            )
+        )
+        self.mid_block = MidBlock(settings, channels[-1], rngs=rngs)
+        self.conv_norm_out = Norm(settings, channels[-1])
+        self.conv_out = _conv3x3(channels[-1], settings.latent_channels, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "b h w 3"]) -> Float[Array, "b y x d"]:
+        x = self.conv_in(x)
+        for block in self.down_blocks:
+            x = block(x)
+        return self.conv_out(jax.nn.silu(self.conv_norm_out(self.mid_block(x))))
+
+
+class Decoder(nnx.Module):
+    """Mirrors the encoder, with one residual layer more in every block."""
+
+    def __init__(self, settings: config.VQ, *, rngs: nnx.Rngs):
+        channels = settings.channels[::-1]
+        self.conv_in = _conv3x3(settings.latent_channels, channels[0], rngs=rngs)
+        self.mid_block = MidBlock(settings, channels[0], rngs=rngs)
+        self.up_blocks = nnx.List(
+            UpBlock(settings, before, after, last=i == len(channels) - 1, rngs=rngs)
+            for i, (before, after) in enumerate(
+                zip((channels[0], *channels), channels, strict=False)
+            )
+        )
+        self.conv_norm_out = Norm(settings, channels[-1])
+        self.conv_out = _conv3x3(channels[-1], 3, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "b y x d"]) -> Float[Array, "b h w 3"]:
+        x = self.mid_block(self.conv_in(x))
+        for block in self.up_blocks:
+            x = block(x)
+        return self.conv_out(jax.nn.silu(self.conv_norm_out(x)))
+
+
+class DownBlock(nnx.Module):
+    """Residual layers, then a convolution of stride 2 unless it is the last block."""
+
+    def __init__(self, settings: config.VQ, before: int, after: int, *, last: bool, rngs: nnx.Rngs):
+        self.resnets = _resnets(settings, before, after, settings.layers_per_block, rngs=rngs)
+        self.downsampler = (
+            None if last else nnx.Conv(after, after, (3, 3), 2, padding="VALID", rngs=rngs)
+        )
+
+    def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b y x d"]:
+        for resnet in self.resnets:
+            x = resnet(x)
+        if self.downsampler is not None:
+            # Zeros on the right and bottom only, as released.
+            x = self.downsampler(jnp.pad(x, ((0, 0), (0, 1), (0, 1), (0, 0))))
+        return x
+
+
+class UpBlock(nnx.Module):
+    """Residual layers, then twice the size unless it is the last block."""
+
+    def __init__(self, settings: config.VQ, before: int, after: int, *, last: bool, rngs: nnx.Rngs):
+        self.resnets = _resnets(settings, before, after, settings.layers_per_block + 1, rngs=rngs)
+        self.shuffle = settings.upsampling == "shuffle"
+        if last:
+            self.upsampler = None
+        elif self.shuffle:
+            self.upsampler = nnx.Conv(after, 4 * after, (1, 1), rngs=rngs)
+        else:
+            self.upsampler = _conv3x3(after, after, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "b y x c"]) -> Float[Array, "b h w d"]:
+        for resnet in self.resnets:
+            x = resnet(x)
+        if self.upsampler is None:
+            return x
+        if self.shuffle:
+            return einops.rearrange(self.upsampler(x), "b y x (i j c) -> b (y i) (x j) c", i=2, j=2)
+        return self.upsampler(einops.repeat(x, "b y x c -> b (y 2) (x 2) c"))
+
+
+class MidBlock(nnx.Module):
+    """Two residual layers, with attention between them where the config asks for it."""
+
+    def __init__(self, settings: config.VQ, channels: int, *, rngs: nnx.Rngs):
+        self.resnets = _resnets(settings, channels, channels, 2, rngs=rngs)
+        self.attention = (
+            SpatialAttention(settings, channels, rngs=rngs) if settings.mid_attention else None
+        )
+
+    def __call__(self, x: Float[Array, "b y x c"]) -> Float[Array, "b y x c"]:
+        x = self.resnets[0](x)
+        if self.attention is not None:
+            x = self.attention(x)
+        return self.resnets[1](x)
+
+
+class Resnet(nnx.Module):
+    """x + conv(silu(norm(conv(silu(norm(x))))))."""
+
+    def __init__(self, settings: config.VQ, before: int, after: int, *, rngs: nnx.Rngs):
+        self.norm1 = Norm(settings, before)
+        self.conv1 = _conv3x3(before, after, rngs=rngs)
+        self.norm2 = Norm(settings, after)
+        # Starts near the identity (ours): deep, narrow stacks learn sooner.
+        self.conv2 = _conv3x3(after, after, rngs=rngs, variance=0.1)
+        self.conv_shortcut = nnx.Conv(before, after, (1, 1), rngs=rngs) if before != after else None
+
+    def __call__(self, x: Float[Array, "b y x c"]) -> Float[Array, "b y x d"]:
+        h = self.conv1(jax.nn.silu(self.norm1(x)))
+        h = self.conv2(jax.nn.silu(self.norm2(h)))
+        return (x if self.conv_shortcut is None else self.conv_shortcut(x)) + h
+
+
+class SpatialAttention(nnx.Module):
+    """One head of attention over all positions of a picture, softmax in float32."""
+
+    def __init__(self, settings: config.VQ, channels: int, *, rngs: nnx.Rngs):
+        self.norm = Norm(settings, channels)
+        self.q = nnx.Linear(channels, channels, rngs=rngs)
+        self.k = nnx.Linear(channels, channels, rngs=rngs)
+        self.v = nnx.Linear(channels, channels, rngs=rngs)
+        self.out = nnx.Linear(channels, channels, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "b y x c"]) -> Float[Array, "b y x c"]:
+        flat = einops.rearrange(self.norm(x), "b y x c -> b (y x) c")
+        q, k, v = self.q(flat), self.k(flat), self.v(flat)
+        logits = jnp.einsum("bqc,bkc->bqk", q, k, preferred_element_type=jnp.float32)
+        weights = jax.nn.softmax(logits * q.shape[-1] ** -0.5, axis=-1).astype(v.dtype)
+        return x + self.out(weights @ v).reshape(x.shape)
+
+
+class Norm(nnx.Module):
+    """Group norm in float32, epsilon 1e-6, over the picture; `norm="pixel"`: at each position."""
+
+    def __init__(self, settings: config.VQ, channels: int):
+        self.scale = nnx.Param(jnp.ones(channels))
+        self.bias = nnx.Param(jnp.zeros(channels))
+        self.groups = settings.norm_groups
+        self.axes = (1, 2, 4) if settings.norm == "group" else (4,)
+
+    def __call__(self, x: Float[Array, "b y x c"]) -> Float[Array, "b y x c"]:
+        grouped = einops.rearrange(x.astype(jnp.float32), "b y x (g c) -> b y x g c", g=self.groups)
+        centred = grouped - grouped.mean(axis=self.axes, keepdims=True)
+        variance = (centred**2).mean(axis=self.axes, keepdims=True)
+        normed = (centred * jax.lax.rsqrt(variance + 1e-6)).reshape(x.shape).astype(x.dtype)
+        return normed * self.scale[None, None, None] + self.bias[None, None, None]
+
+
+def _conv3x3(before: int, after: int, *, rngs: nnx.Rngs, variance: float = 1.0) -> nnx.Conv:
+    init = jax.nn.initializers.variance_scaling(variance, "fan_in", "truncated_normal")
+    return nnx.Conv(before, after, (3, 3), padding=1, kernel_init=init, rngs=rngs)
+
+
+def _resnets(settings: config.VQ, before: int, after: int, count: int, *, rngs: nnx.Rngs):
+    """Residual layers of which the first changes the number of channels."""
+    return nnx.List(
+        Resnet(settings, before if i == 0 else after, after, rngs=rngs) for i in range(count)
+    )
+
+
+def to_uint8(pixels: Float[Array, "b h w 3"]) -> UInt8[Array, "b h w 3"]:
+    """Turns [0, 1] into bytes, truncating as the release does."""
+    return (jnp.clip(pixels, 0, 1) * 255).astype(jnp.uint8)
+
+
+def to_float(pixels: UInt8[Array, "b h w 3"]) -> Float[Array, "b h w 3"]:
+    """Turns bytes into [0, 1]."""
+    return pixels.astype(jnp.float32) / 255
+
+
+def encode_pictures(
+    model: VQModel, pixels: UInt8[np.ndarray, "n h w 3"], batch: int = 64
+) -> Int[np.ndarray, "n y x"]:
+    """Returns the codes of any number of pictures, `batch` at a time, from host to host."""
+    return _in_batches(_encode, model, pixels, batch)
+
+
+def decode_codes(
+    model: VQModel, codes: Int[np.ndarray, "n y x"], batch: int = 64
+) -> UInt8[np.ndarray, "n h w 3"]:
+    """Returns the pictures of any number of code grids, `batch` at a time, from host to host.
+
+    Raises:
+        ValueError: a code is not in the codebook.
+    """
+    size = model.codebook.shape[0]
+    if codes.size and not (0 <= codes.min() and codes.max() < size):
+        raise ValueError(
+            f"Codes from {codes.min()} to {codes.max()} cannot be decoded: the codebook has 0 to"
+            f" {size - 1}. Mask and register ids must be replaced by codes first."
+        )
+    return _in_batches(_decode, model, codes, batch)
+
+
+@jax.jit
+def _encode(model, pixels):
+    return model.encode(to_float(pixels))
+
+
+@jax.jit
+def _decode(model, codes):
+    return to_uint8(model.decode(codes))
+
+
+def _in_batches(call, model, items, batch):
+    """Calls with batches of one size, the last one filled up: one compilation."""
+    size = min(batch, max(len(items), 1))
+    # No items are one empty batch, so that the result has its shape all the same.
+    fill = size if len(items) == 0 else -len(items) % size
+    padded = np.concatenate([items, np.zeros((fill, *items.shape[1:]), items.dtype)])
+    results = [call(model, padded[i : i + size]) for i in range(0, len(padded), size)]
+    return np.concatenate(results)[: len(items)]
+
+
+def save(folder: pathlib.Path, model: VQModel) -> None:
+    """Writes `config.json` and `params.safetensors`; an interrupted write leaves what was there."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    fresh = pathlib.Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        safetensors.numpy.save_file(
+            {name: np.asarray(value) for name, value in named_parameters(model).items()},
+            fresh / "params.safetensors",
+        )
+        written = {"format": FORMAT, **config.to_dict(model.settings)}
+        (fresh / "config.json").write_text(json.dumps(written, indent=2) + "\n")
+        # Temporary files are private; these are to be read by whom the umask lets.
+        fresh.chmod(0o755)
+        (fresh / "params.safetensors").chmod(0o644)
+        replaced = fresh.with_name(fresh.name + "-replaced")
+        if folder.exists():
+            os.replace(folder, replaced)
+        os.replace(fresh, folder)
+        shutil.rmtree(replaced, ignore_errors=True)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def find(folder_or_name: str | os.PathLike) -> pathlib.Path:
+    """Returns the folder of a bundled image tokenizer by its name, or the folder given.
+
+    Raises:
+        VQError: there is neither; lists the bundled names.
+    """
+    for folder in (BUNDLED / folder_or_name, pathlib.Path(folder_or_name)):
+        if folder.is_dir():
+            return folder
+    bundled = sorted(path.name for path in BUNDLED.iterdir() if path.is_dir())
+    raise VQError(
+        f"No image tokenizer at {str(folder_or_name)!r}. Give a folder with config.json and"
+        f" params.safetensors, or a bundled name: {', '.join(bundled)}."
+    )
+
+
+def load(folder_or_name: str | os.PathLike) -> tuple[VQModel, config.VQ]:
+    """Returns a saved image tokenizer: one of a folder, or a bundled one by its name.
+
+    Raises:
+        VQError: there is none, or a file of it is missing, unreadable or does not fit the other.
+    """
+    folder = find(folder_or_name)
+    settings = _read_settings(folder / "config.json")
+    given = _read_tensors(folder / "params.safetensors")
+    model = jax.eval_shape(lambda: VQModel(settings, rngs=nnx.Rngs(0)))
+    expected = named_parameters(model)
+    faults = [
+        *(f"{name} is missing" for name in expected if name not in given),
+        *(f"{name} is unknown" for name in given if name not in expected),
+        *(
+            f"{name} is {given[name].shape}, not {expected[name].shape}"
+            for name in expected
+            if name in given and given[name].shape != expected[name].shape
+        ),
+    ]
+    if faults:
+        raise VQError(
+            f"{folder / 'params.safetensors'} does not fit {folder / 'config.json'}:"
+            f" {'; '.join(faults)}. Take both files from the same save."
+        )
+    leaves = [jnp.asarray(given[name]) for name in expected]
+    return jax.tree.unflatten(jax.tree.structure(model), leaves), settings
+
+
+def named_parameters(model: VQModel) -> dict[str, Array | jax.ShapeDtypeStruct]:
+    """Returns the parameters by path, such as `decoder/conv_in/kernel`, in the tree's order."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(model)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value"): leaf
+        for path, leaf in leaves
+    }
+
+
+def _read_settings(path: pathlib.Path) -> config.VQ:
+    try:
+        written = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise VQError(
+            f"{path} cannot be read ({error}). Copy the image tokenizer's folder again."
+        ) from error
+    given = written.pop("format", None) if isinstance(written, dict) else None
+    if given != FORMAT:
+        raise VQError(
+            f"{path} has format {given!r}; this version reads {FORMAT!r}. Give a folder that"
+            " `--config=configs/scenes_vq_g1.py` or `models.vq.save` wrote."
+        )
+    return config.build(config.VQ, written)
+
+
+def _read_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
+    try:
+        return safetensors.numpy.load_file(path)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise VQError(
+            f"{path} cannot be read ({error}). Copy the image tokenizer's folder again."
+        ) from error

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""With the shipped image tokenizers, the codes of a cell tell what stands in it and nothing else.
+
+The data pipeline looks codes up in a table of appearances; these tests are what allows it.
+"""
+
+import dataclasses
+import functools
+
+import einops
+import numpy as np
+import pytest
+
+from sparse_lavida_jax.data import scenes
+from sparse_lavida_jax.models import vq
+
+SCENES = 1000
+APPEARANCES = scenes.NUM_APPEARANCES + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Coded:
+    grids: np.ndarray  # appearances [n 6 6]
+    pixels: np.ndarray
+    cells: np.ndarray  # codes of every cell [n 6 6 g]
+    decoded: np.ndarray
+    coded_again: np.ndarray
+
+
+def cells_of(codes: np.ndarray) -> np.ndarray:
+    return einops.rearrange(codes, "n (r i) (c j) -> n r c (i j)", r=scenes.GRID, c=scenes.GRID)
+
+
+def render(grids: np.ndarray) -> np.ndarray:
+    return np.stack([scenes.render(grid) for grid in grids])
+
+
+@functools.cache
+def table(name: str) -> np.ndarray:
+    """The codes of each appearance, alone in the middle of a picture."""
+    grids = np.zeros((APPEARANCES, scenes.GRID, scenes.GRID), int)
+    grids[:, 3, 2] = np.arange(APPEARANCES)
+    return cells_of(vq.encode_pictures(vq.load(name)[0], render(grids)))[:, 3, 2]
+
+
+@functools.cache
+def coded(name: str) -> Coded:
+    model, rng = vq.load(name)[0], np.random.default_rng(7)
+    shape = (SCENES, scenes.GRID, scenes.GRID)
+    filled = rng.random(shape) < rng.random((SCENES, 1, 1))
+    grids = np.where(filled, rng.integers(1, APPEARANCES, shape), scenes.EMPTY)
+    pixels = render(grids)
+    codes = vq.encode_pictures(model, pixels)
+    decoded = vq.decode_codes(model, codes)
+    again = vq.encode_pictures(model, decoded)
+    return Coded(grids, pixels, cells_of(codes), decoded, cells_of(again))
+
+
+each_codec = pytest.mark.parametrize(("name", "codes_a_cell"), [("scenes_g1", 1), ("scenes_g4", 4)])
+
+
+@each_codec
+def test_every_appearance_has_codes_of_its_own(name, codes_a_cell):
+    assert table(name).shape == (APPEARANCES, codes_a_cell)
+    assert len(np.unique(table(name), axis=0)) == APPEARANCES
+
+
+@each_codec
+def test_the_table_gives_the_codes_of_whole_scenes(name, codes_a_cell):
+    np.testing.assert_array_equal(coded(name).cells, table(name)[coded(name).grids])
+
+
+@each_codec
+def test_a_picture_full_of_one_thing_has_the_codes_of_one(name, codes_a_cell):
+    full = np.broadcast_to(
+        np.arange(APPEARANCES)[:, None, None], (APPEARANCES, scenes.GRID, scenes.GRID)
+    )
+    cells = cells_of(vq.encode_pictures(vq.load(name)[0], render(full)))
+    np.testing.assert_array_equal(cells, table(name)[full])
+
+
+@each_codec
+def test_decoded_pictures_are_close_and_can_be_read(name, codes_a_cell):
+    scene = coded(name)
+    error = np.abs(scene.pixels.astype(int) - scene.decoded).mean() / 255
+    assert error < 0.02
+    for grid, pixels in zip(scene.grids, scene.decoded, strict=True):
+        assert scenes.read(pixels) == scenes.Scene(tuple(grid.ravel().tolist()))
+
+
+@each_codec
+def test_a_drawn_picture_can_be_edited_as_if_it_were_rendered(name, codes_a_cell):
+    np.testing.assert_array_equal(coded(name).coded_again, coded(name).cells)
+
+
+@each_codec
+def test_the_tokenizer_is_small(name, codes_a_cell):
+    assert (vq.find(name) / "params.safetensors").stat().st_size < 1_000_000

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The vision tower: how many tokens, what they depend on, and where the pool starts."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from sparse_lavida_jax import config
+from sparse_lavida_jax.models import vision
+
+SETTINGS = config.Vision(
+    image_size=20, patch_size=4, width=16, num_layers=2, num_heads=2, mlp_hidden=24, pool=2
+)
+
+
+@functools.cache
+def tiny(**changes) -> vision.VisionEncoder:
+    settings = config.Vision(**{**config.to_dict(SETTINGS), **changes})
+    return vision.VisionEncoder(settings, 12, rngs=nnx.Rngs(0))
+
+
+run = jax.jit(lambda model, pixels: model(pixels))
+
+
+def pictures(count: int, size: int = 20) -> jax.Array:
+    return jax.random.randint(jax.random.key(0), (count, size, size, 3), 0, 256).astype(jnp.uint8)
+
+
+def test_tokens_are_as_many_as_the_config_says():
+    # 5x5 patches: the last row and column fill no window of the pool and are dropped.
+    assert run(tiny(), pictures(3)).shape == (3, SETTINGS.num_tokens, 12) == (3, 4, 12)
+    default = config.Vision()
+    make = functools.partial(vision.VisionEncoder, default, 8, rngs=nnx.Rngs(0))
+    features = jax.eval_shape(lambda pixels: make()(pixels), pictures(1, 96))
+    assert features.shape == (1, default.num_tokens, 8) == (1, 36, 8)
+
+
+def test_a_tower_of_no_layers_has_as_many_tokens():
+    assert run(tiny(num_layers=0), pictures(1)).shape == (1, 4, 12)
+
+
+def test_tokens_know_where_they_are():
+    plain = jnp.full((1, 20, 20, 3), 77, jnp.uint8)  # every patch is the same
+    tokens = np.asarray(run(tiny(), plain))[0]
+    assert np.abs(tokens[0] - tokens[1:]).max(axis=-1).min() > 1e-4
+
+
+def test_every_token_sees_the_whole_picture():
+    pixels = pictures(1)
+    changed = pixels.at[0, 0, 0].set(255 - pixels[0, 0, 0])
+    moved = np.abs(np.asarray(run(tiny(), pixels) - run(tiny(), changed)))[0].max(axis=-1)
+    assert (moved > 0).all()
+    # Without layers only the token of that patch.
+    bare = tiny(num_layers=0)
+    moved = np.abs(np.asarray(run(bare, pixels) - run(bare, changed)))[0].max(axis=-1)
+    assert moved[0] > 0 and (moved[1:] == 0).all()
+
+
+def test_rows_of_a_batch_are_independent():
+    pixels = pictures(3)
+    together, alone = run(tiny(), pixels), run(tiny(), pixels[1:2])
+    np.testing.assert_allclose(together[1:2], alone, atol=2e-6)
+
+
+def test_the_pool_starts_as_an_average():
+    model = tiny()
+    x = jax.random.normal(jax.random.key(1), (1, 4, 4, 16))
+    expected = np.asarray(x).reshape(1, 2, 2, 2, 2, 16).mean(axis=(2, 4))
+    np.testing.assert_allclose(model.pool(x), expected, atol=1e-6)
+
+
+def test_every_parameter_has_a_gradient():
+    gradient = jax.jit(jax.grad(lambda m, x: jnp.sum(m(x) ** 2)))(tiny(), pictures(1))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
+        name = jax.tree_util.keystr(path)
+        if not name.endswith("k.bias.value"):  # softmax does not see it
+            assert float(jnp.abs(leaf).max()) > 0, name
+
+
+def test_a_wrong_picture_size_says_the_right_one():
+    with pytest.raises(ValueError, match="16x16 pixels; it takes 20x20"):
+        run(tiny(), pictures(1, 16))

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The image tokenizer: shapes, gradients, bytes, and files that are not what they should be."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+
+from sparse_lavida_jax import config
+from sparse_lavida_jax.models import vq
+
+SETTINGS = config.VQ(
+    image_size=16, channels=(8, 16), latent_channels=4, codebook_size=10, norm_groups=4
+)
+
+
+@functools.cache
+def tiny(**changes) -> vq.VQModel:
+    settings = config.VQ(**{**config.to_dict(SETTINGS), **changes})
+    return vq.VQModel(settings, rngs=nnx.Rngs(0))
+
+
+def pictures(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (*shape, 3), np.uint8)
+
+
+@pytest.mark.parametrize("changes", [{}, {"mid_attention": True}, {"upsampling": "shuffle"}])
+def test_decoding_codes_gives_the_size_that_was_encoded(changes):
+    model, pixels = tiny(**changes), pictures(3, 8, 16)
+    codes = vq.encode_pictures(model, pixels, batch=2)
+    assert codes.shape == (3, 4, 8)
+    decoded = vq.decode_codes(model, codes, batch=2)
+    assert decoded.shape == pixels.shape and decoded.dtype == np.uint8
+
+
+def test_no_pictures_are_no_codes():
+    assert vq.encode_pictures(tiny(), pictures(0, 8, 8)).shape == (0, 4, 4)
+
+
+def test_batches_do_not_change_codes():
+    model, pixels = tiny(), pictures(5, 8, 8)
+    alone = np.concatenate([vq.encode_pictures(model, picture[None]) for picture in pixels])
+    np.testing.assert_array_equal(vq.encode_pictures(model, pixels, batch=2), alone)
+
+
+def test_the_nearest_code_is_the_nearest_by_definition():
+    model = tiny()
+    latents = jax.random.normal(jax.random.key(1), (2, 3, 4, 4))
+    codebook = np.asarray(model.codebook)
+    distance = np.linalg.norm(np.asarray(latents)[..., None, :] - codebook, axis=-1)
+    np.testing.assert_array_equal(model.nearest(latents), distance.argmin(axis=-1))
+
+
+def test_of_equal_codes_the_first_is_taken():
+    model = vq.VQModel(SETTINGS, rngs=nnx.Rngs(0))
+    model.codebook = nnx.Param(model.codebook[jnp.array([0, 1] + [0] * 8)])
+    assert set(np.unique(model.nearest(jax.random.normal(jax.random.key(1), (2, 3, 4, 4))))) == {
+        0,
+        1,
+    }
+
+
+def test_the_gradient_reaches_the_encoder_through_the_codes():
+    model = tiny(commitment=0.0)  # leaves the straight-through path alone
+    gradient = jax.jit(jax.grad(lambda m, x: m.loss(x)[0]))(model, vq.to_float(pictures(1, 8, 8)))
+    for name, leaf in vq.named_parameters(gradient).items():
+        if not name.endswith("bias"):
+            assert float(jnp.abs(leaf).max()) > 0, name
+
+
+def test_pixel_norm_sees_one_position_and_group_norm_the_picture():
+    x = jax.random.normal(jax.random.key(0), (1, 4, 4, 8))
+    changed = x.at[0, 0, 0].add(jnp.arange(8.0))
+    for norm, moves in (("pixel", False), ("group", True)):
+        layer = vq.Norm(config.VQ(norm=norm, channels=(8,), norm_groups=2), 8)
+        moved = np.abs(np.asarray(layer(x) - layer(changed)))[0]
+        assert moved[0, 0].max() > 0
+        assert (moved[1:].max() > 0) == moves
+
+
+def test_equal_codes_decode_to_equal_pixels_unless_shuffled():
+    """Why one code a cell needs `upsampling="shuffle"`; away from the zeros of the border."""
+    for upsampling, varies in (("nearest", False), ("shuffle", True)):
+        model = tiny(upsampling=upsampling, norm="pixel")
+        pixels = jax.jit(vq.VQModel.decode_latents)(model, jnp.ones((1, 24, 24, 4)))
+        middle = np.asarray(pixels)[0, 20:28, 20:28]
+        assert (np.ptp(middle, axis=(0, 1)).max() > 1e-3) == varies
+
+
+def test_bytes_are_truncated_not_rounded():
+    given = jnp.array([-1.0, 0.999 / 255, 1.999 / 255, 254.999 / 255, 1.0, 2.0])
+    got = vq.to_uint8(jnp.broadcast_to(given[None, None, :, None], (1, 1, 6, 3)))
+    np.testing.assert_array_equal(got[0, 0, :, 0], [0, 0, 1, 254, 255, 255])
+
+
+def test_a_wrong_picture_size_says_which_are_right():
+    with pytest.raises(ValueError, match="8x9 pixels; both sides must be multiples of 2"):
+        vq.encode_pictures(tiny(), pictures(1, 8, 9))
+
+
+def test_codes_outside_the_codebook_are_refused():
+    with pytest.raises(ValueError, match="the codebook has 0 to 9"):
+        vq.decode_codes(tiny(), np.array([[[11]]]))
+
+
+def test_loading_gives_the_bits_that_were_saved(tmp_path):
+    model = tiny()
+    vq.save(tmp_path / "vq", model)
+    vq.save(tmp_path / "vq", model)  # over the first
+    loaded, settings = vq.load(tmp_path / "vq")
+    assert settings == SETTINGS
+    assert jax.tree.structure(loaded) == jax.tree.structure(model)
+    for mine, theirs in zip(jax.tree.leaves(model), jax.tree.leaves(loaded), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    assert [path.name for path in tmp_path.iterdir()] == ["vq"]
+
+
+def test_an_interrupted_save_leaves_the_old_files(tmp_path, monkeypatch):
+    vq.save(tmp_path / "vq", tiny())
+    before = (tmp_path / "vq" / "params.safetensors").read_bytes()
+
+    def full_disk(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(safetensors.numpy, "save_file", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        vq.save(tmp_path / "vq", tiny(commitment=0.0))
+    assert (tmp_path / "vq" / "params.safetensors").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["vq"]
+
+
+def test_an_unknown_name_lists_the_bundled_ones():
+    with pytest.raises(vq.VQError, match=r"'nowhere'.*scenes_g1, scenes_g4"):
+        vq.load("nowhere")
+
+
+def test_all_misfits_are_reported_at_once(tmp_path):
+    vq.save(tmp_path / "vq", tiny())
+    path = tmp_path / "vq" / "params.safetensors"
+    tensors = safetensors.numpy.load_file(path)
+    del tensors["codebook"]
+    tensors["codebooks"] = np.zeros(3, np.float32)
+    tensors["quant_conv/bias"] = np.zeros(5, np.float32)
+    safetensors.numpy.save_file(tensors, path)
+    with pytest.raises(vq.VQError) as error:
+        vq.load(tmp_path / "vq")
+    for fault in (
+        "codebook is missing",
+        "codebooks is unknown",
+        r"quant_conv/bias is (5,), not (4",
+    ):
+        assert fault in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["config.json", "params.safetensors"])
+@pytest.mark.parametrize("broken", ["missing", "cut"])
+def test_a_broken_file_is_named(tmp_path, name, broken):
+    vq.save(tmp_path / "vq", tiny())
+    path = tmp_path / "vq" / name
+    if broken == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:50])
+    with pytest.raises(vq.VQError, match=f"{name} cannot be read .*Copy"):
+        vq.load(tmp_path / "vq")
+
+
+def test_another_format_is_refused(tmp_path):
+    vq.save(tmp_path / "vq", tiny())
+    path = tmp_path / "vq" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": "VQModel"}))
+    with pytest.raises(vq.VQError, match="format 'VQModel'; this version reads"):
+        vq.load(tmp_path / "vq")
