@@ -8,12 +8,14 @@ import optax
 
 from sparse_lavida_jax import config
 
+VECTORS = ("norm", "bias", "register")  # words in the names of parameters of one axis
+
 
 def make_optimizer(settings: config.Optimizer) -> optax.GradientTransformation:
     """Returns clipping, Adam and decoupled weight decay; the caller scales by -learning rate.
 
-    Weights of fewer than two axes of their own (norms, registers) are not decayed. A stacked
-    layer has one axis more, so the norms of the layers are told by their name.
+    Vectors (norms, biases, registers) are not decayed. In a stack of layers they have a second
+    axis, so they are told by their names too.
     """
     return optax.chain(
         optax.clip_by_global_norm(settings.clip_norm),
@@ -37,6 +39,6 @@ def learning_rate(settings: config.Optimizer, step: int, progress: float) -> flo
 def _decays(params):
     def decays(path, leaf):
         name = jax.tree_util.keystr(path)
-        return leaf.ndim >= 2 and "norm" not in name and "register" not in name
+        return leaf.ndim >= 2 and not any(word in name for word in VECTORS)
 
     return jax.tree_util.tree_map_with_path(decays, params)
