@@ -124,7 +124,7 @@ class Denoiser(nnx.Module):
         """Embeds cells and generation registers."""
         codes, dtype = stream.tokens, jnp.dtype(self.settings.compute_dtype)
         x = self.image_embedding(jnp.minimum(codes, self.settings.image_mask_id), dtype)
-        is_register = (codes[..., :1] == self.settings.image_register_id)
+        is_register = codes[..., :1] == self.settings.image_register_id
         x = jnp.where(is_register, self.register_generation.astype(dtype)[None, None], x)
         if self.settings.cell_positions:
             place = self.cell_position[jnp.maximum(stream.index, 0)].astype(dtype)
@@ -140,7 +140,7 @@ class Denoiser(nnx.Module):
         wanted: Wanted,
         cache: KVCache | None = None,
         attend_cache: bool = True,
-    ) -> tuple[dict[StreamName, Float[Array, "b s e"]], KVCache | None]:
+    ) -> tuple[dict[StreamName, Float[Array, "b _s _e"]], KVCache | None]:
         """Returns the final hidden states (normed) of the wanted streams, and the cache.
 
         See `stack.run_layers` for `wanted`, `cache` and `attend_cache`.

@@ -22,7 +22,7 @@ from sparse_lavida_jax.models.layers import Branch, Layer
 # Which streams' final hidden states are wanted. After the last joint layer the other stream can
 # no longer matter, so it stops at that layer's keys and values (exact, and half of a prefill).
 Wanted = Literal["understanding", "generation", "both"]
-Residuals = dict[StreamName, Float[Array, "b s e"]]
+Residuals = dict[StreamName, Float[Array, "b _s _e"]]  # each of its own length and width
 Layouts = dict[StreamName, TokenLayout]
 
 STREAMS: tuple[StreamName, ...] = ("understanding", "generation")
