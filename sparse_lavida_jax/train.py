@@ -16,14 +16,14 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from sparse_lavida_jax import checkpoint, config, metrics, optimizer, report, runs
 from sparse_lavida_jax.data import pipeline as batches
-from sparse_lavida_jax.data.text import Tokenizer
+from sparse_lavida_jax.data.text import SHIPPED, Tokenizer
 from sparse_lavida_jax.diffusion import Corrupted, weighted_cross_entropy
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.pipeline import PictureCodec, SparseLaViDa
 
 
 class DivergedError(runs.RunError):
-    """The loss is no longer a number."""
+    """The loss, or its gradient, is no longer a number."""
 
 
 @flax.struct.dataclass
@@ -49,9 +49,7 @@ def loss(params: Denoiser, batch: Corrupted) -> tuple[Float[Array, ""], dict[str
     Text and image are averaged apart and added, each over the whole batch.
     """
     features = None if batch.pixels is None else params.see(batch.pixels)
-    hidden, _ = params(
-        batch.understanding, batch.generation, features, wanted=batch.predicts
-    )
+    hidden, _ = params(batch.understanding, batch.generation, features, wanted=batch.predicts)
     total, logged = jnp.float32(0), {}
     if "understanding" in hidden and batch.text_weight is not None:
         logits = params.text_logits(hidden["understanding"])
@@ -91,9 +89,16 @@ def train_step(
 
 
 def init_state(settings: config.Config, params: Denoiser) -> TrainState:
-    """Returns the state of a run at step 0, from these parameters or those of `init_from`."""
+    """Returns the state of a run at step 0, from these parameters or those of `init_from`.
+
+    Raises:
+        CheckpointError: `init_from` is no checkpoint, or of a model of other shapes.
+    """
     if settings.train.init_from:
-        params = checkpoint.load_model(settings.train.init_from).model
+        params = checkpoint.load_model(
+            settings.train.init_from,
+            make_model=lambda _: Denoiser(settings.model, rngs=nnx.Rngs(0)),
+        ).model
     else:
         params = jax.tree.map(jnp.copy, params)  # the first step donates its state
     ema = jax.tree.map(jnp.copy, params) if settings.optimizer.ema else None
@@ -108,14 +113,14 @@ def train(settings: config.Config, run: runs.Run) -> None:
     model folder and `report.md`.
 
     Raises:
-        DivergedError: the loss is not finite.
+        DivergedError: the loss or its gradient is not finite.
         runs.Interrupted: a signal came; the state is saved.
     """
-    tokenizer = Tokenizer()
+    settings = dataclasses.replace(settings, model=trained_settings(settings))
     pipe = SparseLaViDa(
         Denoiser(settings.model, rngs=nnx.Rngs(settings.seed)),
         settings,
-        tokenizer,
+        Tokenizer(SHIPPED),
         PictureCodec(settings.data.picture_codec, settings.model),
     )
     data = batches.GroupedBatches(settings, pipe.encoder)
@@ -130,7 +135,14 @@ def train(settings: config.Config, run: runs.Run) -> None:
         by_time = seconds / settings.train.seconds if settings.train.seconds else 0.0
         return max(step / settings.train.train_steps, by_time)
 
+    def record(every: int = settings.train.log_every) -> None:
+        nonlocal pending
+        if pending is not None:
+            _record(log, bar, *pending, every=every)
+        pending = None
+
     def save() -> None:
+        record()  # raises before a diverged state could replace a good one
         run.save(step, {"state": state, "seconds": np.float64(seconds)})
 
     clock = time.monotonic() - seconds
@@ -152,12 +164,12 @@ def train(settings: config.Config, run: runs.Run) -> None:
             )
             step += 1
             # The numbers of the step before: fetching this step's would wait for it.
-            if pending is not None:
-                _record(log, bar, *pending, every=settings.train.log_every)
+            record()
             pending = (step, logged, rate)
             now = time.monotonic()
             seconds = now - clock
             if run.stop_signal is not None:
+                record()
                 run.stop_if_asked(step, {"state": state, "seconds": np.float64(seconds)})
             if now - last_saved > settings.train.checkpoint_seconds:
                 save()
@@ -167,8 +179,7 @@ def train(settings: config.Config, run: runs.Run) -> None:
             ):
                 _check(pipe, state, run, log, bar, step, seconds)
                 last_drawn = time.monotonic()
-        if pending is not None:
-            _record(log, bar, *pending, every=1)
+        record(every=1)
         if step > start:
             save()
             if settings.train.picture_seconds:
@@ -177,8 +188,8 @@ def train(settings: config.Config, run: runs.Run) -> None:
     checkpoint.save_model(
         run.model_folder,
         pipe.model,
-        dataclasses.replace(settings, model=trained_settings(settings)),
-        tokenizer_path=tokenizer.path,
+        settings,
+        tokenizer_path=SHIPPED,
         vq_folder=pipe.codec.folder,
         readme=report.model_card(settings, step, seconds),
     )
@@ -205,13 +216,15 @@ def _check(pipe, state, run, log, bar, step: int, seconds: float) -> None:
 
 
 def _record(log, bar, step: int, logged: dict[str, Array], rate: float, *, every: int) -> None:
+    value, norm = float(logged["loss"]), float(logged["gradient_norm"])
+    if not (math.isfinite(value) and math.isfinite(norm)):
+        raise DivergedError(
+            f"the loss is {value} and its gradient {norm} long at step {step}, of which nothing is"
+            " saved. Start anew in another --workdir, with a lower optimizer.learning_rate or"
+            " optimizer.clip_norm."
+        )
     if step % every:
         return
     values = {name: float(value) for name, value in logged.items()}
-    if not math.isfinite(values["loss"]):
-        raise DivergedError(
-            f"the loss is {values['loss']} at step {step}: start again from the last saved state"
-            " with a lower optimizer.learning_rate or optimizer.clip_norm."
-        )
     log.write(step, values | {"learning_rate": rate})
-    bar.update(step, loss=values["loss"])
+    bar.update(step, loss=value)
