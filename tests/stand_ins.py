@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny experiment on the scenes, with stand-ins for what costs time or has to be trained."""
+
+import contextlib
+import functools
+import pathlib
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import tiny
+
+from sparse_lavida_jax import config, train
+from sparse_lavida_jax import pipeline as pipelines
+from sparse_lavida_jax.data import pipeline, scenes
+from sparse_lavida_jax.data.examples import Encoder
+from sparse_lavida_jax.data.text import Tokenizer
+
+CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
+VISION = config.Vision(
+    image_size=48, patch_size=16, width=16, num_layers=1, num_heads=2, mlp_hidden=24, pool=1
+)
+TASKS = {"draw": 1.0, "answer": 1.0}
+EMPTY = scenes.render(scenes.EMPTY_SCENE)
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer()
+
+
+class Codec(pipelines.PictureCodec):
+    """Reads and draws scenes exactly: the appearance of a cell is its code."""
+
+    folder = None
+
+    def __init__(self, *_):
+        pass
+
+    def encode(self, pixels):
+        return np.array([scenes.read(picture).cells for picture in pixels])[..., None]
+
+    def decode(self, cells):
+        appearances = np.minimum(cells[..., 0], scenes.NUM_APPEARANCES)
+        return np.stack([scenes.render(grid.reshape(6, 6)) for grid in appearances])
+
+    def appearance_codes(self):
+        return np.arange(scenes.NUM_APPEARANCES + 1)[:, None]
+
+
+def settings(**sections) -> config.Config:
+    """Returns a whole configuration of the size of `tiny`; a section is a dict of its changes."""
+    values = {
+        "name": "tiny",
+        "model": tiny.model_settings(
+            vocab_size=tokenizer().vocab_size, grid_size=6, codebook_size=64, vision=VISION
+        ),
+        "data": {"tasks": TASKS, "max_answer_len": 16},
+        "diffusion": {"num_masked_blocks": 2, "plan_steps": (4,), "plan_text_steps": (2,)},
+        "optimizer": {"learning_rate": 1e-2, "warmup_steps": 2, "ema": 0.9},
+        "train": {
+            "train_steps": 4, "batch_size": 2, "picture_seconds": 0.0, "log_every": 1,
+            "eval_prompts": 2,
+        },
+        "sampling": {"num_steps": 2, "schedule": "linear", "text_steps": 1},
+    }  # fmt: skip
+    for name, changes in sections.items():
+        changed = isinstance(values.get(name), dict) and isinstance(changes, dict)
+        values[name] = values[name] | changes if changed else changes
+    return config.build(config.Config, values)
+
+
+def command_line(given: config.Config) -> list[str]:
+    """Returns the words that turn `configs/scenes.py` into this configuration."""
+    words = [f"--config={CONFIGS / 'scenes.py'}"]
+
+    def add(prefix, section):
+        for name, value in section.items():
+            if isinstance(value, dict) and name != "tasks":
+                add(f"{prefix}.{name}", value)
+            elif name != "tasks":
+                words.append(f"--{prefix}.{name}={value}")
+
+    add("config", config.to_dict(given))
+    return words
+
+
+def encoder(given: config.Config) -> Encoder:
+    return Encoder(tokenizer(), given.data, given.model, Codec().appearance_codes())
+
+
+def batches(given: config.Config) -> pipeline.GroupedBatches:
+    return pipeline.GroupedBatches(given, encoder(given))
+
+
+def without_waiting(monkeypatch) -> None:
+    """Puts the exact codec in the place of the trained one; looks at few examples for shapes."""
+    monkeypatch.setattr(train, "PictureCodec", Codec)
+    monkeypatch.setattr(pipelines, "PictureCodec", Codec)
+    monkeypatch.setattr(pipeline, "LENGTH_PROBE", 16)
+
+
+@contextlib.contextmanager
+def quick_compilation() -> Iterator[None]:
+    """Compiles fast rather than well: what is run a few times costs its compilation."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
+
+
+def assert_equal(tree, other) -> None:
+    """Asserts that two trees of arrays have the same leaves to the bit."""
+    assert jax.tree.structure(tree) == jax.tree.structure(other)
+    for one, two in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(one, two)

@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loss is the mean it says it is, a step learns, and the loop loses nothing.
+
+The loop runs with a stand-in for the step, which costs nothing to compile; `tests/e2e` runs it
+whole.
+"""
+
+import dataclasses
+import itertools
+import json
+import os
+import signal
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import stand_ins
+import tiny
+
+from sparse_lavida_jax import checkpoint, config, diffusion, metrics, report, runs, train
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    stand_ins.without_waiting(monkeypatch)
+    with stand_ins.quick_compilation():
+        yield
+
+
+# ---------------------------------------------------------------------------------------------
+# The loss.
+
+
+def a_text_and_an_image_row(model) -> diffusion.Corrupted:
+    """Two rows that share a batch, of different lengths and weights."""
+    rng, rows, blocks = np.random.default_rng(0), [], []
+    settings = config.Diffusion(num_masked_blocks=2)
+    for seed, kind in enumerate(("text", "image")):
+        one = tiny.request(kind, model, seed, words=4)
+        blocks.append(diffusion.uniform_blocks(rng, one.given, settings))
+        prompt = tiny.lay_out(one, model)
+        rows.append(diffusion.corrupt(prompt, one.tokens, kind, blocks[-1], model))
+    shape = diffusion.RowShape(32, 24)
+    return diffusion.batch_rows(rows, blocks, ["text", "image"], [None, None], shape, model)
+
+
+def log_softmax(logits):
+    logits = np.asarray(logits, np.float64)
+    largest = logits.max(axis=-1, keepdims=True)
+    return logits - largest - np.log(np.exp(logits - largest).sum(axis=-1, keepdims=True))
+
+
+def test_the_loss_averages_text_and_codes_apart_and_adds_them():
+    """The oracle walks over rows, tokens and codes."""
+    model = tiny.model_settings(codes_per_token=4)
+    params, batch = tiny.denoiser(model), a_text_and_an_image_row(model)
+
+    def everything(params, batch):
+        hidden, _ = params(batch.understanding, batch.generation, wanted="both")
+        text, image = (
+            params.text_logits(hidden["understanding"]),
+            params.image_logits(hidden["generation"]),
+        )
+        return train.loss(params, batch), text, image
+
+    (value, logged), text, image = tiny.quick_jit(everything)(params, batch)
+    text, image = log_softmax(text), log_softmax(image)
+    text_sum = image_sum = text_plain = image_plain = 0.0
+    text_count = image_count = 0
+    for b in range(2):
+        for s in range(32):
+            nll = -text[b, s, batch.text_target[b, s]]
+            text_sum += batch.text_weight[b, s] * nll
+            text_plain += nll * (batch.text_weight[b, s] > 0)
+            text_count += int(batch.text_weight[b, s] > 0)
+        for s, g in itertools.product(range(24), range(4)):
+            nll = -image[b, s, g, batch.image_target[b, s, g]]
+            image_sum += batch.image_weight[b, s] * nll
+            image_plain += nll * (batch.image_weight[b, s] > 0)
+            image_count += int(batch.image_weight[b, s] > 0)
+    assert batch.text_total.tolist() == [tiny.TEXT_LEN, 0]
+    assert batch.image_total.tolist() == [0, tiny.IMAGE_LEN]
+    expected = text_sum / tiny.TEXT_LEN + image_sum / (4 * tiny.IMAGE_LEN)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    np.testing.assert_allclose(logged["text_nll"], text_plain / text_count, rtol=1e-5)
+    np.testing.assert_allclose(logged["image_nll"], image_plain / image_count, rtol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------
+# One step.
+
+
+@pytest.fixture(scope="module")
+def steps():
+    """Twelve steps on one batch: copies of the states, since a step donates its own, and logs."""
+    settings = stand_ins.settings(optimizer={"weight_decay": 0.0, "clip_norm": 1.0})
+    with pytest.MonkeyPatch.context() as patch, stand_ins.quick_compilation():
+        stand_ins.without_waiting(patch)
+        batch = stand_ins.batches(settings).batch("draw", 0)
+        state = train.init_state(settings, tiny.denoiser(settings.model))
+        states, logs = [jax.tree.map(jnp.copy, state)], []
+        for _ in range(12):
+            state, logged = train.train_step(
+                state, batch, np.float32(3e-3), settings=settings.optimizer
+            )
+            states.append(jax.tree.map(jnp.copy, state))
+            logs.append({name: float(value) for name, value in logged.items()})
+    return settings, states, logs
+
+
+def test_steps_on_one_batch_lower_its_loss(steps):
+    losses = [logged["loss"] for logged in steps[2]]
+    assert losses[-1] < 0.7 * losses[0]
+    assert all("image_nll" in logged and "text_nll" not in logged for logged in steps[2])
+
+
+def test_a_step_counts_and_changes_every_parameter_that_was_used(steps):
+    _, states, _ = steps
+    assert [int(state.step) for state in states] == list(range(13))
+    unused = {"text_head", "vision"}  # drawing predicts no text and sees no picture
+    for (path, before), after in zip(
+        jax.tree.leaves_with_path(states[0].params), jax.tree.leaves(states[1].params), strict=True
+    ):
+        name = jax.tree_util.keystr(path)
+        if np.array_equal(before, after):
+            assert any(word in name for word in unused) or "understanding" in name, name
+
+
+def test_the_average_forgets_its_start_and_follows_the_parameters(steps):
+    settings, states, _ = steps
+    assert settings.optimizer.ema == 0.9
+    average = states[0].params.image_embedding.table[...]
+    for k, state in enumerate(states[1:]):
+        decay = min(0.9, (1 + k) / (10 + k))
+        average = decay * average + (1 - decay) * state.params.image_embedding.table[...]
+        np.testing.assert_allclose(
+            state.ema.image_embedding.table[...], average, rtol=1e-5, atol=1e-6
+        )
+    assert train.averaged(states[-1]) is states[-1].ema
+
+
+def test_without_an_average_the_parameters_are_sampled():
+    settings = stand_ins.settings(optimizer={"ema": 0.0})
+    state = train.init_state(settings, tiny.denoiser(settings.model))
+    assert state.ema is None
+    assert train.averaged(state) is state.params
+
+
+def test_training_starts_from_a_checkpoint_of_the_same_shapes_only(tmp_path):
+    settings = stand_ins.settings()
+    trained = tiny.denoiser(settings.model)
+    checkpoint.save_model(
+        tmp_path / "dense",
+        trained,
+        dataclasses.replace(
+            settings, model=dataclasses.replace(settings.model, trained_attention="full")
+        ),
+        tokenizer_path=train.SHIPPED,
+        vq_folder=None,
+        readme="",
+    )
+    fine_tuned = stand_ins.settings(train={"init_from": str(tmp_path / "dense")})
+    fresh = jax.tree.map(jnp.zeros_like, trained)
+    state = train.init_state(fine_tuned, fresh)
+    for ours, theirs in zip(jax.tree.leaves(state.params), jax.tree.leaves(trained), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert state.params.settings == settings.model
+    wider = dataclasses.replace(
+        fine_tuned, model=dataclasses.replace(settings.model, generation_width=28)
+    )
+    with pytest.raises(checkpoint.CheckpointError, match=r"cell_position: \(36, 24\) on disk"):
+        train.init_state(wider, fresh)
+
+
+# ---------------------------------------------------------------------------------------------
+# The loop.
+
+
+@pytest.fixture
+def loop(monkeypatch, tmp_path):
+    """Runs the loop in `tmp_path / "run"` with a step that only counts.
+
+    `loop.losses` are by step, 1.0 where there is none; `loop.before_step` is called with each
+    step's number; `loop.batches` and `loop.rates` are what the steps were given.
+    """
+    ours = types.SimpleNamespace(losses={}, batches=[], rates=[], pictures=[], written=[])
+    ours.before_step = lambda step: None
+
+    def step(state, batch, learning_rate, *, settings):
+        done = int(state.step) + 1
+        ours.before_step(done)
+        ours.batches.append(batch)
+        ours.rates.append(float(learning_rate))
+        value = jnp.float32(ours.losses.get(done, 1.0))
+        return state.replace(step=jnp.int32(done)), {"loss": value, "gradient_norm": 2 * value}
+
+    def check(pipe, path):
+        ours.pictures.append(path.name)
+        return {"draw": 0.25}
+
+    def write(pipe, folder, *, step, seconds):
+        ours.written.append(step)
+        return folder / "report.md"
+
+    monkeypatch.setattr(train, "train_step", step)
+    monkeypatch.setattr(train, "Denoiser", lambda settings, rngs: tiny.denoiser(settings))
+    monkeypatch.setattr(report, "check", check)
+    monkeypatch.setattr(report, "write", write)
+
+    def run(**changes):
+        given = stand_ins.settings(train=changes)
+        with runs.Run(tmp_path / "run", given) as opened:
+            train.train(given, opened)
+
+    ours.run, ours.folder = run, tmp_path / "run"
+    return ours
+
+
+def logged_steps(loop):
+    return [line["step"] for line in metrics.read_metrics(loop.folder / "metrics.jsonl")]
+
+
+def test_every_so_many_steps_and_the_last_one_are_logged(loop, capsys):
+    loop.run(train_steps=5, log_every=2)
+    lines = metrics.read_metrics(loop.folder / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [2, 4, 5]
+    assert lines[0] == {
+        "step": 2, "loss": 1.0, "gradient_norm": 2.0, "learning_rate": pytest.approx(loop.rates[1]),
+    }  # fmt: skip
+    assert loop.written == [5]
+    assert f"{loop.folder / 'model'}: the trained model" in capsys.readouterr().out
+
+
+def test_a_finished_run_holds_a_model_that_can_be_loaded(loop):
+    loop.run(train_steps=2)
+    loaded = checkpoint.load_model(loop.folder)
+    assert loaded.config.name == "tiny"
+    assert loaded.config.model.trained_attention == "step_causal"
+    assert loaded.tokenizer_path.read_bytes() == train.SHIPPED.read_bytes()
+    loop.run(train_steps=2)  # again: nothing is left to do but the report
+    assert len(loop.batches) == 2
+    assert loop.written == [2, 2]
+
+
+def test_a_model_of_full_attention_is_known_as_such(loop):
+    given = stand_ins.settings(diffusion={"attention": "full"}, train={"train_steps": 1})
+    with runs.Run(loop.folder, given) as opened:
+        train.train(given, opened)
+    assert loop.written == [1]
+    assert checkpoint.load_model(loop.folder).config.model.trained_attention == "full"
+
+
+def test_a_stopped_run_goes_on_with_the_next_batch_and_logs_every_step_once(loop):
+    loop.before_step = lambda step: step == 3 and os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(runs.Interrupted, match="after step 3"):
+        loop.run(train_steps=5)
+    assert logged_steps(loop) == [1, 2, 3]
+    assert loop.written == []
+    loop.before_step = lambda step: None
+    loop.run(train_steps=5)
+    assert logged_steps(loop) == [1, 2, 3, 4, 5]
+    dataset = stand_ins.batches(stand_ins.settings()).dataset()
+    for i, batch in enumerate(loop.batches):
+        stand_ins.assert_equal(batch, dataset[i])
+
+
+def test_a_run_that_dies_goes_on_from_the_last_saved_state(loop):
+    """It saves behind every step here, and dies before anything of the next one is kept."""
+
+    def die(step):
+        if step == 4:
+            raise RuntimeError("the power is out")
+
+    loop.before_step = die
+    with pytest.raises(RuntimeError, match="power"):
+        loop.run(train_steps=5, checkpoint_seconds=1e-9)
+    assert logged_steps(loop) == [1, 2, 3]
+    loop.before_step = lambda step: None
+    loop.run(train_steps=5)
+    assert logged_steps(loop) == [1, 2, 3, 4, 5]
+    assert len(loop.batches) == 5
+
+
+def test_a_diverged_run_says_so_and_keeps_the_last_good_state(loop):
+    loop.losses = {3: np.nan}
+    told = r"loss is nan .* at step 3.*--workdir.*optimizer\.learning_rate"
+    with pytest.raises(train.DivergedError, match=told):
+        loop.run(train_steps=9, checkpoint_seconds=1e-9, log_every=5)
+    with runs.Run(loop.folder, stand_ins.settings()) as opened:
+        assert opened.states.steps == [1, 2]
+    loop.losses = {}
+    loop.run(train_steps=4)
+    assert len(loop.batches) == 3 + 2
+
+
+def test_a_diverged_run_that_is_stopped_keeps_the_last_good_state_too(loop):
+    loop.losses = {2: np.nan}
+    loop.before_step = lambda step: step == 2 and os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(train.DivergedError):
+        loop.run(train_steps=9)
+    with runs.Run(loop.folder, stand_ins.settings()) as opened:
+        assert opened.states.steps == []
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time in the loop passes by one second a look."""
+    ticks = itertools.count(1000)
+    monkeypatch.setattr(train, "time", types.SimpleNamespace(monotonic=lambda: float(next(ticks))))
+
+
+def test_a_run_by_seconds_ends_in_time_with_a_decayed_learning_rate(loop, clock):
+    loop.run(train_steps=10**6, seconds=40.0, checkpoint_seconds=1e6)
+    assert 10 < len(loop.rates) <= 41
+    assert loop.rates[2] > 0.9 * 1e-2
+    assert loop.rates[-1] < 0.1 * 1e-2
+    falling = loop.rates[2:]
+    assert falling == sorted(falling, reverse=True)
+    saved = checkpoint.States(loop.folder / "state")
+    assert saved.steps == [len(loop.rates)]
+    saved.close()
+
+
+def test_seconds_that_have_passed_are_remembered(loop, clock):
+    loop.before_step = lambda step: step == 12 and os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(runs.Interrupted):
+        loop.run(train_steps=10**6, seconds=40.0, checkpoint_seconds=1e6)
+    loop.before_step = lambda step: None
+    loop.run(train_steps=10**6, seconds=40.0, checkpoint_seconds=1e6)
+    assert len(loop.rates) <= 41
+    assert loop.rates[12] == pytest.approx(loop.rates[11], rel=0.2)
+
+
+def test_pictures_are_drawn_in_between_and_at_the_end(loop, clock, capsys):
+    loop.run(train_steps=10, picture_seconds=3.5)
+    assert loop.pictures[-1] == "000010.png"
+    assert 2 <= len(loop.pictures) < 6
+    lines = [json.loads(line) for line in (loop.folder / "metrics.jsonl").read_text().splitlines()]
+    checks = [line for line in lines if "draw" in line]
+    assert [f"{line['step']:06d}.png" for line in checks] == loop.pictures
+    assert all(line["draw"] == 0.25 and line["seconds"] > 0 for line in checks)
+    assert "step 10: draw 0.25" in capsys.readouterr().err
+
+
+def test_without_picture_seconds_none_are_drawn(loop):
+    loop.run(train_steps=3)
+    assert loop.pictures == []
