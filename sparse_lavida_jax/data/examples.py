@@ -104,9 +104,13 @@ class Encoder:
         plan: str | None = None,
         picture: UInt8[np.ndarray, "h w 3"] | None = None,
         source: Int[np.ndarray, "l g"] | None = None,
-        given: Bool[np.ndarray, " l"] | None = None,
+        given: Bool[np.ndarray, "*grid"] | None = None,
     ) -> Example:
-        """Returns an example with an image response of `codes`."""
+        """Returns an example with an image response of `codes`.
+
+        Args:
+            given: cells that are known beforehand, as a grid or in raster order.
+        """
         planned = () if plan is None else (self._text(self.tokenizer.encode(plan)),)
         parts = (
             *self._user(prompt, picture, source),

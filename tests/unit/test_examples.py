@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts have the form of the base model, answers are whole text blocks, words become tokens."""
+
+import numpy as np
+import pytest
+import stand_ins
+
+from sparse_lavida_jax import layout
+from sparse_lavida_jax.data import digits, scenes, tasks
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    return stand_ins.encoder(stand_ins.settings())
+
+
+def laid_out(example, encoder, **drops):
+    return layout.prompt_row(
+        example.parts,
+        text_mask_id=encoder.model.text_mask_id,
+        codes_per_token=encoder.model.codes_per_token,
+        **drops,
+    )
+
+
+def samples(task, count=25):
+    return [tasks.sample(task, 0, index) for index in range(count)]
+
+
+@pytest.mark.parametrize("task", tasks.TASKS)
+@pytest.mark.parametrize("drops", [{}, {"drop_prompt": True, "drop_source": True}])
+def test_positions_of_both_streams_and_the_response_fill_the_sequence(encoder, task, drops):
+    for sample in samples(task):
+        example = encoder.scene_example(sample)
+        row = laid_out(example, encoder, **drops)
+        response = row.response_position + np.arange(len(example.response))
+        every = np.concatenate([row.position, row.source_position, response])
+        np.testing.assert_array_equal(np.sort(every), np.arange(row.length))
+
+
+@pytest.mark.parametrize("task", sorted({*tasks.TASKS} - {*tasks.PICTURE_TASKS}))
+def test_a_text_response_is_whole_blocks_and_ends(encoder, task):
+    block, end = encoder.data.text_block_len, encoder.tokenizer.end_of_text_id
+    for extra, sample in enumerate(samples(task)):
+        example = encoder.scene_example(sample, extra_blocks=extra % 4)
+        ids = example.response[:, 0]
+        answer = encoder.tokenizer.encode(sample.answer)
+        assert example.kind == "text"
+        assert len(ids) % block == 0
+        assert example.reach % block == 0
+        assert ids[: len(answer)].tolist() == answer
+        assert set(ids[len(answer) :].tolist()) == {end}
+        # The sampler reaches the first end-of-text and no text block behind it.
+        assert example.reach - block <= len(answer) < example.reach <= len(ids)
+
+
+def test_padding_ends_at_the_longest_answer_unless_the_answer_is_longer(encoder):
+    longest = encoder.data.max_answer_len
+    short = encoder.text_example("how many?", " 3", extra_blocks=99)
+    assert len(short.response) == longest
+    assert short.reach == encoder.data.text_block_len
+    long = encoder.text_example("count", " 3" * 20, extra_blocks=99)
+    assert len(long.response) == long.reach == 24 > longest
+
+
+def test_a_full_block_is_followed_by_one_that_ends_it(encoder):
+    example = encoder.text_example("count", " 3" * encoder.data.text_block_len)
+    assert example.reach == len(example.response) == 2 * encoder.data.text_block_len
+
+
+@pytest.mark.parametrize("task", ["infill", "constrained_caption"])
+def test_given_words_become_exactly_their_tokens(encoder, task):
+    seen = 0
+    for sample in samples(task, 60):
+        example = encoder.scene_example(sample)
+        given = np.flatnonzero(example.given)
+        words = [sample.answer[slice(*span)] for span in sample.given]
+        expected = [id for word in words for id in encoder.tokenizer.encode(word)]
+        assert example.response[given, 0].tolist() == expected
+        seen += len(given)
+    assert seen > 60
+
+
+def test_without_given_spans_nothing_is_given(encoder):
+    for task in ("answer", "plan", "draw", "edit"):
+        assert not any(encoder.scene_example(sample).given.any() for sample in samples(task))
+
+
+@pytest.mark.parametrize("task", ["inpaint", "outpaint"])
+def test_known_cells_are_given(encoder, task):
+    for sample in samples(task):
+        example = encoder.scene_example(sample)
+        np.testing.assert_array_equal(example.given, sample.known)
+        known = np.array(sample.picture.cells)[example.given]
+        np.testing.assert_array_equal(example.response[example.given, 0], known)
+
+
+def test_an_image_example_holds_picture_source_prompt_plan_and_response_in_order(encoder):
+    (sample,) = samples("edit", 1)
+    example = encoder.scene_example(sample)
+    t = encoder.tokenizer
+    kinds = [type(part).__name__ for part in example.parts]
+    assert kinds == [
+        "Text", "Vision", "Source", "Text", "Text", "Text", "Response", "Text",
+    ]  # fmt: skip
+    texts = [part.ids.tolist() for part in example.parts if isinstance(part, layout.Text)]
+    assert texts == [
+        [t.user_id], t.encode(sample.prompt), [t.end_of_turn_id, t.assistant_id],
+        t.encode(sample.plan), [t.end_of_turn_id],
+    ]  # fmt: skip
+    assert example.kind == "image"
+    np.testing.assert_array_equal(example.response[:, 0], sample.target.cells)
+    np.testing.assert_array_equal(example.parts[2].codes[:, 0], sample.picture.cells)
+    side = encoder.model.vision.image_size
+    np.testing.assert_array_equal(example.pixels, scenes.render(sample.picture, side))
+    without = encoder.scene_example(sample, with_plan=False)
+    assert [type(part).__name__ for part in without.parts] == [*kinds[:5], "Response", "Text"]
+
+
+def test_a_dropped_prompt_keeps_headers_and_nothing_else(encoder):
+    (sample,) = samples("edit", 1)
+    t, mask = encoder.tokenizer, encoder.model.text_mask_id
+    whole = laid_out(encoder.scene_example(sample), encoder)
+    dropped = laid_out(encoder.scene_example(sample), encoder, drop_prompt=True, drop_source=True)
+    headers = [t.user_id, t.end_of_turn_id, t.assistant_id, t.end_of_turn_id]
+    assert [id for id in dropped.ids.tolist() if id != mask] == headers
+    assert (dropped.feature == layout.NO_FEATURE).all()
+    assert len(dropped.codes) == 0
+    assert (dropped.length, dropped.response_position) == (whole.length, whole.response_position)
+    # Headers stay where they were.
+    where = dict(zip(whole.position.tolist(), whole.ids.tolist(), strict=True))
+    for position, id in zip(dropped.position.tolist(), dropped.ids.tolist(), strict=True):
+        assert id == mask or where[position] == id
+
+
+def test_a_digit_is_its_grey_levels(encoder):
+    pytest.importorskip("sklearn", reason="the digits come with pip install '.[digits]'")
+    sample = digits.sample(0, 3)
+    example = encoder.digit_example(sample)
+    np.testing.assert_array_equal(example.response, sample.codes)
+    assert example.pixels is None
