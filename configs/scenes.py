@@ -33,7 +33,13 @@ def get_config() -> ml_collections.ConfigDict:
         num_registers=4,
         unroll_layers=True,
         vision=dict(
-            image_size=96, patch_size=16, width=96, num_layers=1, num_heads=3, mlp_hidden=192, pool=1
+            image_size=96,
+            patch_size=16,
+            width=96,
+            num_layers=1,
+            num_heads=3,
+            mlp_hidden=192,
+            pool=1,
         ),
     )
 
@@ -42,16 +48,16 @@ def get_config() -> ml_collections.ConfigDict:
         picture_codec="scenes_g1",
         tasks=dict(
             plan=3.0,
-            draw=2.0,
-            edit=1.5,
+            draw=4.0,
+            edit=2.0,
             edit_plan=1.5,
             fill_plan=0.4,
             answer=1.5,
             point=1.2,
             arithmetic=0.6,
-            caption=0.8,
-            constrained_caption=0.3,
-            infill=0.5,
+            caption=0.6,
+            constrained_caption=0.2,
+            infill=0.4,
             reflect=0.7,
             inpaint=0.3,
             outpaint=0.3,

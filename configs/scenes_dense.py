@@ -17,7 +17,7 @@ def get_config() -> ml_collections.ConfigDict:
     c = _beside("scenes_long").get_config()
     c.name = "scenes_dense"
     c.diffusion.attention = "full"
-    c.sampling.preset = "dense"
+    c.model.trained_attention = "full"
     return c
 
 

@@ -293,9 +293,7 @@ class _HostStream:
 
     def __add__(self, other: "_HostStream") -> "_HostStream":
         names = [field.name for field in dataclasses.fields(self)]
-        return _HostStream(
-            *(np.concatenate([getattr(self, n), getattr(other, n)]) for n in names)
-        )
+        return _HostStream(*(np.concatenate([getattr(self, n), getattr(other, n)]) for n in names))
 
 
 def corrupt(

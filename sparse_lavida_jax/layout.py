@@ -72,9 +72,7 @@ def make_layout(
     padding = block == PAD_BLOCK
     horizon = xp.where(padding, PAD_HORIZON, xp.minimum(block, last_clean))
     position = xp.where(padding, 0, position)
-    return TokenLayout(
-        *(xp.asarray(tags, dtype=np.int32) for tags in (position, block, horizon))
-    )
+    return TokenLayout(*(xp.asarray(tags, dtype=np.int32) for tags in (position, block, horizon)))
 
 
 def without_blocks(layout: TokenLayout) -> TokenLayout:
@@ -154,6 +152,7 @@ class Response:
 
 
 Part = Text | Vision | Source | Response
+
 
 @dataclasses.dataclass(frozen=True)
 class PromptRow:
@@ -258,9 +257,7 @@ def prompt_row(
 
 def cells_from_codes(codes, codes_side: int):
     """Groups a raster grid of codes [b y x] into cells [b l g], raster order inside and out."""
-    return einops.rearrange(
-        codes, "b (y p) (x q) -> b (y x) (p q)", p=codes_side, q=codes_side
-    )
+    return einops.rearrange(codes, "b (y p) (x q) -> b (y x) (p q)", p=codes_side, q=codes_side)
 
 
 def codes_from_cells(cells, height: int, codes_side: int):

@@ -55,9 +55,7 @@ def check(pipe: SparseLaViDa, path: pathlib.Path) -> dict[str, float]:
         judged = [digits.score(s, p) for s, p in zip(samples, pictures, strict=True)]
         scores = {"draw": float(np.mean([score.ok for score in judged]))}
     else:
-        samples = [
-            tasks.sample("draw", exact.EVAL_SEED, i, "test") for i in range(CHECK_PROMPTS)
-        ]
+        samples = [tasks.sample("draw", exact.EVAL_SEED, i, "test") for i in range(CHECK_PROMPTS)]
         pictures = exact.answer(pipe, samples)
         judged = [scoring.score(s, p) for s, p in zip(samples, pictures, strict=True)]
         result = exact.tally("draw", samples, pictures)
@@ -85,9 +83,7 @@ def model_card(settings: config.Config, steps: int, seconds: float) -> str:
     )
 
 
-def write(
-    pipe: SparseLaViDa, folder: pathlib.Path, *, step: int, seconds: float
-) -> pathlib.Path:
+def write(pipe: SparseLaViDa, folder: pathlib.Path, *, step: int, seconds: float) -> pathlib.Path:
     """Writes `report.md`: curve, exact scores, examples and measured speed of a finished run."""
     settings = pipe.settings
     parameters = sum(leaf.size for leaf in jax.tree.leaves(pipe.model))
@@ -131,9 +127,7 @@ def _examples(task, samples, outputs, folder: pathlib.Path) -> str:
     if title is None:
         return ""
     if task == "draw":
-        tiles = [
-            Tile(o, s.prompt, j.ok) for s, o, j in zip(samples, outputs, judged, strict=True)
-        ]
+        tiles = [Tile(o, s.prompt, j.ok) for s, o, j in zip(samples, outputs, judged, strict=True)]
     else:
         tiles = []
         for s, o, j in zip(samples, outputs, judged, strict=True):
@@ -170,9 +164,7 @@ def _speed(pipe: SparseLaViDa) -> str:
     """Sparse against dense on the same weights, in turn; only the decoding of the picture."""
     settings = pipe.settings
     blank = np.zeros((settings.model.num_cells, settings.model.codes_per_token), np.int32)
-    examples = [
-        pipe.encoder.image_example("a red circle", blank) for _ in range(pipe.batch_size)
-    ]
+    examples = [pipe.encoder.image_example("a red circle", blank) for _ in range(pipe.batch_size)]
     times: dict[str, list[float]] = {"sparse": [], "dense": []}
     for run in range(SPEED_RUNS + 1):
         for name, taken in times.items():

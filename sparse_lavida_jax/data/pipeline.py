@@ -8,7 +8,6 @@ model's batching (spec Sec. 9.4).
 
 import functools
 import zlib
-from collections.abc import Callable
 
 import grain
 import numpy as np
@@ -164,9 +163,7 @@ class GroupedBatches:
             shown[start:stop] = True
         return given if shown[: example.reach].all() else shown
 
-    def _blocks(
-        self, example: Example, given: np.ndarray, rng: np.random.Generator
-    ) -> Blocks:
+    def _blocks(self, example: Example, given: np.ndarray, rng: np.random.Generator) -> Blocks:
         settings = self.settings
         if settings.diffusion.blocks == "uniform" or settings.diffusion.attention == "full":
             return diffusion.uniform_blocks(rng, given, settings.diffusion)
@@ -185,19 +182,17 @@ class GroupedBatches:
         )
 
 
-def iterate(
-    dataset: grain.MapDataset, start: int, on_batch: Callable | None = None
-) -> grain.DatasetIterator:
+def iterate(dataset: grain.MapDataset, start: int) -> grain.DatasetIterator:
     """Returns an iterator from batch `start` on, prefetched by threads."""
     resumed = dataset[start:]
-    if on_batch is not None:
-        resumed = resumed.map(on_batch)
-    return iter(
-        resumed.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4))
-    )
+    return iter(resumed.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 
 
 def _generator(seed: int, group: str, index: int, attempt: int) -> np.random.Generator:
-    """A counter-based generator of its own for every row."""
+    """A counter-based generator of its own for every row.
+
+    The counter's low words run within a row: put there, `index` would give a row the numbers of
+    the one before it.
+    """
     key = (seed << 32) ^ zlib.crc32(group.encode())
-    return np.random.Generator(np.random.Philox(key=key, counter=[index, attempt, 0, 0]))
+    return np.random.Generator(np.random.Philox(key=key, counter=[0, 0, index, attempt]))

@@ -81,9 +81,7 @@ def answer(
         examples = [pipe.encoder.scene_example(sample) for sample in samples]
         return list(pipe.texts(pipe.run(examples, sampling=sampling, seed=seed)))
     length = pipe.settings.data.max_answer_len if task in LONG_ANSWERS else ANSWER_TOKENS
-    return list(
-        pipe.write(prompts, shown, max_new_tokens=length, sampling=sampling, seed=seed)
-    )
+    return list(pipe.write(prompts, shown, max_new_tokens=length, sampling=sampling, seed=seed))
 
 
 def evaluate(
@@ -116,9 +114,7 @@ def evaluate_all(
     return results
 
 
-def tally(
-    name: str, samples: Sequence[tasks.Sample], outputs: Sequence[Output]
-) -> TaskResult:
+def tally(name: str, samples: Sequence[tasks.Sample], outputs: Sequence[Output]) -> TaskResult:
     """Adds up the scores of outputs."""
     columns: dict[str, tuple[int, int]] = {}
     reasons: collections.Counter[str] = collections.Counter()

@@ -58,9 +58,7 @@ class KVCache:
         tags = jnp.where(behind[None], jnp.int32(PAD_BLOCK), self.block)
         return self.replace(block=jax.lax.dynamic_update_slice(tags, block, (0, start)))
 
-    def write_joint(
-        self, layer: Int[Array, ""], stream: StreamName, keys, values
-    ) -> "KVCache":
+    def write_joint(self, layer: Int[Array, ""], stream: StreamName, keys, values) -> "KVCache":
         """Writes [b s (h d)] keys and values of one stream into joint layer `layer`."""
         start = (layer, 0, self._start(stream), 0)
         return self.replace(

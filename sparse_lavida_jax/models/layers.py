@@ -70,7 +70,11 @@ class Branch(nnx.Module):
         heads_width = settings.num_heads * settings.head_dim
         self.attn_norm = RmsNorm(width, settings.norm_eps)
         self.q = Linear(width, heads_width, rngs=rngs)
+        # Ours: keys start equal to queries, so that attention starts by likeness. Copying (a cell
+        # of an edit, a word of a plan) is then there from the start instead of after thousands of
+        # steps.
         self.k = Linear(width, heads_width, rngs=rngs)
+        self.k.kernel = nnx.Param(self.q.kernel[...])
         self.v = Linear(width, heads_width, rngs=rngs)
         self.mlp_norm = RmsNorm(width, settings.norm_eps)
         self.mlp = SwiGlu(width, hidden, rngs=rngs, scale=_residual_scale(settings))

@@ -268,9 +268,11 @@ def to_uint8(pixels: Float[Array, "b h w 3"]) -> UInt8[Array, "b h w 3"]:
     return (jnp.clip(pixels, 0, 1) * 255).astype(jnp.uint8)
 
 
-def to_float(pixels: UInt8[Array, "b h w 3"]) -> Float[Array, "b h w 3"]:
+def to_float(
+    pixels: UInt8[Array, "b h w 3"] | UInt8[np.ndarray, "b h w 3"],
+) -> Float[Array, "b h w 3"]:
     """Turns bytes into [0, 1]."""
-    return pixels.astype(jnp.float32) / 255
+    return jnp.asarray(pixels, jnp.float32) / 255
 
 
 def encode_pictures(
