@@ -1,0 +1,366 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A batch depends on its number alone, and its rows are what the loss and the kernels expect."""
+
+import hashlib
+import itertools
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+import stand_ins
+import tiny
+
+from sparse_lavida_jax import config, diffusion
+from sparse_lavida_jax.data import pipeline
+from sparse_lavida_jax.layout import GIVEN_BLOCK, PROMPT_BLOCK, prompt_row
+from sparse_lavida_jax.visibility import PAD_BLOCK
+
+ALL = {task: 1.0 for group in pipeline.GROUPS.values() for task in group if task != "digit"}
+SIZE = 6  # rows of a batch
+
+
+def make_batches(**sections) -> pipeline.GroupedBatches:
+    whole = {"data": {"tasks": ALL, "max_answer_len": 40}, "train": {"batch_size": SIZE}}
+    return stand_ins.batches(stand_ins.settings(**(whole | sections)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick():
+    with pytest.MonkeyPatch.context() as patch:
+        stand_ins.without_waiting(patch)
+        yield
+
+
+@pytest.fixture(scope="module")
+def by_kind():
+    """Batches of every way to assign blocks."""
+    return {
+        "schedule": make_batches(),
+        "uniform": make_batches(diffusion={"blocks": "uniform"}),
+        "full": make_batches(diffusion={"attention": "full"}),
+    }
+
+
+class Row:
+    """The stream of one row that holds its response, without padding.
+
+    Attributes:
+        codes, position, block, horizon, target, weight: of each token; ids are codes [s 1].
+        place: of each token in the response, -1 for those that are not of it.
+        mask_id, register_id: of the stream.
+    """
+
+    def __init__(self, batch, i, blocks, example, model):
+        self.blocks, self.example = blocks, example
+        text = example.kind == "text"
+        stream = batch.understanding if text else batch.generation
+        real = stream.layout.block[i] != PAD_BLOCK
+        count = real.sum()
+        self.codes = stream.tokens[i][real].reshape(count, -1)
+        self.index = stream.index[i][real]
+        self.position = stream.layout.position[i][real]
+        self.block = stream.layout.block[i][real]
+        self.horizon = stream.layout.horizon[i][real]
+        self.target = (batch.text_target if text else batch.image_target)[i][real].reshape(
+            count, -1
+        )
+        self.weight = (batch.text_weight if text else batch.image_weight)[i][real]
+        self.total = (batch.text_total if text else batch.image_total)[i]
+        self.mask_id = model.text_mask_id if text else model.image_mask_id
+        self.register_id = model.text_register_id if text else model.image_register_id
+        start = prompt_row(
+            self.example.parts, text_mask_id=1, codes_per_token=model.codes_per_token
+        ).response_position
+        place = self.position - start
+        inside = (place >= 0) & (place < len(self.example.response))
+        self.place = np.where(inside, place, -1)
+
+    @property
+    def is_lost(self):
+        return self.weight > 0
+
+    @property
+    def is_register(self):
+        return (self.codes == self.register_id).all(axis=1)
+
+
+def rows_of(batches, groups=pipeline.GROUPS, count=3):
+    """Returns the rows of the first `count` batches of each group."""
+    model = batches.settings.model
+    return [
+        Row(batch, i, *batches._row(group, number * SIZE + i)[1:], model)
+        for group, number in itertools.product(groups, range(count))
+        for batch in [batches.batch(group, number)]
+        for i in range(SIZE)
+    ]
+
+
+@pytest.fixture(scope="module", params=["schedule", "uniform", "full"])
+def batches(request, by_kind):
+    return by_kind[request.param]
+
+
+@pytest.fixture(scope="module")
+def rows(batches):
+    return rows_of(batches)
+
+
+# ---------------------------------------------------------------------------------------------
+# The same everywhere.
+
+
+def digest(batch) -> str:
+    total = hashlib.sha256()
+    for leaf in jax.tree.leaves(batch):
+        total.update(f"{leaf.dtype}{leaf.shape}".encode() + np.ascontiguousarray(leaf).tobytes())
+    return total.hexdigest()
+
+
+ELSEWHERE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import test_data_pipeline as tests
+tests.pipeline.LENGTH_PROBE = 16
+dataset = tests.make_batches().dataset()
+print(tests.digest(dataset[12]), tests.digest(dataset[7]))
+"""
+
+
+def test_a_batch_is_the_same_in_another_process_and_another_order(by_kind):
+    dataset = by_kind["schedule"].dataset()
+    here = [digest(dataset[index]) for index in (7, 12)]
+    folder = pathlib.Path(__file__).parent
+    paths = [str(folder.parent), str(folder.parents[1])]
+    there = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, str(folder)],
+        env={
+            **os.environ, "JAX_PLATFORMS": "cpu", "PYTHONHASHSEED": "5",
+            "PYTHONPATH": os.pathsep.join(paths),
+        },
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    assert there.stdout.split() == here[::-1]
+
+
+@pytest.mark.parametrize("start", [0, 5, 11])
+def test_iterating_from_a_step_gives_the_batches_from_there_on(by_kind, start):
+    dataset = by_kind["schedule"].dataset()
+    resumed = pipeline.iterate(dataset, start)
+    for step in range(start, start + 4):
+        stand_ins.assert_equal(next(resumed), dataset[step])
+
+
+def test_batches_differ_by_step_and_by_seed(by_kind):
+    dataset = by_kind["schedule"].dataset()
+    other = make_batches(seed=1).dataset()
+    digests = [digest(batches[step]) for batches in (dataset, other) for step in range(10)]
+    assert len({*digests}) == 20
+
+
+def test_no_two_rows_share_random_numbers():
+    """The words of a row must not be those of the next one, some places on."""
+    words = [
+        pipeline._generator(0, group, index, attempt).bit_generator.random_raw(200).tolist()
+        for group, index, attempt in itertools.product(("draw", "edit"), range(4), range(2))
+    ]
+    assert len({word for row in words for word in row}) == 16 * 200
+
+
+def test_tasks_come_in_their_proportions():
+    weights = {"draw": 1.0, "answer": 2.0, "point": 5.0}
+    batches = make_batches(data={"tasks": weights}, train={"batch_size": 1})
+    assert batches.groups == {"answer": ["answer", "point"], "draw": ["draw"]}
+    dataset = batches.dataset()
+    draws = sum(dataset[step].predicts == "generation" for step in range(80))
+    assert draws == 10
+    asked = [batches._row("answer", index)[2].response[0, 0] for index in range(200)]
+    boxes = np.isin(asked, batches.encoder.tokenizer.location_ids).sum()
+    assert 200 * 5 / 7 == pytest.approx(boxes, abs=25)
+
+
+def test_an_unknown_task_lists_the_known_ones():
+    with pytest.raises(config.ConfigError, match=r"no drawing, painting\. It has: answer, arith"):
+        make_batches(data={"tasks": {"drawing": 1.0, "painting": 1.0, "draw": 1.0}})
+
+
+# ---------------------------------------------------------------------------------------------
+# What a row holds.
+
+
+def test_the_loss_is_on_the_masked_tokens_of_the_response_and_nothing_else(rows):
+    for row in rows:
+        assert row.is_lost.any()
+        is_masked = (row.place >= 0) & (row.codes == row.mask_id).all(axis=1)
+        np.testing.assert_array_equal(row.is_lost, is_masked)
+        lost = np.sort(row.place[row.is_lost])
+        np.testing.assert_array_equal(lost, np.flatnonzero(row.blocks.masked))
+
+
+def test_targets_are_the_clean_response_and_clean_tokens_are_shown(rows):
+    for row in rows:
+        lost, shown = row.is_lost, (row.place >= 0) & ~row.is_lost
+        np.testing.assert_array_equal(row.target[lost], row.example.response[row.place[lost]])
+        np.testing.assert_array_equal(row.codes[shown], row.example.response[row.place[shown]])
+        present = np.flatnonzero(row.blocks.block != diffusion.ABSENT)
+        np.testing.assert_array_equal(np.sort(row.place[lost | shown]), present)
+        if row.example.kind == "image":
+            np.testing.assert_array_equal(row.index[lost], row.place[lost])
+
+
+def test_rows_are_sorted_by_block_and_fit_their_group(batches):
+    for group in pipeline.GROUPS:
+        shape = batches.shapes[group]
+        assert shape.understanding % pipeline.LENGTH_MULTIPLE == 0
+        assert shape.generation % pipeline.LENGTH_MULTIPLE == 0
+        for index in range(4):
+            batch = batches.batch(group, index)
+            for stream, length in (
+                (batch.understanding, shape.understanding),
+                (batch.generation, shape.generation),
+            ):
+                assert (stream is None) == (length == 0)
+                if stream is not None:
+                    assert stream.layout.shape == (SIZE, length)
+                    assert (np.diff(stream.layout.block, axis=1) >= 0).all()
+
+
+def test_a_row_that_does_not_fit_is_drawn_again(by_kind):
+    batches = by_kind["schedule"]
+    whole = batches.shapes["tell"]
+    lengths = [len(batches._row_at("tell", index)[0][0].block) for index in range(64)]
+    most = int(np.median(lengths))
+    batches.shapes["tell"] = diffusion.RowShape(most, whole.generation)
+    try:
+        again = [len(batches._row("tell", index)[0][0].block) for index in range(64)]
+        for before, now in zip(lengths, again, strict=True):
+            assert now == before or before > most >= now
+        batches.shapes["tell"] = diffusion.RowShape(1, whole.generation)
+        with pytest.raises(ValueError, match="64 examples of group tell"):
+            batches._row("tell", 0)
+    finally:
+        batches.shapes["tell"] = whole
+
+
+def test_no_given_token_is_masked(batches):
+    is_full = batches.settings.diffusion.attention == "full"
+    rows = [row for row in rows_of(batches, ("tell", "edit")) if row.example.given.any()]
+    assert len(rows) > 5
+    for row in rows:
+        given = row.example.given
+        assert not row.blocks.masked[given].any()
+        assert (row.blocks.block[given] == GIVEN_BLOCK).all()
+        is_given = np.isin(row.place, np.flatnonzero(given))
+        assert is_given.sum() == given.sum()
+        assert (row.block[is_given] == (PROMPT_BLOCK if is_full else GIVEN_BLOCK)).all()
+
+
+def test_a_random_part_is_given_a_rectangle_a_span_or_what_lies_around_it():
+    batches = make_batches(data={"tasks": {"draw": 1.0, "answer": 1.0}, "given": 1.0})
+    rng, shares = np.random.default_rng(0), []
+    for group, index in itertools.product(("draw", "answer"), range(60)):
+        example = batches._row_at(group, index)[2]
+        given = batches._given(example, rng)
+        shares.append(given.mean())
+        assert not given[: example.reach].all()
+        if example.kind == "text":
+            assert abs(np.diff(given.astype(int), prepend=0, append=0)).sum() in (0, 2)
+            assert not given[example.reach :].any()
+        else:
+            grid = given.reshape(6, 6)
+            assert is_rectangle(grid) or is_rectangle(~grid)
+    assert len({*shares}) > 10
+
+
+def is_rectangle(grid) -> bool:
+    rows, columns = grid.any(axis=1), grid.any(axis=0)
+    edges = [abs(np.diff(line.astype(int), prepend=0, append=0)).sum() for line in (rows, columns)]
+    return max(edges) <= 2 and (grid == rows[:, None] & columns[None]).all()
+
+
+def test_without_a_share_only_what_the_task_gives_is_given():
+    batches = make_batches(data={"tasks": {"draw": 1.0, "inpaint": 1.0}, "given": 0.0})
+    for group, index in itertools.product(("draw", "edit"), range(10)):
+        example = batches._row_at(group, index)[2]
+        given = batches._given(example, np.random.default_rng(0))
+        np.testing.assert_array_equal(given, example.given)
+        assert given.any() == (group == "edit")
+
+
+@pytest.mark.parametrize("kind", ["schedule", "uniform"])
+def test_blocks_are_clean_ones_then_masked_ones_with_registers(by_kind, kind):
+    model, settings = by_kind[kind].settings.model, by_kind[kind].settings.diffusion
+    for row in rows_of(by_kind[kind], count=2):
+        masked = np.unique(row.block[row.is_lost])
+        assert masked.tolist() == sorted(row.blocks.masked_blocks)
+        assert row.blocks.num_clean < masked.min()
+        assert len(masked) <= settings.num_masked_blocks
+        others = row.block[~row.is_lost & ~row.is_register]
+        assert PROMPT_BLOCK <= others.min(initial=0)
+        assert others.max(initial=0) <= row.blocks.num_clean
+        for number in masked:
+            assert (row.is_register & (row.block == number)).sum() == model.num_registers
+        assert row.is_register.sum() == len(masked) * model.num_registers
+        horizon = np.minimum(row.block, row.blocks.num_clean)
+        np.testing.assert_array_equal(row.horizon, horizon)
+
+
+def test_registers_stand_behind_the_whole_sequence(by_kind):
+    model = by_kind["schedule"].settings.model
+    for row in rows_of(by_kind["schedule"], ("draw", "tell"), 1):
+        length = prompt_row(row.example.parts, text_mask_id=1, codes_per_token=1).length
+        places = np.unique(row.position[row.is_register])
+        np.testing.assert_array_equal(places, length + np.arange(model.num_registers))
+
+
+def test_with_full_attention_everything_is_in_block_0_without_registers(by_kind):
+    for row in rows_of(by_kind["full"], count=1):
+        assert (row.block == PROMPT_BLOCK).all()
+        assert (row.horizon == PROMPT_BLOCK).all()
+        assert not row.is_register.any()
+        assert (row.place >= 0).sum() == len(row.example.response)  # nothing is left out
+
+
+def test_totals_are_what_the_weights_are_divided_by(rows):
+    for row in rows:
+        assert row.total == np.float32(row.blocks.total)
+        assert 0 < row.blocks.total <= len(row.example.response)
+
+
+def test_text_and_picture_totals_are_apart(by_kind):
+    text, image = (by_kind["schedule"].batch(group, 0) for group in ("answer", "draw"))
+    assert (text.predicts, image.predicts) == ("understanding", "generation")
+    assert text.text_total.all() and not text.image_total.any()
+    assert image.image_total.all() and not image.text_total.any()
+
+
+def test_a_dropped_prompt_is_masks_between_its_headers():
+    batches = make_batches(data={"tasks": {"draw": 1.0}, "prompt_drop": 1.0})
+    model, t = batches.settings.model, batches.encoder.tokenizer
+    stream = batches.batch("draw", 0).understanding
+    for tokens, block in zip(stream.tokens, stream.layout.block, strict=True):
+        left = [i for i in tokens[block != PAD_BLOCK].tolist() if i != model.text_mask_id]
+        assert left == [t.user_id, t.end_of_turn_id, t.assistant_id, t.end_of_turn_id]
+
+
+def test_plans_are_left_out_in_their_share():
+    def lengths(share):
+        batches = make_batches(data={"tasks": {"draw": 1.0}, "plan_drop": share})
+        return [len(batches._row("draw", index)[0][0].block) for index in range(20)]
+
+    assert all(without < whole for without, whole in zip(lengths(1.0), lengths(0.0), strict=True))
+
+
+def test_digits_need_no_picture_codec():
+    pytest.importorskip("sklearn", reason="the digits come with pip install '.[digits]'")
+    model = {"vocab_size": stand_ins.tokenizer().vocab_size, "grid_size": 8, "codebook_size": 17}
+    given = stand_ins.settings(
+        model=tiny.model_settings(**model),
+        data={"source": "digits", "picture_codec": "grey", "tasks": {"digit": 1.0}},
+    )
+    batch = stand_ins.batches(given).batch("draw", 0)
+    assert batch.pixels is None
+    assert batch.image_target.max() < 17
