@@ -20,7 +20,7 @@ SETTINGS = config.Vision(
 @functools.cache
 def tiny(**changes) -> vision.VisionEncoder:
     settings = config.Vision(**{**config.to_dict(SETTINGS), **changes})
-    return vision.VisionEncoder(settings, 12, rngs=nnx.Rngs(0))
+    return jax.jit(lambda: vision.VisionEncoder(settings, 12, rngs=nnx.Rngs(0)))()
 
 
 run = jax.jit(lambda model, pixels: model(pixels))
@@ -34,8 +34,9 @@ def test_tokens_are_as_many_as_the_config_says():
     # 5x5 patches: the last row and column fill no window of the pool and are dropped.
     assert run(tiny(), pictures(3)).shape == (3, SETTINGS.num_tokens, 12) == (3, 4, 12)
     default = config.Vision()
-    make = functools.partial(vision.VisionEncoder, default, 8, rngs=nnx.Rngs(0))
-    features = jax.eval_shape(lambda pixels: make()(pixels), pictures(1, 96))
+    features = jax.eval_shape(
+        lambda pixels: vision.VisionEncoder(default, 8, rngs=nnx.Rngs(0))(pixels), pictures(1, 96)
+    )
     assert features.shape == (1, default.num_tokens, 8) == (1, 36, 8)
 
 
