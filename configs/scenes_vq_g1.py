@@ -4,7 +4,7 @@ r"""The image tokenizer of the scenes with one code a cell, as shipped in `asset
     python -m sparse_lavida_jax.main --config=configs/scenes_vq_g1.py
     cp -r runs/scenes_vq_g1/vq sparse_lavida_jax/assets/vq/scenes_g1
 
-About three minutes on two CPU cores.
+Takes about six minutes of CPU time.
 """
 
 import ml_collections

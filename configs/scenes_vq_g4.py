@@ -4,7 +4,7 @@ r"""The image tokenizer of the scenes with four codes a cell, as shipped in `ass
     python -m sparse_lavida_jax.main --config=configs/scenes_vq_g4.py
     cp -r runs/scenes_vq_g4/vq sparse_lavida_jax/assets/vq/scenes_g4
 
-About three minutes on two CPU cores.
+Takes about six minutes of CPU time.
 """
 
 import importlib.util
