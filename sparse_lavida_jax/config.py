@@ -89,8 +89,8 @@ class Model:
     codebook_size: int = 64
     codes_per_token: int = 1  # g: 4 compresses 2x2 codes into one backbone token
     grid_size: int = 6  # cells a side of the largest picture
-    # Ours, off in the release: a learned embedding of the raster index of a cell. Small models
-    # have no time to learn absolute places from rotary phases alone.
+    # Ours, off in the release: learned embeddings of the row and the column of a cell. Small
+    # models have no time to learn absolute places from rotary phases alone.
     cell_positions: bool = False
     # Registers (Sec. 3.1).
     num_registers: int = 64

@@ -221,7 +221,7 @@ class SparseLaViDa:
         sampling: config.Sampling | None = None,
         seed: int = 0,
         on_segment: Callable[[Int[np.ndarray, "b l g"], int], None] | None = None,
-    ) -> list[Int[np.ndarray, "l g"]]:
+    ) -> list[Int[np.ndarray, "_l g"]]:
         """Decodes the responses of examples of one kind; row i has the seed `seed + i`.
 
         Examples may differ in response length; those of one length are decoded together.
@@ -242,7 +242,7 @@ class SparseLaViDa:
                 results.update(zip(chunk, decoded[: len(chunk)], strict=True))
         return [results[i] for i in range(len(examples))]
 
-    def texts(self, responses: Sequence[Int[np.ndarray, "l g"]]) -> list[str]:
+    def texts(self, responses: Sequence[Int[np.ndarray, "_l 1"]]) -> list[str]:
         """Returns the text of responses, up to the first end-of-text."""
         end = self.tokenizer.end_of_text_id
         cut = [ids[:, 0].tolist() for ids in responses]

@@ -153,10 +153,9 @@ def _curve(path: pathlib.Path) -> str:
         f"| step | minutes | {' | '.join(name.replace('_', ' ') for name in names)} |",
         "| --- " * (len(names) + 2) + "|",
     ]
-    lines += [
-        f"| {row['step']} | {row['seconds'] / 60:.1f} | {' | '.join(f'{row[name]:.2f}' for name in names)} |"
-        for row in checks
-    ]
+    for row in checks:
+        scores = " | ".join(f"{row[name]:.2f}" for name in names)
+        lines.append(f"| {row['step']} | {row['seconds'] / 60:.1f} | {scores} |")
     return "\n".join(lines)
 
 

@@ -65,6 +65,9 @@ def answer(
     seed: int = 0,
 ) -> list[Output]:
     """Returns the model's output for samples of one task: pictures or text."""
+    if any(sample.given for sample in samples):
+        examples = [pipe.encoder.scene_example(sample) for sample in samples]
+        return list(pipe.texts(pipe.run(examples, sampling=sampling, seed=seed)))
     task, prompts = samples[0].task, [sample.prompt for sample in samples]
     size = pipe.settings.vq.image_size
     shown = None
@@ -77,9 +80,6 @@ def answer(
         return list(pipe.edit(shown, prompts, known=known, sampling=sampling, seed=seed))
     if task == "draw":
         return list(pipe.draw(prompts, sampling=sampling, seed=seed))
-    if any(sample.given for sample in samples):
-        examples = [pipe.encoder.scene_example(sample) for sample in samples]
-        return list(pipe.texts(pipe.run(examples, sampling=sampling, seed=seed)))
     length = pipe.settings.data.max_answer_len if task in LONG_ANSWERS else ANSWER_TOKENS
     return list(pipe.write(prompts, shown, max_new_tokens=length, sampling=sampling, seed=seed))
 

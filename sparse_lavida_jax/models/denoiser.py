@@ -90,7 +90,8 @@ class Denoiser(nnx.Module):
             self.image_embedding(masked_cell, jnp.dtype("float32"))[0, 0]
         )
         if settings.cell_positions:
-            self.cell_position = table(settings.num_cells, settings.generation_width)
+            self.cell_row = table(settings.grid_size, settings.generation_width)
+            self.cell_column = table(settings.grid_size, settings.generation_width)
         self.vision = VisionEncoder(settings.vision, settings.width, rngs=rngs)
         self.joint_layers = init_stack(
             lambda r: Layer(settings, rngs=r), settings.num_joint_layers, rngs.params()
@@ -127,7 +128,8 @@ class Denoiser(nnx.Module):
         is_register = codes[..., :1] == self.settings.image_register_id
         x = jnp.where(is_register, self.register_generation.astype(dtype)[None, None], x)
         if self.settings.cell_positions:
-            place = self.cell_position[jnp.maximum(stream.index, 0)].astype(dtype)
+            row, column = jnp.divmod(jnp.maximum(stream.index, 0), self.settings.grid_size)
+            place = (self.cell_row[row] + self.cell_column[column]).astype(dtype)
             x = x + jnp.where((stream.index != NO_CELL)[..., None], place, 0)
         return x
 
