@@ -16,7 +16,7 @@ from sparse_lavida_jax.data.text import Tokenizer
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.models.denoiser import Denoiser
 
-Picture = UInt8[np.ndarray, "h w 3"]
+Picture = UInt8[np.ndarray, "_h _w 3"]  # each of its own size
 
 ANSWER_TOKENS = 16  # response length of a short answer, tokens
 
@@ -27,14 +27,30 @@ class PictureCodec:
     Args:
         name_or_folder: a bundled VQ, a folder with one, or "grey" (or None) for handwritten
             digits, whose grey levels are their codes.
+        model: whose cells the codes fill.
+
+    Raises:
+        ConfigError: there is no such VQ, or its codes do not fit the model.
     """
 
     def __init__(self, name_or_folder: str | pathlib.Path | None, model: config.Model):
         self.side = model.codes_side
         self.grid_size = model.grid_size
         is_grey = name_or_folder in (None, "grey")
-        self.vq = None if is_grey else vq.load(name_or_folder)[0]
-        self.folder = None if is_grey else vq.find(name_or_folder)
+        self.vq, self.folder, self.picture_size = None, None, digits.PICTURE_SIZE
+        codes, levels = digits.SIDE, digits.LEVELS
+        if not is_grey:
+            self.vq, settings = vq.load(name_or_folder)
+            self.folder, self.picture_size = vq.find(name_or_folder), settings.image_size
+            codes, levels = settings.image_size // settings.factor, settings.codebook_size
+        wanted = self.grid_size * self.side
+        if (codes, levels) != (wanted, model.codebook_size):
+            raise config.ConfigError(
+                f"the image tokenizer {name_or_folder or 'grey'} makes {codes}x{codes} codes of"
+                f" {levels} kinds, and the model takes {wanted}x{wanted} of {model.codebook_size}:"
+                " choose another Data.picture_codec, or change Model.grid_size, codes_per_token or"
+                " codebook_size."
+            )
 
     def encode(self, pixels: UInt8[np.ndarray, "b h w 3"]) -> Int[np.ndarray, "b l g"]:
         """Returns the cells of pictures, raster order."""
@@ -127,12 +143,17 @@ class SparseLaViDa:
         sampling: config.Sampling | None = None,
         seed: int = 0,
     ) -> list[str]:
-        """Returns a text response to each prompt, with the picture it is shown, if any."""
+        """Returns a text response to each prompt, with the picture it is shown, if any.
+
+        Args:
+            max_new_tokens: rounded up to whole text blocks.
+        """
+        block = self.settings.data.text_block_len
         examples = [
             self.encoder.text_example(
                 prompt,
                 picture=None if pictures is None else self._seen(pictures[i]),
-                length=max_new_tokens,
+                length=-(-max_new_tokens // block) * block,
             )
             for i, prompt in enumerate(prompts)
         ]
@@ -189,6 +210,7 @@ class SparseLaViDa:
         """Returns each picture changed as told; everything else stays.
 
         Args:
+            pictures: of any size; what is changed is the picture at the size of the model's own.
             plans: layouts of the change, in place of the model's own.
             known: for in- and outpainting, the grid of cells of each picture to keep; their codes
                 come out as they went in.
@@ -197,7 +219,9 @@ class SparseLaViDa:
         task = "edit_plan" if known is None else "fill_plan"
         if plans is None and sampling.plan and self._plans(task):
             plans = self.plan(instructions, pictures, sampling=sampling, seed=seed)
-        sources = self.codec.encode(np.stack(pictures))
+        sources = self.codec.encode(
+            np.stack([resized(picture, self.codec.picture_size) for picture in pictures])
+        )
         examples = [
             self.encoder.image_example(
                 instruction,
@@ -290,12 +314,16 @@ class SparseLaViDa:
         """Whether the model was trained to lay pictures out first."""
         return task in self.settings.data.tasks
 
-    def _seen(self, picture: Picture) -> Picture:
+    def _seen(self, picture: Picture) -> UInt8[np.ndarray, "side side 3"]:
         """The picture at the size of the vision tower."""
-        side = self.settings.model.vision.image_size
-        if picture.shape[:2] == (side, side):
-            return picture
-        return np.asarray(Image.fromarray(picture).resize((side, side), Image.Resampling.BICUBIC))
+        return resized(picture, self.settings.model.vision.image_size)
+
+
+def resized(picture: Picture, side: int) -> UInt8[np.ndarray, "side side 3"]:
+    """Returns the whole of a picture, `side` pixels high and wide."""
+    if picture.shape[:2] == (side, side):
+        return picture
+    return np.asarray(Image.fromarray(picture).resize((side, side), Image.Resampling.BICUBIC))
 
 
 def _request(example: Example, seed: int) -> sample.Request:
