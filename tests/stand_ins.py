@@ -4,7 +4,7 @@
 import contextlib
 import functools
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import jax
 import numpy as np
@@ -12,7 +12,7 @@ import tiny
 
 from sparse_lavida_jax import config, train
 from sparse_lavida_jax import pipeline as pipelines
-from sparse_lavida_jax.data import pipeline, scenes
+from sparse_lavida_jax.data import pipeline, scenes, tasks
 from sparse_lavida_jax.data.examples import Encoder
 from sparse_lavida_jax.data.text import Tokenizer
 
@@ -33,6 +33,7 @@ class Codec(pipelines.PictureCodec):
     """Reads and draws scenes exactly: the appearance of a cell is its code."""
 
     folder = None
+    picture_size = scenes.PICTURE_SIZE
 
     def __init__(self, *_):
         pass
@@ -98,6 +99,56 @@ def without_waiting(monkeypatch) -> None:
     monkeypatch.setattr(train, "PictureCodec", Codec)
     monkeypatch.setattr(pipelines, "PictureCodec", Codec)
     monkeypatch.setattr(pipeline, "LENGTH_PROBE", 16)
+
+
+class Knowing(pipelines.SparseLaViDa):
+    """Knows right responses by heart, or answers nothing and draws empty pictures.
+
+    Args:
+        samples: what it will be asked; those of one prompt and picture have one right response.
+        ignorant: it does not look at them.
+    """
+
+    def __init__(self, given: config.Config, samples: Iterable[tasks.Sample], *, ignorant=False):
+        self.settings, self.encoder = given, encoder(given)
+        self.tokenizer, self.batch_size = tokenizer(), 2
+        self.model = tiny.denoiser(given.model)
+        self.ignorant = ignorant
+        self.pictures, self.answers, self.calls = {}, {}, []
+        for sample in samples:
+            shown = None if sample.picture is None else scenes.render(sample.picture)
+            known = self.answers if sample.target is None else self.pictures
+            known[_key(sample.prompt, shown)] = (
+                sample.answer if sample.target is None else sample.target
+            )
+
+    def draw(self, prompts, *, plans=None, sampling=None, seed=0, on_segment=None):
+        self.calls.append(("draw", seed))
+        return [self._picture(prompt, None) for prompt in prompts]
+
+    def edit(self, pictures, instructions, *, plans=None, known=None, sampling=None, seed=0):
+        self.calls.append(("edit" if known is None else "fill", seed))
+        return [self._picture(*one) for one in zip(instructions, pictures, strict=True)]
+
+    def write(self, prompts, pictures=None, *, max_new_tokens=16, sampling=None, seed=0):
+        self.calls.append(("write", seed))
+        pictures = pictures or [None] * len(prompts)
+        return [
+            "" if self.ignorant else self.answers[_key(prompt, picture)]
+            for prompt, picture in zip(prompts, pictures, strict=True)
+        ]
+
+    def run(self, examples, *, sampling=None, seed=0, on_segment=None):
+        self.calls.append(("run", seed))
+        masks = self.settings.model.text_mask_id
+        return [e.response if not self.ignorant else e.response * 0 + masks for e in examples]
+
+    def _picture(self, prompt, shown):
+        return EMPTY if self.ignorant else scenes.render(self.pictures[_key(prompt, shown)])
+
+
+def _key(prompt, picture):
+    return prompt, None if picture is None else picture.tobytes()
 
 
 @contextlib.contextmanager

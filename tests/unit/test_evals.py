@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Right responses score 1, empty ones 0, and intervals are Wilson's."""
+
+import numpy as np
+import pytest
+import stand_ins
+
+from sparse_lavida_jax import config
+from sparse_lavida_jax.data import digits, scenes, tasks
+from sparse_lavida_jax.evals import scenes as exact
+from sparse_lavida_jax.pipeline import ANSWER_TOKENS
+
+PROMPTS = 40
+SETTINGS = stand_ins.settings()
+
+
+def asked(task, split="test", count=PROMPTS):
+    return [tasks.sample(task, exact.EVAL_SEED, index, split) for index in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("correct", "total", "low", "high"),
+    [
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ],
+)
+def test_the_interval_is_the_published_one(correct, total, low, high):
+    """R. G. Newcombe, Statistics in Medicine 17 (1998) 857, Table I, method 3."""
+    assert exact.wilson_interval(correct, total) == pytest.approx((low, high), abs=6e-5)
+
+
+def test_an_interval_stays_between_0_and_1():
+    assert exact.wilson_interval(0, 0) == (0.0, 1.0)
+    for total in (1, 7, 2000):
+        low, high = exact.wilson_interval(total, total)
+        assert 0 < low < high == 1.0
+
+
+@pytest.mark.parametrize("task", tasks.TASKS)
+def test_right_responses_score_1(task):
+    samples = asked(task)
+    pipe = stand_ins.Knowing(SETTINGS, samples)
+    result = exact.evaluate(pipe, task, PROMPTS)
+    assert (result.correct, result.total, result.reasons) == (PROMPTS, PROMPTS, {})
+    assert result.share == 1.0
+    if task in ("draw", "inpaint", "outpaint"):
+        assert result.precision == 1.0
+    else:
+        assert result.precision is None
+    assert len(pipe.calls) == 1
+
+
+@pytest.mark.parametrize("task", tasks.TASKS)
+def test_empty_responses_score_0_with_reasons(task):
+    samples = asked(task)
+    result = exact.evaluate(stand_ins.Knowing(SETTINGS, [], ignorant=True), task, PROMPTS)
+    emptied = sum(sample.target == scenes.EMPTY_SCENE for sample in samples)
+    assert result.correct == emptied <= 3  # the only object was to be removed
+    assert sum(result.reasons.values()) <= result.total - result.correct
+    assert result.reasons and all(result.reasons)
+    assert not result.precision
+
+
+def test_held_out_combinations_have_a_name_of_their_own():
+    pipe = stand_ins.Knowing(SETTINGS, asked("draw", "held_out"))
+    result = exact.evaluate(pipe, "draw", PROMPTS, split="held_out")
+    assert (result.task, result.share) == ("draw/held_out", 1.0)
+
+
+def test_everything_that_was_trained_is_evaluated():
+    trained = {"draw": 1.0, "answer": 1.0, "fill_plan": 1.0}
+    pipe = stand_ins.Knowing(
+        stand_ins.settings(data={"tasks": trained}),
+        [*asked("draw"), *asked("answer"), *asked("draw", "held_out")],
+    )
+    results = exact.evaluate_all(pipe, PROMPTS)
+    assert [result.task for result in results] == ["draw", "answer", "draw/held_out"]
+    assert [result.share for result in results] == [1.0, 1.0, 1.0]
+
+
+def test_tasks_that_show_different_things_are_asked_in_their_own_way():
+    """An infill shows a picture to some rows and none to others."""
+    samples = asked("infill")
+    assert 5 < sum(sample.picture is None for sample in samples) < PROMPTS - 5
+    for first in (0, next(i for i, sample in enumerate(samples) if sample.picture)):
+        chosen = samples[first:]
+        outputs = exact.answer(stand_ins.Knowing(SETTINGS, chosen), chosen)
+        assert outputs == [sample.answer for sample in chosen]
+    kinds = {}
+    for task in ("draw", "edit", "inpaint", "answer", "infill"):
+        pipe = stand_ins.Knowing(SETTINGS, asked(task))
+        exact.evaluate(pipe, task, 3, seed=exact.EVAL_SEED)
+        kinds[task] = pipe.calls
+    assert kinds == {
+        task: [(call, exact.EVAL_SEED)]
+        for task, call in {
+            "draw": "draw", "edit": "edit", "inpaint": "fill", "answer": "write", "infill": "run",
+        }.items()
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("task", sorted({*tasks.TASKS} - {*tasks.PICTURE_TASKS}))
+def test_the_space_for_an_answer_holds_the_longest(task):
+    samples = asked(task, count=300)
+    longest = config.Data().max_answer_len if task in exact.LONG_ANSWERS else ANSWER_TOKENS
+    if not any(sample.given for sample in samples):  # others get the space they need
+        lengths = [len(stand_ins.tokenizer().encode(sample.answer)) for sample in samples]
+        assert max(lengths) < longest  # one for the end of text
+
+
+def test_tallies_add_up():
+    samples = asked("draw")
+    pictures = [
+        scenes.render(sample.target) if index % 4 else stand_ins.EMPTY
+        for index, sample in enumerate(samples)
+    ]
+    result = exact.tally("draw", samples, pictures)
+    assert (result.correct, result.total) == (30, 40)
+    assert sum(hits for hits, _ in result.columns.values()) == 30
+    assert sum(total for _, total in result.columns.values()) == 40
+    assert len(result.reasons) <= 8 and sum(result.reasons.values()) <= 10
+    low, high = result.interval
+    assert low < result.share == 0.75 < high
+
+
+def test_precision_counts_drawn_objects():
+    (sample,) = [s for s in asked("draw") if s.column == "two"][:1]
+    cells = [cell for cell, _ in sample.target.objects()]
+    free = next(cell for cell in range(36) if cell not in cells)
+    third = next(
+        thing for thing in scenes.OBJECTS
+        if thing.pair not in {shown.pair for _, shown in sample.target.objects()}
+    )  # fmt: skip
+    one_too_many = scenes.render(sample.target.changed({free: third.index}))
+    result = exact.tally("draw", [sample], [one_too_many])
+    assert result.correct == 0
+    assert result.precision == pytest.approx(2 / 3)
+
+
+def test_the_table_has_a_line_for_each_task_and_column():
+    samples = asked("draw")
+    result = exact.tally("draw", samples, [scenes.render(s.target) for s in samples])
+    lines = exact.table([result]).splitlines()
+    low, high = result.interval
+    assert lines[2] == f"| draw | 40 | 40 | 1.00 | {low:.2f} to {high:.2f} |"
+    assert [line.split("|")[1].strip() for line in lines[3:]] == [
+        *(f"- {column}" for column in sorted(result.columns)), "- attribute precision",
+    ]  # fmt: skip
+    assert exact.as_json(result)["interval_95"] == [low, high]
+
+
+def test_a_digit_is_judged_by_its_nearest_neighbour():
+    pytest.importorskip("sklearn", reason="the digits come with pip install '.[digits]'")
+    sample = digits.sample(exact.EVAL_SEED, 0, "test")
+    assert digits.score(sample, digits.render(sample.codes)).ok
+    assert not digits.score(sample, np.zeros((64, 64, 3), np.uint8)).ok

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the interface is asked becomes the right examples, and their responses what it returns."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import stand_ins
+import tiny
+
+from sparse_lavida_jax import config, layout, pipeline
+from sparse_lavida_jax.data import digits, scenes, tasks
+from sparse_lavida_jax.data.text import Tokenizer
+
+PLANS = {"draw": 1.0, "plan": 1.0, "edit": 1.0, "edit_plan": 1.0, "fill_plan": 1.0}
+
+
+@pytest.fixture(autouse=True)
+def _quick():
+    with stand_ins.quick_compilation():
+        yield
+
+
+# ---------------------------------------------------------------------------------------------
+# Pictures as cells of codes.
+
+
+def test_digits_are_their_grey_levels():
+    pytest.importorskip("sklearn", reason="the digits come with pip install '.[digits]'")
+    codec = pipeline.PictureCodec("grey", config.Model(grid_size=8, codebook_size=17))
+    codes = digits.load("test")[0][:3, :, None]
+    np.testing.assert_array_equal(codec.encode(codec.decode(codes)), codes)
+    assert codec.appearance_codes() is None
+    assert codec.folder is None
+
+
+def test_the_cells_of_a_scene_are_in_the_table_of_appearances():
+    """Four codes a cell, in the order of the shipped tokenizer's grid."""
+    model = config.Model(codes_per_token=4, codebook_size=256)
+    codec = pipeline.PictureCodec("scenes_g4", model)
+    scene = next(s for i in range(99) if len(s := tasks.sample("edit", 0, i).picture) == 6)
+    (cells,) = codec.encode(scenes.render(scene)[None])
+    np.testing.assert_array_equal(cells, codec.appearance_codes()[np.array(scene.cells)])
+    (decoded,) = codec.decode(cells[None])
+    assert scenes.read(decoded) == scene
+    assert codec.picture_size == decoded.shape[0] == 96
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "told"),
+    [
+        ("scenes_g4", {}, "makes 12x12 codes of 256 kinds, and the model takes 6x6 of 64"),
+        (
+            "scenes_g1",
+            {"codebook_size": 49},
+            "6x6 codes of 64 kinds, and the model takes 6x6 of 49",
+        ),
+        ("grey", {}, "grey makes 8x8 codes of 17 kinds"),
+        ("scenes_g9", {}, "scenes_g1, scenes_g4"),
+    ],
+)
+def test_a_codec_that_does_not_fit_the_model_is_told(name, changes, told):
+    with pytest.raises(config.ConfigError, match=told):
+        pipeline.PictureCodec(name, config.Model(**changes))
+
+
+# ---------------------------------------------------------------------------------------------
+# Requests.
+
+
+@pytest.fixture
+def pipe(monkeypatch):
+    """Returns a pipeline that decodes the `responses` it is told, and keeps what it was asked.
+
+    Without a response told for a text, it is empty; without one for a picture, it is blank.
+    """
+
+    def make(trained, **sections):
+        given = stand_ins.settings(data={"tasks": trained, "max_answer_len": 40}, **sections)
+        made = pipeline.SparseLaViDa(
+            tiny.denoiser(given.model), given, Tokenizer(), stand_ins.Codec(), batch_size=2
+        )
+        made.asked, made.texts_told = [], []
+
+        def run(examples, *, sampling=None, seed=0, on_segment=None):
+            made.asked.append(examples)
+            if examples[0].kind == "image":
+                return [example.response for example in examples]
+            told = made.texts_told or [""] * len(examples)
+            return [
+                made.encoder.text_example("", text, length=len(example.response)).response
+                for text, example in zip(told, examples, strict=True)
+            ]
+
+        monkeypatch.setattr(made, "run", run)
+        return made
+
+    return make
+
+
+def texts_in(made, example):
+    """The text parts of an example, headers left out."""
+    return [
+        made.tokenizer.decode(part.ids.tolist())
+        for part in example.parts
+        if isinstance(part, layout.Text) and not part.keep
+    ]
+
+
+def test_a_picture_is_laid_out_before_it_is_drawn(pipe):
+    made = pipe(PLANS)
+    made.texts_told = [" a plan", " another"]
+    pictures = made.draw(["one", "two"])
+    planned, drawn = made.asked
+    assert [texts_in(made, example) for example in planned] == [["one"], ["two"]]
+    assert [texts_in(made, example) for example in drawn] == [
+        ["one", " a plan"],
+        ["two", " another"],
+    ]
+    assert [len(example.response) for example in planned] == [40, 40]
+    assert [picture.shape for picture in pictures] == [(96, 96, 3)] * 2
+
+
+def test_a_picture_is_not_laid_out_where_that_was_not_learned_or_not_wanted(pipe):
+    untrained = pipe({"draw": 1.0})
+    untrained.draw(["one"])
+    unwanted = pipe(PLANS)
+    unwanted.draw(["one"], sampling=config.Sampling(plan=False))
+    told = pipe(PLANS)
+    told.draw(["one"], plans=[" mine"])
+    assert [texts_in(untrained, e) for (e,) in untrained.asked] == [["one"]]
+    assert [texts_in(unwanted, e) for (e,) in unwanted.asked] == [["one"]]
+    assert [texts_in(told, e) for (e,) in told.asked] == [["one", " mine"]]
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_an_edit_shows_picture_and_source_and_keeps_what_is_known(pipe, known):
+    made = pipe(PLANS)
+    made.texts_told = [" a plan"]
+    sample = tasks.sample("inpaint" if known else "edit", 0, 0)
+    shown = scenes.render(sample.picture)
+    (edited,) = made.edit([shown], [sample.prompt], known=[sample.known_grid] if known else None)
+    (planned,), (changed,) = made.asked
+    for example in (planned, changed):
+        assert example.pixels.shape == (48, 48, 3)
+        assert sum(isinstance(part, layout.Vision) for part in example.parts) == 1
+    (source,) = [part for part in changed.parts if isinstance(part, layout.Source)]
+    np.testing.assert_array_equal(source.codes[:, 0], sample.picture.cells)
+    assert texts_in(made, changed)[1] == " a plan"
+    np.testing.assert_array_equal(changed.given, sample.known if known else [False] * 36)
+    np.testing.assert_array_equal(edited, shown)
+
+
+def test_which_plan_an_edit_needs_depends_on_what_is_known(pipe):
+    shown, known = [stand_ins.EMPTY], [np.zeros((6, 6), bool)]
+    made = pipe({"edit": 1.0, "edit_plan": 1.0})
+    made.edit(shown, ["x"])
+    assert len(made.asked) == 2
+    made.edit(shown, ["x"], known=known)
+    assert len(made.asked) == 3
+
+
+def test_a_picture_of_another_size_is_brought_to_ours(pipe):
+    made = pipe({"edit": 1.0, "answer": 1.0})
+    scene = tasks.sample("edit", 0, 3).picture
+    large = scenes.render(scene, 240)
+    (edited,) = made.edit([large], ["x"])
+    assert scenes.read(edited) == scene
+    made.write(["what?"], [np.zeros((31, 77, 3), np.uint8)])
+    assert made.asked[-1][0].pixels.shape == (48, 48, 3)
+
+
+def test_text_ends_at_its_first_end(pipe):
+    made = pipe({"answer": 1.0})
+    made.texts_told = [" yes", ""]
+    assert made.write(["one?", "two?"]) == [" yes", ""]
+    ids = made.encoder.text_example("", " yes", length=8).response
+    assert made.texts([np.concatenate([ids, ids]), ids[:1]]) == [" yes", " yes"]
+
+
+@pytest.mark.parametrize(("asked", "given"), [(1, 8), (8, 8), (9, 16), (16, 16)])
+def test_the_space_for_an_answer_is_whole_text_blocks(pipe, asked, given):
+    made = pipe({"answer": 1.0})
+    made.write(["how many?"], max_new_tokens=asked)
+    assert len(made.asked[0][0].response) == given
+
+
+# ---------------------------------------------------------------------------------------------
+# Batches.
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """The batches that reach the sampler, as lists of (words of the prompt, seed)."""
+    seen = []
+
+    def sample(model, requests, segments, *, settings, prompt_len, on_segment):
+        seen.append([(len(request.parts[1].ids), request.seed) for request in requests])
+        sample.prompt_lens.add(prompt_len)
+        return np.stack([np.full_like(r.tokens, r.seed) for r in requests])
+
+    sample.prompt_lens = set()
+    monkeypatch.setattr(pipeline.sample, "sample", sample)
+    return seen, sample.prompt_lens
+
+
+def test_examples_of_one_length_are_decoded_together_and_come_back_in_order(batches):
+    given = stand_ins.settings()
+    made = pipeline.SparseLaViDa(
+        tiny.denoiser(given.model), given, Tokenizer(), stand_ins.Codec(), batch_size=2
+    )
+    lengths = (8, 16, 8, 16, 16)
+    examples = [
+        made.encoder.text_example(" red" * (i + 1), length=length)
+        for i, length in enumerate(lengths)
+    ]
+    responses = made.run(examples, seed=70)
+    seen, prompt_lens = batches
+    # The last batch is filled up with its last row; row i has the seed 70 + i wherever it is.
+    assert seen == [[(1, 70), (3, 72)], [(2, 71), (4, 73)], [(5, 74), (5, 74)]]
+    assert [response[0, 0] for response in responses] == [70, 71, 72, 73, 74]
+    assert tuple(len(response) for response in responses) == lengths
+    assert len(prompt_lens) == 1  # so that all batches run the same programs
+
+
+def test_another_model_is_put_into_the_same_pipeline():
+    given = stand_ins.settings()
+    first = tiny.denoiser(given.model)
+    made = pipeline.SparseLaViDa(first, given, Tokenizer(), stand_ins.Codec(), batch_size=3)
+    other = tiny.denoiser(dataclasses.replace(given.model, num_registers=1))
+    assert made.with_model(other).model is other
+    assert made.with_model(other).batch_size == 3
+    sparser = made.with_sampling(config.Sampling(num_steps=1))
+    assert sparser.settings.sampling.num_steps == 1
+    assert made.settings.sampling.num_steps == 2
+    assert sparser.model is first

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sheets show pictures with captions, the report has its sections, and counts are those by hand."""
+
+import numpy as np
+import pytest
+import stand_ins
+from PIL import Image
+
+from sparse_lavida_jax import config, metrics, report
+from sparse_lavida_jax.data import digits, scenes, tasks
+from sparse_lavida_jax.evals import scenes as exact
+
+TRAINED = {"draw": 1.0, "edit": 1.0, "answer": 1.0, "point": 1.0, "infill": 1.0, "fill_plan": 1.0}
+
+
+def asked(count, *names):
+    return [tasks.sample(task, exact.EVAL_SEED, i, "test") for task in names for i in range(count)]
+
+
+def pixels_of(path):
+    with Image.open(path) as picture:
+        return np.asarray(picture.convert("RGB"))
+
+
+def test_a_sheet_shows_every_picture_and_writes_in_the_colour_of_the_judgement():
+    pictures = [scenes.render(sample.target) for sample in asked(4, "draw")]
+    tiles = [
+        report.Tile(pixels, "a very long caption that needs more than one line", ok)
+        for pixels, ok in zip(pictures, (None, True, False, None), strict=True)
+    ]
+    page = np.asarray(report.sheet(tiles, columns=3))
+    side = scenes.PICTURE_SIZE
+    height = side + report.CAPTION_HEIGHT + 8
+    assert page.shape == (2 * height, 3 * (side + 8), 3)
+    for i, pixels in enumerate(pictures):
+        y, x = i // 3 * height + 4, i % 3 * (side + 8) + 4
+        np.testing.assert_array_equal(page[y : y + side, x : x + side], pixels)
+        below = page[y + side : y + side + report.CAPTION_HEIGHT, x : x + side].astype(int)
+        darkest = below[np.unravel_index(below.sum(axis=2).argmin(), below.shape[:2])]
+        expected = {None: (0, 0, 0), True: (0, 100, 0), False: (178, 34, 34)}[tiles[i].ok]
+        assert abs(darkest - expected).max() < 60
+        # The caption keeps to its own picture.
+        assert (below[:, -1] == 255).all()
+    assert (page[height:, 2 * (side + 8) :] == 255).all()
+
+
+def test_a_check_scores_prompts_and_saves_a_sheet(tmp_path):
+    pipe = stand_ins.Knowing(stand_ins.settings(), asked(report.CHECK_PROMPTS, "draw"))
+    scores = report.check(pipe, tmp_path / "pictures" / "000007.png")
+    assert scores == {"draw": 1.0, "single": 1.0, "attribute_precision": 1.0}
+    rows = 4 * (scenes.PICTURE_SIZE + report.CAPTION_HEIGHT + 8)
+    assert pixels_of(tmp_path / "pictures" / "000007.png").shape[0] == rows
+    ignorant = stand_ins.Knowing(stand_ins.settings(), [], ignorant=True)
+    assert report.check(ignorant, tmp_path / "empty.png") == {
+        "draw": 0.0, "single": 0.0, "attribute_precision": 0.0,
+    }  # fmt: skip
+
+
+def test_a_check_of_digits_asks_their_own_judge(tmp_path, monkeypatch):
+    pytest.importorskip("sklearn", reason="the digits come with pip install '.[digits]'")
+    given = stand_ins.settings(data={"source": "digits", "tasks": {"digit": 1.0}})
+    pipe = stand_ins.Knowing(given, [])
+    drawn = [
+        digits.render(digits.sample(exact.EVAL_SEED, i, "test").codes)
+        for i in range(report.CHECK_PROMPTS)
+    ]
+    monkeypatch.setattr(pipe, "draw", lambda prompts: drawn)
+    assert report.check(pipe, tmp_path / "digits.png")["draw"] > 0.9
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """The report of a model that knows everything, and its folder."""
+    folder = tmp_path_factory.mktemp("run")
+    with metrics.MetricsFile(folder / "metrics.jsonl") as log:
+        log.write(20, {"loss": 3.0})
+        for step, score in ((50, 0.25), (90, 0.5)):
+            log.write(
+                step,
+                {"draw": score, "single": 1.0, "attribute_precision": 0.75, "seconds": 60.0 * step},
+            )
+    given = stand_ins.settings(data={"tasks": TRAINED}, train={"eval_prompts": 14})
+    pipe = stand_ins.Knowing(given, asked(14, *TRAINED.keys() - {"fill_plan"}))
+    path = report.write(pipe, folder, step=90, seconds=330.0)
+    assert path == folder / "report.md"
+    return path.read_text(), folder
+
+
+def test_the_report_has_its_sections_in_order(written):
+    text, _ = written
+    sections = [line[3:] for line in text.splitlines() if line.startswith("## ")]
+    assert sections == [
+        "While it trained", "Exact scores", "Drawn", "Edited", "Answered", "Pointed", "Speed",
+    ]  # fmt: skip
+    assert text.startswith("# tiny\n")
+    assert "90 steps in 5.5 minutes" in text
+
+
+def test_the_report_has_the_curve_of_the_run(written):
+    lines = written[0].splitlines()
+    assert "| step | minutes | attribute precision | single | draw |" in lines
+    assert "| 50 | 50.0 | 0.75 | 1.00 | 0.25 |" in lines
+    assert "| 90 | 90.0 | 0.75 | 1.00 | 0.50 |" in lines
+
+
+def test_the_report_has_a_score_for_every_task(written):
+    for task in ("draw", "edit", "answer", "point", "infill"):
+        assert f"| {task} | 14 | 14 | 1.00 |" in written[0]
+
+
+def test_the_pictures_of_the_report_are_there(written):
+    text, folder = written
+    for name in ("drawn", "edited", "answered", "pointed"):
+        assert f"![{name}](pictures/{name}.png)" in text
+        assert pixels_of(folder / "pictures" / f"{name}.png").min() < 200
+
+
+def test_the_report_says_how_fast_sparse_is(written):
+    speed = written[0].partition("## Speed")[2]
+    assert "times faster" in speed
+    assert "sparse" in speed and "dense" in speed
+
+
+def test_without_checks_the_report_says_so(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 20, "loss": 3.0}\n')
+    assert "No picture was scored" in report._curve(tmp_path / "metrics.jsonl")
+
+
+def test_a_box_is_drawn_around_what_was_pointed_at():
+    empty = stand_ins.EMPTY
+    marked = report._with_box(empty, " <LOC_4><LOC_8><LOC_8><LOC_16>")
+    changed = np.argwhere((marked != empty).any(axis=2))
+    assert (changed.min(axis=0).tolist(), changed.max(axis=0).tolist()) == ([32, 16], [64, 32])
+    np.testing.assert_array_equal(report._with_box(empty, "somewhere"), empty)
+
+
+@pytest.fixture
+def counted():
+    """Three steps over 36 cells: 12 a step, three registers each."""
+    return stand_ins.Knowing(
+        stand_ins.settings(sampling={"num_steps": 3, "schedule": "linear"}), []
+    )
+
+
+@pytest.mark.parametrize(
+    ("preset", "passed"),
+    [
+        # The prompt once; of the response each step's own tokens, registers, and the newest ones.
+        ("sparse", lambda prompt: prompt + 3 * (12 + 3) + (0 + 12 + 12)),
+        # The prompt and the whole response three times, no registers.
+        ("dense", lambda prompt: 3 * (prompt + 36)),
+        # No cache, but truncated: prompt and everything decoded so far again.
+        ("t", lambda prompt: 3 * (prompt + 12 + 3) + (0 + 12 + 24)),
+        # Both caches, not truncated: also what is still masked.
+        ("pr", lambda prompt: prompt + 3 * (12 + 3) + (0 + 12 + 12) + (24 + 12 + 0)),
+    ],
+)
+def test_passed_tokens_are_counted_as_by_hand(counted, preset, passed):
+    blank = np.zeros((36, 1), np.int32)
+    drawn = counted.encoder.image_example("a red circle", blank)
+    # user, three words, end of turn, assistant; end of turn behind the response
+    assert len(counted.tokenizer.encode("a red circle")) == 3
+    assert report.tokens_passed(counted, preset, drawn) == passed(1 + 3 + 2 + 1)
+    picture = stand_ins.EMPTY[::2, ::2]
+    edited = counted.encoder.image_example("remove the", blank, picture=picture, source=blank)
+    vision = counted.settings.model.vision.num_tokens
+    words = len(counted.tokenizer.encode("remove the"))
+    assert report.tokens_passed(counted, preset, edited) == passed(1 + words + 2 + 1 + vision + 36)
+
+
+def test_the_model_card_says_how_it_was_made():
+    card = report.model_card(config.Config(name="scenes", seed=3), 1234, 600.0)
+    assert "--config=configs/scenes.py` (seed 3, 1234 steps, 10 minutes)" in card
+    assert "Apache-2.0" in card
