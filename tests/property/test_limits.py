@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the method becomes at its limits: full attention, one step, every ablation switch."""
+
+import functools
+import unittest.mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+import tiny
+import traces
+
+from sparse_lavida_jax import config, diffusion, layout, orders
+from sparse_lavida_jax.models import stack
+
+TOLERANCE = 2e-5
+
+
+# ---------------------------------------------------------------------------------------------
+# Every token in block 0.
+
+
+def full_attention_batch(model) -> diffusion.Corrupted:
+    """Two rows of prompt, source cells and picture, masked here and there, without padding."""
+    settings = model.settings
+    rng = np.random.default_rng(7)
+    rows, blocks = [], []
+    for seed in range(2):
+        asked = tiny.request("image", settings, seed, words=4, source=True)
+        blocks.append(
+            diffusion.uniform_blocks(rng, asked.given, config.Diffusion(attention="full"))
+        )
+        prompt = tiny.lay_out(asked, settings)
+        rows.append(
+            diffusion.corrupt(
+                prompt, asked.tokens, "image", blocks[-1], settings, full_attention=True
+            )
+        )
+    shape = diffusion.RowShape(*(len(rows[0][i].block) for i in (0, 1)))
+    return diffusion.batch_rows(
+        rows, blocks, ["image"] * 2, [None] * 2, shape, settings, full_attention=True
+    )
+
+
+def attention_without_rule(q, k, v, *tags, num_heads, layer):
+    """Softmax attention of everybody to everybody."""
+    assert layer is None
+    q, k, v = (x.reshape(*x.shape[:2], num_heads, -1) for x in (q, k, v))
+    logits = jnp.einsum("bshd,bthd->bhst", q, k) * q.shape[-1] ** -0.5
+    weights = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
+    out = jnp.einsum("bhst,bthd->bshd", weights / weights.sum(axis=-1, keepdims=True), v)
+    return out.reshape(*out.shape[:2], -1)
+
+
+def test_block_zero_everywhere_is_attention_without_a_mask_bit_for_bit():
+    model = tiny.denoiser(tiny.model_settings())
+    batch = jax.tree.map(jnp.asarray, full_attention_batch(model))
+    assert not np.asarray(batch.generation.layout.block).any()
+    assert not np.asarray(batch.generation.layout.horizon).any()
+    _, ours = traces.forward(model, batch)
+    with unittest.mock.patch.object(stack, "step_causal_attention", attention_without_rule):
+        _, plain = tiny.quick_jit(traces.training_pass)(model, batch)
+    np.testing.assert_array_equal(ours, plain)
+    assert np.abs(ours).max() > 0.1
+
+
+def test_without_blocks_turns_any_training_pass_into_full_attention():
+    """Step-causal tags, replaced by block 0: every token attends to all that is not padding."""
+    model = tiny.denoiser(tiny.model_settings(codes_per_token=4))
+    settings = model.settings
+    rng = np.random.default_rng(1)
+    asked = tiny.request("image", settings, 0, words=4, source=True)
+    blocks = diffusion.uniform_blocks(rng, asked.given, config.Diffusion())
+    row = diffusion.corrupt(tiny.lay_out(asked, settings), asked.tokens, "image", blocks, settings)
+    shape = diffusion.RowShape(*(len(row[i].block) + 3 for i in (0, 1)))
+    batch = diffusion.batch_rows([row], [blocks], ["image"], [None], shape, settings)
+    streams = {
+        name: (stream := getattr(batch, name)).replace(layout=layout.without_blocks(stream.layout))
+        for name in ("understanding", "generation")
+    }
+    _, ours = traces.forward(model, jax.tree.map(jnp.asarray, batch.replace(**streams)))
+    text, image = streams["understanding"], streams["generation"]
+    text_len, image_len = (len(row[i].block) for i in (0, 1))
+    is_image = np.arange(text_len + image_len) >= text_len
+    codes = np.zeros((len(is_image), 4), int)
+    codes[is_image] = image.tokens[0, :image_len]
+    codes[codes == settings.image_register_id] = -1
+    _, plain = oracles.plain_forward(
+        model,
+        np.concatenate([text.tokens[0, :text_len], np.zeros(image_len, int)]),
+        codes,
+        np.concatenate([np.full(text_len, -1), image.index[0, :image_len]]),
+        is_image,
+        np.concatenate([text.layout.position[0, :text_len], image.layout.position[0, :image_len]]),
+        np.ones((len(is_image), len(is_image)), bool),
+    )
+    np.testing.assert_allclose(ours[0, :image_len], plain[is_image], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", ["image", "text"])
+def test_dense_sampler_is_the_training_pass_with_full_attention(kind):
+    model = tiny.denoiser(tiny.model_settings(trained_attention="full"))
+    requests = [
+        tiny.request(kind, model.settings, i, words=n, given=share)
+        for i, (n, share) in enumerate(((3, 0.0), (6, 0.4)))
+    ]
+    guidance = 0.5 if kind == "image" else 0.0
+    settings = traces.settings_of("", kind, model.settings, guidance=guidance)
+    assert settings.preset.full_attention
+    assert settings.num_registers == 0
+    steps, _ = traces.moments(model, requests, traces.plan(requests, settings, 3), settings)
+    trained = traces.training_logits(model, requests, steps, settings, with_rest=True)
+    for moment, logits in zip(steps, trained, strict=True):
+        np.testing.assert_allclose(moment.logits, logits, rtol=0, atol=TOLERANCE)
+
+
+# ---------------------------------------------------------------------------------------------
+# One step.
+
+
+def test_one_step_is_the_training_pass_with_one_masked_block():
+    """C = B: the plan's only step against the blocks that training cuts from the same plan."""
+    model = tiny.denoiser(tiny.model_settings())
+    requests = [tiny.request("image", model.settings, i, words=n) for i, n in enumerate((3, 7))]
+    settings = traces.settings_of("sparse", "image", model.settings)
+    segments = traces.plan(requests, settings, num_steps=1)
+    (moment,), _ = traces.moments(model, requests, segments, settings)
+    assert moment.masked.all()
+    rows, blocks, starts = [], [], []
+    for asked in requests:
+        cut = diffusion.schedule_blocks(
+            np.random.default_rng(0),
+            orders.order("stratified", 3, 3, asked.seed),
+            np.array([tiny.IMAGE_LEN]),
+            asked.given,
+            config.Diffusion(num_masked_blocks=1),
+            model.settings.num_registers,
+        )
+        prompt = tiny.lay_out(asked, model.settings)
+        rows.append(diffusion.corrupt(prompt, asked.tokens, "image", cut, model.settings))
+        blocks.append(cut)
+        starts.append(prompt.response_position)
+    longest = [max(len(row[i].block) for row in rows) for i in (0, 1)]
+    batch = diffusion.batch_rows(
+        rows, blocks, ["image"] * 2, [None] * 2, diffusion.RowShape(*longest), model.settings
+    )
+    logits = traces.spread_logits(model, batch, "image", starts, tiny.IMAGE_LEN)
+    np.testing.assert_allclose(moment.logits, logits, rtol=0, atol=TOLERANCE)
+
+
+# ---------------------------------------------------------------------------------------------
+# The switches of the ablation.
+
+
+@functools.cache
+def ablation(kind: str, preset: str):
+    """The steps and the sample of one preset; the same requests and seeds for all."""
+    model = tiny.denoiser(tiny.model_settings())
+    requests = [
+        tiny.request(
+            kind, model.settings, i, words=n, vision=True, source=kind == "image", given=share
+        )
+        for i, (n, share) in enumerate(((3, 0.3), (5, 0.0)))
+    ]
+    settings = traces.settings_of(preset, kind, model.settings)
+    plan = traces.plan(requests, settings, num_steps=3, block_len=tiny.TEXT_LEN // 2)
+    return model, requests, settings, *traces.moments(model, requests, plan, settings)
+
+
+@pytest.mark.parametrize(
+    ("kind", "plain", "cached"),
+    [
+        ("image", "none", ("p", "r", "pr")),
+        ("image", "t", ("pt", "rt", "sparse")),
+        ("text", "none", ("pr",)),
+        ("text", "t", ("rt", "sparse")),
+    ],
+)
+def test_caching_changes_neither_logits_nor_samples(kind, plain, cached):
+    *_, steps, canvas = ablation(kind, plain)
+    for preset in cached:
+        *_, cached_steps, cached_canvas = ablation(kind, preset)
+        np.testing.assert_array_equal(cached_canvas, canvas)
+        for moment, expected in zip(cached_steps, steps, strict=True):
+            np.testing.assert_array_equal(moment.masked, expected.masked)
+            np.testing.assert_allclose(
+                moment.logits, expected.logits, rtol=0, atol=TOLERANCE, err_msg=preset
+            )
+
+
+@pytest.mark.parametrize("kind", ["image", "text"])
+def test_without_truncation_the_other_masks_stand_in_the_block_of_the_step(kind):
+    model, requests, settings, steps, _ = ablation(kind, "none")
+    trained = traces.training_logits(model, requests, steps, settings, with_rest=True)
+    for moment, logits in zip(steps, trained, strict=True):
+        np.testing.assert_allclose(moment.logits, logits, rtol=0, atol=TOLERANCE)
+    *_, truncated, _ = ablation(kind, "t")
+    # In the first step nothing is decoded yet, so the other masks are all that differs.
+    assert np.abs(steps[0].logits - truncated[0].logits).max() > 1e-2

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny model with arbitrary weights, and the requests that the proofs put to it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from sparse_lavida_jax import config, layout, sample
+from sparse_lavida_jax.models.denoiser import Denoiser
+
+# A tiny program is run a few times: what it costs is its compilation.
+_QUICK_TO_COMPILE = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+if jax.__version_info__ < (0, 11):  # two thirds of the time that is left; gone in jax 0.12
+    _QUICK_TO_COMPILE["xla_cpu_use_fusion_emitters"] = False
+quick_jit = functools.partial(jax.jit, compiler_options=_QUICK_TO_COMPILE)
+
+FIRST_WORD = 8  # ids below it are special tokens
+VISION = config.Vision(
+    image_size=8, patch_size=2, width=16, num_layers=1, num_heads=2, mlp_hidden=24, pool=2
+)
+IMAGE_LEN = 9  # cells: a grid of 3 x 3
+TEXT_LEN = 12
+TEXT_BLOCK_LEN = 4
+
+
+def model_settings(**changes) -> config.Model:
+    """Returns two joint layers and a split one, 2 heads of 16."""
+    values = {
+        "vocab_size": 40,
+        "width": 32,
+        "mlp_hidden": 48,
+        "num_layers": 3,
+        "dual_tower_layers": 1,
+        "num_heads": 2,
+        "head_dim": 16,
+        "generation_width": 24,
+        "generation_mlp_hidden": 40,
+        "codebook_size": 12,
+        "grid_size": 3,
+        "cell_positions": True,
+        "num_registers": 3,
+        "vision": VISION,
+    }
+    return config.Model(**(values | changes))
+
+
+@functools.cache
+def denoiser(settings: config.Model) -> Denoiser:
+    """Returns a model no parameter of which has the value it would start training with.
+
+    So no norm weight is 1, no register equals the mask that it stands in for, and every branch
+    matters to the logits.
+    """
+    shapes = jax.eval_shape(lambda: Denoiser(settings, rngs=nnx.Rngs(0)))
+    rng = np.random.default_rng(0)
+
+    def arbitrary(path, leaf):
+        noise = rng.normal(size=leaf.shape)
+        name = jax.tree_util.keystr(path)
+        if "norm" in name and "bias" not in name:
+            value = 1 + 0.2 * noise
+        elif "kernel" in name:
+            value = noise * np.prod(leaf.shape[-2:-1]) ** -0.5
+        else:
+            value = 0.5 * noise
+        return jnp.asarray(value, leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(arbitrary, shapes)
+
+
+def request(
+    kind: sample.Kind,
+    settings: config.Model,
+    seed: int,
+    *,
+    words: int,
+    vision: bool = False,
+    source: bool = False,
+    given: float = 0.0,
+) -> sample.Request:
+    """Returns a request whose prompt has `words` words, with a share `given` of known tokens."""
+    rng = np.random.default_rng(seed)
+    length = TEXT_LEN if kind == "text" else IMAGE_LEN
+    parts: list[layout.Part] = [layout.Text(np.array([2]), keep=True)]
+    if vision:
+        parts.append(layout.Vision(VISION.num_tokens))
+    if source:
+        codes = rng.integers(0, settings.codebook_size, (IMAGE_LEN, settings.codes_per_token))
+        parts.append(layout.Source(codes))
+    parts += [
+        layout.Text(rng.integers(FIRST_WORD, settings.vocab_size, words)),
+        layout.Text(np.array([3]), keep=True),
+        layout.Response(length),
+        layout.Text(np.array([4]), keep=True),
+    ]
+    known = np.zeros(length, bool)
+    known[rng.permutation(length)[: round(given * length)]] = True
+    pixels = rng.integers(0, 256, (VISION.image_size, VISION.image_size, 3), dtype=np.uint8)
+    return sample.Request(
+        tuple(parts),
+        response(kind, settings, rng),
+        known,
+        pixels if vision else None,
+        seed,
+    )
+
+
+def response(kind: sample.Kind, settings: config.Model, rng: np.random.Generator) -> np.ndarray:
+    """Returns an arbitrary clean response [l g]."""
+    if kind == "text":
+        return rng.integers(FIRST_WORD, settings.vocab_size, (TEXT_LEN, 1)).astype(np.int32)
+    shape = (IMAGE_LEN, settings.codes_per_token)
+    return rng.integers(0, settings.codebook_size, shape).astype(np.int32)
+
+
+def lay_out(
+    asked: sample.Request, settings: config.Model, *, drop_prompt=False, drop_source=False
+) -> layout.PromptRow:
+    """Returns the prompt as training lays it out."""
+    return layout.prompt_row(
+        asked.parts,
+        text_mask_id=settings.text_mask_id,
+        codes_per_token=settings.codes_per_token,
+        drop_prompt=drop_prompt,
+        drop_source=drop_source,
+    )

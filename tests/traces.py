@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sampler step by step, and what training computes for each of its states.
+
+`moments` runs the sampler with everything it does (prefill, cache, truncation) and keeps what it
+saw. `training_logits` lays the same states out with `diffusion.corrupt` and `batch_rows`, as
+training does, and runs the model once without a cache.
+"""
+
+import dataclasses
+import functools
+import operator
+import unittest.mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tiny
+
+from sparse_lavida_jax import config, diffusion, orders, sample
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """One step of the sampler: what it knew, and what it predicted.
+
+    Attributes:
+        block: number of the step.
+        canvas, decoded_at: the state before the step.
+        masked: the tokens it predicts [b l].
+        logits: guided logits [b l g v], 0 where nothing is predicted.
+    """
+
+    block: int
+    canvas: np.ndarray
+    decoded_at: np.ndarray
+    masked: np.ndarray
+    logits: np.ndarray
+
+
+def settings_of(
+    preset: str, kind: sample.Kind, model: config.Model, *, has_source=False, **changes
+) -> sample.StepSettings:
+    """Returns step settings at temperature 0.8, so that draws are not the modes."""
+    asked = config.Sampling(preset=preset, temperature=0.8, text_temperature=0.8, **changes)
+    return sample.step_settings(asked, model, kind, has_source=has_source)
+
+
+def plan(
+    requests: list[sample.Request],
+    settings: sample.StepSettings,
+    num_steps: int = 4,
+    *,
+    block_len: int = tiny.TEXT_BLOCK_LEN,
+    **options,
+) -> list[orders.Segment]:
+    """Returns the segments that the preset asks for; images: a stratified order of each row's own.
+
+    For text, `num_steps` steps a text block.
+    """
+    given = np.stack([request.given for request in requests])
+    passes = {
+        "passes_clean": "newest" if settings.preset.cache_response else "all",
+        "passes_rest": not settings.preset.truncate,
+    }
+    if settings.kind == "text":
+        return orders.text_plan(tiny.TEXT_LEN, block_len, num_steps, given, **passes)
+    cells = np.stack([orders.order("stratified", 3, 3, request.seed) for request in requests])
+    whole = orders.image_plan(cells, schedule="shift", num_steps=num_steps, shift=3.0, given=given)
+    return orders.segments(whole, **passes, **({"max_segments": 1} | options))
+
+
+_prefill = tiny.quick_jit(
+    functools.partial(sample.prefill), static_argnames=("settings", "capacity")
+)
+_run_segment = tiny.quick_jit(functools.partial(sample.run_segment), static_argnames=("settings",))
+
+
+def finished(
+    model,
+    requests: list[sample.Request],
+    segments: list[orders.Segment],
+    settings: sample.StepSettings,
+    **options,
+) -> np.ndarray:
+    """Returns what `sample.sample` returns, compiled without optimisation."""
+    with _patched(prefill=_prefill, run_segment=_run_segment):
+        return sample.sample(model, requests, segments, settings=settings, **options)
+
+
+def moments(
+    model,
+    requests: list[sample.Request],
+    segments: list[orders.Segment],
+    settings: sample.StepSettings,
+) -> tuple[list[Moment], np.ndarray]:
+    """Returns every step of `sample.sample`, and the finished canvas."""
+    steps = []
+
+    def step_by_step(model, state, segment, prompt, *, settings):
+        for i in range(len(segment.block)):
+            now = jax.tree.map(operator.itemgetter(i), segment)
+            logits, after = _step(model, state, now, prompt, settings)
+            if state.cache is not None:
+                assert_room(state.cache, after.cache, now, prompt, settings)
+            steps.append(_moment(state, now, logits))
+            state = after
+        return state
+
+    with _patched(prefill=_prefill, run_segment=step_by_step):
+        canvas = sample.sample(model, requests, segments, settings=settings, stop_early=False)
+    return steps, canvas
+
+
+def _patched(**functions):
+    return unittest.mock.patch.multiple(sample, **functions)
+
+
+@functools.partial(tiny.quick_jit, static_argnames=("settings",))
+def _step(model, state, now, prompt, settings):
+    """Runs `sample.step`, and returns the logits that it drew from besides the state."""
+    step_logits, seen = sample.step_logits, []
+
+    def observed(*args):
+        logits, cache = step_logits(*args)
+        seen.append(logits)
+        return logits, cache
+
+    policy = sample.POLICIES[settings.kind]
+    with _patched(step_logits=observed):
+        after = sample.step(model, state, now, prompt, policy=policy, settings=settings)
+    return seen[0], after
+
+
+def assert_room(before, after, now, prompt, settings):
+    """Fails if the step wrote past the end of the region it decodes into."""
+    own = prompt.understanding if settings.kind == "text" else prompt.generation
+    written = sum(part.shape[-1] for part in (now.clean, now.decode, now.rest))
+    written += settings.num_registers
+    if not settings.preset.cache_prompt and own is not None:
+        written += own.index.shape[1]
+    assert int(before.offset) + written <= before.split_keys.shape[2]
+    kept = now.clean.shape[-1] if settings.preset.cache_response else 0
+    assert int(after.offset) == int(before.offset) + kept
+
+
+def _moment(state, now, logits) -> Moment:
+    canvas, decoded_at, logits = (np.asarray(x) for x in (state.canvas, state.decoded_at, logits))
+    masked = np.zeros(decoded_at.shape, bool)
+    spread = np.zeros((*decoded_at.shape, *logits.shape[2:]), np.float32)
+    for row, positions in enumerate(np.asarray(now.decode)):
+        for slot, position in enumerate(positions):
+            if position >= 0 and decoded_at[row, position] == sample.NOT_DECODED:
+                masked[row, position] = True
+                spread[row, position] = logits[row, slot]
+    return Moment(int(now.block), canvas, decoded_at, masked, spread)
+
+
+def training_logits(
+    model,
+    requests: list[sample.Request],
+    steps: list[Moment],
+    settings: sample.StepSettings,
+    *,
+    with_rest: bool = False,
+) -> list[np.ndarray]:
+    """Returns what a training forward without cache predicts at each step, guided [b l g v].
+
+    Args:
+        with_rest: other masked tokens stand in the masked block too (no truncation).
+    """
+    drops = {1: [(False, False)], 2: [(True, True), (False, False)]}.get(
+        settings.guidance_rows, [(True, True), (True, False), (False, False)]
+    )
+    full = settings.preset.full_attention
+    rows, blocks, pixels, starts = [], [], [], []
+    for moment in steps:
+        for drop_prompt, drop_source in drops:
+            for r, request in enumerate(requests):
+                prompt = tiny.lay_out(
+                    request, model.settings, drop_prompt=drop_prompt, drop_source=drop_source
+                )
+                blocks.append(_blocks(moment, r, with_rest))
+                rows.append(
+                    diffusion.corrupt(
+                        prompt,
+                        moment.canvas[r],
+                        settings.kind,
+                        blocks[-1],
+                        model.settings,
+                        full_attention=full,
+                    )
+                )
+                pixels.append(request.pixels)
+                starts.append(prompt.response_position)
+    shape = diffusion.RowShape(*(max(len(row[i].block) for row in rows) for i in (0, 1)))
+    batch = diffusion.batch_rows(
+        rows,
+        blocks,
+        [settings.kind] * len(rows),
+        pixels,
+        shape,
+        model.settings,
+        full_attention=full,
+    )
+    logits = spread_logits(model, batch, settings.kind, starts, len(requests[0].given))
+    logits = logits.reshape(len(steps), len(drops), len(requests), *logits.shape[1:])
+    masked = np.stack([moment.masked for moment in steps])[..., None, None]
+    return [guide(rows, settings) * seen for rows, seen in zip(logits, masked, strict=True)]
+
+
+def _blocks(moment: Moment, row: int, with_rest: bool) -> diffusion.Blocks:
+    """Returns the training blocks of the state before a step: N = 1."""
+    decoded_at = moment.decoded_at[row]
+    is_masked = decoded_at == sample.NOT_DECODED
+    masked = is_masked if with_rest else moment.masked[row]
+    block = np.where(is_masked, diffusion.ABSENT, decoded_at)
+    block = np.where(masked, moment.block, block).astype(np.int32)
+    return diffusion.Blocks(
+        block, masked, moment.block - 1, (moment.block,), masked.astype(float), 1.0
+    )
+
+
+def training_pass(model, batch: diffusion.Corrupted):
+    """Returns (text logits, image logits) of a training pass without cache."""
+    features = None if batch.pixels is None else model.see(batch.pixels)
+    hidden, _ = model(batch.understanding, batch.generation, features, wanted=batch.predicts)
+    text = image = None
+    if "understanding" in hidden:
+        text = model.text_logits(hidden["understanding"])[:, :, None]
+    if "generation" in hidden:
+        image = model.image_logits(hidden["generation"])
+    return text, image
+
+
+forward = tiny.quick_jit(training_pass)
+
+
+def spread_logits(
+    model, batch: diffusion.Corrupted, kind: sample.Kind, starts: list[int], length: int
+) -> np.ndarray:
+    """Returns logits [rows l g v] at the response tokens whose weight is not 0, 0 elsewhere.
+
+    Args:
+        starts: position of the first response token of each row.
+    """
+    text, image = forward(model, jax.tree.map(jnp.asarray, batch))
+    logits = np.asarray(text if kind == "text" else image)
+    stream = batch.understanding if kind == "text" else batch.generation
+    weight = batch.text_weight if kind == "text" else batch.image_weight
+    spread = np.zeros((len(starts), length, *logits.shape[2:]), np.float32)
+    for row, start in enumerate(starts):
+        slots = np.flatnonzero(weight[row] > 0)
+        spread[row, stream.layout.position[row, slots] - start] = logits[row, slots]
+    return spread
+
+
+def guide(rows, settings: sample.StepSettings):
+    """Returns the guided logits: away from the unconditional row, away from the source-only row."""
+    guided = rows[-1]
+    if len(rows) == 3:
+        guided = guided + settings.guidance_image * (guided - rows[1])
+    if len(rows) > 1:
+        guided = guided + settings.guidance * (guided - rows[0])
+    return guided

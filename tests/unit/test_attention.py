@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The dense reference against softmax in loops, and every refusal of the entry."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+
+from sparse_lavida_jax.kernels.attention import step_causal_attention
+from sparse_lavida_jax.kernels.reference import NOTHING_SEEN_LSE
+from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON
+
+TOLERANCE = 2e-6
+HEADS, HEAD_DIM = 4, 8
+
+# Two rows: clean and masked blocks; padding in the middle and at the end; in the second row a
+# query that sees nothing although it is no padding (block 5 has no key here, horizon -1).
+QUERY_BLOCK = np.array([[0, 1, PAD_BLOCK, 3, 4], [1, 5, 3, 3, PAD_BLOCK]])
+QUERY_HORIZON = np.array([[0, 1, PAD_HORIZON, 2, 2], [1, -1, 2, 2, PAD_HORIZON]])
+KEY_BLOCK = np.array([[0, 1, 2, 3, 4, PAD_BLOCK, 0], [PAD_BLOCK, 0, 1, 1, 2, 3, PAD_BLOCK]])
+QUERY_SEGMENT = np.array([[0, 0, 0, 1, 1], [0, 0, 1, 0, 1]])
+KEY_SEGMENT = np.array([[0, 0, 1, 1, 1, 0, 1], [0, 0, 1, 0, 1, 1, 0]])
+TAGS = tuple(jnp.asarray(tags) for tags in (QUERY_BLOCK, QUERY_HORIZON, KEY_BLOCK))
+NOTHING_SEEN = (QUERY_BLOCK == PAD_BLOCK) | (QUERY_BLOCK == 5)
+
+
+def draw(kv_heads=HEADS, layers=None, seed=0):
+    rng = np.random.default_rng(seed)
+    lead = () if layers is None else (layers,)
+    q = rng.normal(size=(2, 5, HEADS * HEAD_DIM))
+    k, v = rng.normal(size=(2, *lead, 2, 7, kv_heads * HEAD_DIM))
+    return tuple(jnp.asarray(x, jnp.float32) for x in (q, k, v))
+
+
+def in_loops(q, k, v, *, segments=None, scale=HEAD_DIM**-0.5):
+    """Returns output and log-sum-exp, and the matrix of who saw whom."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    kv_heads = k.shape[-1] // HEAD_DIM
+    out, lse = np.zeros(q.shape), np.full((2, HEADS, 5), NOTHING_SEEN_LSE)
+    for b in range(2):
+        for i in range(5):
+            sees = [
+                QUERY_BLOCK[b, i] != PAD_BLOCK
+                and (key <= QUERY_HORIZON[b, i] or key == QUERY_BLOCK[b, i])
+                and (segments is None or segments[0][b, i] == segments[1][b, j])
+                for j, key in enumerate(KEY_BLOCK[b])
+            ]
+            for h in range(HEADS):
+                own = slice(h * HEAD_DIM, (h + 1) * HEAD_DIM)
+                shared = h * kv_heads // HEADS
+                theirs = slice(shared * HEAD_DIM, (shared + 1) * HEAD_DIM)
+                out[b, i, own], total = oracles.attention_row(
+                    q[b, i, own], k[b, :, theirs], v[b, :, theirs], sees, scale
+                )
+                lse[b, h, i] = NOTHING_SEEN_LSE if total is None else total
+    return out, lse
+
+
+@pytest.mark.parametrize("kv_heads", [HEADS, 2, 1])
+def test_attention_is_softmax_in_loops(kv_heads):
+    q, k, v = draw(kv_heads)
+    out, lse = step_causal_attention(
+        q, k, v, *TAGS, num_heads=HEADS, num_kv_heads=kv_heads, return_lse=True
+    )
+    expected, expected_lse = in_loops(q, k, v)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6)
+
+
+def test_tokens_of_other_segments_are_not_seen():
+    q, k, v = draw()
+    out = step_causal_attention(
+        q, k, v, *TAGS, num_heads=HEADS,
+        query_segment=jnp.asarray(QUERY_SEGMENT), key_segment=jnp.asarray(KEY_SEGMENT),
+    )  # fmt: skip
+    expected, _ = in_loops(q, k, v, segments=(QUERY_SEGMENT, KEY_SEGMENT))
+    np.testing.assert_allclose(out, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_scale_replaces_the_root_of_the_head_width():
+    q, k, v = draw()
+    out = step_causal_attention(q, k, v, *TAGS, num_heads=HEADS, scale=0.7)
+    expected, _ = in_loops(q, k, v, scale=0.7)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_layer_of_the_stacked_cache_is_that_layer(layer):
+    q, k, v = draw(layers=3)
+    stacked = step_causal_attention(q, k, v, *TAGS, num_heads=HEADS, layer=jnp.int32(layer))
+    alone = step_causal_attention(q, k[layer], v[layer], *TAGS, num_heads=HEADS)
+    np.testing.assert_array_equal(stacked, alone)
+
+
+def test_rows_that_see_nothing_are_exactly_zero():
+    out, lse = step_causal_attention(*draw(), *TAGS, num_heads=HEADS, return_lse=True)
+    assert not np.asarray(out)[NOTHING_SEEN].any()
+    assert (np.moveaxis(lse, 1, 2)[NOTHING_SEEN] == NOTHING_SEEN_LSE).all()
+
+
+def test_what_lies_in_empty_cache_slots_reaches_nobody():
+    q, k, v = draw()
+    expected = step_causal_attention(q, k, v, *TAGS, num_heads=HEADS)
+    empty = jnp.asarray(KEY_BLOCK == PAD_BLOCK)[..., None]
+    k, v = (jnp.where(empty, 1e30, x) for x in (k, v))
+    out = step_causal_attention(q, k, v, *TAGS, num_heads=HEADS)
+    np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize("kv_heads", [HEADS, 2])
+def test_gradient_is_that_of_softmax_in_loops(kv_heads):
+    q, k, v = draw(kv_heads)
+    out_gradient = np.random.default_rng(1).normal(size=q.shape)
+    attend = functools.partial(step_causal_attention, num_heads=HEADS, num_kv_heads=kv_heads)
+    _, pull_back = jax.vjp(lambda q, k, v: attend(q, k, v, *TAGS), q, k, v)
+    gradients = pull_back(jnp.asarray(out_gradient, jnp.float32))
+    for ours, expected in zip(gradients, backward_in_loops(q, k, v, out_gradient), strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5)
+    assert not np.asarray(gradients[0])[NOTHING_SEEN].any()
+    assert not np.asarray(gradients[1])[KEY_BLOCK == PAD_BLOCK].any()
+
+
+def backward_in_loops(q, k, v, out_gradient):
+    """The chain rule through softmax: d score = p (d p - sum of p d p)."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    _, lse = in_loops(q, k, v)
+    grad_q, grad_k, grad_v = (np.zeros_like(x) for x in (q, k, v))
+    share = HEADS // (k.shape[-1] // HEAD_DIM)
+    for b in range(2):
+        for i, h in np.ndindex(5, HEADS):
+            if NOTHING_SEEN[b, i]:
+                continue
+            own = slice(h * HEAD_DIM, (h + 1) * HEAD_DIM)
+            theirs = slice(h // share * HEAD_DIM, (h // share + 1) * HEAD_DIM)
+            sees = (KEY_BLOCK[b] <= QUERY_HORIZON[b, i]) | (KEY_BLOCK[b] == QUERY_BLOCK[b, i])
+            scores = k[b, :, theirs] @ q[b, i, own] * HEAD_DIM**-0.5
+            p = np.where(sees, np.exp(np.where(sees, scores - lse[b, h, i], 0)), 0)
+            grad_p = v[b, :, theirs] @ out_gradient[b, i, own]
+            grad_score = p * (grad_p - (p * grad_p).sum()) * HEAD_DIM**-0.5
+            grad_q[b, i, own] += grad_score @ k[b, :, theirs]
+            grad_k[b, :, theirs] += np.outer(grad_score, q[b, i, own])
+            grad_v[b, :, theirs] += np.outer(p, out_gradient[b, i, own])
+    return grad_q, grad_k, grad_v
+
+
+def test_gradients_of_a_batch_of_padding_are_zero_and_not_nan():
+    q, k, v = draw()
+    nobody = jnp.full((2, 5), PAD_BLOCK), jnp.full((2, 5), PAD_HORIZON), jnp.full((2, 7), PAD_BLOCK)
+    value, gradients = jax.value_and_grad(
+        lambda qkv: step_causal_attention(*qkv, *nobody, num_heads=HEADS).sum()
+    )((q, k, v))
+    assert value == 0
+    assert all(not np.asarray(gradient).any() for gradient in gradients)
+
+
+def test_huge_logits_do_not_overflow():
+    q, k, v = draw()
+    out, lse = step_causal_attention(q * 1e4, k, v, *TAGS, num_heads=HEADS, return_lse=True)
+    assert np.isfinite(out).all()
+    assert np.isfinite(lse).all()
+
+
+def test_bfloat16_stays_bfloat16_with_a_float32_softmax():
+    q, k, v = (x.astype(jnp.bfloat16) for x in draw())
+    out, lse = step_causal_attention(q, k, v, *TAGS, num_heads=HEADS, return_lse=True)
+    assert (out.dtype, lse.dtype) == (jnp.bfloat16, jnp.float32)
+    expected, expected_lse = in_loops(q, k, v)
+    np.testing.assert_allclose(out.astype(jnp.float32), expected, rtol=0, atol=2e-2)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5)
+
+
+REFUSALS = {
+    "choose one of reference": {"implementation": "flash"},
+    "do not split into num_heads=3": {"num_heads": 3},
+    "num_kv_heads=3": {"num_kv_heads": 3},
+    r"k has shape \(2, 7, 32\) and layer=1": {"layer": 1},
+    "give both or neither": {"query_segment": jnp.asarray(QUERY_SEGMENT)},
+}
+
+
+@pytest.mark.parametrize("message", REFUSALS)
+def test_refusals_say_what_was_given_and_what_is_allowed(message):
+    with pytest.raises(ValueError, match=message):
+        step_causal_attention(*draw(), *TAGS, **({"num_heads": HEADS} | REFUSALS[message]))
+
+
+def test_a_stacked_cache_without_its_layer_is_refused():
+    with pytest.raises(ValueError, match="needs `layer`"):
+        step_causal_attention(*draw(layers=3), *TAGS, num_heads=HEADS)

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cache against a list of slots: what is kept, what is overwritten, what nobody sees."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sparse_lavida_jax.models.cache import KVCache, empty_cache
+from sparse_lavida_jax.visibility import PAD_BLOCK
+
+BATCH, UNDERSTANDING, GENERATION = 2, 5, 9
+JOINT, SPLIT, WIDTH = 2, 1, 3
+
+
+def empty(decodes) -> KVCache:
+    return empty_cache(
+        batch=BATCH,
+        understanding_len=UNDERSTANDING,
+        generation_len=GENERATION,
+        num_joint_layers=JOINT,
+        num_split_layers=SPLIT,
+        heads_width=WIDTH,
+        decodes=decodes,
+        dtype=jnp.dtype("float32"),
+    )
+
+
+def write(cache, stream, tags, value):
+    """Writes one pass: all layers, keys of `value` and values of -`value`."""
+    tags = jnp.broadcast_to(jnp.asarray(tags, jnp.int32), (BATCH, len(tags)))
+    cache = cache.begin(stream, tags)
+    keys = jnp.full((BATCH, tags.shape[1], WIDTH), float(value))
+    for layer in range(JOINT):
+        cache = cache.write_joint(jnp.int32(layer), stream, keys + layer / 10, -keys)
+    if stream == cache.decodes:
+        for layer in range(SPLIT):
+            cache = cache.write_split(jnp.int32(layer), keys, -keys)
+    return cache
+
+
+def test_an_empty_cache_holds_padding_only():
+    cache = empty("generation")
+    assert (cache.block == PAD_BLOCK).all()
+    assert cache.joint_keys.shape == (JOINT, BATCH, UNDERSTANDING + GENERATION, WIDTH)
+    assert cache.split_keys.shape == (SPLIT, BATCH, GENERATION, WIDTH)
+    assert empty("understanding").split_keys.shape == (SPLIT, BATCH, UNDERSTANDING, WIDTH)
+
+
+@pytest.mark.parametrize("decodes", ["understanding", "generation"])
+def test_passes_are_kept_up_to_what_is_committed_and_then_overwritten(decodes):
+    """Each pass writes behind the committed slots; a list of slots tells the same story."""
+    cache = empty(decodes)
+    start = 0 if decodes == "understanding" else UNDERSTANDING
+    end = UNDERSTANDING if decodes == "understanding" else UNDERSTANDING + GENERATION
+    tags, keys = [PAD_BLOCK] * (UNDERSTANDING + GENERATION), [0.0] * (UNDERSTANDING + GENERATION)
+    offset = 0
+    for value, (block, kept) in enumerate([([0, 0, 0], 2), ([1, 5], 1), ([2, 6], 0), ([7], 1)], 1):
+        cache = write(cache, decodes, block, value).commit(kept)
+        tags[start + offset : end] = [PAD_BLOCK] * (end - start - offset)
+        for i, number in enumerate(block):
+            tags[start + offset + i], keys[start + offset + i] = number, float(value)
+        offset += kept
+        assert int(cache.offset) == offset
+        for row in range(BATCH):
+            np.testing.assert_array_equal(cache.block[row], tags)
+            np.testing.assert_array_equal(cache.joint_keys[0, row, :, 0], keys)
+            np.testing.assert_array_equal(cache.joint_values[1, row, :, 2], np.negative(keys))
+            np.testing.assert_array_equal(cache.split_keys[0, row, :, 0], keys[start:end])
+            np.testing.assert_array_equal(cache.split_block[row], tags[start:end])
+    np.testing.assert_allclose(
+        cache.joint_keys[1] - cache.joint_keys[0], (cache.joint_keys[0] > 0) / 10, atol=1e-6
+    )
+
+
+def test_the_other_stream_is_written_at_the_start_of_its_region_every_time():
+    cache = write(empty("generation"), "generation", [1, 1], 1.0).commit(2)
+    for value in (2.0, 3.0):
+        cache = write(cache, "understanding", [0, 0, 0], value)
+        np.testing.assert_array_equal(
+            cache.joint_keys[0, 0, :, 0], [*[value] * 3, 0, 0, 1, 1, *[0] * 7]
+        )
+    np.testing.assert_array_equal(
+        cache.block[0], [0] * 3 + [PAD_BLOCK] * 2 + [1, 1] + [PAD_BLOCK] * 7
+    )
+    assert int(cache.offset) == 2
+    np.testing.assert_array_equal(cache.split_keys[0, 0, :, 0], [1, 1, *[0] * 7])
+
+
+def test_a_region_can_be_filled_to_its_last_slot():
+    cache = write(empty("generation"), "generation", [1] * 6, 1.0).commit(6)
+    cache = write(cache, "generation", [2, 2, 2], 2.0)
+    np.testing.assert_array_equal(cache.split_keys[0, 0, :, 0], [1] * 6 + [2] * 3)
+    np.testing.assert_array_equal(cache.block[0, UNDERSTANDING:], [1] * 6 + [2] * 3)
+
+
+def test_cache_is_carried_through_jit_and_loops():
+    def body(i, cache):
+        return write(cache, "generation", [3, 9], 4.0).commit(1)
+
+    cache = jax.jit(lambda cache: jax.lax.fori_loop(0, 4, body, cache))(empty("generation"))
+    assert int(cache.offset) == 4
+    np.testing.assert_array_equal(cache.block[0, UNDERSTANDING:], [3, 3, 3, 3, 9, *[PAD_BLOCK] * 4])

@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Corruption, blocks and batches: structure, refusals, and a loss that falls."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+import traces
+
+from sparse_lavida_jax import config, diffusion, orders
+from sparse_lavida_jax.diffusion import ABSENT
+from sparse_lavida_jax.layout import GIVEN_BLOCK, NO_CELL, PROMPT_BLOCK
+from sparse_lavida_jax.visibility import PAD_BLOCK
+
+LENGTH = 16
+GIVEN = np.isin(np.arange(LENGTH), [0, 5, 6, 15])
+NONE_GIVEN = np.zeros(LENGTH, bool)
+BLOCK_LEN = 4
+
+
+# ---------------------------------------------------------------------------------------------
+# Time and blocks.
+
+
+def test_an_unknown_time_policy_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="'linear' is unknown: use uniform, cosine, logit_normal"):
+        diffusion.time_from_uniform("linear", 0.5)
+
+
+@pytest.mark.parametrize("given", [NONE_GIVEN, GIVEN])
+@pytest.mark.parametrize("weighting", ["1/t", "mean"])
+def test_uniform_blocks_mask_at_least_one_token_that_is_not_given(given, weighting):
+    settings = config.Diffusion(
+        blocks="uniform", num_clean_blocks=3, num_masked_blocks=2, weighting=weighting
+    )
+    seen = set()
+    for seed in range(200):
+        blocks = diffusion.uniform_blocks(np.random.default_rng(seed), given, settings)
+        assert blocks.masked.any()
+        assert not (blocks.masked & given).any()
+        assert (blocks.block[given] == GIVEN_BLOCK).all()
+        clean, masked = blocks.block[~blocks.masked], blocks.block[blocks.masked]
+        assert set(clean) <= {1, 2, 3}
+        assert set(masked) <= {4, 5}
+        assert blocks.masked_blocks == tuple(sorted(set(masked)))
+        assert blocks.num_clean == 3
+        seen |= set(blocks.block.tolist())
+        if weighting == "mean":
+            np.testing.assert_array_equal(blocks.weight, blocks.masked)
+            assert blocks.total == blocks.masked.sum()
+    assert seen == {1, 2, 3, 4, 5}
+
+
+def plan_blocks(seed, given, *, num_masked_blocks, num_registers, weighting="1/t"):
+    """Returns the blocks drawn from a plan, with the order and the sizes of the plan."""
+    order = orders.random_order(4, 4, seed)
+    order = order[~given[order]]
+    sizes = orders.counts("shift", 6, len(order), 3.0)
+    settings = config.Diffusion(num_masked_blocks=num_masked_blocks, weighting=weighting)
+    rng = np.random.default_rng(seed)
+    blocks = diffusion.schedule_blocks(rng, order, sizes, given, settings, num_registers)
+    return blocks, order, sizes
+
+
+@pytest.mark.parametrize("given", [NONE_GIVEN, GIVEN])
+@pytest.mark.parametrize("num_masked_blocks", [1, 3, 8])
+def test_schedule_blocks_are_what_a_plan_has_decoded_and_whole_steps_behind_it(
+    given, num_masked_blocks
+):
+    num_registers, was_merged = 4, set()
+    for seed in range(60):
+        blocks, order, sizes = plan_blocks(
+            seed, given, num_masked_blocks=num_masked_blocks, num_registers=num_registers
+        )
+        step_of = np.full(LENGTH, -1)
+        step_of[order] = np.repeat(np.arange(len(sizes)), sizes)
+        held = [np.flatnonzero(blocks.block == number) for number in blocks.masked_blocks]
+        steps = [sorted(set(step_of[inside].tolist())) for inside in held]
+        step, stop = steps[0][0], steps[-1][-1] + 1
+        first = blocks.masked_blocks[0] - step  # block of the plan's first step
+        # Whole steps, one behind the other from the current one on, numbered on.
+        assert [s for some in steps for s in some] == list(range(step, stop))
+        assert all(
+            len(inside) == sizes[some].sum() for inside, some in zip(held, steps, strict=True)
+        )
+        assert blocks.masked_blocks == tuple(range(first + step, first + step + len(held)))
+        assert blocks.num_clean == first + step - 1
+        assert first > GIVEN_BLOCK or not given.any()
+        np.testing.assert_array_equal(blocks.masked, (step_of >= step) & (step_of < stop))
+        # What came before is clean since its step, what comes behind is left out.
+        assert (blocks.block[given] == GIVEN_BLOCK).all()
+        done = (step_of >= 0) & (step_of < step)
+        np.testing.assert_array_equal(blocks.block[done], first + step_of[done])
+        assert (blocks.block[step_of >= stop] == ABSENT).all()
+        assert len(held) == num_masked_blocks or stop == len(sizes) <= LENGTH
+        merged = any(len(some) > 1 for some in steps)
+        was_merged.add(merged)
+        if merged:
+            assert all(len(inside) >= num_registers for inside in held[:-1])
+        np.testing.assert_allclose(blocks.weight.sum(), len(order))
+        assert blocks.total == len(order)
+    assert was_merged == {False, True}
+
+
+def test_mean_weighting_is_the_mean_over_the_kept_tokens():
+    blocks, _, _ = plan_blocks(
+        0, NONE_GIVEN, num_masked_blocks=2, num_registers=2, weighting="mean"
+    )
+    np.testing.assert_array_equal(blocks.weight, blocks.masked)
+    assert blocks.total == blocks.masked.sum()
+
+
+@pytest.mark.parametrize("given", [NONE_GIVEN, GIVEN])
+def test_text_blocks_are_clean_before_the_current_one_and_absent_behind_it(given):
+    currents = set()
+    for seed in range(60):
+        blocks = diffusion.text_schedule_blocks(
+            np.random.default_rng(seed), 12, BLOCK_LEN, 3, given, config.Diffusion()
+        )
+        (number,) = blocks.masked_blocks
+        current = {int(p) // BLOCK_LEN for p in np.flatnonzero(blocks.masked)}
+        assert len(current) == 1
+        start = current.pop() * BLOCK_LEN
+        currents.add(start)
+        free = np.flatnonzero(~given)
+        before, behind = free[free < start], free[free >= start + BLOCK_LEN]
+        assert (blocks.block[before] >= 1 + given.any()).all()
+        assert (blocks.block[before] < number).all()
+        assert (blocks.block[behind] == ABSENT).all()
+        inside = free[(free >= start) & (free < start + BLOCK_LEN)]
+        assert (blocks.block[inside[blocks.masked[inside]]] == number).all()
+        # Text blocks before the current one have earlier steps, in order.
+        steps = [blocks.block[before[before // BLOCK_LEN == b]] for b in range(start // BLOCK_LEN)]
+        assert all(max(a) < min(b) for a, b in itertools.pairwise(steps))
+        assert blocks.num_clean == number - 1
+        assert blocks.total == (~given[:12]).sum()
+        np.testing.assert_allclose(blocks.weight.sum(), blocks.total)
+    assert currents == {0, 4, 8}
+
+
+@pytest.mark.parametrize(
+    ("count", "steps", "sizes"), [(8, 3, [3, 3, 2]), (2, 5, [1, 1]), (4, 1, [4])]
+)
+def test_even_split_gives_the_remainder_to_the_earliest_steps(count, steps, sizes):
+    np.testing.assert_array_equal(diffusion.even_split(count, steps), sizes)
+
+
+# ---------------------------------------------------------------------------------------------
+# Rows and batches.
+
+
+def a_row(kind, *, full_attention=False, codes_per_token=4, num_registers=2):
+    """Returns a row whose response has clean, masked and absent tokens."""
+    settings = tiny.model_settings(codes_per_token=codes_per_token, num_registers=num_registers)
+    asked = tiny.request(kind, settings, 0, words=3, source=True)
+    length = len(asked.given)
+    block = np.resize([1, 2, 3, 4, ABSENT], length).astype(np.int32)
+    masked = block > 2
+    blocks = diffusion.Blocks(block, masked, 2, (3, 4), np.where(masked, 0.5, 0.0), 7.0)
+    prompt = tiny.lay_out(asked, settings)
+    row = diffusion.corrupt(
+        prompt, asked.tokens, kind, blocks, settings, full_attention=full_attention
+    )
+    return settings, asked, prompt, blocks, row
+
+
+@pytest.mark.parametrize("kind", ["image", "text"])
+def test_a_row_holds_prompt_clean_masked_tokens_and_registers_of_each_masked_block(kind):
+    settings, asked, prompt, blocks, row = a_row(kind)
+    text, image = row
+    own, other = (text, image) if kind == "text" else (image, text)
+    in_prompt = prompt.ids if kind == "text" else prompt.codes
+    there = prompt.codes if kind == "text" else prompt.ids
+    np.testing.assert_array_equal(other.tokens, there)
+    assert not other.block.any()
+    here = np.flatnonzero(blocks.block != ABSENT)
+    n, m = len(in_prompt), settings.num_registers
+    assert len(own.block) == n + len(here) + 2 * m
+    np.testing.assert_array_equal(own.block[:n], PROMPT_BLOCK)
+    mask_id = settings.text_mask_id if kind == "text" else settings.image_mask_id
+    register_id = settings.text_register_id if kind == "text" else settings.image_register_id
+    for slot, position in enumerate(here, n):
+        token = asked.tokens[position] if kind == "image" else asked.tokens[position, 0]
+        expected = mask_id if blocks.masked[position] else token
+        assert (own.tokens[slot] == expected).all()
+        assert (own.target[slot] == token).all()
+        assert own.block[slot] == blocks.block[position]
+        assert own.position[slot] == prompt.response_position + position
+        assert own.weight[slot] == blocks.weight[position]
+        assert own.index[slot] == (position if kind == "image" else NO_CELL)
+    registers = slice(n + len(here), None)
+    assert (own.tokens[registers] == register_id).all()
+    np.testing.assert_array_equal(own.block[registers], [3] * m + [4] * m)
+    np.testing.assert_array_equal(own.position[registers], [prompt.length, prompt.length + 1] * 2)
+    assert not own.weight[registers].any()
+    assert (own.index[registers] == NO_CELL).all()
+
+
+def test_full_attention_has_no_registers_and_one_block():
+    settings, _, _, blocks, row = a_row("image", full_attention=True)
+    assert (row[1].tokens != settings.image_register_id).all()
+    batch = diffusion.batch_rows(
+        [row], [blocks], ["image"], [None], diffusion.RowShape(16, 24), settings,
+        full_attention=True,
+    )  # fmt: skip
+    for stream in (batch.understanding, batch.generation):
+        assert set(np.unique(stream.layout.block)) == {0, PAD_BLOCK}
+
+
+@pytest.mark.parametrize("kind", ["image", "text"])
+def test_a_batch_is_its_rows_sorted_by_block_and_padded(kind):
+    settings, _, _, blocks, row = a_row(kind)
+    shape = diffusion.RowShape(len(row[0].block) + 2, len(row[1].block) + 3)
+    batch = diffusion.batch_rows([row, row], [blocks] * 2, [kind] * 2, [None] * 2, shape, settings)
+    parts = (
+        (row[0], batch.understanding, batch.text_target, batch.text_weight),
+        (row[1], batch.generation, batch.image_target, batch.image_weight),
+    )
+    for before, stream, target, weight in parts:
+        count = len(before.block)
+        assert (np.diff(stream.layout.block[0]) >= 0).all()
+        assert (stream.layout.block[:, count:] == PAD_BLOCK).all()
+        assert not weight[:, count:].any()
+        after = sorted(
+            zip(
+                stream.layout.block[1, :count].tolist(),
+                stream.layout.position[1, :count].tolist(),
+                stream.tokens[1, :count].tolist(),
+                stream.index[1, :count].tolist(),
+                target[1, :count].tolist(),
+                weight[1, :count].tolist(),
+                strict=True,
+            )
+        )
+        columns = ("block", "position", "tokens", "index", "target", "weight")
+        expected = zip(*(getattr(before, name).tolist() for name in columns), strict=True)
+        assert after == sorted(expected)
+    assert batch.predicts == {"text": "understanding", "image": "generation"}[kind]
+    totals = {"text": batch.text_total, "image": batch.image_total}
+    np.testing.assert_array_equal(totals.pop(kind), [7.0, 7.0])
+    assert not totals.popitem()[1].any()
+
+
+def test_a_row_that_is_too_long_is_refused():
+    settings, _, _, blocks, row = a_row("text")
+    shape = diffusion.RowShape(len(row[0].block) - 1, len(row[1].block))
+    with pytest.raises(ValueError, match=r"raise data\.max_prompt_len or data\.max_answer_len"):
+        diffusion.batch_rows([row], [blocks], ["text"], [None], shape, settings)
+
+
+def test_a_group_without_pictures_has_no_generation_stream():
+    settings = tiny.model_settings()
+    asked = tiny.request("text", settings, 0, words=3)
+    blocks = diffusion.uniform_blocks(np.random.default_rng(0), asked.given, config.Diffusion())
+    row = diffusion.corrupt(tiny.lay_out(asked, settings), asked.tokens, "text", blocks, settings)
+    shape = diffusion.RowShape(len(row[0].block), 0)
+    batch = diffusion.batch_rows([row], [blocks], ["text"], [None], shape, settings)
+    assert batch.generation is None
+    assert batch.image_weight is None
+    assert batch.pixels is None
+
+
+# ---------------------------------------------------------------------------------------------
+# Loss.
+
+
+def test_cross_entropy_is_minus_log_softmax_in_loops():
+    rng = np.random.default_rng(0)
+    logits, target = rng.normal(size=(2, 3, 5)), rng.integers(0, 5, (2, 3))
+    weight = np.array([[0.5, 0.0, 2.0], [0.0, 0.0, 1.0]])
+    weighted = plain = 0.0
+    for b, s in np.ndindex(2, 3):
+        nll = np.log(np.exp(logits[b, s]).sum()) - logits[b, s, target[b, s]]
+        weighted += weight[b, s] * nll
+        plain += nll * (weight[b, s] > 0)
+    ours = diffusion.weighted_cross_entropy(
+        jnp.asarray(logits, jnp.bfloat16), jnp.asarray(target), jnp.asarray(weight, jnp.float32)
+    )
+    assert ours[0].dtype == jnp.float32
+    np.testing.assert_allclose(ours, [weighted, plain], rtol=1e-2)
+    exact = diffusion.weighted_cross_entropy(
+        jnp.asarray(logits, jnp.float32), jnp.asarray(target), jnp.asarray(weight, jnp.float32)
+    )
+    np.testing.assert_allclose(exact, [weighted, plain], rtol=1e-5)
+
+
+def test_a_few_training_steps_lower_the_loss():
+    """Two pictures and two texts in a batch, to be known by heart."""
+    settings = tiny.model_settings(codes_per_token=4)
+    kinds = ["image", "image", "text", "text"]
+    asked = [tiny.request(kind, settings, i, words=3) for i, kind in enumerate(kinds)]
+    mean = config.Diffusion(blocks="uniform", weighting="mean")
+    rng = np.random.default_rng(0)
+    blocks = [diffusion.uniform_blocks(rng, request.given, mean) for request in asked]
+    rows = [
+        diffusion.corrupt(tiny.lay_out(request, settings), request.tokens, kind, cut, settings)
+        for request, kind, cut in zip(asked, kinds, blocks, strict=True)
+    ]
+    shape = diffusion.RowShape(*(max(len(row[i].block) for row in rows) for i in (0, 1)))
+    batch = diffusion.batch_rows(rows, blocks, kinds, [None] * 4, shape, settings)
+    assert batch.predicts == "both"
+    optimizer = optax.adam(3e-3)
+
+    def loss(model, batch):
+        text, image = traces.training_pass(model, batch)
+        codes = jnp.broadcast_to(batch.image_weight[..., None], batch.image_target.shape)
+        of_text, _ = diffusion.weighted_cross_entropy(
+            text[:, :, 0], batch.text_target, batch.text_weight
+        )
+        of_image, _ = diffusion.weighted_cross_entropy(image, batch.image_target, codes)
+        num_codes = batch.image_total.sum() * settings.codes_per_token
+        return of_text / batch.text_total.sum() + of_image / num_codes
+
+    @tiny.quick_jit
+    def train_step(model, optimizer_state, batch):
+        value, gradient = jax.value_and_grad(loss)(model, batch)
+        updates, optimizer_state = optimizer.update(gradient, optimizer_state)
+        return value, optax.apply_updates(model, updates), optimizer_state
+
+    model = tiny.denoiser(settings)
+    state, losses = optimizer.init(model), []
+    for _ in range(30):
+        value, model, state = train_step(model, state, batch)
+        losses.append(float(value))
+    assert losses[-1] < 0.3 * losses[0]

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norms, projections and rotary positions against NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from flax import nnx
+
+from sparse_lavida_jax.models import layers
+
+TOLERANCE = 2e-6
+SETTINGS = tiny.model_settings(width=64, mlp_hidden=128)
+
+
+@pytest.fixture(scope="module")
+def layer():
+    return tiny.quick_jit(lambda: layers.Layer(SETTINGS, rngs=nnx.Rngs(0)))()
+
+
+def arbitrary(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def rotated(x, position, heads=1, theta=100.0):
+    return np.asarray(layers.rotate(jnp.asarray(x), jnp.asarray(position), heads, theta))
+
+
+def test_rotation_turns_half_split_pairs_as_complex_numbers():
+    x, position = arbitrary(2, 3, 2 * 8), np.array([[0, 5, 1000], [3, 3, 7]])
+    turned = rotated(x, position, heads=2)
+    for b, s, h in np.ndindex(2, 3, 2):
+        head = x[b, s, h * 8 : (h + 1) * 8].astype(np.float64)
+        angle = position[b, s] * 100.0 ** (-np.arange(4) / 4)
+        pairs = (head[:4] + 1j * head[4:]) * np.exp(1j * angle)
+        expected = np.concatenate([pairs.real, pairs.imag])
+        np.testing.assert_allclose(turned[b, s, h * 8 : (h + 1) * 8], expected, atol=1e-4)
+
+
+def test_rotated_products_depend_on_the_distance_only():
+    q, k = arbitrary(1, 1, 16), arbitrary(1, 1, 16, seed=1)
+
+    def product(at, to):
+        return (rotated(q, np.array([[at]])) * rotated(k, np.array([[to]]))).sum()
+
+    assert product(3, 8) == pytest.approx(product(40, 45), abs=1e-4)
+    assert product(3, 8) != pytest.approx(product(3, 9), abs=1e-2)
+
+
+def test_norm_divides_by_the_root_mean_square():
+    norm, x = layers.RmsNorm(8, 1e-5), arbitrary(2, 3, 8)
+    norm.weight[...] = jnp.asarray(arbitrary(8, seed=1))
+    expected = x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-5)
+    expected *= arbitrary(8, seed=1)
+    np.testing.assert_allclose(norm(jnp.asarray(x)), expected, atol=TOLERANCE)
+
+
+def test_norm_of_a_narrow_vector_is_that_of_the_zero_padded_one():
+    norm, x = layers.RmsNorm(8, 1e-5), arbitrary(2, 3, 5)
+    norm.weight[...] = jnp.asarray(arbitrary(8, seed=1))
+    padded = np.pad(x, ((0, 0), (0, 0), (0, 3)))
+    wide = np.asarray(norm(jnp.asarray(padded)))
+    np.testing.assert_allclose(norm(jnp.asarray(x), 8), wide[..., :5], atol=TOLERANCE)
+    assert not wide[..., 5:].any()
+
+
+def test_first_outputs_of_a_matrix_are_those_of_the_whole():
+    matrix, x = layers.Linear(6, 8, rngs=nnx.Rngs(0)), jnp.asarray(arbitrary(2, 3, 6))
+    assert matrix(x, 5).shape == (2, 3, 5)
+    np.testing.assert_allclose(matrix(x, 5), matrix(x)[..., :5], atol=TOLERANCE)
+    np.testing.assert_allclose(matrix(x), x @ matrix.kernel[...], atol=TOLERANCE)
+
+
+def test_swiglu_is_down_of_silu_gate_times_up():
+    mlp, x = layers.SwiGlu(4, 6, rngs=nnx.Rngs(0), scale=1.0), arbitrary(1, 2, 4)
+    gate, up, down = (np.asarray(m.kernel[...], np.float64) for m in (mlp.gate, mlp.up, mlp.down))
+    opened = x @ gate
+    expected = (opened / (1 + np.exp(-opened)) * (x @ up)) @ down
+    np.testing.assert_allclose(mlp(jnp.asarray(x)), expected, atol=TOLERANCE)
+
+
+def test_a_generation_token_reads_only_its_share_of_the_common_projection(layer):
+    x = jnp.asarray(arbitrary(1, 2, SETTINGS.generation_width))
+    attended = jnp.asarray(arbitrary(1, 2, SETTINGS.num_heads * SETTINGS.head_dim))
+    before = layer.finish(layer.generation, x, attended)
+    assert before.shape == x.shape
+    changed = jax.tree.map(lambda p: p, layer)
+    kernel = changed.attn_out.kernel
+    kernel[...] = kernel[...].at[:, SETTINGS.generation_width :].set(1e3)
+    np.testing.assert_array_equal(changed.finish(changed.generation, x, attended), before)
+
+
+def test_matrices_into_the_residual_stream_start_smaller(layer):
+    """GPT-2's 1/sqrt(2 layers): the deviation of the others is 1/sqrt(inputs)."""
+    share = (2 * 3) ** -0.5
+    for matrix, scale in (
+        (layer.understanding.q, 1.0),
+        (layer.understanding.mlp.down, share),
+        (layer.attn_out, share),
+    ):
+        kernel = np.asarray(matrix.kernel[...])
+        assert kernel.std() * kernel.shape[0] ** 0.5 == pytest.approx(scale, rel=0.1)
+
+
+def test_values_stay_in_the_dtype_of_the_activations(layer):
+    x = jnp.asarray(arbitrary(1, 2, SETTINGS.width), jnp.bfloat16)
+    q, k, v = layer.understanding.qkv(x, jnp.array([[0, 1]]))
+    assert q.dtype == k.dtype == v.dtype == jnp.bfloat16
+    assert layer.finish(layer.understanding, x, v).dtype == jnp.bfloat16
