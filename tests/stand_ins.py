@@ -16,7 +16,6 @@ from sparse_lavida_jax.data import pipeline, scenes, tasks
 from sparse_lavida_jax.data.examples import Encoder
 from sparse_lavida_jax.data.text import Tokenizer
 
-CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 VISION = config.Vision(
     image_size=48, patch_size=16, width=16, num_layers=1, num_heads=2, mlp_hidden=24, pool=1
 )
@@ -71,18 +70,26 @@ def settings(**sections) -> config.Config:
     return config.build(config.Config, values)
 
 
-def command_line(given: config.Config) -> list[str]:
-    """Returns the words that turn `configs/scenes.py` into this configuration."""
-    words = [f"--config={CONFIGS / 'scenes.py'}"]
+def command_line(folder: pathlib.Path, given: config.Config) -> list[str]:
+    """Writes a config file with the tasks, and returns the words that set everything else."""
+    path = folder / f"{given.name}.py"
+    sections = {"name": given.name, "data": {"tasks": given.data.tasks}}
+    path.write_text(
+        "import ml_collections\n\n"
+        f"def get_config():\n    return ml_collections.ConfigDict({sections})\n"
+    )
+    words = [f"--config={path}"]
 
     def add(prefix, section):
         for name, value in section.items():
-            if isinstance(value, dict) and name != "tasks":
+            if isinstance(value, dict):
                 add(f"{prefix}.{name}", value)
-            elif name != "tasks":
-                words.append(f"--{prefix}.{name}={value}")
+            else:
+                words.append(f"{prefix}.{name}={value}")
 
-    add("config", config.to_dict(given))
+    everything = config.to_dict(given)
+    del everything["data"]["tasks"]
+    add("--config", everything)
     return words
 
 

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every shipped configuration builds, and its parts fit each other."""
+
+import ast
+import dataclasses
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+import stand_ins
+from flax import nnx
+
+from sparse_lavida_jax import config, diffusion, main, optimizer, orders, pipeline, sample
+from sparse_lavida_jax.data import digits, scenes, tasks
+from sparse_lavida_jax.data import pipeline as batches
+from sparse_lavida_jax.evals import scenes as exact
+from sparse_lavida_jax.models.denoiser import Denoiser
+
+CONFIGS = {
+    path.stem: path for path in sorted((pathlib.Path(__file__).parents[2] / "configs").glob("*.py"))
+}
+BUNDLED_BYTES = 16_000_000  # of the model that comes with the package
+
+
+def read(name) -> config.Config:
+    return main.read_config_file(CONFIGS[name])
+
+
+DENOISERS = [name for name in CONFIGS if read(name).train.stage == "denoiser"]
+each = pytest.mark.parametrize("name", CONFIGS)
+each_denoiser = pytest.mark.parametrize("name", DENOISERS)
+
+
+@each
+def test_a_config_is_called_like_its_file_and_says_how_to_run_it(name):
+    assert read(name).name == name
+    docstring = ast.get_docstring(ast.parse(CONFIGS[name].read_text()))
+    assert f"python -m sparse_lavida_jax.main --config=configs/{name}.py" in docstring
+
+
+@each
+def test_a_config_survives_being_written(name):
+    written = json.dumps(config.to_dict(read(name)))
+    assert config.build(config.Config, json.loads(written)) == read(name)
+
+
+@each_denoiser
+def test_the_model_knows_the_tokenizer(name):
+    model, tokenizer = read(name).model, stand_ins.tokenizer()
+    assert model.vocab_size == tokenizer.vocab_size
+    assert model.end_of_text_id == tokenizer.end_of_text_id
+    assert model.text_mask_id == tokenizer.mask_id
+
+
+@each_denoiser
+def test_the_codes_of_the_pictures_fit_the_model(name):
+    given = read(name)
+    codec = pipeline.PictureCodec(given.data.picture_codec, given.model)  # raises if they do not
+    if given.data.source == "scenes":
+        assert given.model.grid_size == scenes.GRID
+        assert codec.picture_size == given.vq.image_size
+    else:
+        assert (given.model.grid_size, given.model.codebook_size) == (digits.SIDE, digits.LEVELS)
+
+
+@each_denoiser
+def test_tasks_are_known_and_of_the_source(name):
+    data = read(name).data
+    known = {task for group in batches.GROUPS.values() for task in group}
+    assert data.tasks.keys() <= known
+    if data.source == "digits":
+        assert data.tasks.keys() == {"digit"}
+    else:
+        assert data.tasks.keys() <= {*tasks.TASKS, "fill_plan"}
+
+
+@each_denoiser
+def test_what_is_laid_out_first_is_learned(name):
+    given = read(name)
+    if given.sampling.plan:
+        needed = {"draw": "plan", "edit": "edit_plan", "inpaint": "fill_plan"}
+        assert all(
+            plan in given.data.tasks for task, plan in needed.items() if task in given.data.tasks
+        )
+
+
+@each_denoiser
+def test_answers_fit_their_blocks_and_their_space(name):
+    data = read(name).data
+    assert pipeline.ANSWER_TOKENS % data.text_block_len == 0
+    for task in {*exact.LONG_ANSWERS} & data.tasks.keys():
+        for index in range(50):
+            answer = tasks.sample(task, exact.EVAL_SEED, index, "test").answer
+            assert len(stand_ins.tokenizer().encode(answer)) < data.max_answer_len
+
+
+@each_denoiser
+def test_a_model_samples_as_it_was_trained(name):
+    given = read(name)
+    model = dataclasses.replace(given.model, trained_attention=given.diffusion.attention)
+    chosen = sample.step_settings(given.sampling, model, "image").preset
+    assert chosen.full_attention == (given.diffusion.attention == "full")
+    side = given.model.grid_size
+    plan = orders.image_plan(
+        orders.order(given.sampling.order, side, side, given.sampling.order_seed),
+        schedule=given.sampling.schedule,
+        num_steps=given.sampling.num_steps,
+        shift=given.sampling.shift,
+    )
+    assert plan.num_steps == given.sampling.num_steps
+    assert max(given.diffusion.plan_steps) <= side**2
+
+
+@each_denoiser
+def test_the_parameters_have_shapes_and_an_optimizer(name):
+    given = read(name)
+    params = jax.eval_shape(lambda: Denoiser(given.model, rngs=nnx.Rngs(0)))
+    state = jax.eval_shape(optimizer.make_optimizer(given.optimizer).init, params)
+    sizes = [np.prod(leaf.shape) for leaf in jax.tree.leaves(params)]
+    assert 100_000 < sum(sizes) < BUNDLED_BYTES / 2  # float16 on disk
+    assert len(jax.tree.leaves(state)) > len(sizes)
+
+
+@each_denoiser
+def test_batches_come_out(name, monkeypatch):
+    """One of each group, with a stand-in for the picture codec."""
+    given = read(name)
+    if given.data.source == "digits":
+        pytest.importorskip("sklearn", reason="the digits come with pip install '.[digits]'")
+    table = np.zeros((scenes.NUM_APPEARANCES + 1, given.model.codes_per_token), int)
+    made = batches.GroupedBatches(
+        given,
+        dataclasses.replace(stand_ins.encoder(given), appearance_codes=table),
+    )
+    for group in made.groups:
+        batch = made.batch(group, 0)
+        assert isinstance(batch, diffusion.Corrupted)
+        assert batch.understanding.tokens.shape[0] == given.train.batch_size
+
+
+def test_the_dense_baseline_differs_in_its_attention_only():
+    sparse, dense = read("scenes_long"), read("scenes_dense")
+    assert (sparse.diffusion.attention, dense.diffusion.attention) == ("step_causal", "full")
+    alike = dataclasses.replace(
+        dense,
+        name=sparse.name,
+        diffusion=dataclasses.replace(dense.diffusion, attention="step_causal"),
+        model=dataclasses.replace(dense.model, trained_attention="step_causal"),
+    )
+    assert alike == sparse
+
+
+def test_the_image_tokenizers_are_those_that_are_shipped():
+    for name in ("g1", "g4"):
+        model = config.Model(
+            codes_per_token=int(name[1]), codebook_size=64 if name == "g1" else 256
+        )
+        shipped = pipeline.PictureCodec(f"scenes_{name}", model).vq.settings
+        assert shipped == read(f"scenes_vq_{name}").vq

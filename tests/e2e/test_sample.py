@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a trained model draws: the same from disk as in memory, the same for the same seed."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sparse_lavida_jax import main, pipeline, sample
+from sparse_lavida_jax.data import scenes, tasks
+
+PROMPTS = ["a red circle", "two blue squares", "a green cross"]
+
+
+def test_a_loaded_model_draws_what_it_drew_in_memory(finished):
+    loaded = pipeline.SparseLaViDa.from_pretrained(finished.folder)
+    assert loaded.settings == finished.pipe.settings
+    for seed in (0, 5):
+        ours, theirs = loaded.draw(PROMPTS, seed=seed), finished.pipe.draw(PROMPTS, seed=seed)
+        np.testing.assert_array_equal(ours, theirs)
+    pictures = [scenes.render(tasks.sample("answer", 0, index).picture) for index in range(2)]
+    asked = ["how many circles are there?", "is there a red cross?"]
+    assert loaded.write(asked, pictures) == finished.pipe.write(asked, pictures)
+
+
+def drawn(path):
+    with Image.open(path) as picture:
+        return np.asarray(picture)
+
+
+def test_the_command_line_draws_the_same_for_the_same_seed(finished, tmp_path, capsys):
+    words = ["main", "--mode=sample", f"--checkpoint={finished.folder}", "--prompt=a red circle"]
+    pictures = {}
+    for name, seed in (("first", 3), ("again", 3), ("other", 4)):
+        path = tmp_path / "out" / f"{name}.png"
+        assert main.main([*words, f"--seed={seed}", f"--out={path}"]) == 0
+        assert capsys.readouterr().out == f"{path}: a red circle\n"
+        pictures[name] = drawn(path)
+    assert pictures["first"].shape == (96, 96, 3)
+    np.testing.assert_array_equal(pictures["first"], pictures["again"])
+    assert (pictures["first"] != pictures["other"]).any()
+
+
+def test_the_command_line_evaluates(finished, capsys):
+    words = ["main", "--mode=evaluate", f"--checkpoint={finished.folder}"]
+    assert main.main(words) == 0
+    table = capsys.readouterr().out
+    for task in ("draw", "answer", "draw/held_out"):
+        assert f"| {task} | " in table
+
+
+@pytest.fixture
+def rows(monkeypatch):
+    """How many rows each prefill had."""
+    seen, prefill = [], sample.prefill
+
+    def counting(model, canvas, decoded_at, row_key, prompt, **more):
+        seen.append((len(canvas), len(prompt.length)))
+        return prefill(model, canvas, decoded_at, row_key, prompt, **more)
+
+    monkeypatch.setattr(sample, "prefill", counting)
+    return seen
+
+
+def test_guided_drawing_takes_two_rows_a_picture(finished, rows):
+    pipe = finished.pipe
+    plain = dataclasses.replace(pipe.settings.sampling, temperature=0.0)
+    guided = dataclasses.replace(plain, guidance=4.0)
+    without, guided = (pipe.draw(PROMPTS, sampling=chosen) for chosen in (plain, guided))
+    assert rows == [(16, 16), (16, 32)]
+    assert np.shape(without) == np.shape(guided)
+    assert np.not_equal(without, guided).any()
+
+
+def test_guided_editing_takes_three_rows_and_keeps_what_is_known(finished, rows):
+    pipe = pipeline.SparseLaViDa.from_pretrained(finished.folder, batch_size=2)
+    guided = dataclasses.replace(pipe.settings.sampling, guidance=1.0, guidance_image=0.5)
+    filled = [tasks.sample("inpaint", 0, index) for index in range(2)]
+    shown = [scenes.render(sample.picture) for sample in filled]
+    known = [sample.known_grid for sample in filled]
+    pictures = pipe.edit(
+        shown, [sample.prompt for sample in filled], known=known, sampling=guided, seed=1
+    )
+    assert rows == [(2, 6)]
+    before, after = pipe.codec.encode(np.stack(shown)), pipe.codec.encode(np.stack(pictures))
+    kept = np.stack(known).reshape(2, -1)
+    np.testing.assert_array_equal(after[kept], before[kept])

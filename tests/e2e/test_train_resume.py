@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run leaves all it promises, and one that was stopped or killed ends like one that was not."""
+
+import os
+import shutil
+import signal
+
+import jax
+import numpy as np
+import pytest
+import stand_ins
+
+from sparse_lavida_jax import checkpoint, main, metrics, report, train
+
+
+def logged(folder):
+    return metrics.read_metrics(folder / "metrics.jsonl")
+
+
+def test_a_run_leaves_a_model_a_report_metrics_and_pictures(finished, capsys):
+    lines = logged(finished.folder)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    for line in lines:
+        assert {"loss", "gradient_norm", "learning_rate"} < line.keys()
+        assert ("text_nll" in line) != ("image_nll" in line)
+        assert all(np.isfinite(value) for value in line.values())
+    assert {"text_nll", "image_nll"} <= {name for line in lines for name in line}
+    text = (finished.folder / "report.md").read_text()
+    for part in ("6 steps", "| draw | ", "| answer | ", "pictures/drawn.png", "times faster"):
+        assert part in text
+    assert (finished.folder / "pictures" / "drawn.png").is_file()
+    assert (finished.folder / "pictures" / "answered.png").is_file()
+    loaded = checkpoint.load_model(finished.folder)
+    assert loaded.config == stand_ins.settings(train={"train_steps": 6})
+    assert (loaded.vq_folder / "params.safetensors").is_file()
+    assert "6 steps" in (finished.folder / "model" / "README.md").read_text()
+
+
+@pytest.fixture
+def interfere(monkeypatch):
+    """Does something before a step, until told otherwise; the report is left out."""
+
+    def before(step, action):
+        real = train.train_step
+
+        def wrapped(state, *args, **more):
+            if int(state.step) + 1 == step:
+                action()
+            return real(state, *args, **more)
+
+        monkeypatch.setattr(train, "train_step", wrapped)
+        return lambda: monkeypatch.setattr(train, "train_step", real)
+
+    monkeypatch.setattr(report, "write", lambda pipe, folder, **_: folder / "report.md")
+    return before
+
+
+def assert_same_end(folder, finished):
+    assert logged(folder) == logged(finished.folder)
+    ours, theirs = (checkpoint.load_model(run).model for run in (folder, finished.folder))
+    for one, two in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+def test_a_stopped_run_ends_like_one_that_was_not(finished, interfere, tmp_path, capsys):
+    words = ["main", *finished.words, f"--workdir={tmp_path / 'run'}"]
+    leave_alone = interfere(3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert main.main(words) == 143
+    assert "SIGTERM after step 3, everything is saved" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "model").exists()
+    leave_alone()
+    assert main.main(words) == 0
+    assert_same_end(tmp_path / "run", finished)
+
+
+def test_a_run_that_dies_between_saves_ends_like_one_that_did_not(finished, interfere, tmp_path):
+    class PowerCutError(BaseException):
+        pass
+
+    def cut():
+        raise PowerCutError
+
+    words = ["main", *finished.words, f"--workdir={tmp_path / 'run'}"]
+    often = "--config.train.checkpoint_seconds=1e-6"
+    leave_alone = interfere(3, lambda: os.kill(os.getpid(), signal.SIGINT))
+    assert main.main(words) == 130
+    leave_alone()
+    leave_alone = interfere(5, cut)
+    with pytest.raises(PowerCutError):
+        main.main(words)  # two steps behind the last save
+    assert [line["step"] for line in logged(tmp_path / "run")] == [1, 2, 3]
+    leave_alone()
+    leave_alone = interfere(6, cut)
+    with pytest.raises(PowerCutError):
+        main.main([*words, often])
+    leave_alone()
+    assert main.main(words) == 0
+    assert_same_end(tmp_path / "run", finished)
+
+
+def test_a_finished_run_trains_no_further_unless_it_is_made_longer(finished, interfere, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(finished.folder, folder)
+    words = ["main", *finished.words, f"--workdir={folder}"]
+
+    def forbidden():
+        raise AssertionError("a step was taken")
+
+    interfere(7, forbidden)
+    assert main.main(words) == 0
+    assert_same_end(folder, finished)
+    with pytest.raises(AssertionError, match="a step was taken"):
+        main.main([*words, "--config.train.train_steps=7"])
