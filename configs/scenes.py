@@ -73,7 +73,13 @@ def get_config() -> ml_collections.ConfigDict:
     c.sampling = dict(num_steps=8, schedule="shift", shift=2.0, text_steps=8)
 
     c.optimizer = dict(
-        learning_rate=2e-3, warmup_steps=100, b1=0.9, b2=0.99, weight_decay=0.01, ema=0.998
+        kind="muon",
+        learning_rate=3e-3,
+        warmup_steps=50,
+        b1=0.9,
+        b2=0.99,
+        weight_decay=0.01,
+        ema=0.998,
     )
     c.train = dict(
         train_steps=100_000,

@@ -3,7 +3,7 @@ r"""The dense baseline of the bundled model: trained and sampled with full atten
 
     python -m sparse_lavida_jax.main --config=configs/scenes_dense.py
 
-Size, data, steps and seed of `configs/scenes_long.py`; no blocks, no registers, no cache: LaViDa-O's
+Size, data, steps and seed of `configs/scenes_long.py`; no blocks, registers or cache: LaViDa-O's
 own way, at this scale.
 """
 

@@ -15,7 +15,7 @@ import ml_collections
 def get_config() -> ml_collections.ConfigDict:
     c = _beside("scenes").get_config()
     c.name = "scenes_long"
-    c.train.seconds = 48 * 60.0
+    c.train.seconds = 90 * 60.0
     c.train.picture_seconds = 600.0
     c.train.eval_prompts = 200
     c.optimizer.warmup_steps = 200

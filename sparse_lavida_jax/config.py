@@ -56,9 +56,7 @@ class Vision:
     def __post_init__(self):
         _check_positive(self, "image_size", "patch_size", "width", "num_heads", "pool")
         _check(self, "num_layers", self.num_layers >= 0, "it must be 0 or more")
-        _check(
-            self, "width", self.width % self.num_heads == 0, f"a multiple of {self.num_heads=}"
-        )
+        _check(self, "width", self.width % self.num_heads == 0, f"a multiple of {self.num_heads=}")
 
     @property
     def num_tokens(self) -> int:
@@ -266,16 +264,18 @@ class Diffusion:
         _check(self, "num_clean_blocks", self.num_clean_blocks >= 1, "it must be 1 or more")
         for name in ("plan_steps", "plan_text_steps"):
             steps = getattr(self, name)
-            _check(self, name, bool(steps) and min(steps) >= 1, "at least one number, all 1 or more")
-        _check(
-            self, "num_masked_blocks", 1 <= self.num_masked_blocks <= 16, "it must lie in 1..16"
-        )
+            _check(
+                self, name, bool(steps) and min(steps) >= 1, "at least one number, all 1 or more"
+            )
+        _check(self, "num_masked_blocks", 1 <= self.num_masked_blocks <= 16, "it must lie in 1..16")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Optimizer:
     """AdamW with warm-up and cosine decay (paper Table 9 for the release's values)."""
 
+    # "muon" (ours, for small models from scratch): Muon for matrices, Adam for everything else.
+    kind: str = "adamw"
     learning_rate: float = 2e-5
     final_fraction: float = 0.05  # of learning_rate, reached at the last step
     warmup_steps: int = 100
@@ -286,6 +286,7 @@ class Optimizer:
     ema: float = 0.0  # decay of the parameter average a step; 0 keeps none
 
     def __post_init__(self):
+        _check_choice(self, "kind", ("adamw", "muon"))
         _check_positive(self, "learning_rate", "clip_norm")
         _check_fraction(self, "final_fraction", "b1", "b2")
         _check(self, "ema", 0 <= self.ema < 1, "it must lie in [0, 1)")

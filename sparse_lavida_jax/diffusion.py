@@ -12,8 +12,10 @@ Two block assignments (config `diffusion.blocks`):
 * `schedule`: draw a sampler's plan (order, counts), then the step k that contains a uniform t, so
   with probability |C_k|/L. Clean tokens get the step that decoded them (M = k-1), the first masked
   block is C_k and further ones are cut from the rest of the order; other masked tokens are left
-  out (truncation lemma). A kept token weighs L / (kept tokens). For N = 1 this is unbiased for the
-  sampler's own negative log likelihood, and with a random order and one token a step it is Eq. 1.
+  out (truncation lemma). A kept token weighs L / (kept tokens). For N = 1, and blocks of the
+  sampler's own sizes, this is unbiased for the sampler's own negative log likelihood, and with a
+  random order and one token a step it is Eq. 1. In half of the draws steps are merged into larger
+  blocks, which trades this for more tokens with a loss.
 """
 
 import dataclasses
@@ -133,7 +135,11 @@ def uniform_blocks(
     clean_block = np.where(given, GIVEN_BLOCK, clean_block)
     masked_block = rng.integers(num_clean + 1, num_clean + num_masked + 1, len(given))
     block = np.where(masked, masked_block, clean_block)
-    weight = np.where(masked, 1 / (t * density) if settings.weighting == "1/t" else 1.0, 0.0)
+    if settings.weighting == "1/t":
+        # A token that is masked only so that there is one has no part in Eq. 1.
+        weight = np.where(draw <= t, 1 / (t * density), 0.0)
+    else:
+        weight = masked.astype(float)
     return Blocks(
         block.astype(np.int32),
         masked,
@@ -228,7 +234,7 @@ def even_split(count: int, steps: int) -> Int[np.ndarray, " k"]:
 
 def _decoded_before(order, ends, step, given) -> tuple[np.ndarray, int]:
     """Blocks of the tokens that the plan has decoded before `step`, the others ABSENT."""
-    first = GIVEN_BLOCK + 1 if given.any() else 1
+    first = GIVEN_BLOCK + 1
     block = np.full(len(given), ABSENT, np.int32)
     block[given] = GIVEN_BLOCK
     done = order[: ends[step - 1]] if step else order[:0]

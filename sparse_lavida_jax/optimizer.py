@@ -1,27 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW with a learning rate that follows the progress of the run."""
+"""AdamW, or Muon for matrices, with a learning rate that follows the progress of the run."""
 
 import math
 
 import jax
 import optax
+from optax.contrib import MuonDimensionNumbers, muon
 
 from sparse_lavida_jax import config
 
 VECTORS = ("norm", "bias", "register")  # words in the names of parameters of one axis
+# Root mean square of a Muon update relative to the learning rate, so that matrices take steps of
+# the size that Adam's would have (arXiv:2502.16982, Sec. 2.2).
+MUON_RMS = 0.2
 
 
 def make_optimizer(settings: config.Optimizer) -> optax.GradientTransformation:
-    """Returns clipping, Adam and decoupled weight decay; the caller scales by -learning rate.
+    """Returns clipping, preconditioning and decoupled weight decay; the caller scales by -rate.
 
-    Vectors (norms, biases, registers) are not decayed. In a stack of layers they have a second
-    axis, so they are told by their names too.
+    Norms, registers, biases and embeddings are not decayed. A stacked layer has one axis more, so
+    they are told by their names.
     """
-    return optax.chain(
-        optax.clip_by_global_norm(settings.clip_norm),
-        optax.scale_by_adam(settings.b1, settings.b2),
-        optax.add_decayed_weights(settings.weight_decay, mask=_decays),
-    )
+    if settings.kind == "adamw":
+        step = optax.chain(
+            optax.scale_by_adam(settings.b1, settings.b2),
+            optax.add_decayed_weights(settings.weight_decay, mask=_decays),
+        )
+    else:
+        step = muon(
+            learning_rate=-1.0,  # this chain returns a direction, the caller turns it round
+            beta=0.95,
+            weight_decay=settings.weight_decay,
+            weight_decay_mask=_decays,
+            adam_b1=settings.b1,
+            adam_b2=settings.b2,
+            muon_weight_dimension_numbers=_matrices,
+            consistent_rms=MUON_RMS,
+        )
+    return optax.chain(optax.clip_by_global_norm(settings.clip_norm), step)
 
 
 def learning_rate(settings: config.Optimizer, step: int, progress: float) -> float:
@@ -42,3 +58,16 @@ def _decays(params):
         return leaf.ndim >= 2 and not any(word in name for word in VECTORS)
 
     return jax.tree_util.tree_map_with_path(decays, params)
+
+
+def _matrices(params):
+    """Which axes of a leaf Muon orthogonalises: matrices inside the network, stacked or not."""
+
+    def axes(path, leaf):
+        name = jax.tree_util.keystr(path)
+        inner = "kernel" in name and not any(word in name for word in ("text_head", ".logits"))
+        if not inner or leaf.ndim not in (2, 3):
+            return None
+        return MuonDimensionNumbers(leaf.ndim - 2, leaf.ndim - 1)
+
+    return jax.tree_util.tree_map_with_path(axes, params)

@@ -17,10 +17,11 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Bool, Int
 
-from sparse_lavida_jax.layout import GIVEN_BLOCK, PROMPT_BLOCK
+from sparse_lavida_jax.layout import GIVEN_BLOCK
 
 ORDERS = ("stratified", "halton", "random", "raster")
 SCHEDULES = ("shift", "cosine", "cosine2", "exp", "logit_normal", "linear")
+FIRST_BLOCK = GIVEN_BLOCK + 1  # of decoding, whether or not anything is given
 PAD_POSITION = -1  # fills a step of a row that has fewer tokens than the widest one
 
 # Widths a segment may have: powers of two and the halves between them, so that rounding up adds
@@ -234,7 +235,7 @@ def image_plan(
         given = np.zeros((len(cells) if cells.ndim == 2 else 1, cells.shape[-1]), bool)
     batch, length = given.shape
     cells = np.broadcast_to(cells, (batch, length))
-    first_block = _first_block(given)
+    first_block = FIRST_BLOCK
     per_row = [counts(schedule, num_steps, int(n), shift) for n in (~given).sum(axis=1)]
     steps = max((len(row) for row in per_row), default=0)
     width = max((int(row.max(initial=0)) for row in per_row), default=0)
@@ -247,10 +248,6 @@ def image_plan(
         decode[step, row, slot] = wanted
         decoded_at[row, wanted] = first_block + step
     return SamplingPlan(decode, decoded_at, first_block)
-
-
-def _first_block(given: Bool[np.ndarray, "b l"]) -> int:
-    return (GIVEN_BLOCK if given.any() else PROMPT_BLOCK) + 1
 
 
 # ---------------------------------------------------------------------------------------------
@@ -429,8 +426,9 @@ def text_plan(
     position = np.arange(length)
     plan: list[Segment] = []
     done = newest = np.zeros_like(wanted)  # decoded before this text block; in the one before
-    block = _first_block(~wanted)
     for start in range(0, length, block_len):
+        # Numbered whatever is given, so that a row's noise does not depend on the other rows.
+        block = FIRST_BLOCK + start // block_len * steps_per_block
         current = wanted & (start <= position) & (position < start + block_len)
         later = wanted & (position >= start + block_len)
         masked = current.sum(axis=1)
@@ -450,7 +448,6 @@ def text_plan(
             plan.append(whole)
         else:
             plan += _first_step_apart(whole, block_len)
-        block += steps
         done, newest = done | current, current
     return plan
 

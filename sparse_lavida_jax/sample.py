@@ -9,8 +9,8 @@ run this same `step`; they differ in which tokens the plan passes and which of t
 | preset | passes besides the tokens to decode and the registers | cache |
 | --- | --- | --- |
 | sparse (prt) | the tokens decoded in the previous step | prompt, response |
-| p, r, t, pr, pt, rt, none | the prompt again without p, all clean tokens again without r, all | as |
-| | other masked tokens without t | named |
+| without p; without r | the prompt again; all clean tokens again | not of that |
+| without t | all other masked tokens | |
 | dense | everything, in block 0, without registers: LaViDa-O itself | none |
 """
 
@@ -174,8 +174,10 @@ def prepare(
         known = np.flatnonzero(request.given)
         position = row.response_position + known
         block = np.full(len(known), GIVEN_BLOCK)
-        text.append((row.ids, row.feature, row.position, np.zeros_like(row.position)))
-        image.append((row.codes, row.cell, row.source_position, np.zeros_like(row.cell)))
+        text.append((row.ids, row.feature, row.position, np.full_like(row.position, PROMPT_BLOCK)))
+        image.append(
+            (row.codes, row.cell, row.source_position, np.full_like(row.cell, PROMPT_BLOCK))
+        )
         if kind == "text":
             given = (request.tokens[known, 0], np.full(len(known), NO_FEATURE), position, block)
             text[-1] = tuple(np.concatenate(pair) for pair in zip(text[-1], given, strict=True))
@@ -530,31 +532,39 @@ def sample(
     mask_id = (
         model_settings.text_mask_id if settings.kind == "text" else model_settings.image_mask_id
     )
+    lengths = sorted({len(request.given) for request in requests})
+    if len(lengths) > 1:
+        raise ValueError(
+            f"requests of one batch have one response length, got {lengths}: sample them apart."
+        )
     given = np.stack([request.given for request in requests])
     tokens = np.stack([request.tokens for request in requests])
-    if segments[0].decode.shape[1] != len(requests):
+    if segments and segments[0].decode.shape[1] != len(requests):
         raise ValueError(
             f"the plan is for {segments[0].decode.shape[1]} rows, got {len(requests)} requests."
         )
     canvas = np.where(given[..., None], tokens, mask_id).astype(np.int32)
+    if not segments:  # everything is given
+        return canvas
     decoded_at = np.where(given, GIVEN_BLOCK, NOT_DECODED).astype(np.int32)
     row_key = jax.vmap(jax.random.key)(np.array([request.seed for request in requests]))
     prompt = prepare(requests, settings.kind, model_settings, settings.guidance_rows, prompt_len)
+    on_device = jax.tree.map(jnp.asarray, prompt)
     state = prefill(
         model,
         canvas,
         decoded_at,
         row_key,
-        jax.tree.map(jnp.asarray, prompt),
+        on_device,
         settings=settings,
         capacity=capacity(prompt, segments, settings),
     )
     done = 0
     for segment in segments:
-        tokens = StepTokens(
+        steps = StepTokens(
             *(jnp.asarray(getattr(segment, f.name)) for f in dataclasses.fields(StepTokens))
         )
-        state = run_segment(model, state, tokens, prompt, settings=settings)
+        state = run_segment(model, state, steps, on_device, settings=settings)
         done += len(segment.block)
         if on_segment is not None:
             on_segment(np.asarray(state.canvas), done)
@@ -565,7 +575,12 @@ def sample(
             before = np.arange(ended.shape[1])[None] < first_end[:, None]
             if ended.any(1).all() and decoded[before].all():
                 break
-    return np.asarray(state.canvas)
+    canvas = np.array(state.canvas)
+    if settings.kind == "text":
+        # What stands behind the first end-of-text would depend on when the batch stopped.
+        ended = np.cumsum(canvas[..., 0] == model_settings.end_of_text_id, axis=1) > 0
+        canvas[ended & ~given] = model_settings.end_of_text_id
+    return canvas
 
 
 def capacity(prompt: Prompt, segments: list[Segment], settings: StepSettings) -> tuple[int, int]:
@@ -573,15 +588,17 @@ def capacity(prompt: Prompt, segments: list[Segment], settings: StepSettings) ->
 
     Exact, because an update past the end of a buffer would silently shift and overwrite.
     """
-    committed = sum(len(s.block) * s.clean.shape[-1] for s in segments)
-    if not settings.preset.cache_response:
-        committed = 0
-    widest = max(s.clean.shape[-1] + s.decode.shape[-1] + s.rest.shape[-1] for s in segments)
+    committed = furthest = 0
+    for s in segments:
+        clean, others = s.clean.shape[-1], s.decode.shape[-1] + s.rest.shape[-1]
+        kept = clean if settings.preset.cache_response else 0
+        committed += len(s.block) * kept
+        furthest = max(furthest, committed - kept + clean + others)
     lengths = {
         "text": prompt.understanding.index.shape[1],
         "image": 0 if prompt.generation is None else prompt.generation.index.shape[1],
     }
-    lengths[settings.kind] += committed + widest + settings.num_registers
+    lengths[settings.kind] += furthest + settings.num_registers
     return lengths["text"], lengths["image"]
 
 
@@ -600,6 +617,3 @@ def step_settings(
         guidance=sampling.guidance if guided else 0.0,
         guidance_image=sampling.guidance_image if guided else 0.0,
     )
-
-
-assert PROMPT_BLOCK == 0  # the prompt's tags above are written as zeros

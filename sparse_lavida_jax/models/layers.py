@@ -38,11 +38,9 @@ class RmsNorm(nnx.Module):
 class Linear(nnx.Module):
     """A matrix without bias, in the input's dtype. `kernel` is [in, out]."""
 
-    def __init__(self, in_width: int, out_width: int, *, rngs: nnx.Rngs, scale: float = 1.0):
-        deviation = scale * in_width**-0.5
-        self.kernel = nnx.Param(
-            deviation * jax.random.truncated_normal(rngs.params(), -3, 3, (in_width, out_width))
-        )
+    def __init__(self, in_width: int, out_width: int, *, rngs: nnx.Rngs):
+        normal = jax.random.truncated_normal(rngs.params(), -3, 3, (in_width, out_width))
+        self.kernel = nnx.Param(normal * in_width**-0.5)
 
     def __call__(
         self, x: Float[Array, "*b i"], out_width: int | None = None
@@ -54,10 +52,10 @@ class Linear(nnx.Module):
 class SwiGlu(nnx.Module):
     """Gated MLP of LLaDA: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, width: int, hidden: int, *, rngs: nnx.Rngs, scale: float):
+    def __init__(self, width: int, hidden: int, *, rngs: nnx.Rngs):
         self.gate = Linear(width, hidden, rngs=rngs)
         self.up = Linear(width, hidden, rngs=rngs)
-        self.down = Linear(hidden, width, rngs=rngs, scale=scale)
+        self.down = Linear(hidden, width, rngs=rngs)
 
     def __call__(self, x: Float[Array, "b s e"]) -> Float[Array, "b s e"]:
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
@@ -77,7 +75,7 @@ class Branch(nnx.Module):
         self.k.kernel = nnx.Param(self.q.kernel[...])
         self.v = Linear(width, heads_width, rngs=rngs)
         self.mlp_norm = RmsNorm(width, settings.norm_eps)
-        self.mlp = SwiGlu(width, hidden, rngs=rngs, scale=_residual_scale(settings))
+        self.mlp = SwiGlu(width, hidden, rngs=rngs)
         self.num_heads = settings.num_heads
         self.rope_theta = settings.rope_theta
 
@@ -102,20 +100,13 @@ class Layer(nnx.Module):
             settings, settings.generation_width, settings.generation_mlp_hidden, rngs=rngs
         )
         heads_width = settings.num_heads * settings.head_dim
-        self.attn_out = Linear(
-            heads_width, settings.width, rngs=rngs, scale=_residual_scale(settings)
-        )
+        self.attn_out = Linear(heads_width, settings.width, rngs=rngs)
 
     def finish(
         self, branch: Branch, x: Float[Array, "b s e"], attended: Float[Array, "b s hd"]
     ) -> Float[Array, "b s e"]:
         """Adds the attention output and the MLP of `branch` to its residual stream."""
         return branch.feed_forward(x + self.attn_out(attended, x.shape[-1]))
-
-
-def _residual_scale(settings: config.Model) -> float:
-    """Initial scale of matrices that write into the residual stream: GPT-2's 1/sqrt(2 layers)."""
-    return (2 * settings.num_layers) ** -0.5
 
 
 def rotate(
