@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A mistake is a sentence and exit code 2, and nothing is half-written or lost."""
+
+import collections
+import hashlib
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import stand_ins
+from PIL import Image
+
+from sparse_lavida_jax import checkpoint, config, main, report, train
+
+CHECKOUT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture
+def complaint(capsys):
+    """Returns the one sentence that a command line which must fail prints."""
+
+    def run(*words):
+        assert main.main(["main", *map(str, words)]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        # What went before it are lines of progress.
+        sentence = printed.err.splitlines()[-1]
+        assert sentence.startswith("sparse_lavida_jax: ")
+        assert "Traceback" not in printed.err
+        return sentence
+
+    return run
+
+
+def contents(folder):
+    """A digest of every file below a folder."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
+
+
+@pytest.fixture
+def words(tmp_path):
+    """A command line that would train in `tmp_path / "run"`."""
+    return [
+        *stand_ins.command_line(tmp_path, stand_ins.settings()),
+        f"--workdir={tmp_path / 'run'}",
+    ]
+
+
+# ---------------------------------------------------------------------------------------------
+# Settings.
+
+
+def test_an_unknown_name_in_a_config_file_lists_the_known_ones(tmp_path, complaint):
+    path = tmp_path / "mine.py"
+    path.write_text("def get_config():\n    return {'optimizer': {'lr': 1e-3}}\n")
+    sentence = complaint(f"--config={path}", f"--workdir={tmp_path / 'run'}")
+    assert "Optimizer has no lr. It has: " in sentence
+    assert "learning_rate, final_fraction" in sentence
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_value_out_of_range_says_the_range(tmp_path, words, complaint):
+    path = tmp_path / "mine.py"
+    path.write_text("def get_config():\n    return {'data': {'prompt_drop': 1.5}}\n")
+    told = "Data.prompt_drop=1.5 is out of range: it must lie in [0, 1]."
+    assert told in complaint(f"--config={path}", f"--workdir={tmp_path / 'run'}")
+    assert told in complaint(*words, "--config.data.prompt_drop=1.5")
+    sentence = complaint(*words, "--config.diffusion.num_masked_blocks=99")
+    assert "num_masked_blocks=99 is out of range: it must lie in 1..16." in sentence
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_value_of_the_wrong_type_says_the_right_one(tmp_path, complaint):
+    path = tmp_path / "mine.py"
+    path.write_text("def get_config():\n    return {'model': {'width': 'wide'}}\n")
+    assert "Model.width='wide' is a str; it must be a int." in complaint(f"--config={path}")
+
+
+def test_unknown_tasks_and_tokenizers_list_the_known_ones(tmp_path, words, complaint):
+    given = stand_ins.settings(data={"tasks": {"drawing": 1.0}})
+    unknown = stand_ins.command_line(tmp_path, given)
+    sentence = complaint(*unknown, f"--workdir={tmp_path / 'run'}")
+    assert "Data.tasks has no drawing. It has: answer, arithmetic" in sentence
+    shutil.rmtree(tmp_path / "run")
+    words = [*stand_ins.command_line(tmp_path, stand_ins.settings()), *words[-1:]]
+    sentence = complaint(*words, "--config.data.picture_codec=scenes_g9")
+    assert "scenes_g1, scenes_g4" in sentence
+    left = {path.name for path in (tmp_path / "run").iterdir()}
+    assert left <= {"config.json", "lock", "state"}
+
+
+# ---------------------------------------------------------------------------------------------
+# Folders.
+
+
+def test_a_run_directory_of_another_config_is_left_as_it_is(finished, complaint):
+    before = contents(finished.folder)
+    sentence = complaint(
+        *finished.words, f"--workdir={finished.folder}", "--config.optimizer.learning_rate=0.5"
+    )
+    assert "is a run of another config: optimizer.learning_rate was 0.01 and is 0.5" in sentence
+    after = contents(finished.folder)
+    assert after.pop("lock") and before.pop("lock")
+    assert after == before
+
+
+def test_a_missing_checkpoint_lists_the_bundled_ones(tmp_path, monkeypatch, complaint):
+    for name in ("digits", "scenes"):
+        (tmp_path / "models" / name / "params").mkdir(parents=True)
+    monkeypatch.setattr(checkpoint, "BUNDLED", tmp_path / "models")
+    asked = ["--prompt=a red circle", f"--out={tmp_path / 'picture.png'}"]
+    sentence = complaint("--mode=sample", "--checkpoint=scene", *asked)
+    assert "there is no model in scene. " in sentence
+    assert "bundled model (digits, scenes)" in sentence
+    assert not (tmp_path / "picture.png").exists()
+
+
+def test_a_run_without_a_model_yet_says_how_to_get_it(finished, tmp_path, complaint):
+    shutil.copytree(finished.folder / "state", tmp_path / "run" / "state")
+    sentence = complaint("--mode=sample", f"--checkpoint={tmp_path / 'run'}", "--prompt=x")
+    assert "has not written its model yet" in sentence
+    assert "it resumes" in sentence
+
+
+def test_a_damaged_checkpoint_names_the_file(finished, tmp_path, complaint):
+    model = tmp_path / "model"
+    shutil.copytree(finished.folder / "model", model)
+    tokenizer = model / "vq" / "params.safetensors"
+    tokenizer.write_bytes(tokenizer.read_bytes()[:-1])
+    sentence = complaint("--mode=sample", f"--checkpoint={model}", "--prompt=x")
+    assert f"{tokenizer} is damaged" in sentence
+
+
+def test_digits_are_not_judged_as_scenes(tmp_path, complaint):
+    (tmp_path / "params").mkdir()
+    given = stand_ins.settings(data={"source": "digits"})
+    checkpoint.write_config(tmp_path, given)
+    assert "digits" in complaint("--mode=evaluate", f"--checkpoint={tmp_path}")
+
+
+# ---------------------------------------------------------------------------------------------
+# Pictures.
+
+
+@pytest.mark.parametrize("kind", ["missing", "folder", "text", "cut off"])
+def test_a_picture_that_cannot_be_read_is_named(finished, tmp_path, complaint, kind):
+    path = tmp_path / "picture.png"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "text":
+        path.write_text("a red circle")
+    elif kind == "cut off":
+        Image.fromarray(stand_ins.EMPTY).save(path)
+        path.write_bytes(path.read_bytes()[:100])
+    out = tmp_path / "out.png"
+    sentence = complaint(
+        "--mode=sample", f"--checkpoint={finished.folder}", "--task=edit", f"--picture={path}",
+        "--prompt=add a circle", f"--out={out}",
+    )  # fmt: skip
+    assert f"{path} is no picture that can be read: " in sentence
+    assert not out.exists()
+
+
+def test_a_picture_that_cannot_be_written_is_told(finished, tmp_path, complaint):
+    (tmp_path / "file").write_text("")
+    words = ["--mode=sample", f"--checkpoint={finished.folder}", "--prompt=a red circle"]
+    for out in (tmp_path / "file" / "picture.png", tmp_path / "picture.unknown"):
+        assert f"cannot be written to {out}" in complaint(*words, f"--out={out}")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+# ---------------------------------------------------------------------------------------------
+# The disk.
+
+Usage = collections.namedtuple("Usage", "total used free")
+
+
+def test_a_full_disk_costs_nothing_that_was_saved(
+    finished, tmp_path, monkeypatch, complaint, capsys
+):
+    real, usage = train.train_step, shutil.disk_usage
+    monkeypatch.setattr(report, "write", lambda pipe, folder, **_: folder / "report.md")
+    words = [*finished.words, f"--workdir={tmp_path / 'run'}"]
+
+    def stop_at_3(state, *args, **more):
+        if int(state.step) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(state, *args, **more)
+
+    monkeypatch.setattr(train, "train_step", stop_at_3)
+    assert main.main(["main", *words]) == 143
+    capsys.readouterr()
+    monkeypatch.setattr(train, "train_step", real)
+    saved = contents(tmp_path / "run" / "state")
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**9, 10**9, 1000))
+    sentence = complaint(*words)
+    assert "has 0 MB free" in sentence
+    assert "What was saved before is intact: free some space and run the same" in sentence
+    assert contents(tmp_path / "run" / "state") == saved
+    assert not (tmp_path / "run" / "model").exists()
+    assert not list((tmp_path / "run").glob(".*"))
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    assert main.main(["main", *words]) == 0
+    ours, theirs = (
+        (run / "metrics.jsonl").read_text() for run in (tmp_path / "run", finished.folder)
+    )
+    assert ours == theirs
+
+
+# ---------------------------------------------------------------------------------------------
+# The process.
+
+
+def test_a_mistake_ends_the_process_with_code_2(tmp_path):
+    ended = subprocess.run(
+        [sys.executable, "-m", "sparse_lavida_jax.main", "--config=nowhere.py"],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(CHECKOUT)},
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ended.returncode == main.MISTAKE == 2
+    assert ended.stdout == ""
+    assert ended.stderr.startswith("sparse_lavida_jax: there is no config file nowhere.py.")
+    assert len(ended.stderr.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_error_of_ours_is_a_mistake_and_not_a_crash():
+    assert issubclass(train.DivergedError, main.OURS)
+    assert issubclass(config.ConfigError, main.OURS)
