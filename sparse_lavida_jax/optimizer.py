@@ -18,8 +18,8 @@ MUON_RMS = 0.2
 def make_optimizer(settings: config.Optimizer) -> optax.GradientTransformation:
     """Returns clipping, preconditioning and decoupled weight decay; the caller scales by -rate.
 
-    Norms, registers, biases and embeddings are not decayed. A stacked layer has one axis more, so
-    they are told by their names.
+    Norms, biases and registers are not decayed, nor is what Muon leaves to Adam. A stacked layer
+    has one axis more, so they are told by their names.
     """
     if settings.kind == "adamw":
         step = optax.chain(

@@ -24,29 +24,84 @@ def first_update(settings, params, gradient):
     return tiny.quick_jit(update)(params, gradient)
 
 
-def test_weight_decay_leaves_vectors_alone_in_stacked_layers_too():
-    """Without a gradient, the update is the decay."""
-    params = tiny.denoiser(tiny.model_settings())
-    settings = config.Optimizer(weight_decay=0.1)
-    update = first_update(settings, params, jax.tree.map(jnp.zeros_like, params))
-    sizes = named(params)
-    decayed = {name for name, leaf in named(update).items() if np.any(leaf)}
-    for name in sizes:
+def test_vectors_are_no_weights_that_decay_in_stacked_layers_either():
+    params = jax.eval_shape(lambda: tiny.denoiser(tiny.model_settings()))
+    decays = named(optimizer._decays(params))
+    for name, leaf in named(params).items():
         is_vector = any(word in name for word in ("norm", "register", "bias"))
-        assert (name in decayed) == (not is_vector), name
-    assert any("joint_layers" in name for name in decayed)
-    assert any("joint_layers" in name for name in sizes.keys() - decayed)
-    assert any("vision" in name and "bias" in name for name in sizes.keys() - decayed)
+        assert decays[name] == (not is_vector), name
+        assert not decays[name] or leaf.ndim >= 2
+    stacked = {name: decays[name] for name in decays if "layers" in name}
+    assert {True, False} == {*stacked.values()}
+    assert any("vision" in name and "bias" in name for name in stacked)
 
 
-def test_the_first_update_is_adam_on_the_clipped_gradient():
-    params = {"kernel": jnp.full((2, 3), 2.0)}
-    gradient = {"kernel": jnp.arange(6.0).reshape(2, 3)}
+def test_the_first_update_is_adam_on_the_clipped_gradient_and_decay():
+    params = {"kernel": jnp.full((2, 3), 2.0), "norm": jnp.full((2, 3), 2.0)}
+    gradient = {"kernel": jnp.arange(6.0).reshape(2, 3), "norm": jnp.zeros((2, 3))}
     settings = config.Optimizer(clip_norm=1.0, weight_decay=0.5, b1=0.9, b2=0.99)
-    update = np.asarray(first_update(settings, params, gradient)["kernel"])
+    update = first_update(settings, params, gradient)
     clipped = np.arange(6.0).reshape(2, 3) / np.sqrt(55)
     # Both moments are those of one gradient, and their start at zero is corrected for.
-    np.testing.assert_allclose(update, clipped / (abs(clipped) + 1e-8) + 0.5 * 2.0, rtol=1e-5)
+    adam = clipped / (abs(clipped) + 1e-8)
+    np.testing.assert_allclose(update["kernel"], adam + 0.5 * 2.0, rtol=1e-5)
+    np.testing.assert_array_equal(update["norm"], np.zeros((2, 3)))
+
+
+@pytest.fixture(scope="module")
+def muon():
+    """A gradient and the first update, of a stack of two layers and what is no inner matrix."""
+    rng = np.random.default_rng(0)
+    shapes = {"layers": {"kernel": (2, 6, 4), "norm": (2, 6)}, "table": (5, 3), "head": (3, 5)}
+    params = jax.tree.map(lambda s: jnp.ones(s), shapes, is_leaf=lambda s: isinstance(s, tuple))
+    gradient = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), p.dtype), params)
+    settings = config.Optimizer(kind="muon", weight_decay=0.0, clip_norm=1.0)
+    decayed = dataclasses.replace(settings, weight_decay=0.5)
+    first = first_update(settings, params, gradient)
+    decay = jax.tree.map(jnp.subtract, first_update(decayed, params, gradient), first)
+    return jax.tree.map(np.asarray, (gradient, first, decay))
+
+
+def test_muon_makes_the_step_of_each_layer_orthogonal(muon):
+    """Newton-Schulz leaves singular values within about a third of 1."""
+    gradient, first, _ = muon
+    for before, after in zip(gradient["layers"]["kernel"], first["layers"]["kernel"], strict=True):
+        u, _, v = np.linalg.svd(before, full_matrices=False)
+        scale = optimizer.MUON_RMS * np.sqrt(6)
+        np.testing.assert_allclose(np.diag(u.T @ after @ v.T), np.full(4, scale), rtol=0.4)
+        assert np.linalg.svd(after)[1].max() < 1.4 * scale
+
+
+def test_muon_leaves_everything_else_to_adam_with_nesterov_momentum(muon):
+    gradient, first, _ = muon
+    size = 1 + 0.99 / (1 + 0.99)  # of the first step, for b1 = 0.99
+    for name in ("table", "head"):
+        np.testing.assert_allclose(first[name], size * np.sign(gradient[name]), rtol=1e-3)
+    norm = np.sign(gradient["layers"]["norm"])
+    np.testing.assert_allclose(first["layers"]["norm"], size * norm, rtol=1e-3)
+
+
+def test_muon_decays_its_matrices_only(muon):
+    decay = muon[2]
+    np.testing.assert_allclose(decay["layers"]["kernel"], np.full((2, 6, 4), 0.5), atol=1e-5)
+    for leaf in (decay["layers"]["norm"], decay["table"], decay["head"]):
+        np.testing.assert_array_equal(leaf, np.zeros_like(leaf))
+
+
+def test_muon_takes_the_matrices_inside_the_network():
+    params = jax.eval_shape(lambda: tiny.denoiser(tiny.model_settings()))
+    axes = jax.tree.leaves(
+        optimizer._matrices(params), is_leaf=lambda leaf: leaf is None or isinstance(leaf, tuple)
+    )
+    inside = {}
+    for (name, leaf), chosen in zip(named(params).items(), axes, strict=True):
+        if chosen is not None:
+            inside[name] = (chosen.reduction_axis, chosen.output_axis)
+            assert inside[name] == (leaf.ndim - 2, leaf.ndim - 1)
+    for word in ("joint_layers", "split_layers", "vision.tower.layers", "image_embedding.code"):
+        assert any(word in name for name in inside), word
+    for word in ("text_embedding", "text_head", "logits", "patch_embedding", "norm", "register"):
+        assert not any(word in name for name in inside), word
 
 
 @pytest.fixture
