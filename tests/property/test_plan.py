@@ -59,7 +59,7 @@ def test_segments_tell_the_story_of_the_plan(plan_and_given, passes_clean, passe
     assert len(parts) <= 7
     for row, given_row in enumerate(given):
         masked = set(np.flatnonzero(~given_row))
-        decoded, newest, block = set(), set(), 2 if given.any() else 1
+        decoded, newest, block = set(), set(), 2
         for part in parts:
             assert part.decode.shape[-1] in orders.BUCKETS
             for i in range(part.num_steps):
@@ -105,7 +105,9 @@ def test_text_plans_commit_every_masked_token(
         length, block_len, steps, given, passes_clean=passes_clean, passes_rest=passes_rest
     )
     blocks = [block for part in parts for block in part.block]
-    assert blocks == list(range(2 if given.any() else 1, len(blocks) + (2 if given.any() else 1)))
+    # Numbered on over text blocks, whatever is given; a text block may need fewer steps.
+    assert blocks == sorted(set(blocks))
+    assert all(2 <= block < 2 + num_blocks * steps for block in blocks)
     for row in range(2):
         committed, clean_once = np.zeros(length, int), []
         for part in parts:

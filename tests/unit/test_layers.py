@@ -73,7 +73,7 @@ def test_first_outputs_of_a_matrix_are_those_of_the_whole():
 
 
 def test_swiglu_is_down_of_silu_gate_times_up():
-    mlp, x = layers.SwiGlu(4, 6, rngs=nnx.Rngs(0), scale=1.0), arbitrary(1, 2, 4)
+    mlp, x = layers.SwiGlu(4, 6, rngs=nnx.Rngs(0)), arbitrary(1, 2, 4)
     gate, up, down = (np.asarray(m.kernel[...], np.float64) for m in (mlp.gate, mlp.up, mlp.down))
     opened = x @ gate
     expected = (opened / (1 + np.exp(-opened)) * (x @ up)) @ down
@@ -91,16 +91,15 @@ def test_a_generation_token_reads_only_its_share_of_the_common_projection(layer)
     np.testing.assert_array_equal(changed.finish(changed.generation, x, attended), before)
 
 
-def test_matrices_into_the_residual_stream_start_smaller(layer):
-    """GPT-2's 1/sqrt(2 layers): the deviation of the others is 1/sqrt(inputs)."""
-    share = (2 * 3) ** -0.5
-    for matrix, scale in (
-        (layer.understanding.q, 1.0),
-        (layer.understanding.mlp.down, share),
-        (layer.attn_out, share),
-    ):
+def test_matrices_start_with_the_deviation_of_one_over_the_root_of_their_inputs(layer):
+    for matrix in (layer.understanding.q, layer.understanding.mlp.down, layer.attn_out):
         kernel = np.asarray(matrix.kernel[...])
-        assert kernel.std() * kernel.shape[0] ** 0.5 == pytest.approx(scale, rel=0.1)
+        assert kernel.std() * kernel.shape[0] ** 0.5 == pytest.approx(1.0, rel=0.1)
+
+
+def test_keys_start_as_queries_so_that_attention_starts_by_likeness(layer):
+    for branch in (layer.understanding, layer.generation):
+        np.testing.assert_array_equal(branch.k.kernel[...], branch.q.kernel[...])
 
 
 def test_values_stay_in_the_dtype_of_the_activations(layer):

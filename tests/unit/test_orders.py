@@ -107,8 +107,8 @@ def plan_2x2(given=None):
 def test_plan_follows_the_order():
     plan = plan_2x2()
     assert plan.decode.tolist() == [[[3, 1]], [[0, 2]]]
-    assert plan.decoded_at.tolist() == [[2, 1, 2, 1]]
-    assert plan.first_block == 1
+    assert plan.decoded_at.tolist() == [[3, 2, 3, 2]]
+    assert plan.first_block == 2
 
 
 def test_a_given_cell_is_block_1_and_decoding_starts_at_block_2_in_every_row():
@@ -131,7 +131,7 @@ def test_segment_of_the_sparse_sampler_passes_the_step_before():
     (segment,) = orders.segments(
         plan_2x2(), passes_clean="newest", passes_rest=False, max_segments=1
     )
-    assert segment.block.tolist() == [1, 2]
+    assert segment.block.tolist() == [2, 3]
     assert segment.clean.tolist() == [[[-1, -1]], [[1, 3]]]
     assert segment.decode.tolist() == [[[3, 1]], [[0, 2]]]
     assert segment.rest.shape == (2, 1, 0)
@@ -165,7 +165,7 @@ def test_a_step_wider_than_every_bucket_says_so():
 
 def test_text_blocks_pass_the_block_before_once():
     parts = orders.text_plan(6, 3, 2)
-    assert [part.block.tolist() for part in parts] == [[1], [2], [3], [4]]
+    assert [part.block.tolist() for part in parts] == [[2], [3], [4], [5]]
     assert [part.clean[:, 0].tolist() for part in parts] == [
         [[-1, -1, -1]], [[]], [[0, 1, 2]], [[]],
     ]  # fmt: skip
@@ -192,7 +192,7 @@ def test_given_text_is_never_decoded_and_an_all_given_block_has_no_steps():
     given[:, :2] = True
     given[0, 3] = True
     parts = orders.text_plan(6, 2, 2, given)
-    assert [part.block.tolist() for part in parts] == [[2], [3], [4], [5]]
+    assert [part.block.tolist() for part in parts] == [[4], [5], [6], [7]]
     assert parts[0].decode[0].tolist() == [[2, -1], [2, 3]]
     assert parts[2].clean[0].tolist() == [[2, -1], [2, 3]]
     assert [part.count[0].tolist() for part in parts] == [[1, 1], [0, 1], [1, 1], [1, 1]]

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loss is what it says, by enumeration: six tokens, a table in place of the model.
+
+A table gives every (token, what is known, what is asked) its own negative log likelihood, so two
+losses that agree on it agree on every model. Random numbers are replaced by all their cases.
+"""
+
+import collections
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from sparse_lavida_jax import config, diffusion, orders
+
+LENGTH = 6
+NONE_GIVEN = np.zeros(LENGTH, bool)
+TOLERANCE = 1e-6
+
+
+class Scripted(np.random.Generator):
+    """A generator whose draws are written down beforehand."""
+
+    def __init__(self, uniforms=(), permutations=()):
+        super().__init__(np.random.PCG64(0))
+        self._uniforms, self._permutations = iter(uniforms), iter(permutations)
+
+    def random(self, size=None):
+        value = next(self._uniforms)
+        assert np.size(value) == (size or 1)
+        return value
+
+    def permutation(self, values):
+        return np.asarray(values)[list(next(self._permutations))]
+
+
+def likelihood_table():
+    """Returns a table [key] that has an arbitrary number for whatever key it is asked for."""
+    rng = np.random.default_rng(0)
+    return collections.defaultdict(lambda: rng.random())
+
+
+def training_loss(table, blocks: diffusion.Blocks, key) -> float:
+    """Returns the loss of one training pass: weights, table, division by `total`."""
+    loss = 0.0
+    for i in np.flatnonzero(blocks.masked):
+        known = {
+            int(j): int(blocks.block[j])
+            for j in range(len(blocks.block))
+            if not blocks.masked[j] and blocks.block[j] != diffusion.ABSENT
+        }
+        asked = np.flatnonzero(blocks.masked & (blocks.block == blocks.block[i]))
+        loss += blocks.weight[i] * table[key(int(i), known, frozenset(asked.tolist()))]
+    assert not blocks.weight[~blocks.masked].any()
+    return loss / blocks.total
+
+
+def with_history(i, known, asked):
+    """All that a step-causal model sees: who is known, in which order of steps, who is asked."""
+    steps = sorted(set(known.values()))
+    return i, frozenset((j, steps.index(at)) for j, at in known.items()), asked
+
+
+def with_known(i, known, asked):
+    """All that Eq. 1 conditions on: who is known."""
+    del asked
+    return i, frozenset(known)
+
+
+def each_token_once(length: int) -> np.ndarray:
+    """Returns a uniform number for each interval of `length`."""
+    return (np.arange(length) + 0.5) / length
+
+
+# ---------------------------------------------------------------------------------------------
+# `schedule`: images.
+
+PLANS = [
+    ("shift", 3, NONE_GIVEN),
+    ("linear", 2, NONE_GIVEN),
+    ("cosine", 6, NONE_GIVEN),
+    ("shift", 1, NONE_GIVEN),
+    ("shift", 3, np.array([False, True, False, False, True, False])),
+]
+
+
+@pytest.mark.parametrize(("schedule", "num_steps", "given"), PLANS)
+def test_image_loss_is_the_negative_log_likelihood_of_the_sampler(schedule, num_steps, given):
+    """N = 1, the sampler's own sizes: E weight * nll = -log p of what the plan decodes, over L."""
+    table = likelihood_table()
+    cells = np.array([4, 0, 5, 2, 1, 3])
+    options = {"schedule": schedule, "num_steps": num_steps, "shift": 3.0}
+    plan = orders.image_plan(cells[None], given=given[None], **options)
+    sampler = 0.0
+    for k, decode in enumerate(plan.decode[:, 0]):
+        decode = frozenset(decode[decode >= 0].tolist())
+        known = {j: int(at) for j, at in enumerate(plan.decoded_at[0])}
+        known = {j: at for j, at in known.items() if at < plan.first_block + k}
+        sampler += sum(table[with_history(i, known, decode)] for i in decode)
+    order = cells[~given[cells]]
+    sizes = orders.counts(schedule, num_steps, len(order), 3.0)
+    losses = [
+        training_loss(
+            table,
+            diffusion.schedule_blocks(
+                Scripted([u, 0.75]), order, sizes, given, settings(num_masked_blocks=1), 4
+            ),
+            with_history,
+        )
+        for u in each_token_once(len(order))
+    ]
+    assert np.mean(losses) == pytest.approx(sampler / len(order), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize(("num_masked_blocks", "merge"), [(1, 0.75), (4, 0.25)])
+def test_image_loss_of_random_orders_one_token_a_step_is_equation_1(num_masked_blocks, merge):
+    """For any number of rival blocks, and also where steps are merged."""
+    table = likelihood_table()
+    losses = [
+        training_loss(
+            table,
+            diffusion.schedule_blocks(
+                Scripted([u, merge]),
+                np.array(order),
+                np.ones(LENGTH, int),
+                NONE_GIVEN,
+                settings(num_masked_blocks=num_masked_blocks),
+                3,
+            ),
+            with_known,
+        )
+        for order in itertools.permutations(range(LENGTH))
+        for u in each_token_once(LENGTH)
+    ]
+    assert np.mean(losses) == pytest.approx(equation_1(table, LENGTH), abs=TOLERANCE)
+
+
+def equation_1(table, length: int) -> float:
+    """Returns E_t E_mask 1/t sum of nll over L: all mask sets, the integral over t in closed form.
+
+    A set of n of the L tokens is masked with probability t^n (1-t)^(L-n); the integral of that
+    over t is a Beta function.
+    """
+    loss = 0.0
+    for n in range(1, length + 1):
+        integral = math.factorial(n - 1) * math.factorial(length - n) / math.factorial(length)
+        for masked in itertools.combinations(range(length), n):
+            known = dict.fromkeys(set(range(length)) - set(masked))
+            loss += integral * sum(table[with_known(i, known, None)] for i in masked)
+    return loss / length
+
+
+def settings(**changes) -> config.Diffusion:
+    return config.Diffusion(**changes)
+
+
+# ---------------------------------------------------------------------------------------------
+# `schedule`: text.
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("given", [NONE_GIVEN, np.isin(np.arange(LENGTH), [1, 2, 4])])
+def test_text_loss_is_the_negative_log_likelihood_of_the_sampler(steps, given):
+    """Two text blocks of three; which tokens a step commits is a random order in both."""
+    table = likelihood_table()
+    block_len = 3
+    masked = [
+        [i for i in range(start, start + block_len) if not given[i]] for start in (0, block_len)
+    ]
+    inner_orders = [list(itertools.permutations(range(len(inside)))) for inside in masked]
+    sampler, losses = [], []
+    for permutations in itertools.product(*inner_orders):
+        ranked = [
+            [inside[p] for p in permutation]
+            for inside, permutation in zip(masked, permutations, strict=True)
+        ]
+        sampler.append(sampled_text(table, ranked, block_len, steps, given))
+        for u in each_token_once(sum(map(len, masked))):
+            # The second number chooses inside a text block: one case for each of its tokens.
+            for inner in each_token_once(math.lcm(*map(len, masked))):
+                blocks = diffusion.text_schedule_blocks(
+                    Scripted([u, inner], permutations),
+                    LENGTH,
+                    block_len,
+                    steps,
+                    given,
+                    settings(),
+                )
+                losses.append(training_loss(table, blocks, with_history))
+    expected = np.mean(sampler) / (~given).sum()
+    assert np.mean(losses) == pytest.approx(expected, abs=TOLERANCE)
+
+
+def sampled_text(table, ranked, block_len, steps, given) -> float:
+    """Returns the negative log likelihood of one run of the sampler's text plan."""
+    known = {int(i): 1 for i in np.flatnonzero(given)}
+    left = [i for inside in ranked for i in inside]
+    nll = 0.0
+    for segment in orders.text_plan(LENGTH, block_len, steps, given[None]):
+        for number, decode, count in zip(segment.block, segment.decode, segment.count, strict=True):
+            asked = frozenset(set(decode[decode >= 0].tolist()) - known.keys())
+            commit, left = left[: count[0]], left[count[0] :]
+            nll += sum(table[with_history(i, known, asked)] for i in commit)
+            known = known | {i: int(number) for i in commit}
+    assert not left
+    return nll
+
+
+def test_text_loss_of_one_block_one_token_a_step_is_equation_1():
+    table = likelihood_table()
+    losses = [
+        training_loss(
+            table,
+            diffusion.text_schedule_blocks(
+                Scripted([0.5, u], [order]), LENGTH, LENGTH, LENGTH, NONE_GIVEN, settings()
+            ),
+            with_known,
+        )
+        for order in itertools.permutations(range(LENGTH))
+        for u in each_token_once(LENGTH)
+    ]
+    assert np.mean(losses) == pytest.approx(equation_1(table, LENGTH), abs=TOLERANCE)
+
+
+# ---------------------------------------------------------------------------------------------
+# `uniform`.
+
+
+@pytest.mark.parametrize(("policy", "nodes"), [("uniform", 4), ("cosine", 16), ("mode", 16)])
+def test_uniform_loss_is_equation_1(policy, nodes):
+    """The integral over u by Gauss-Legendre, all mask sets; exact for the uniform policy."""
+    table = likelihood_table()
+    points, weights = np.polynomial.legendre.leggauss(nodes)
+    loss = 0.0
+    for u, share in zip((points + 1) / 2, weights / 2, strict=True):
+        t, _ = diffusion.time_from_uniform(policy, u)
+        for masked in itertools.product([False, True], repeat=LENGTH):
+            probability = t ** sum(masked) * (1 - t) ** (LENGTH - sum(masked))
+            apart = np.arange(1, LENGTH + 1) / (LENGTH + 1)
+            draws = np.where(masked, t * apart, t + (1 - t) * apart)
+            blocks = diffusion.uniform_blocks(
+                Scripted([u, draws]),
+                NONE_GIVEN,
+                settings(blocks="uniform", time_policy=policy),
+            )
+            loss += share * probability * training_loss(table, blocks, with_known)
+    assert loss == pytest.approx(equation_1(table, LENGTH), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("policy", ["uniform", "cosine", "logit_normal", "mode"])
+def test_density_of_time_is_the_derivative_of_its_draw(policy):
+    """p(t) = |du/dt|, by central differences; and t falls in [0, 1]."""
+    for u in np.linspace(0.005, 0.995, 199):
+        t, density = diffusion.time_from_uniform(policy, u)
+        step = 1e-6
+        before, after = (diffusion.time_from_uniform(policy, u + s)[0] for s in (-step, step))
+        assert density == pytest.approx(abs(2 * step / (after - before)), rel=1e-4)
+        assert 0 < t <= 1
+
+
+@pytest.mark.parametrize("policy", ["uniform", "cosine", "logit_normal", "mode"])
+def test_every_time_is_drawn_once(policy):
+    """T is monotone in u, so the density has one term; it starts and ends where it should."""
+    times = [diffusion.time_from_uniform(policy, u)[0] for u in np.linspace(0, 1, 1001)]
+    falling = np.diff(times) * (1 if times[-1] > times[0] else -1)
+    assert (falling >= 0).all()
+    assert min(times) == pytest.approx(diffusion.MIN_TIME, abs=1e-2)
+    assert max(times) == pytest.approx(1, abs=1e-2)
+
+
+@pytest.mark.parametrize("policy", ["uniform", "cosine", "logit_normal", "mode"])
+def test_weight_of_a_masked_token_is_one_over_t_and_its_density(policy):
+    for u in (0.1, 0.5, 0.9):
+        t, density = diffusion.time_from_uniform(policy, u)
+        draws = np.array([t / 2, (1 + t) / 2, t / 3, (1 + t) / 2, (1 + t) / 2, t / 4])
+        blocks = diffusion.uniform_blocks(
+            Scripted([u, draws]), NONE_GIVEN, settings(blocks="uniform", time_policy=policy)
+        )
+        np.testing.assert_array_equal(blocks.masked, draws < t)
+        np.testing.assert_allclose(blocks.weight[blocks.masked], 1 / (t * density))
+        assert blocks.total == LENGTH
