@@ -232,7 +232,7 @@ def _with_box(pixels: np.ndarray, text: str) -> np.ndarray:
 
 def _wrap(text: str, font, width: int) -> list[str]:
     lines = [""]
-    for word in text.split():
+    for word in text.replace("><", "> <").split():  # LOC tokens have no spaces between them
         longer = f"{lines[-1]} {word}".strip()
         if font.getlength(longer) > width and lines[-1]:
             lines.append(word)

@@ -51,7 +51,8 @@ class Tower(nnx.Module):
         patch = (settings.patch_size, settings.patch_size)
         self.patch_embedding = nnx.Conv(3, settings.width, patch, patch, padding="VALID", rngs=rngs)
         self.position_embedding = nnx.Param(
-            0.02 * jax.random.normal(rngs.params(), (side**2, settings.width))
+            # Of the size of a patch: a smaller one would take a small model long to dig out.
+            jax.random.normal(rngs.params(), (side**2, settings.width))
         )
         self.layers = init_stack(
             lambda layer_rngs: TowerLayer(settings, rngs=layer_rngs),
