@@ -46,6 +46,8 @@ from sparse_lavida_jax.layout import (
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 MIN_TIME = 1e-3  # floor of t, as released (spec 9.2)
+Predicts = Literal["understanding", "generation", "both"]
+
 ABSENT = -1  # block of a masked token that is left out of the sequence
 
 
@@ -275,7 +277,7 @@ class Corrupted:
     image_weight: Float[AnyArray, "b s"] | None
     text_total: Float[AnyArray, " b"]
     image_total: Float[AnyArray, " b"]
-    predicts: Literal["understanding", "generation", "both"] = flax.struct.field(pytree_node=False)
+    predicts: Predicts = flax.struct.field(pytree_node=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -389,8 +391,9 @@ def batch_rows(
     understanding, text_target, text_weight = stream(0, shape.understanding, model.end_of_text_id)
     generation, image_target, image_weight = stream(1, shape.generation, model.image_mask_id)
     totals = [(b.total, k) for b, k in zip(blocks, kinds, strict=True)]
-    streams = {"text": "understanding", "image": "generation"}
-    predicts = streams[kinds[0]] if len(set(kinds)) == 1 else "both"
+    predicts: Predicts = "both"
+    if len(set(kinds)) == 1:
+        predicts = "understanding" if kinds[0] == "text" else "generation"
     return Corrupted(
         understanding,
         generation,
@@ -433,7 +436,7 @@ def _sorted_and_padded(stream: _HostStream, length: int, pad_token: int):
 
 
 def weighted_cross_entropy(
-    logits: Float[Array, "*b v"], target: Int[Array, "*b"], weight: Float[Array, "*b"]
+    logits: Float[Array, "*b v"], target: Int[AnyArray, "*b"], weight: Float[AnyArray, "*b"]
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Returns the weighted sum of the cross-entropy, and the plain sum where the weight is not 0.
 

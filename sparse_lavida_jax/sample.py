@@ -302,7 +302,8 @@ def step(
     # Positions outside the response are dropped by the scatter.
     target = jnp.where(commit, now.decode, state.canvas.shape[1])
     rows = jnp.arange(target.shape[0])[:, None]
-    return state.replace(
+    return dataclasses.replace(
+        state,
         canvas=state.canvas.at[rows, target].set(drawn, mode="drop"),
         decoded_at=state.decoded_at.at[rows, target].set(now.block, mode="drop"),
         cache=cache,
@@ -425,11 +426,11 @@ def _draw(
     scores = logits
     if temperature > 0:
 
-        def noise(key, position):
+        def noise_at(key, position):
             key = jax.random.fold_in(jax.random.fold_in(key, now.block), position)
             return jax.random.gumbel(key, logits.shape[2:])
 
-        noise = jax.vmap(jax.vmap(noise, in_axes=(None, 0)))(row_key, now.decode)
+        noise = jax.vmap(jax.vmap(noise_at, in_axes=(None, 0)))(row_key, now.decode)
         scores = logits / temperature + noise
     drawn = jnp.argmax(scores, axis=-1).astype(jnp.int32)
     log_probability = jax.nn.log_softmax(logits, axis=-1)
@@ -479,7 +480,8 @@ def prefill(
             attend_cache=False,
         )
         own = prompt.understanding if settings.kind == "text" else prompt.generation
-        cache = cache.commit(0 if own is None else own.index.shape[1])
+        if cache is not None and own is not None:
+            cache = cache.commit(own.index.shape[1])
         features = None
     return SamplerState(canvas, decoded_at, row_key, features, cache)
 

@@ -3,6 +3,7 @@
 
 import dataclasses
 import datetime
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -13,7 +14,6 @@ import uuid
 from typing import Any
 
 import jax
-import jaxlib
 
 SCHEMA = "sparse-lavida-bench/1"
 RESULTS = pathlib.Path(__file__).parent / "results"
@@ -45,7 +45,7 @@ class Bench:
             "software": {
                 "python": platform.python_version(),
                 "jax": jax.__version__,
-                "jaxlib": jaxlib.__version__,
+                "jaxlib": importlib.metadata.version("jaxlib"),
                 "xla_flags": os.environ.get("XLA_FLAGS", ""),
             },
             **values,

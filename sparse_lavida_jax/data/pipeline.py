@@ -6,6 +6,7 @@ A batch holds examples of one group, so that its arrays have one static shape: a
 model's batching (spec Sec. 9.4).
 """
 
+import dataclasses
 import functools
 import zlib
 
@@ -133,12 +134,8 @@ class GroupedBatches:
             return self.encoder.digit_example(digits.sample(self.settings.seed, index))
         if task == "fill_plan":
             drawn = tasks.sample(("inpaint", "outpaint")[index % 2], self.settings.seed, index)
-            return self.encoder.text_example(
-                drawn.prompt,
-                drawn.plan,
-                picture=self.encoder.seen(drawn.picture),
-                extra_blocks=int(rng.integers(4)),
-            )
+            filled = dataclasses.replace(drawn, answer=drawn.plan, target=None, plan=None)
+            return self.encoder.scene_example(filled, extra_blocks=int(rng.integers(4)))
         return self.encoder.scene_example(
             tasks.sample(task, self.settings.seed, index),
             extra_blocks=int(rng.integers(4)),

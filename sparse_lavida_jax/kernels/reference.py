@@ -30,19 +30,15 @@ def attention_reference(
     if k.shape[2] != q.shape[2]:  # grouped queries: each key head serves a run of query heads
         k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
 
-    def as_query(tags):
-        return None if tags is None else tags[:, None, :, None]
-
-    def as_key(tags):
-        return None if tags is None else tags[:, None, None, :]
-
+    # Tags as [b 1 s 1] for queries and [b 1 1 t] for keys, beside logits [b h s t].
+    query_tag = query_block[:, None, :, None]
     mask = visible(
-        as_query(query_block),
-        as_query(query_horizon),
-        as_key(key_block),
-        as_query(query_segment),
-        as_key(key_segment),
-    ) & ~is_padding(as_query(query_block))
+        query_tag,
+        query_horizon[:, None, :, None],
+        key_block[:, None, None, :],
+        None if query_segment is None else query_segment[:, None, :, None],
+        None if key_segment is None else key_segment[:, None, None, :],
+    ) & ~is_padding(query_tag)
     logits = jnp.einsum("bshd,bthd->bhst", q, k, preferred_element_type=jnp.float32) * scale
     peak = jnp.where(mask, logits, -jnp.inf).max(axis=-1, keepdims=True)
     # A row that sees nothing has no peak, and inf - inf would be NaN (in its gradient too).

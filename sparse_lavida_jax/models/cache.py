@@ -8,6 +8,7 @@ Every pass writes its tokens contiguously at one offset shared by all rows; what
 the committed ones is overwritten by the next pass, and until then nobody sees it.
 """
 
+import dataclasses
 from typing import Literal
 
 import flax.struct
@@ -56,12 +57,15 @@ class KVCache:
         slots = jnp.arange(self.block.shape[1])
         behind = (slots >= start) & (slots < end)
         tags = jnp.where(behind[None], jnp.int32(PAD_BLOCK), self.block)
-        return self.replace(block=jax.lax.dynamic_update_slice(tags, block, (0, start)))
+        return dataclasses.replace(
+            self, block=jax.lax.dynamic_update_slice(tags, block, (0, start))
+        )
 
     def write_joint(self, layer: Int[Array, ""], stream: StreamName, keys, values) -> "KVCache":
         """Writes [b s (h d)] keys and values of one stream into joint layer `layer`."""
         start = (layer, 0, self._start(stream), 0)
-        return self.replace(
+        return dataclasses.replace(
+            self,
             joint_keys=_put(self.joint_keys, keys, start),
             joint_values=_put(self.joint_values, values, start),
         )
@@ -69,7 +73,8 @@ class KVCache:
     def write_split(self, layer: Int[Array, ""], keys, values) -> "KVCache":
         """Writes keys and values of the decoded stream into split layer `layer`."""
         start = (layer, 0, self.offset, 0)
-        return self.replace(
+        return dataclasses.replace(
+            self,
             split_keys=_put(self.split_keys, keys, start),
             split_values=_put(self.split_values, values, start),
         )
@@ -83,7 +88,7 @@ class KVCache:
 
     def commit(self, count: int) -> "KVCache":
         """Keeps the first `count` slots of this pass; the next pass overwrites the others."""
-        return self.replace(offset=self.offset + count)
+        return dataclasses.replace(self, offset=self.offset + count)
 
 
 def empty_cache(

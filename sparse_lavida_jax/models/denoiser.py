@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, UInt8
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.layout import NO_CELL, NO_FEATURE, Stream
+from sparse_lavida_jax.layout import NO_CELL, NO_FEATURE, AnyArray, Stream
 from sparse_lavida_jax.models.cache import KVCache, StreamName, empty_cache
 from sparse_lavida_jax.models.layers import Layer, Linear, RmsNorm
 from sparse_lavida_jax.models.stack import Wanted, init_stack, run_layers
@@ -103,7 +103,7 @@ class Denoiser(nnx.Module):
         self.text_head = Linear(settings.width, settings.vocab_size, rngs=rngs)
         self.image_head = ImageHead(settings, rngs=rngs)
 
-    def see(self, pixels: UInt8[Array, "b h w 3"]) -> Float[Array, "b v e"]:
+    def see(self, pixels: UInt8[AnyArray, "b h w 3"]) -> Float[Array, "b v e"]:
         """Returns the vision features of one picture a row."""
         return self.vision(pixels)
 

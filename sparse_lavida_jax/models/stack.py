@@ -7,7 +7,7 @@ tags, so concatenating streams is all that "mixture of transformers" takes: no s
 """
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +28,10 @@ Layouts = dict[StreamName, TokenLayout]
 STREAMS: tuple[StreamName, ...] = ("understanding", "generation")
 
 
-def init_stack(
-    make_layer: Callable[[nnx.Rngs], nnx.Module], depth: int, key: PRNGKeyArray
-) -> nnx.Module:
+M = TypeVar("M", bound=nnx.Module)
+
+
+def init_stack(make_layer: Callable[[nnx.Rngs], M], depth: int, key: PRNGKeyArray) -> M:
     """Makes `depth` layers as one module whose arrays have a leading layer axis."""
     return jax.vmap(lambda k: make_layer(nnx.Rngs(params=k)))(jax.random.split(key, depth))
 

@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float, UInt8
 
 from sparse_lavida_jax import config
+from sparse_lavida_jax.layout import AnyArray
 from sparse_lavida_jax.models.stack import init_stack
 
 LAYER_NORM_EPS = 1e-6
@@ -27,7 +28,7 @@ class VisionEncoder(nnx.Module):
         self.image_size = settings.image_size
         self.side = side
 
-    def __call__(self, pixels: UInt8[Array, "b h w 3"]) -> Float[Array, "b v e"]:
+    def __call__(self, pixels: UInt8[AnyArray, "b h w 3"]) -> Float[Array, "b v e"]:
         """Returns the features of pictures in bytes.
 
         Raises:
