@@ -25,7 +25,7 @@ def first_update(settings, params, gradient):
 
 
 def test_vectors_are_no_weights_that_decay_in_stacked_layers_either():
-    params = jax.eval_shape(lambda: tiny.denoiser(tiny.model_settings()))
+    params = tiny.denoiser(tiny.model_settings())
     decays = named(optimizer._decays(params))
     for name, leaf in named(params).items():
         is_vector = any(word in name for word in ("norm", "register", "bias"))
@@ -89,7 +89,7 @@ def test_muon_decays_its_matrices_only(muon):
 
 
 def test_muon_takes_the_matrices_inside_the_network():
-    params = jax.eval_shape(lambda: tiny.denoiser(tiny.model_settings()))
+    params = tiny.denoiser(tiny.model_settings())
     axes = jax.tree.leaves(
         optimizer._matrices(params), is_leaf=lambda leaf: leaf is None or isinstance(leaf, tuple)
     )
