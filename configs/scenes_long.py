@@ -6,14 +6,12 @@ r"""The bundled model "scenes": `configs/scenes.py` trained longer.
 `runs/scenes_long/model` is what lies in `sparse_lavida_jax/assets/models/scenes`.
 """
 
-import importlib.util
-import pathlib
-
 import ml_collections
+import scenes
 
 
 def get_config() -> ml_collections.ConfigDict:
-    c = _beside("scenes").get_config()
+    c = scenes.get_config()
     c.name = "scenes_long"
     c.train.seconds = 90 * 60.0
     c.train.picture_seconds = 600.0
@@ -21,12 +19,3 @@ def get_config() -> ml_collections.ConfigDict:
     c.optimizer.warmup_steps = 200
     c.optimizer.ema = 0.9995
     return c
-
-
-def _beside(name: str):
-    """Runs a config file of this folder; configs are no package."""
-    path = pathlib.Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

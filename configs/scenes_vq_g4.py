@@ -7,25 +7,14 @@ r"""The image tokenizer of the scenes with four codes a cell, as shipped in `ass
 Takes about six minutes of CPU time.
 """
 
-import importlib.util
-import pathlib
-
 import ml_collections
+import scenes_vq_g1
 
 
 def get_config() -> ml_collections.ConfigDict:
-    c = _beside("scenes_vq_g1").get_config()
+    c = scenes_vq_g1.get_config()
     c.name = "scenes_vq_g4"
 
     c.vq.channels = (8, 16, 24, 32)  # factor 8: 12x12 codes
     c.vq.codebook_size = 256
     return c
-
-
-def _beside(name: str):
-    """Runs a config file of this folder; configs are no package."""
-    path = pathlib.Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

@@ -12,11 +12,12 @@ A config file is a Python program that is run: use only your own. Exit codes: 0 
 that the message explains, 130 and 143 stopped by a signal with everything saved.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from absl import flags
@@ -204,6 +205,8 @@ def _base_config(values: flags.FlagValues) -> config.Config:
 def read_config_file(path: pathlib.Path) -> config.Config:
     """Runs a config file and returns what its `get_config` gave, checked.
 
+    It may import the config files beside it: `import scenes`.
+
     Raises:
         UsageError: there is no such file, or it cannot be run.
         ConfigError: it sets what does not exist or is out of range.
@@ -215,13 +218,28 @@ def read_config_file(path: pathlib.Path) -> config.Config:
         raise UsageError(f"{path} is no Python file.")
     module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
-        given = module.get_config()
+        with _importable(path.parent):
+            spec.loader.exec_module(module)
+            given = module.get_config()
     except config.ConfigError:
         raise
     except Exception as error:  # the file may do anything
         raise UsageError(f"{path} failed: {type(error).__name__}: {error}") from error
     return config.build(config.Config, given)
+
+
+@contextlib.contextmanager
+def _importable(folder: pathlib.Path) -> Iterator[None]:
+    """Lets the files of a folder be imported by name, and forgets them afterwards."""
+    before = set(sys.modules)
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        for name in set(sys.modules) - before:
+            if (folder / f"{name}.py").is_file():
+                del sys.modules[name]
 
 
 def _files(folder: pathlib.Path) -> str:
