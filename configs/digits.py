@@ -17,7 +17,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.seed = 0
 
     c.model = dict(
-        vocab_size=511,
+        vocab_size=518,
         width=96,
         mlp_hidden=256,
         num_layers=4,

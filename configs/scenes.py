@@ -16,7 +16,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.seed = 0
 
     c.model = dict(
-        vocab_size=511,
+        vocab_size=518,
         width=96,
         mlp_hidden=256,
         num_layers=4,
@@ -47,20 +47,21 @@ def get_config() -> ml_collections.ConfigDict:
         source="scenes",
         picture_codec="scenes_g1",
         tasks=dict(
-            plan=3.0,
-            draw=4.0,
+            plan=3.5,
+            draw=7.5,
             edit=2.0,
-            edit_plan=1.5,
-            fill_plan=0.4,
-            answer=1.5,
-            point=1.2,
-            arithmetic=0.6,
-            caption=0.6,
+            edit_plan=1.0,
+            fill_plan=0.2,
+            answer=1.0,
+            point=1.0,
+            detect=1.2,
+            arithmetic=0.4,
+            caption=0.4,
             constrained_caption=0.2,
-            infill=0.4,
-            reflect=0.7,
-            inpaint=0.3,
-            outpaint=0.3,
+            infill=0.3,
+            reflect=0.5,
+            inpaint=0.2,
+            outpaint=0.2,
         ),
         text_block_len=8,
         max_answer_len=40,
@@ -70,11 +71,13 @@ def get_config() -> ml_collections.ConfigDict:
     )
 
     c.diffusion = dict(blocks="schedule", num_masked_blocks=4, plan_steps=(6, 8, 12, 18))
-    c.sampling = dict(num_steps=8, schedule="shift", shift=2.0, text_steps=8)
+    c.sampling = dict(
+        num_steps=8, schedule="shift", shift=2.0, temperature=0.7, text_steps=8
+    )
 
     c.optimizer = dict(
         kind="muon",
-        learning_rate=3e-3,
+        learning_rate=2.5e-3,
         warmup_steps=50,
         b1=0.9,
         b2=0.99,
@@ -84,9 +87,9 @@ def get_config() -> ml_collections.ConfigDict:
     c.train = dict(
         train_steps=100_000,
         batch_size=16,
-        seconds=600.0,
+        seconds=690.0,
         checkpoint_seconds=120.0,
-        picture_seconds=170.0,
+        picture_seconds=220.0,
         eval_prompts=48,
     )
     return c

@@ -61,13 +61,18 @@ def _decays(params):
 
 
 def _matrices(params):
-    """Which axes of a leaf Muon orthogonalises: matrices inside the network, stacked or not."""
+    """Which axes of a leaf Muon orthogonalises: matrices inside the network, stacked or not.
+
+    A convolution is a matrix from its window to its channels. Left to Adam, the patches of a mostly
+    empty picture would all move by their whole size in every step.
+    """
 
     def axes(path, leaf):
         name = jax.tree_util.keystr(path)
-        inner = "kernel" in name and not any(word in name for word in ("text_head", ".logits"))
-        if not inner or leaf.ndim not in (2, 3):
+        if "kernel" not in name or any(word in name for word in ("text_head", ".logits")):
             return None
+        if leaf.ndim == 4:
+            return MuonDimensionNumbers((0, 1, 2), 3)
         return MuonDimensionNumbers(leaf.ndim - 2, leaf.ndim - 1)
 
     return jax.tree_util.tree_map_with_path(axes, params)

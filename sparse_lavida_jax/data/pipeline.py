@@ -23,7 +23,7 @@ from sparse_lavida_jax.layout import prompt_row
 GROUPS = {
     "write": ("plan",),
     "answer": ("answer", "arithmetic", "point", "reflect"),
-    "tell": ("caption", "constrained_caption", "infill", "edit_plan", "fill_plan"),
+    "tell": ("caption", "constrained_caption", "infill", "detect", "edit_plan", "fill_plan"),
     "draw": ("draw", "digit"),
     "edit": ("edit", "inpaint", "outpaint"),
 }

@@ -157,6 +157,17 @@ def _overlap(first: np.ndarray, second: np.ndarray) -> float:
     return float(both / (np.prod(first[2:] - first[:2]) + np.prod(second[2:] - second[:2]) - both))
 
 
+def _detect_fault(sample: Sample, output: str) -> str:
+    """Compares what is listed with what is shown, cell by cell."""
+    assert sample.picture is not None
+    listed = scenes.EMPTY_SCENE.changed(Plan.parse(output).appearances)
+    for cell in range(NUM_CELLS):
+        shown, said = sample.picture[cell] or "empty", listed[cell] or "empty"
+        if shown != said:
+            return f"{scenes.cell_name(cell)} is {shown}, not {said}"
+    return ""
+
+
 def _caption_fault(sample: Sample, output: str) -> str:
     """Compares what is described with what is shown, in any order and grouping."""
     assert sample.picture is not None
@@ -220,6 +231,7 @@ _TEXT_FAULTS: dict[str, Callable[[Sample, str], str]] = {
     "answer": _answer_fault,
     "arithmetic": _arithmetic_fault,
     "point": _point_fault,
+    "detect": _detect_fault,
     "caption": _caption_fault,
     "constrained_caption": _constrained_caption_fault,
     "infill": _infill_fault,

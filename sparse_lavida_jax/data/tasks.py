@@ -32,6 +32,7 @@ _MAKERS: dict[str, Callable[[Dice], Sample | None]] = {
     "answer": text_tasks.answer,
     "arithmetic": text_tasks.arithmetic,
     "point": text_tasks.point,
+    "detect": text_tasks.detect,
     "caption": text_tasks.caption,
     "constrained_caption": text_tasks.constrained_caption,
     "infill": text_tasks.infill,

@@ -26,7 +26,7 @@ SPECIAL_TOKENS = (
 )  # fmt: skip
 LOCATION_TOKENS = tuple(f"<LOC_{edge}>" for edge in range(LOCATIONS))
 SHIPPED = pathlib.Path(__file__).parents[1] / "assets" / "tokenizers" / "scenes" / "tokenizer.json"
-LARGEST_VOCABULARY = 512
+LARGEST_VOCABULARY = 544
 
 
 class Tokenizer:

@@ -10,6 +10,7 @@ from sparse_lavida_jax.data.grammar import (
     RELATIONS,
     Converse,
     Phrase,
+    Plan,
     Request,
     box_text,
     join_spans,
@@ -29,6 +30,7 @@ from sparse_lavida_jax.data.scenes import (
 )
 
 MOST_COUNTED = 9  # no sum is larger
+MOST_DETECTED = 4  # objects, so that the answer is no longer than the longest plan
 
 
 def answer(dice: Dice) -> Sample | None:
@@ -139,6 +141,16 @@ def point(dice: Dice) -> Sample | None:
     phrase = reference(scene, cell)
     box = box_text(object_box(cell, thing))
     return phrase and Sample("", f"where is the {phrase}?", scene, box)
+
+
+def detect(dice: Dice) -> Sample:
+    """Asks for every object with its cell, in raster order, in the words of a plan.
+
+    Few bits of an answer or a box depend on the picture; here all do, which is what teaches the
+    vision tower to see.
+    """
+    scene = dice.scene(high=MOST_DETECTED)
+    return Sample("", "list the objects", scene, str(Plan(tuple(scene.objects()))))
 
 
 def caption(dice: Dice) -> Sample:
