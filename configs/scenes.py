@@ -47,8 +47,8 @@ def get_config() -> ml_collections.ConfigDict:
         source="scenes",
         picture_codec="scenes_g1",
         tasks=dict(
-            plan=3.5,
-            draw=7.5,
+            plan=3.2,
+            draw=9.0,
             edit=2.0,
             edit_plan=1.0,
             fill_plan=0.2,
@@ -72,12 +72,12 @@ def get_config() -> ml_collections.ConfigDict:
 
     c.diffusion = dict(blocks="schedule", num_masked_blocks=4, plan_steps=(6, 8, 12, 18))
     c.sampling = dict(
-        num_steps=8, schedule="shift", shift=2.0, temperature=0.7, text_steps=8
+        num_steps=8, schedule="shift", shift=2.0, temperature=0.3, text_steps=8
     )
 
     c.optimizer = dict(
         kind="muon",
-        learning_rate=2.5e-3,
+        learning_rate=2.2e-3,
         warmup_steps=50,
         b1=0.9,
         b2=0.99,
@@ -87,7 +87,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.train = dict(
         train_steps=100_000,
         batch_size=16,
-        seconds=690.0,
+        seconds=700.0,
         checkpoint_seconds=120.0,
         picture_seconds=220.0,
         eval_prompts=48,

@@ -82,7 +82,7 @@ def save_model(
     Raises:
         CheckpointError: the folder holds something else, or the disk is full.
     """
-    folder = pathlib.Path(folder)
+    folder = pathlib.Path(folder).resolve()  # the array store takes absolute paths only
     if folder.exists() and any(folder.iterdir()) and not _has_format(folder):
         raise CheckpointError(
             f"{folder} exists and is no model folder, so it is not overwritten. Choose another."
@@ -152,7 +152,7 @@ def load_params(folder: pathlib.Path, make_module: Callable[[], nnx.Module]) -> 
         CheckpointError: lists every missing, unknown or misshapen parameter.
     """
     try:
-        tree = ocp.load(str(folder))
+        tree = ocp.load(str(folder.resolve()))
     except Exception as error:  # the store raises whatever its layers raise
         raise CheckpointError(f"the parameters in {folder} cannot be read: {error}") from error
     found = _flatten(tree)

@@ -52,9 +52,23 @@ class Vision:
     num_heads: int = 4
     mlp_hidden: int = 128
     pool: int = 2  # patches a side that one convolution merges into one token
+    # A learned vector behind every row of tiles, and behind a picture seen whole (spec Sec. 4).
+    newline: bool = False
+    # Sizes (width, height) in pixels of the grids of tiles that a picture is cut into (spec Sec.
+    # 4, "anyres"); none: pictures are seen whole, resized to a square.
+    grid_sizes: tuple[tuple[int, int], ...] = ()
+    # Released files hold a norm behind the tower that nothing uses: kept, so that an export is
+    # whole.
+    unused_post_norm: bool = False
 
     def __post_init__(self):
         _check_positive(self, "image_size", "patch_size", "width", "num_heads", "pool")
+        _check(
+            self,
+            "grid_sizes",
+            all(side > 0 and side % self.image_size == 0 for s in self.grid_sizes for side in s),
+            f"sides are multiples of {self.image_size=}",
+        )
         _check(self, "num_layers", self.num_layers >= 0, "it must be 0 or more")
         _check(self, "width", self.width % self.num_heads == 0, f"a multiple of {self.num_heads=}")
 
@@ -87,6 +101,13 @@ class Model:
     codebook_size: int = 64
     codes_per_token: int = 1  # g: 4 compresses 2x2 codes into one backbone token
     grid_size: int = 6  # cells a side of the largest picture
+    # Layers between codes and backbone tokens (the release: "dit2"; spec Sec. 2.5): "embed", a
+    # table and a matrix; "dit", norms and matrices between; "dit2", one more before the logits.
+    image_head: str = "dit2"
+    # Rows of the table of codes; 0: up to the mask id. The release has spare ones: 8448.
+    image_table_rows: int = 0
+    # LLaDA: no generation branch, no vision tower.
+    understanding_only: bool = False
     # Ours, off in the release: learned embeddings of the row and the column of a cell. Small
     # models have no time to learn absolute places from rotary phases alone.
     cell_positions: bool = False
@@ -113,6 +134,13 @@ class Model:
         )
         _check(self, "head_dim", self.head_dim % 2 == 0, "rotary embeddings need an even number")
         _check(self, "codes_per_token", self.codes_per_token in (1, 4), "1 or 4")
+        _check_choice(self, "image_head", ("embed", "dit", "dit2"))
+        _check(
+            self,
+            "image_table_rows",
+            self.image_table_rows == 0 or self.image_table_rows > self.image_mask_id,
+            f"0, or more than {self.image_mask_id=}",
+        )
         _check(self, "num_registers", self.num_registers >= 0, "it must be 0 or more")
         _check(
             self,
@@ -223,6 +251,7 @@ class Data:
     prompt_drop: float = 0.1  # share of rows whose prompt is masked, for guidance
     source_drop: float = 0.1  # share of edit rows whose source cells are masked
     given: float = 0.2  # share of rows that show a random part of the response as given
+    workers: int = 0  # processes that make batches, for accelerators; 0: one thread
 
     def __post_init__(self):
         _check_choice(self, "source", ("scenes", "digits"))
@@ -234,6 +263,7 @@ class Data:
             f"a multiple of {self.text_block_len=}",
         )
         _check_fraction(self, "plan_drop", "prompt_drop", "source_drop", "given")
+        _check(self, "workers", self.workers >= 0, "it must be 0 or more")
         _check(
             self,
             "tasks",
@@ -395,7 +425,7 @@ def _convert(schema: type, name: str, kind: Any, value: Any) -> Any:
     if origin is dict:
         return {str(key): float(weight) for key, weight in dict(value).items()}
     if origin is tuple:
-        return tuple(value)
+        return tuple(tuple(item) if isinstance(item, list | tuple) else item for item in value)
     if origin is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, origin) or (origin is int and isinstance(value, bool)):

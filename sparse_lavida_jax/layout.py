@@ -25,11 +25,9 @@ import einops
 import flax.struct
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, UInt8
+from jaxtyping import Int, UInt8
 
-from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON
-
-AnyArray = Array | np.ndarray  # on a device, or on the host
+from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON, AnyArray
 
 PROMPT_BLOCK = 0
 GIVEN_BLOCK = 1  # known cells, a prefix, template words: clean before the first step

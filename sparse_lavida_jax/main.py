@@ -96,7 +96,7 @@ def _sample(command: Command) -> int:
     if command.task in ("ask", "point"):
         print(model.write(asked, shown, **settings)[0].strip())
         return 0
-    if command.task == "edit":
+    if shown is not None:
         (pixels,) = model.edit(shown, asked, **settings)
     else:
         (pixels,) = model.draw(asked, **settings)

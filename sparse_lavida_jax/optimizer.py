@@ -2,12 +2,16 @@
 """AdamW, or Muon for matrices, with a learning rate that follows the progress of the run."""
 
 import math
+from typing import TypeVar, cast
 
 import jax
 import optax
+from jaxtyping import PyTree
 from optax.contrib import MuonDimensionNumbers, muon
 
 from sparse_lavida_jax import config
+
+T = TypeVar("T")  # a module: a pytree of parameters, or of their gradients
 
 VECTORS = ("norm", "bias", "register")  # words in the names of parameters of one axis
 # Root mean square of a Muon update relative to the learning rate, so that matrices take steps of
@@ -38,6 +42,21 @@ def make_optimizer(settings: config.Optimizer) -> optax.GradientTransformation:
             consistent_rms=MUON_RMS,
         )
     return optax.chain(optax.clip_by_global_norm(settings.clip_norm), step)
+
+
+def init(settings: config.Optimizer, params: PyTree) -> optax.OptState:
+    """Returns the state of the optimizer before the first step."""
+    return make_optimizer(settings).init(cast(optax.Params, params))
+
+
+def update(
+    settings: config.Optimizer, gradient: T, state: optax.OptState, params: T
+) -> tuple[T, optax.OptState]:
+    """Returns the direction of a step, to be subtracted times the rate, and the next state."""
+    direction, state = make_optimizer(settings).update(
+        cast(optax.Updates, gradient), state, cast(optax.Params, params)
+    )
+    return cast(T, direction), state
 
 
 def learning_rate(settings: config.Optimizer, step: int, progress: float) -> float:

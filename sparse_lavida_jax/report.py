@@ -66,7 +66,7 @@ def check(pipe: SparseLaViDa, path: pathlib.Path) -> dict[str, float]:
             "attribute_precision": result.precision or 0.0,
         }
     tiles = [
-        Tile(_shown(picture), s.prompt, score.ok)
+        Tile(_shown(np.asarray(picture)), s.prompt, score.ok)
         for s, picture, score in zip(samples, pictures, judged, strict=True)
     ]
     _save(sheet(tiles[: 4 * SHEET_COLUMNS]), path)

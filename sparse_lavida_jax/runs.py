@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run directory: one experiment, one writer, resumable at any step.
 
-It holds `config.json` (a directory of another config is refused), `lock` (held by the process that
-writes), `state/<step>/`, `metrics.jsonl`, and at the end `model/`, a model folder (described in
-`checkpoint.py`).
+It holds `config.json` (once something is saved, another config is refused), `lock` (held by the
+process that writes), `state/<step>/`, `metrics.jsonl`, and at the end `model/`, a model folder
+(described in `checkpoint.py`).
 """
 
 import contextlib
@@ -27,7 +27,7 @@ MAY_CHANGE = frozenset(
         "train.train_steps", "train.seconds", "train.checkpoint_seconds", "train.picture_seconds",
         "train.log_every", "train.eval_prompts", "sampling.preset", "sampling.order_seed",
         "sampling.temperature", "sampling.guidance", "sampling.guidance_image",
-        "sampling.text_temperature", "sampling.plan",
+        "sampling.text_temperature", "sampling.plan", "data.workers",
     }
 )  # fmt: skip
 
@@ -130,7 +130,7 @@ class Run:
             )
 
     def _check_config(self) -> None:
-        if (self.folder / "config.json").exists():
+        if (self.folder / "config.json").exists() and self._holds_work():
             before = _settings(checkpoint.read_config(self.folder))
             now = _settings(self.config)
             changed = [
@@ -144,6 +144,12 @@ class Run:
                     " another --workdir, or delete that one to start anew."
                 )
         checkpoint.write_config(self.folder, self.config)
+
+    def _holds_work(self) -> bool:
+        """Whether anything was saved yet: a config that was refused later leaves none."""
+        kept = (self.model_folder, self.metrics_path, self.folder / "vq")
+        states = (path.name.isdigit() for path in self.folder.glob("state/*"))
+        return any(path.exists() for path in kept) or any(states)
 
     def _catch_signals(self) -> Callable[[], None]:
         """Starts listening; returns what stops it."""

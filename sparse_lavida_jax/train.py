@@ -52,11 +52,13 @@ def loss(params: Denoiser, batch: Corrupted) -> tuple[Float[Array, ""], dict[str
     hidden, _ = params(batch.understanding, batch.generation, features, wanted=batch.predicts)
     total, logged = jnp.float32(0), {}
     if "understanding" in hidden and batch.text_weight is not None:
+        assert batch.text_target is not None
         logits = params.text_logits(hidden["understanding"])
         weighted, plain = weighted_cross_entropy(logits, batch.text_target, batch.text_weight)
         total += weighted / jnp.maximum(batch.text_total.sum(), 1)
         logged["text_nll"] = plain / jnp.maximum((batch.text_weight > 0).sum(), 1)
     if "generation" in hidden and batch.image_weight is not None:
+        assert batch.image_target is not None
         logits = params.image_logits(hidden["generation"])
         weight = jnp.broadcast_to(batch.image_weight[..., None], logits.shape[:-1])
         weighted, plain = weighted_cross_entropy(logits, batch.image_target, weight)
@@ -75,9 +77,7 @@ def train_step(
 ) -> tuple[TrainState, dict[str, Array]]:
     """Returns the state after one optimizer step, and scalars to log."""
     (value, logged), gradient = jax.value_and_grad(loss, has_aux=True)(state.params, batch)
-    update, opt_state = optimizer.make_optimizer(settings).update(
-        gradient, state.opt_state, state.params
-    )
+    update, opt_state = optimizer.update(settings, gradient, state.opt_state, state.params)
     params = jax.tree.map(lambda p, u: p - learning_rate * u, state.params, update)
     ema = state.ema
     if ema is not None:
@@ -102,7 +102,7 @@ def init_state(settings: config.Config, params: Denoiser) -> TrainState:
     else:
         params = jax.tree.map(jnp.copy, params)  # the first step donates its state
     ema = jax.tree.map(jnp.copy, params) if settings.optimizer.ema else None
-    opt_state = optimizer.make_optimizer(settings.optimizer).init(params)
+    opt_state = optimizer.init(settings.optimizer, params)
     return TrainState(jnp.int32(0), params, ema, opt_state)
 
 
@@ -156,7 +156,7 @@ def train(settings: config.Config, run: runs.Run) -> None:
         seconds=max(settings.train.seconds - seconds, 0.0),
     )
     with log, bar:
-        batch_iterator = batches.iterate(data.dataset(), start)
+        batch_iterator = batches.iterate(data.dataset(), start, settings.data.workers)
         while progress() < 1:
             rate = optimizer.learning_rate(settings.optimizer, step, progress())
             state, logged = train_step(

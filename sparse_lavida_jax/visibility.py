@@ -5,7 +5,10 @@ Paper: Sec. 3.3 "Step-Causal Attention Mask" and Algorithm 1 (Sec. 7.3).
 """
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int
+
+AnyArray = Array | np.ndarray  # on a device, or on the host
 
 # Padding and empty cache slots carry these tags. No horizon reaches the block, so as keys they
 # are seen by nobody outside padding; attention writes 0 where a *query* carries it.
@@ -14,12 +17,12 @@ PAD_HORIZON = -1
 
 
 def visible(
-    query_block: Int[Array, "..."],
-    query_horizon: Int[Array, "..."],
-    key_block: Int[Array, "..."],
-    query_segment: Int[Array, "..."] | None = None,
-    key_segment: Int[Array, "..."] | None = None,
-) -> Bool[Array, "..."]:
+    query_block: Int[AnyArray, "..."],
+    query_horizon: Int[AnyArray, "..."],
+    key_block: Int[AnyArray, "..."],
+    query_segment: Int[AnyArray, "..."] | None = None,
+    key_segment: Int[AnyArray, "..."] | None = None,
+) -> Bool[AnyArray, "..."]:
     """Returns where a query may attend to a key; arguments broadcast against each other.
 
     A token sees every block up to its horizon, and its own block. With `M` clean blocks the
@@ -43,6 +46,6 @@ def visible(
     return sees
 
 
-def is_padding(block: Int[Array, "..."]) -> Bool[Array, "..."]:
+def is_padding(block: Int[AnyArray, "..."]) -> Bool[AnyArray, "..."]:
     """Returns where a token is padding: attention output there is exactly 0."""
     return block == jnp.int32(PAD_BLOCK)

@@ -179,10 +179,17 @@ class GroupedBatches:
         )
 
 
-def iterate(dataset: grain.MapDataset, start: int) -> grain.DatasetIterator:
-    """Returns an iterator from batch `start` on, prefetched by threads."""
-    resumed = dataset[start:]
-    return iter(resumed.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
+def iterate(dataset: grain.MapDataset, start: int, workers: int = 0) -> grain.DatasetIterator:
+    """Returns an iterator from batch `start` on, prefetched by a thread or by worker processes.
+
+    The batches are the same however many workers make them.
+    """
+    resumed = dataset[start:].to_iter_dataset(
+        grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
+    )
+    if workers:
+        resumed = resumed.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers))
+    return iter(resumed)
 
 
 def _generator(seed: int, group: str, index: int, attempt: int) -> np.random.Generator:

@@ -70,18 +70,17 @@ def answer(
         return list(pipe.texts(pipe.run(examples, sampling=sampling, seed=seed)))
     task, prompts = samples[0].task, [sample.prompt for sample in samples]
     size = pipe.settings.vq.image_size
-    shown = None
-    if samples[0].picture is not None:
-        shown = [scenes.render(sample.picture, size) for sample in samples]
-    if task == "edit":
-        return list(pipe.edit(shown, prompts, sampling=sampling, seed=seed))
-    if task in ("inpaint", "outpaint"):
-        known = [sample.known_grid for sample in samples]
-        return list(pipe.edit(shown, prompts, known=known, sampling=sampling, seed=seed))
+    # The samples of a task all show a picture, or none does; so with cells that are given.
+    shown = [scenes.render(s.picture, size) for s in samples if s.picture is not None]
+    known = [s.known_grid for s in samples if s.known_grid is not None]
+    if task in ("edit", "inpaint", "outpaint"):
+        return list(pipe.edit(shown, prompts, known=known or None, sampling=sampling, seed=seed))
     if task == "draw":
         return list(pipe.draw(prompts, sampling=sampling, seed=seed))
     length = pipe.settings.data.max_answer_len if task in LONG_ANSWERS else ANSWER_TOKENS
-    return list(pipe.write(prompts, shown, max_new_tokens=length, sampling=sampling, seed=seed))
+    return list(
+        pipe.write(prompts, shown or None, max_new_tokens=length, sampling=sampling, seed=seed)
+    )
 
 
 def evaluate(

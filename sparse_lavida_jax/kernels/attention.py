@@ -6,6 +6,7 @@ import jax
 from jaxtyping import Array, Float, Int, PyTree
 
 from sparse_lavida_jax.kernels.reference import attention_reference
+from sparse_lavida_jax.visibility import AnyArray
 
 IMPLEMENTATIONS = ("reference",)
 
@@ -14,9 +15,9 @@ def step_causal_attention(
     q: Float[Array, "b s hd"],
     k: Float[Array, "b t hkd"] | Float[Array, "n b t hkd"],
     v: Float[Array, "b t hkd"] | Float[Array, "n b t hkd"],
-    query_block: Int[Array, "b s"],
-    query_horizon: Int[Array, "b s"],
-    key_block: Int[Array, "b t"],
+    query_block: Int[AnyArray, "b s"],
+    query_horizon: Int[AnyArray, "b s"],
+    key_block: Int[AnyArray, "b t"],
     *,
     num_heads: int,
     num_kv_heads: int | None = None,

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from sparse_lavida_jax.visibility import is_padding, visible
+from sparse_lavida_jax.visibility import AnyArray, is_padding, visible
 
 # What a row that attends to nothing reports as its log-sum-exp: exp(logit - this) is 0, which is
 # what a backward pass needs.
@@ -16,9 +16,9 @@ def attention_reference(
     q: Float[Array, "b s h d"],
     k: Float[Array, "b t hk d"],
     v: Float[Array, "b t hk d"],
-    query_block: Int[Array, "b s"],
-    query_horizon: Int[Array, "b s"],
-    key_block: Int[Array, "b t"],
+    query_block: Int[AnyArray, "b s"],
+    query_horizon: Int[AnyArray, "b s"],
+    key_block: Int[AnyArray, "b t"],
     query_segment: Int[Array, "b s"] | None,
     key_segment: Int[Array, "b t"] | None,
     scale: float,

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from sparse_lavida_jax.visibility import PAD_BLOCK
+from sparse_lavida_jax.visibility import PAD_BLOCK, AnyArray
 
 StreamName = Literal["understanding", "generation"]
 
@@ -51,7 +51,7 @@ class KVCache:
     def _end(self, stream: StreamName) -> int:
         return self.understanding_len if stream == "understanding" else self.block.shape[1]
 
-    def begin(self, stream: StreamName, block: Int[Array, "b s"]) -> "KVCache":
+    def begin(self, stream: StreamName, block: Int[AnyArray, "b s"]) -> "KVCache":
         """Tags the slots that this pass writes, and empties the rest of the region behind them."""
         start, end = self._start(stream), self._end(stream)
         slots = jnp.arange(self.block.shape[1])

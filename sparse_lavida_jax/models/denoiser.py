@@ -21,29 +21,33 @@ HEAD_EPS = 1e-6  # of the norms in the image embedding and head (spec 2.5), not 
 
 
 class ImageEmbedding(nnx.Module):
-    """From the codes of a cell to one backbone token (spec 2.5 "dit2" and 2.6)."""
+    """From the codes of a cell to one backbone token (spec 2.5 and 2.6)."""
 
     def __init__(self, settings: config.Model, *, rngs: nnx.Rngs):
         width = settings.generation_width
-        rows = settings.image_mask_id + 1
+        rows = settings.image_table_rows or settings.image_mask_id + 1
         self.table = nnx.Param(jax.random.normal(rngs.params(), (rows, width)) * 0.02)
-        self.code_norm = RmsNorm(width, HEAD_EPS)
-        self.code = Linear(width, width, rngs=rngs)
+        self.has_layers = settings.image_head != "embed"
+        if self.has_layers:
+            self.code_norm = RmsNorm(width, HEAD_EPS)
+            self.code = Linear(width, width, rngs=rngs)
         if settings.codes_per_token > 1:  # the 2x2 convolution, stride 2
             self.merge_norm = RmsNorm(width, HEAD_EPS)
             self.merge = Linear(settings.codes_per_token * width, width, rngs=rngs)
-        self.cell_norm = RmsNorm(width, HEAD_EPS)
-        self.cell = Linear(width, width, rngs=rngs)
+        if self.has_layers:
+            self.cell_norm = RmsNorm(width, HEAD_EPS)
+            self.cell = Linear(width, width, rngs=rngs)
         self.codes_per_token = settings.codes_per_token
 
     def __call__(self, codes: Int[Array, "b s g"], dtype: jnp.dtype) -> Float[Array, "b s e"]:
         b, s, g = codes.shape
         x = self.table[codes.reshape(b, s * g)].astype(dtype)
-        x = self.code(self.code_norm(x))
+        if self.has_layers:
+            x = self.code(self.code_norm(x))
         if self.codes_per_token > 1:
             x = einops.rearrange(self.merge_norm(x), "b (s g) e -> b s (g e)", g=g)
             x = self.merge(x)
-        return self.cell(self.cell_norm(x))
+        return self.cell(self.cell_norm(x)) if self.has_layers else x
 
 
 class ImageHead(nnx.Module):
@@ -54,10 +58,13 @@ class ImageHead(nnx.Module):
         if settings.codes_per_token > 1:  # the transposed 2x2 convolution, stride 2
             self.spread_norm = RmsNorm(width, HEAD_EPS)
             self.spread = Linear(width, settings.codes_per_token * width, rngs=rngs)
-        self.cell_norm = RmsNorm(width, HEAD_EPS)
-        self.cell = Linear(width, width, rngs=rngs)
-        self.code = Linear(width, width, rngs=rngs)
-        self.code_norm = RmsNorm(width, HEAD_EPS)
+        self.kind = settings.image_head
+        if self.kind == "dit2":
+            self.cell_norm = RmsNorm(width, HEAD_EPS)
+            self.cell = Linear(width, width, rngs=rngs)
+        if self.kind != "embed":
+            self.code = Linear(width, width, rngs=rngs)
+            self.code_norm = RmsNorm(width, HEAD_EPS)
         self.logits = Linear(width, settings.codebook_size, rngs=rngs)
         self.codes_per_token = settings.codes_per_token
 
@@ -66,7 +73,10 @@ class ImageHead(nnx.Module):
             x = einops.rearrange(
                 self.spread(self.spread_norm(x)), "b s (g e) -> b (s g) e", g=self.codes_per_token
             )
-        x = self.code_norm(self.code(self.cell(self.cell_norm(x))))
+        if self.kind == "dit2":
+            x = self.cell(self.cell_norm(x))
+        if self.kind != "embed":
+            x = self.code_norm(self.code(x))
         logits = self.logits(x).astype(jnp.float32)
         return einops.rearrange(logits, "b (s g) c -> b s g c", g=self.codes_per_token)
 
@@ -82,17 +92,19 @@ class Denoiser(nnx.Module):
 
         self.settings = settings
         self.text_embedding = table(settings.vocab_size, settings.width)
-        self.image_embedding = ImageEmbedding(settings, rngs=rngs)
         # A register starts as what it stands in for: a masked token of its stream.
         self.register_understanding = nnx.Param(self.text_embedding[settings.text_mask_id])
-        masked_cell = jnp.full((1, 1, settings.codes_per_token), settings.image_mask_id)
-        self.register_generation = nnx.Param(
-            self.image_embedding(masked_cell, jnp.dtype("float32"))[0, 0]
-        )
-        if settings.cell_positions:
-            self.cell_row = table(settings.grid_size, settings.generation_width)
-            self.cell_column = table(settings.grid_size, settings.generation_width)
-        self.vision = VisionEncoder(settings.vision, settings.width, rngs=rngs)
+        if not settings.understanding_only:
+            self.image_embedding = ImageEmbedding(settings, rngs=rngs)
+            self.register_generation = nnx.Param(self.masked_cell())
+            if settings.cell_positions:
+                self.cell_row = table(settings.grid_size, settings.generation_width)
+                self.cell_column = table(settings.grid_size, settings.generation_width)
+            self.vision = VisionEncoder(settings.vision, settings.width, rngs=rngs)
+            if settings.vision.newline:
+                self.image_newline = nnx.Param(
+                    jax.random.normal(rngs.params(), (settings.width,)) * settings.width**-0.5
+                )
         self.joint_layers = init_stack(
             lambda r: Layer(settings, rngs=r), settings.num_joint_layers, rngs.params()
         )
@@ -101,11 +113,28 @@ class Denoiser(nnx.Module):
         )
         self.final_norm = RmsNorm(settings.width, settings.norm_eps)
         self.text_head = Linear(settings.width, settings.vocab_size, rngs=rngs)
-        self.image_head = ImageHead(settings, rngs=rngs)
+        if not settings.understanding_only:
+            self.image_head = ImageHead(settings, rngs=rngs)
 
-    def see(self, pixels: UInt8[AnyArray, "b h w 3"]) -> Float[Array, "b v e"]:
-        """Returns the vision features of one picture a row."""
-        return self.vision(pixels)
+    def masked_cell(self) -> Float[Array, " e"]:
+        """Returns the embedding of a cell of which no code is known."""
+        codes = jnp.full((1, 1, self.settings.codes_per_token), self.settings.image_mask_id)
+        return self.image_embedding(codes, jnp.dtype("float32"))[0, 0]
+
+    def see(self, pixels: UInt8[AnyArray, "b *n h w 3"]) -> Float[Array, "b v e"]:
+        """Returns the vision features of each row: of one picture, or of n views of its pictures.
+
+        The features of the views stand one behind the other; a newline feature, where the model
+        has one, comes last.
+        """
+        b = pixels.shape[0]
+        if pixels.ndim == 5:
+            pixels = einops.rearrange(pixels, "b n h w c -> (b n) h w c")
+        features = einops.rearrange(self.vision(pixels), "(b n) v e -> b (n v) e", b=b)
+        if not self.settings.vision.newline:
+            return features
+        newline = jnp.broadcast_to(self.image_newline[...], (b, 1, features.shape[-1]))
+        return jnp.concatenate([features, newline.astype(features.dtype)], axis=1)
 
     def embed_text(
         self, stream: Stream, features: Float[Array, "b v e"] | None = None

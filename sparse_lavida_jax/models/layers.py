@@ -96,9 +96,10 @@ class Layer(nnx.Module):
 
     def __init__(self, settings: config.Model, *, rngs: nnx.Rngs):
         self.understanding = Branch(settings, settings.width, settings.mlp_hidden, rngs=rngs)
-        self.generation = Branch(
-            settings, settings.generation_width, settings.generation_mlp_hidden, rngs=rngs
-        )
+        if not settings.understanding_only:
+            self.generation = Branch(
+                settings, settings.generation_width, settings.generation_mlp_hidden, rngs=rngs
+            )
         heads_width = settings.num_heads * settings.head_dim
         self.attn_out = Linear(heads_width, settings.width, rngs=rngs)
 

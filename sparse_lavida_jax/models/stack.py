@@ -64,7 +64,7 @@ def run_layers(
     Returns:
         The residual streams that are wanted and present, and the cache as written.
     """
-    present = [name for name in STREAMS if name in x]
+    present: list[StreamName] = [name for name in STREAMS if name in x]
     if cache is not None:
         for name in present:
             cache = cache.begin(name, layouts[name].block)
@@ -128,6 +128,7 @@ def _joint_layer(layer, index, x, layouts, keep, cache, attend_cache):
         num_heads=layer.understanding.num_heads,
         layer=index,
     )
+    assert isinstance(attended, jax.Array)
     result, start = {}, 0
     for name in keep:
         stop = start + x[name].shape[1]

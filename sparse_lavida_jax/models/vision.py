@@ -40,7 +40,7 @@ class VisionEncoder(nnx.Module):
                 f"The vision tower was given pictures of {height}x{width} pixels;"
                 f" it takes {self.image_size}x{self.image_size}. Resize or pad them first."
             )
-        patches = self.tower((pixels.astype(jnp.float32) / 255 - 0.5) / 0.5)
+        patches = self.tower((jnp.asarray(pixels, jnp.float32) / 255 - 0.5) / 0.5)
         grid = einops.rearrange(patches, "b (y x) e -> b y x e", y=self.side)
         return self.projector(einops.rearrange(self.pool(grid), "b y x e -> b (y x) e"))
 
@@ -60,6 +60,8 @@ class Tower(nnx.Module):
             settings.num_layers,
             rngs.params(),
         )
+        if settings.unused_post_norm:
+            self.post_norm = nnx.LayerNorm(settings.width, epsilon=LAYER_NORM_EPS, rngs=rngs)
 
     def __call__(self, pixels: Float[Array, "b h w 3"]) -> Float[Array, "b s e"]:
         """Returns the patches of pictures in [-1, 1]."""

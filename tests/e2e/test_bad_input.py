@@ -89,7 +89,6 @@ def test_unknown_tasks_and_tokenizers_list_the_known_ones(tmp_path, words, compl
     unknown = stand_ins.command_line(tmp_path, given)
     sentence = complaint(*unknown, f"--workdir={tmp_path / 'run'}")
     assert "Data.tasks has no drawing. It has: answer, arithmetic" in sentence
-    shutil.rmtree(tmp_path / "run")
     words = [*stand_ins.command_line(tmp_path, stand_ins.settings()), *words[-1:]]
     sentence = complaint(*words, "--config.data.picture_codec=scenes_g9")
     assert "scenes_g1, scenes_g4" in sentence

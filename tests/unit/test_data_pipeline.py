@@ -130,20 +130,26 @@ print(tests.digest(dataset[12]), tests.digest(dataset[7]))
 """
 
 
-def test_a_batch_is_the_same_in_another_process_and_another_order(by_kind):
+def test_a_batch_is_the_same_in_another_process_and_another_order(by_kind, tmp_path):
     dataset = by_kind["schedule"].dataset()
     here = [digest(dataset[index]) for index in (7, 12)]
+    assert run_elsewhere(ELSEWHERE, tmp_path) == here[::-1]
+
+
+def run_elsewhere(program, tmp_path) -> list[str]:
+    """Runs a program in a process of its own, which starts workers from its file; what it printed."""
     folder = pathlib.Path(__file__).parent
     paths = [str(folder.parent), str(folder.parents[1])]
+    (tmp_path / "program.py").write_text(program)
     there = subprocess.run(
-        [sys.executable, "-c", ELSEWHERE, str(folder)],
+        [sys.executable, str(tmp_path / "program.py"), str(folder)],
         env={
             **os.environ, "JAX_PLATFORMS": "cpu", "PYTHONHASHSEED": "5",
             "PYTHONPATH": os.pathsep.join(paths),
         },
         check=True, capture_output=True, text=True,
     )  # fmt: skip
-    assert there.stdout.split() == here[::-1]
+    return there.stdout.split()
 
 
 @pytest.mark.parametrize("start", [0, 5, 11])
@@ -152,6 +158,26 @@ def test_iterating_from_a_step_gives_the_batches_from_there_on(by_kind, start):
     resumed = pipeline.iterate(dataset, start)
     for step in range(start, start + 4):
         stand_ins.assert_equal(next(resumed), dataset[step])
+
+
+WORKERS = """
+import sys
+from absl import flags
+sys.path.insert(0, sys.argv[1])
+import test_data_pipeline as tests
+if __name__ == "__main__":
+    flags.FLAGS.mark_as_parsed()
+    tests.pipeline.LENGTH_PROBE = 16
+    made = tests.pipeline.iterate(tests.make_batches().dataset(), 7, workers=2)
+    print(*(tests.digest(next(made)) for _ in range(6)))
+    made.close()
+"""
+
+
+def test_worker_processes_make_the_same_batches(by_kind, tmp_path):
+    dataset = by_kind["schedule"].dataset()
+    here = [digest(dataset[index]) for index in range(7, 13)]
+    assert run_elsewhere(WORKERS, tmp_path) == here
 
 
 def test_batches_differ_by_step_and_by_seed(by_kind):

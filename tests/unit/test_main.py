@@ -102,7 +102,12 @@ def test_sampling_without_a_prompt_asks_for_one(folder, capsys):
 
 def test_a_run_directory_of_another_config_is_told(folder, capsys, monkeypatch):
     trained = []
-    fake = types.SimpleNamespace(train=lambda settings, run: trained.append(settings))
+
+    def train(settings, run):
+        trained.append(settings)
+        run.metrics_path.write_text("")
+
+    fake = types.SimpleNamespace(train=train)
     monkeypatch.setattr(sparse_lavida_jax, "train", fake, raising=False)
     assert main.main(["main", "--config=configs/toy.py"]) == 0
     message = complaint(capsys, "--config=configs/toy.py", "--config.seed=1")

@@ -46,12 +46,20 @@ def test_the_lock_of_a_dead_process_is_taken_over(tmp_path):
 
 
 def test_another_config_is_refused_with_what_differs(tmp_path):
-    with runs.Run(tmp_path, config.Config()):
-        pass
+    with runs.Run(tmp_path, config.Config()) as run:
+        run.metrics_path.write_text("")
     other = config.Config(seed=7, model=config.Model(width=160))
     with pytest.raises(runs.RunError, match=r"model\.width was 128 and is 160; seed was 0 and is"):
         runs.Run(tmp_path, other).__enter__()
     assert checkpoint.read_config(tmp_path) == config.Config()
+
+
+def test_a_run_that_never_saved_anything_may_change_its_config(tmp_path):
+    with runs.Run(tmp_path, config.Config()):
+        pass
+    with runs.Run(tmp_path, config.Config(seed=7)):
+        pass
+    assert checkpoint.read_config(tmp_path).seed == 7
 
 
 def test_a_run_may_be_made_longer(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 
 from sparse_lavida_jax.data import dice, picture_tasks, scenes, tasks, text
 
-FIRST_THOUSAND = "75160220a59ea65f5033943c4ed5ef4cd7ba9e2b0271d55e2eefd7ef5dce056c"
+FIRST_THOUSAND = "b693131d50fe0d5ba903367849a152a40962befb54d8f54b2e0df139e91c0b4a"
 
 
 @functools.cache
