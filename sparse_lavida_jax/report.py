@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from sparse_lavida_jax import config, metrics, orders, sample
+from sparse_lavida_jax.bench import record
 from sparse_lavida_jax.data import digits, grammar, scenes, scoring, tasks
 from sparse_lavida_jax.evals import scenes as exact
 from sparse_lavida_jax.pipeline import SparseLaViDa
@@ -101,7 +102,7 @@ def write(pipe: SparseLaViDa, folder: pathlib.Path, *, step: int, seconds: float
         parts.append(f"Nearest-neighbour judge: {scores['draw']:.2f} of {CHECK_PROMPTS} right.")
     else:
         parts += _scene_sections(pipe, folder)
-    parts += ["## Speed", _speed(pipe)]
+    parts += ["## Speed", _speed(pipe), *_measured()]
     path = folder / "report.md"
     path.write_text("\n\n".join(parts) + "\n")
     return path
@@ -182,6 +183,26 @@ def _speed(pipe: SparseLaViDa) -> str:
         f" sparse {tokens_passed(pipe, 'sparse', examples[0])}, dense"
         f" {tokens_passed(pipe, 'dense', examples[0])}."
     )
+
+
+def _measured() -> list[str]:
+    """What was measured of the models of `configs/`, one and four codes a cell among them."""
+    rows = [row for row in record.read_rows("quality") if row["task"] in ("draw", "edit")]
+    if not rows:
+        return []
+    lines = [
+        "| model | preset | task | share right | 95 % interval | attribute precision |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in sorted(rows, key=lambda row: (row["task"], row["model"], row["method"])):
+        low, high = row["interval_95"]
+        precision = row["attribute_precision"]
+        lines.append(
+            f"| {row['model']} | {row['method']} | {row['task']} | {row['share']:.2f}"
+            f" | {low:.2f} to {high:.2f} | {'' if precision is None else f'{precision:.2f}'} |"
+        )
+    title = "## Measured before: the models of `configs/`, 'g4' with four codes a cell"
+    return [title, "\n".join(lines)]
 
 
 def tokens_passed(pipe: SparseLaViDa, preset: str, example) -> int:

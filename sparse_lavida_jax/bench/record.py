@@ -26,10 +26,12 @@ class Bench:
     Attributes:
         suite: folder of the rows.
         run: random name of this call.
+        source: commit of the code, and whether it was changed since, when the call began.
     """
 
     suite: str
     run: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex[:12])
+    source: dict[str, Any] = dataclasses.field(default_factory=lambda: _commit())
 
     def write(self, row_id: str, values: dict[str, Any]) -> pathlib.Path:
         """Writes a row; an older row of the same id on the same device is replaced."""
@@ -39,7 +41,7 @@ class Bench:
             "id": row_id,
             "status": "ok",
             "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            **_commit(),
+            **self.source,
             "run": self.run,
             "device": _device(),
             "software": {
@@ -76,4 +78,5 @@ def _commit() -> dict[str, Any]:
             ["git", *words], cwd=RESULTS.parent, capture_output=True, text=True, check=False
         ).stdout.strip()
 
-    return {"commit": git("rev-parse", "--short", "HEAD"), "dirty": bool(git("status", "--short"))}
+    changed = git("status", "--short", "--", ":/", f":(top,exclude){RESULTS.relative_to(RESULTS.parents[2])}")
+    return {"commit": git("rev-parse", "--short", "HEAD"), "dirty": bool(changed)}

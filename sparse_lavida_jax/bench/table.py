@@ -11,6 +11,7 @@ import tomllib
 from typing import Any
 
 from sparse_lavida_jax.bench.record import read_rows
+from sparse_lavida_jax.evals.scenes import wilson_interval
 
 BARS = pathlib.Path(__file__).with_name("bars.toml")
 
@@ -43,13 +44,13 @@ def quality_table(rows: list[dict[str, Any]]) -> str:
     for row in sorted(rows, key=lambda r: (r["model"], r["method"], r["task"])):
         shares = [(row["task"], row["share"], row["interval_95"], row["total"])]
         shares += [
-            (f"{row['task']}: {column}", right / total, None, total)
+            (f"{row['task']}: {column}", right / total, wilson_interval(right, total), total)
             for column, (right, total) in sorted(row["columns"].items())
         ]
         for name, share, interval, total in shares:
             bar = bars.get(name)
             held = "" if bar is None else f"{bar:.2f} {'met' if share >= bar else 'not met'}"
-            spread = "" if interval is None else f"{interval[0]:.3f} to {interval[1]:.3f}"
+            spread = f"{interval[0]:.3f} to {interval[1]:.3f}"
             lines.append(
                 f"| {row['model']} | {row['method']} | {name} | {share:.3f} | {spread} | {total}"
                 f" | {held} |"
@@ -57,11 +58,34 @@ def quality_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def twins_table(rows: list[dict[str, Any]]) -> str:
+    """Returns the sparse model against its dense twin: same size, data, steps and seed."""
+    twins = tomllib.loads(BARS.read_text())["twins"]
+    shares = {(row["model"], row["method"], row["task"]): row["share"] for row in rows}
+    lines = ["| task | sparse | dense | sparse - dense | bar |", "| --- | --- | --- | --- | --- |"]
+    for model, method, task in sorted(shares):
+        other = (twins["dense"], "dense", task)
+        if (model, method) != (twins["sparse"], "sparse") or other not in shares:
+            continue
+        difference = shares[model, method, task] - shares[other]
+        held = "met" if difference >= -twins["within"] else "not met"
+        lines.append(
+            f"| {task} | {shares[model, method, task]:.3f} | {shares[other]:.3f}"
+            f" | {difference:+.3f} | -{twins['within']:.2f} {held} |"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Prints every table there are rows for."""
-    for suite, table in (("sampling", sampling_table), ("quality", quality_table)):
+    tables = {
+        "Speed": ("sampling", sampling_table),
+        "Quality": ("quality", quality_table),
+        "Sparse against dense, each trained its own way": ("quality", twins_table),
+    }
+    for title, (suite, table) in tables.items():
         if rows := read_rows(suite):
-            print(f"## {suite}\n\n{table(rows)}\n")
+            print(f"## {title}\n\n{table(rows)}\n")
 
 
 if __name__ == "__main__":

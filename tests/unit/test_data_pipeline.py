@@ -137,7 +137,7 @@ def test_a_batch_is_the_same_in_another_process_and_another_order(by_kind, tmp_p
 
 
 def run_elsewhere(program, tmp_path) -> list[str]:
-    """Runs a program in a process of its own, which starts workers from its file; what it printed."""
+    """Runs a program in a process of its own; returns the words it printed."""
     folder = pathlib.Path(__file__).parent
     paths = [str(folder.parent), str(folder.parents[1])]
     (tmp_path / "program.py").write_text(program)
