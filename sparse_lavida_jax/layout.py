@@ -130,9 +130,38 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Vision:
-    """A picture seen through the vision tower: `num_tokens` features of the row's picture."""
+    """A picture seen through the vision tower, as `num_tokens` of its features.
+
+    Attributes:
+        index: which feature of this picture each token is; by default one after another.
+        num_features: features of this picture, behind which those of the row's next picture
+            stand; by default as many as tokens.
+
+    Raises:
+        ValueError: `index` has not one feature of the picture for each token.
+    """
 
     num_tokens: int
+    index: Int[np.ndarray, " n"] | None = None
+    num_features: int | None = None
+
+    def __post_init__(self):
+        index, features = self.features, self.feature_count
+        outside = index[(index < 0) | (index >= features)]
+        if len(index) != self.num_tokens or len(outside):
+            raise ValueError(
+                f"a picture of {self.num_tokens} tokens was given {len(index)} features,"
+                f" {len(outside)} of them outside 0..{features - 1}: name one for each token, all"
+                " of the picture."
+            )
+
+    @property
+    def features(self) -> Int[np.ndarray, " n"]:
+        return np.arange(self.num_tokens) if self.index is None else self.index
+
+    @property
+    def feature_count(self) -> int:
+        return self.num_tokens if self.num_features is None else self.num_features
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,9 +241,9 @@ def prompt_row(
         elif isinstance(part, Vision):
             n = part.num_tokens
             ids.append(np.full(n, text_mask_id))
-            index = features + np.arange(n)
+            index = features + part.features
             feature.append(np.full(n, NO_FEATURE) if drop_prompt else index)
-            features += n
+            features += part.feature_count
         elif isinstance(part, Source):
             n = len(part.codes)
             if drop_source:

@@ -21,7 +21,7 @@ LEVELS = [
     {"models"},
     {"diffusion", "sample"},
     {"data", "optimizer", "metrics", "checkpoint", "runs"},
-    {"pipeline"},
+    {"pipeline", "convert"},
     {"evals"},
     {"report", "bench", "train_vq"},
     {"train"},
