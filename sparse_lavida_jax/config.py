@@ -14,7 +14,11 @@ import ml_collections
 
 T = TypeVar("T")
 
+# LaViDa-O itself and the rows of the paper's ablation, for pictures and for text.
 PRESETS = ("dense", "none", "p", "r", "t", "pr", "pt", "rt", "sparse")
+# Full attention with a cache that it makes inexact, for text only: LaViDa-O's own (the prompt),
+# and the two of Fast-dLLM.
+TEXT_PRESETS = ("prefix", "fast_dllm_prefix", "fast_dllm_dual")
 
 
 class ConfigError(ValueError):
@@ -285,8 +289,26 @@ class Diffusion:
     plan_text_steps: tuple[int, ...] = (2, 4, 8)
     weighting: str = "1/t"  # 1/t | mean (what the released code does)
     time_policy: str = "uniform"  # uniform | cosine | logit_normal | mode
+    # "blocks": a response is masked token by token and cut into blocks, as all of the above says.
+    # "released": LaViDa-O's own objective (spec Sec. 9.2, 9.3): text answer and picture of a
+    # sequence are masked together, pictures code by code, each loss the mean over what is masked;
+    # needs attention "full" and weighting "mean"; `blocks` and `Data.given` mean nothing.
+    corruption: str = "blocks"
+    # Of "released": every row a second time with the inverse masks; off in the released scripts.
+    complementary: bool = False
+    # Of "released": False trains pictures alone, as the release does at 256 px.
+    text_loss: bool = True
 
     def __post_init__(self):
+        _check_choice(self, "corruption", ("blocks", "released"))
+        if self.corruption == "released":
+            allowed = 'corruption "released" needs '
+            _check(self, "attention", self.attention == "full", f'{allowed}"full"')
+            _check(self, "weighting", self.weighting == "mean", f'{allowed}"mean"')
+        else:
+            only = 'it is of corruption "released" alone'
+            _check(self, "complementary", not self.complementary, only)
+            _check(self, "text_loss", self.text_loss, only)
         _check_choice(self, "attention", ("step_causal", "full"))
         _check_choice(self, "blocks", ("schedule", "uniform"))
         _check_choice(self, "weighting", ("1/t", "mean"))
@@ -349,35 +371,98 @@ class Train:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """One way of unmasking a response (paper Sec. 3.2)."""
+    """One way of unmasking a response (paper Sec. 3.2; the released ones, spec Sec. 6 and 7)."""
 
     preset: str = ""  # "": sparse for a step-causal model, dense for a "full" one
+    text_preset: str = ""  # of text; also prefix, fast_dllm_prefix, fast_dllm_dual. "": as preset
     num_steps: int = 12  # image steps
-    order: str = "stratified"  # stratified | halton | random | raster
+    # What "dense" decodes one at a time: "cell", as all other presets do, for models that were
+    # trained on whole cells; "code", as LaViDa-O does (a cell may be known in part). Conversion of
+    # a released checkpoint writes "code".
+    grid: str = "cell"
+    # "confidence" (the released "mmada") chooses after each pass among all cells, which only
+    # dense, none and p pass; every other order is fixed beforehand.
+    order: str = "stratified"  # stratified | halton | random | raster | confidence
     order_seed: int = 42
     schedule: str = "shift"  # shift | cosine | cosine2 | exp | logit_normal | linear
     shift: float = 3.0
-    temperature: float = 1.0  # of image codes
+    # Gumbel noise on the log probability that "confidence" ranks by; it falls from this to the
+    # share `confidence_noise_end` of it.
+    confidence_noise: float = 1.0
+    confidence_noise_schedule: str = "constant"  # constant | linear | cosine2 | shift | exp
+    confidence_noise_end: float = 0.01
+    confidence_noise_shift: float = 0.0  # of its schedule "shift"; 0: `shift`
+    temperature: float = 1.0  # of image codes; falls to the share `temperature_end`
+    temperature_schedule: str = "constant"  # constant | linear | cosine2 | shift | exp
+    temperature_end: float = 1.0
+    top_k: int = 0  # image codes that may be drawn, the most probable ones; 0: all
+    top_p: float = 1.0  # the fewest image codes that hold this probability may be drawn; 1: all
     guidance: float = 0.0  # 0: one row; g: (1+g) cond - g uncond
-    guidance_image: float = 0.0  # edits: pull towards the source-only row
+    guidance_image: float = 0.0  # edits: weight of the second row
+    # First and last guided step as shares of num_steps; step i of 1, 2, ... is guided where
+    # int(first * num_steps) <= i <= int(last * num_steps).
+    guidance_interval: tuple[float, float] = (0.0, 1.0)
+    # What the second of the three rows of an edit keeps: "source", ours, the source cells and the
+    # headers; or the released edit modes 0 to 3: "source_only"; everything but the source cells,
+    # "no_source"; the text, "no_picture"; the picture seen and the source cells, "no_text".
+    edit_guidance: str = "source"
     text_temperature: float = 0.0
     text_steps: int = 8  # steps a text block
+    text_step_ratio: float = 0.0  # steps a text block as a share of its tokens; 0: text_steps
+    text_schedule: str = "even"  # inside a text block: even, or one of `schedule`
+    text_shift: float = 3.0  # of the text schedule "shift"
+    # What ranks the tokens of a text block: probability of the drawn one, margin between the two
+    # most probable, entropy (least first), random.
+    text_confidence: str = "probability"  # probability | margin | entropy | random
+    # How many of them a step commits: as many as the schedule says, all that are at least as
+    # confident as `text_threshold`, or by Fast-dLLM's factor rule. The last two commit at least
+    # one and end a text block early.
+    text_commit: str = "count"  # count | threshold | factor
+    text_threshold: float = 0.9
+    text_factor: float = 1.0  # n tokens together need a confidence of 1 - factor / (n + 1)
+    # Text as the released code writes it: the mask token may be drawn (and then stays to be
+    # decoded), and nothing ends at end-of-text.
+    released_behaviour: bool = False
     plan: bool = True  # lay the picture out in text first, where the task allows
 
     def __post_init__(self):
+        for name, choices in (("preset", PRESETS), ("text_preset", (*PRESETS, *TEXT_PRESETS))):
+            _check(
+                self,
+                name,
+                getattr(self, name) in ("", *choices),
+                f"choose one of {', '.join(choices)}, or leave it empty",
+            )
+        schedules = ("shift", "cosine", "cosine2", "exp", "logit_normal", "linear")
+        for name, choices in (
+            ("grid", ("cell", "code")),
+            ("order", ("stratified", "halton", "random", "raster", "confidence")),
+            ("schedule", schedules),
+            ("confidence_noise_schedule", ("constant", "linear", "cosine2", "shift", "exp")),
+            ("temperature_schedule", ("constant", "linear", "cosine2", "shift", "exp")),
+            ("edit_guidance", ("source", "source_only", "no_source", "no_picture", "no_text")),
+            ("text_schedule", ("even", *schedules)),
+            ("text_confidence", ("probability", "margin", "entropy", "random")),
+            ("text_commit", ("count", "threshold", "factor")),
+        ):
+            _check_choice(self, name, choices)
+        _check_positive(self, "num_steps", "text_steps", "shift", "text_shift", "text_factor")
+        for name in (
+            "temperature", "text_temperature", "guidance", "guidance_image", "confidence_noise",
+            "confidence_noise_shift", "top_k",
+        ):  # fmt: skip
+            _check(self, name, getattr(self, name) >= 0, "it must be 0 or more")
+        _check_fraction(
+            self, "confidence_noise_end", "temperature_end", "text_step_ratio", "text_threshold"
+        )
+        _check(self, "top_p", 0 < self.top_p <= 1, "it must lie in (0, 1]")
         _check(
             self,
-            "preset",
-            self.preset in ("", *PRESETS),
-            f"choose one of {', '.join(PRESETS)}, or leave it empty",
+            "guidance_interval",
+            len(self.guidance_interval) == 2
+            and 0 <= self.guidance_interval[0] <= self.guidance_interval[1] <= 1,
+            "two shares of the steps, 0 <= first <= last <= 1",
         )
-        _check_choice(self, "order", ("stratified", "halton", "random", "raster"))
-        _check_choice(
-            self, "schedule", ("shift", "cosine", "cosine2", "exp", "logit_normal", "linear")
-        )
-        _check_positive(self, "num_steps", "text_steps", "shift")
-        for name in ("temperature", "text_temperature", "guidance", "guidance_image"):
-            _check(self, name, getattr(self, name) >= 0, "it must be 0 or more")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,9 @@ Two block assignments (config `diffusion.blocks`):
   sampler's own sizes, this is unbiased for the sampler's own negative log likelihood, and with a
   random order and one token a step it is Eq. 1. In half of the draws steps are merged into larger
   blocks, which trades this for more tokens with a loss.
+
+LaViDa-O's own objective (config `diffusion.corruption = "released"`, spec Sec. 9.2 and 9.3) has no
+blocks: text and picture of a whole sequence are masked together, code by code (`batch_sequences`).
 """
 
 import dataclasses
@@ -35,12 +38,20 @@ from sparse_lavida_jax.layout import (
     NO_FEATURE,
     PROMPT_BLOCK,
     AnyArray,
+    Part,
     PromptRow,
+    SeenBatch,
+    Source,
     Stream,
+    Views,
     make_layout,
+    num_tokens,
+    prompt_row,
     register_positions,
     sort_by_block,
     stack_pictures,
+    stack_views,
+    stacked_features,
     without_blocks,
 )
 from sparse_lavida_jax.visibility import PAD_BLOCK
@@ -64,6 +75,17 @@ def time_from_uniform(policy: str, u: float) -> tuple[float, float]:
     Raises:
         ValueError: an unknown policy.
     """
+    t, slope = _time_and_slope(policy, u)
+    return max(t, MIN_TIME), 1 / max(slope, 1e-9)
+
+
+def mask_probability(policy: str, u: float) -> float:
+    """Returns with which probability the release masks, for a uniform u: 1e-3 + (1 - 1e-3) t."""
+    return MIN_TIME + (1 - MIN_TIME) * _time_and_slope(policy, u)[0]
+
+
+def _time_and_slope(policy: str, u: float) -> tuple[float, float]:
+    """Returns t, not floored, and |dt/du|."""
     u = min(max(u, 1e-6), 1 - 1e-6)
     if policy == "uniform":
         t, slope = u, 1.0
@@ -81,7 +103,7 @@ def time_from_uniform(policy: str, u: float) -> tuple[float, float]:
         raise ValueError(
             f"time policy {policy!r} is unknown: use uniform, cosine, logit_normal or mode."
         )
-    return max(t, MIN_TIME), 1 / max(slope, 1e-9)
+    return t, slope
 
 
 def _normal_quantile(u: float) -> float:
@@ -261,20 +283,23 @@ class Corrupted:
 
     Attributes:
         understanding, generation: the streams, sorted by block; None where the group has none.
-        pixels: the picture that the vision tower sees, one a row, or None.
+        pixels: the picture that the vision tower sees, one a row, or the views of a row's
+            pictures, or None.
         text_target, text_weight: target id and loss weight of each understanding token.
-        image_target, image_weight: target codes and loss weight of each generation token.
-        text_total, image_total: what the weighted sums are divided by, summed over the rows.
+        image_target, image_weight: target codes of each generation token, and the loss weight of
+            the token or of each of its codes.
+        text_total, image_total: what the weighted sums are divided by, summed over the rows; in
+            tokens, of which a partly masked cell is a part.
         predicts: the streams that hold responses, static.
     """
 
     understanding: Stream | None
     generation: Stream | None
-    pixels: UInt8[AnyArray, "b h w 3"] | None
+    pixels: SeenBatch | None
     text_target: Int[AnyArray, "b u"] | None
     text_weight: Float[AnyArray, "b u"] | None
     image_target: Int[AnyArray, "b s g"] | None
-    image_weight: Float[AnyArray, "b s"] | None
+    image_weight: Float[AnyArray, "b s *g"] | None
     text_total: Float[AnyArray, " b"]
     image_total: Float[AnyArray, " b"]
     predicts: Predicts = flax.struct.field(pytree_node=False)
@@ -376,6 +401,22 @@ def batch_rows(
         ValueError: a row is longer than `shape`.
     """
     last_clean = np.array([[b.num_clean] for b in blocks], np.int32)
+    streams = _stacked(rows, shape, model, last_clean, full_attention=full_attention)
+    totals = [(b.total, k) for b, k in zip(blocks, kinds, strict=True)]
+    predicts: Predicts = "both"
+    if len(set(kinds)) == 1:
+        predicts = "understanding" if kinds[0] == "text" else "generation"
+    return Corrupted(
+        **streams,
+        pixels=stack_pictures(pixels),
+        text_total=np.array([t if k == "text" else 0.0 for t, k in totals], np.float32),
+        image_total=np.array([t if k == "image" else 0.0 for t, k in totals], np.float32),
+        predicts=predicts,
+    )
+
+
+def _stacked(rows, shape: RowShape, model: config.Model, last_clean, *, full_attention) -> dict:
+    """Returns the streams of `Corrupted` with their targets and weights, None where empty."""
 
     def stream(which: int, length: int, pad_token: int):
         if not length:
@@ -390,22 +431,14 @@ def batch_rows(
 
     understanding, text_target, text_weight = stream(0, shape.understanding, model.end_of_text_id)
     generation, image_target, image_weight = stream(1, shape.generation, model.image_mask_id)
-    totals = [(b.total, k) for b, k in zip(blocks, kinds, strict=True)]
-    predicts: Predicts = "both"
-    if len(set(kinds)) == 1:
-        predicts = "understanding" if kinds[0] == "text" else "generation"
-    return Corrupted(
-        understanding,
-        generation,
-        stack_pictures(pixels),
-        text_target,
-        text_weight,
-        image_target,
-        image_weight,
-        np.array([t if k == "text" else 0.0 for t, k in totals], np.float32),
-        np.array([t if k == "image" else 0.0 for t, k in totals], np.float32),
-        predicts,
-    )
+    return {
+        "understanding": understanding,
+        "generation": generation,
+        "text_target": text_target,
+        "text_weight": text_weight,
+        "image_target": image_target,
+        "image_weight": image_weight,
+    }
 
 
 def _sorted_and_padded(stream: _HostStream, length: int, pad_token: int):
@@ -429,6 +462,183 @@ def _sorted_and_padded(stream: _HostStream, length: int, pad_token: int):
         padded(stream.target, 0, np.int32),
         padded(stream.weight, 0.0, np.float32),
     )
+
+
+# ---------------------------------------------------------------------------------------------
+# The released objective.
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequence:
+    """A whole sequence to train LaViDa-O on: answers in text, a picture, or both.
+
+    Attributes:
+        parts: the sequence. What is predicted in text are its `Answer`s; the release pads with
+            end-of-text, which is predicted too, and then with `Blank`s. `Text` with `keep` is
+            neither predicted nor dropped. The picture stands where `Response` does, which has 0
+            tokens where there is none.
+        codes: clean codes of the picture, cell by cell.
+        code_weight: loss weight of each code; None: all alike.
+        views: the views of each picture that the vision tower sees, in the order of its parts.
+    """
+
+    parts: tuple[Part, ...]
+    codes: Int[np.ndarray, "l g"]
+    code_weight: Float[np.ndarray, "l g"] | None = None
+    views: tuple[Views, ...] = ()
+
+    @property
+    def length(self) -> int:
+        """Tokens of the sequence."""
+        return sum(map(num_tokens, self.parts))
+
+    @property
+    def num_cells(self) -> int:
+        """Tokens of the generation stream: of the picture and of source pictures."""
+        return len(self.codes) + sum(len(p.codes) for p in self.parts if isinstance(p, Source))
+
+
+@dataclasses.dataclass(frozen=True)
+class Draws:
+    """The random numbers behind one row of the released objective, each uniform in [0, 1).
+
+    Attributes:
+        text_time, image_time: what the time policy makes t of.
+        text_noise: of each position of the sequence; masked where it is low.
+        image_noise: of each code of the picture.
+        prompt: the prompt is dropped where it is below `Data.prompt_drop`.
+        source: the source cells are dropped where it is below `Data.source_drop`.
+    """
+
+    text_time: float
+    text_noise: Float[np.ndarray, " s"]
+    prompt: float
+    source: float
+    image_time: float
+    image_noise: Float[np.ndarray, "l g"]
+
+
+def draw(rng: np.random.Generator, sequence: Sequence) -> Draws:
+    """Draws what corrupts a sequence."""
+    text_time, prompt, source, image_time = rng.random(4).tolist()
+    return Draws(
+        text_time,
+        rng.random(sequence.length),
+        prompt,
+        source,
+        image_time,
+        rng.random(sequence.codes.shape),
+    )
+
+
+def batch_sequences(
+    sequences: list[Sequence], draws: list[Draws], shape: RowShape, settings: config.Config
+) -> Corrupted:
+    """Masks, pads to `shape` and stacks sequences as LaViDa-O trains on them (spec Sec. 9.2, 9.3).
+
+    Every token is in block 0. Text and picture draw their t independently, and the loss of either
+    is the mean over what is masked of it in the whole batch, without 1/t. Under `complementary`
+    the rows follow once more with the inverse masks. Weights of codes are scaled, picture by
+    picture, to a mean of 1 over its masked codes; they do nothing where none in the batch is above
+    1, as released.
+
+    Args:
+        draws: of each sequence, by `draw` or recorded.
+
+    Raises:
+        ValueError: a row is longer than `shape`, or its draws are not of its length.
+    """
+    model, diffusion = settings.model, settings.diffusion
+    weights = [s.code_weight for s in sequences if s.code_weight is not None]
+    weighted = any(weight.max(initial=0) > 1 for weight in weights)
+    pixels = stack_views([sequence.views for sequence in sequences])
+    most = 0 if pixels is None else pixels.shape[1]
+    inverses = (False, True) if diffusion.complementary else (False,)
+    rows = [
+        _corrupt_sequence(sequence, drawn, most, settings, weighted=weighted, inverse=inverse)
+        for inverse in inverses
+        for sequence, drawn in zip(sequences, draws, strict=True)
+    ]
+    predicts: Predicts = "both" if diffusion.text_loss else "generation"
+    if not any(len(sequence.codes) for sequence in sequences):
+        predicts = "understanding"
+    return Corrupted(
+        **_stacked(rows, shape, model, PROMPT_BLOCK, full_attention=True),
+        pixels=None if pixels is None else np.concatenate([pixels] * len(inverses)),
+        text_total=np.array([text.weight.sum() for text, _ in rows], np.float32),
+        image_total=np.array(
+            [image.weight.sum() / model.codes_per_token for _, image in rows], np.float32
+        ),
+        predicts=predicts,
+    )
+
+
+def _corrupt_sequence(
+    sequence: Sequence,
+    drawn: Draws,
+    most_views: int,
+    settings: config.Config,
+    *,
+    weighted: bool,
+    inverse: bool,
+) -> tuple[_HostStream, _HostStream]:
+    """Returns the understanding and generation tokens of a row, unpadded."""
+    model, policy = settings.model, settings.diffusion.time_policy
+    if drawn.text_noise.shape != (sequence.length,) or (
+        drawn.image_noise.shape != sequence.codes.shape
+    ):
+        raise ValueError(
+            f"a sequence of {sequence.length} tokens with codes {sequence.codes.shape} was given"
+            f" noise of shapes {drawn.text_noise.shape} and {drawn.image_noise.shape}: draw one"
+            " number for each token and one for each code."
+        )
+    prompt = prompt_row(
+        sequence.parts,
+        text_mask_id=model.text_mask_id,
+        codes_per_token=model.codes_per_token,
+        drop_prompt=drawn.prompt < settings.data.prompt_drop,
+        drop_source=drawn.source < settings.data.source_drop,
+    )
+    masked = (mask_below(policy, drawn.text_time, drawn.text_noise) != inverse)[prompt.position]
+    masked &= prompt.is_answer
+    features = stacked_features(
+        prompt.feature,
+        tuple(map(len, sequence.views)),
+        most_views,
+        model.vision.num_tokens,
+        newline=model.vision.newline,
+    )
+    text = dataclasses.replace(
+        _prompt_stream(prompt.ids, features, prompt.position),
+        tokens=np.where(masked, model.text_mask_id, prompt.ids),
+        target=prompt.ids,
+        weight=masked.astype(float),
+    )
+    hidden = mask_below(policy, drawn.image_time, drawn.image_noise) != inverse
+    weight = hidden.astype(float)
+    if weighted and sequence.code_weight is not None:
+        weight = hidden * sequence.code_weight
+        weight *= hidden.sum() / max(weight.sum(), 1e-9)
+    cell = np.arange(len(sequence.codes))
+    source = _prompt_stream(prompt.codes, prompt.cell, prompt.source_position)
+    picture = dataclasses.replace(
+        _prompt_stream(sequence.codes, cell, prompt.response_position + cell),
+        tokens=np.where(hidden, model.image_mask_id, sequence.codes),
+        target=sequence.codes,
+        weight=weight,
+    )
+    no_weight = np.zeros(source.tokens.shape)
+    return text, dataclasses.replace(source, weight=no_weight) + picture
+
+
+def mask_below(policy: str, time: float, noise: Float[np.ndarray, "*s"]) -> Bool[np.ndarray, "*s"]:
+    """Returns where the release masks: noise up to p, or its lowest where none is (spec Sec. 9.2).
+
+    Args:
+        time: uniform, what the policy makes t of.
+        noise: uniform in [0, 1).
+    """
+    return noise <= max(mask_probability(policy, time), noise.min(initial=np.inf))
 
 
 # ---------------------------------------------------------------------------------------------

@@ -25,14 +25,20 @@ import einops
 import flax.struct
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int, UInt8
+from jaxtyping import Bool, Float, Int, UInt8
 
 from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON, AnyArray
 
 PROMPT_BLOCK = 0
 GIVEN_BLOCK = 1  # known cells, a prefix, template words: clean before the first step
 NO_FEATURE = -1  # an understanding token that is text
+NO_EMBEDDING = -2  # an understanding token whose embedding is zeros (`Blank`)
 NO_CELL = -1  # a generation token that is no cell of a picture (registers, padding)
+
+# What the vision tower sees of a picture: bytes, or numbers in [-1, 1] that it takes as they are.
+# Of a batch, one picture a row or the views of its pictures.
+Views = UInt8[np.ndarray, "_n h w 3"] | Float[np.ndarray, "_n h w 3"]
+SeenBatch = UInt8[AnyArray, "b *n h w 3"] | Float[AnyArray, "b *n h w 3"]
 
 
 @flax.struct.dataclass
@@ -86,8 +92,8 @@ class Stream:
 
     Attributes:
         tokens: text ids [b s] of the understanding stream, codes [b s g] of the generation stream.
-        index: the vision feature that replaces a text embedding, or `NO_FEATURE`; the raster index
-            of a cell, or `NO_CELL`.
+        index: the vision feature that replaces a text embedding, or `NO_FEATURE`, or
+            `NO_EMBEDDING`; the raster index of a cell, or `NO_CELL`.
         layout: tags.
     """
 
@@ -114,6 +120,49 @@ def stack_pictures(
     if not shown:
         return None
     return np.stack([np.zeros_like(shown[0]) if p is None else p for p in pictures])
+
+
+def stack_views(rows: list[tuple[Views, ...]]) -> SeenBatch | None:
+    """Stacks the views of each row's pictures, filled up with blanks that no token looks at."""
+    shown = [view for views in rows for view in views]
+    if not shown:
+        return None
+    most = max(sum(map(len, views)) for views in rows)
+    blank = np.zeros_like(shown[0][:1])
+    return np.stack(
+        [np.concatenate([*views, *[blank] * (most - sum(map(len, views)))]) for views in rows]
+    )
+
+
+def stacked_features(
+    feature: Int[np.ndarray, " u"],
+    views: tuple[int, ...],
+    most: int,
+    per_view: int,
+    *,
+    newline: bool,
+) -> Int[np.ndarray, " u"]:
+    """Returns the features of a row as `Denoiser.see` numbers them for stacked views.
+
+    A `PromptRow` counts on from picture to picture, a newline behind each; `see` has the features
+    of all views and one newline behind them.
+
+    Args:
+        feature: of each token, `PromptRow.feature`.
+        views: how many views each picture of the row has.
+        most: views of a row of the batch, blanks included.
+        per_view: features of a view.
+        newline: whether there are newlines.
+    """
+    if not views:
+        return feature
+    first = np.cumsum([0, *views[:-1]])
+    start = first * per_view + newline * np.arange(len(views))
+    picture = np.maximum(np.searchsorted(start, feature, side="right") - 1, 0)
+    inside = feature - start[picture]
+    is_newline = inside == np.asarray(views)[picture] * per_view
+    moved = np.where(is_newline, most * per_view, first[picture] * per_view + inside)
+    return np.where(feature < 0, feature, moved)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -172,13 +221,40 @@ class Source:
 
 
 @dataclasses.dataclass(frozen=True)
+class Answer:
+    """Text that training on whole sequences predicts (`diffusion.Sequence`); nothing drops it."""
+
+    ids: Int[np.ndarray, " n"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Blank:
+    """Tokens whose embedding is zeros: how the released code pads rows on the right.
+
+    They are attended to like any text, and the prompt drop makes text masks of them.
+    """
+
+    num_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Response:
     """Where the response stands; its tokens are laid out by training or by the sampler."""
 
     num_tokens: int
 
 
-Part = Text | Vision | Source | Response
+Part = Text | Vision | Source | Answer | Blank | Response
+
+
+def num_tokens(part: Part) -> int:
+    """Returns how many positions of the sequence a part takes."""
+    match part:
+        case Text() | Answer():
+            return len(part.ids)
+        case Source():
+            return len(part.codes)
+    return part.num_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,8 +263,10 @@ class PromptRow:
 
     Attributes:
         ids: text ids of the understanding tokens (vision tokens hold the text mask id).
-        feature: index of the vision feature that replaces the embedding, or `NO_FEATURE`.
+        feature: index of the vision feature that replaces the embedding, or `NO_FEATURE`, or
+            `NO_EMBEDDING`.
         position: positions of the understanding tokens.
+        is_answer: which understanding tokens are of an `Answer`.
         codes: codes of the source cells.
         cell: raster index of the source cells.
         source_position: positions of the source cells.
@@ -200,6 +278,7 @@ class PromptRow:
     ids: Int[np.ndarray, " u"]
     feature: Int[np.ndarray, " u"]
     position: Int[np.ndarray, " u"]
+    is_answer: Bool[np.ndarray, " u"]
     codes: Int[np.ndarray, "c g"]
     cell: Int[np.ndarray, " c"]
     source_position: Int[np.ndarray, " c"]
@@ -214,6 +293,8 @@ def prompt_row(
     codes_per_token: int,
     drop_prompt: bool = False,
     drop_source: bool = False,
+    drop_kept: bool = False,
+    drop_vision: bool | None = None,
 ) -> PromptRow:
     """Lays a prompt out, with the parts that guidance or training drops replaced by text masks.
 
@@ -223,46 +304,51 @@ def prompt_row(
 
     Args:
         parts: the sequence in order; exactly one `Response`.
-        drop_prompt: drop text (without `keep`) and vision.
+        drop_prompt: drop text (without `keep`), vision and blanks.
         drop_source: drop the source cells.
+        drop_kept: drop the text with `keep` too.
+        drop_vision: drop vision or not, whatever `drop_prompt` says.
 
     Raises:
         ValueError: there is not exactly one `Response`.
     """
-    ids, feature, position = [], [], []
+    drop_vision = drop_prompt if drop_vision is None else drop_vision
+    ids, feature, position, is_answer = [], [], [], []
     codes, cells, source_position = [], [], []
     response_position, start, features = None, 0, 0
+
+    def understand(
+        part_ids: AnyArray | int, part_feature: AnyArray | int = NO_FEATURE, *, answer: bool = False
+    ):
+        ids.append(np.broadcast_to(part_ids, n))
+        feature.append(np.broadcast_to(part_feature, n))
+        position.append(start + np.arange(n))
+        is_answer.append(np.full(n, answer))
+
     for part in parts:
-        n = len(part.ids) if isinstance(part, Text) else 0
-        if isinstance(part, Text):
-            dropped = drop_prompt and not part.keep
-            ids.append(np.full(n, text_mask_id) if dropped else np.asarray(part.ids))
-            feature.append(np.full(n, NO_FEATURE))
-        elif isinstance(part, Vision):
-            n = part.num_tokens
-            ids.append(np.full(n, text_mask_id))
-            index = features + part.features
-            feature.append(np.full(n, NO_FEATURE) if drop_prompt else index)
-            features += part.feature_count
-        elif isinstance(part, Source):
-            n = len(part.codes)
-            if drop_source:
-                ids.append(np.full(n, text_mask_id))
-                feature.append(np.full(n, NO_FEATURE))
-            else:
+        n = num_tokens(part)
+        match part:
+            case Text():
+                dropped = drop_kept if part.keep else drop_prompt
+                understand(text_mask_id if dropped else part.ids)
+            case Vision():
+                index = features + part.features
+                understand(text_mask_id, NO_FEATURE if drop_vision else index)
+                features += part.feature_count
+            case Answer():
+                understand(part.ids, answer=True)
+            case Blank():
+                understand(text_mask_id, NO_FEATURE if drop_prompt else NO_EMBEDDING)
+            case Source() if drop_source:
+                understand(text_mask_id)
+            case Source():
                 codes.append(np.asarray(part.codes))
                 cells.append(np.arange(n))
                 source_position.append(start + np.arange(n))
-        else:
-            n = part.num_tokens
-            if response_position is not None:
-                raise ValueError("a prompt holds exactly one Response, got a second one.")
-            response_position = start
-        in_understanding = isinstance(part, Text | Vision) or (
-            isinstance(part, Source) and drop_source
-        )
-        if in_understanding:
-            position.append(start + np.arange(n))
+            case Response():
+                if response_position is not None:
+                    raise ValueError("a prompt holds exactly one Response, got a second one.")
+                response_position = start
         start += n
     if response_position is None:
         raise ValueError("a prompt holds exactly one Response, got none.")
@@ -274,6 +360,7 @@ def prompt_row(
         join(ids),
         join(feature),
         join(position),
+        join(is_answer).astype(bool),
         join(codes, (0, codes_per_token)),
         join(cells),
         join(source_position),

@@ -7,6 +7,9 @@ r"""Trains, samples and evaluates from the command line.
     python -m sparse_lavida_jax.main --mode=sample --checkpoint=scenes --task=ask \
         --picture=picture.png --prompt="how many red circles are there?"
     python -m sparse_lavida_jax.main --mode=evaluate --checkpoint=runs/scenes
+    python -m sparse_lavida_jax.main --mode=convert --src=LaViDa-O-v1.0 --dst=models/lavida-o
+    python -m sparse_lavida_jax.main --mode=verify --src=models/lavida-o
+    python -m sparse_lavida_jax.main --mode=export --src=runs/mine --dst=for-pytorch
 
 A config file is a Python program that is run: use only your own. Exit codes: 0 done, 2 a mistake
 that the message explains, 130 and 143 stopped by a signal with everything saved.
@@ -16,17 +19,25 @@ import contextlib
 import dataclasses
 import importlib.util
 import pathlib
+import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+import rich.console
+import rich.progress
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 from PIL import Image
 
 from sparse_lavida_jax import checkpoint, config, runs
 
-MODES = ("train", "sample", "evaluate")
+MODES = ("train", "sample", "evaluate", "convert", "export", "verify")
+FOLDERS = {  # flags that these modes need, and what they name
+    "convert": {"src": "the released PyTorch folder", "dst": "the model folder to write"},
+    "export": {"src": "a model folder or run directory", "dst": "the PyTorch folder to write"},
+    "verify": {"src": "a model folder or run directory"},
+}
 SAMPLE_TASKS = ("draw", "edit", "ask", "point")
 MISTAKE = 2
 
@@ -52,6 +63,9 @@ class Command:
     picture: pathlib.Path | None
     out: pathlib.Path
     seed: int
+    src: str
+    dst: str
+    dtype: str | None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = parse(list(sys.argv if argv is None else argv))
         if command is None:
             return 0
-        return {"train": _train, "sample": _sample, "evaluate": _evaluate}[command.mode](command)
+        return RUN[command.mode](command)
     except OURS as error:
         print(f"sparse_lavida_jax: {error}", file=sys.stderr)
         return MISTAKE
@@ -131,6 +145,75 @@ def _evaluate(command: Command) -> int:
     return 0
 
 
+def _convert(command: Command) -> int:
+    from sparse_lavida_jax.convert import from_torch
+
+    with _progress(f"{command.src} -> {command.dst}") as on_progress:
+        done = from_torch.convert(
+            command.src, command.dst, dtype=command.dtype, on_progress=on_progress
+        )
+    print(
+        f"{command.dst}: {done.num_tensors} tensors, {done.num_parameters / 1e9:.3f} B parameters,"
+        f" {', '.join(done.dtypes)}"
+    )
+    return 0
+
+
+def _export(command: Command) -> int:
+    from sparse_lavida_jax.convert import to_torch
+
+    with _cleared_up_when_stopped():
+        done = to_torch.export(command.src, command.dst)
+    print(
+        f"{command.dst}: {done.num_tensors} tensors, {done.num_parameters / 1e9:.3f} B parameters,"
+        f" safetensors files: {done.num_shards}"
+    )
+    return 0
+
+
+def _verify(command: Command) -> int:
+    folder = checkpoint.find_model(command.src)
+    print(f"{folder}: {checkpoint.verify(folder)} files, all as they were written")
+    return 0
+
+
+@contextlib.contextmanager
+def _progress(title: str) -> Iterator[Callable[[int, int], None]]:
+    """Shows a bar on a terminal, and nothing elsewhere."""
+    console = rich.console.Console(stderr=True)
+    bar = rich.progress.Progress(
+        "{task.description}", rich.progress.BarColumn(), rich.progress.DownloadColumn(),
+        rich.progress.TimeRemainingColumn(),
+        console=console, transient=True, disable=not console.is_terminal,
+    )  # fmt: skip
+    with _cleared_up_when_stopped(), bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextlib.contextmanager
+def _cleared_up_when_stopped() -> Iterator[None]:
+    """Lets SIGTERM end the command like Ctrl-C does: what is half-written is removed."""
+
+    def stop(number, frame):
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+RUN = {
+    "train": _train,
+    "sample": _sample,
+    "evaluate": _evaluate,
+    "convert": _convert,
+    "export": _export,
+    "verify": _verify,
+}
+
 # ---------------------------------------------------------------------------------------------
 # The command line.
 
@@ -152,6 +235,8 @@ def parse(argv: list[str]) -> Command | None:
             return None
         if left:
             raise UsageError(f"{left[0]!r} is no setting. Write settings as --name=value.")
+        if values.mode in FOLDERS and overrides:
+            raise UsageError(f"--mode={values.mode} takes no settings of a config: {overrides[0]}.")
         settings = _override(_base_config(values), overrides)
     except flags.Error as error:
         raise UsageError(f"{str(error).strip()} See --help.") from error
@@ -165,6 +250,9 @@ def parse(argv: list[str]) -> Command | None:
         picture=pathlib.Path(values.picture) if values.picture else None,
         out=pathlib.Path(values.out),
         seed=values.seed,
+        src=values.src,
+        dst=values.dst,
+        dtype=values.dtype or None,
     )
 
 
@@ -180,10 +268,21 @@ def _define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("picture", "", "A picture to change or to look at.", flag_values=values)
     flags.DEFINE_string("out", "picture.png", "Where the drawn picture goes.", flag_values=values)
     flags.DEFINE_integer("seed", 0, "Of sampling.", flag_values=values)
+    flags.DEFINE_string("src", "", "The folder to convert, export, verify.", flag_values=values)
+    flags.DEFINE_string("dst", "", "The folder that convert, export write.", flag_values=values)
+    flags.DEFINE_enum(
+        "dtype", "", ("", "float32", "bfloat16"),
+        "Of converted parameters; by default as released.", flag_values=values,
+    )  # fmt: skip
     flags.DEFINE_boolean("help", False, "Prints this.", flag_values=values)
 
 
 def _base_config(values: flags.FlagValues) -> config.Config:
+    if values.mode in FOLDERS:
+        for name, meaning in FOLDERS[values.mode].items():
+            if not values[name].value:
+                raise UsageError(f"--mode={values.mode} needs --{name}=FOLDER, {meaning}.")
+        return config.Config()
     if values.mode == "train":
         if not values.config:
             raise UsageError(f"training needs --config=FILE. {_files(pathlib.Path('configs'))}")

@@ -9,18 +9,20 @@ plan holds both for every row of a batch. NumPy on the host: nothing here is tra
 import bisect
 import dataclasses
 import functools
+import itertools
 import math
 import random
 from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 
-from sparse_lavida_jax.layout import GIVEN_BLOCK
+from sparse_lavida_jax.layout import GIVEN_BLOCK, cells_from_codes
 
 ORDERS = ("stratified", "halton", "random", "raster")
 SCHEDULES = ("shift", "cosine", "cosine2", "exp", "logit_normal", "linear")
+COOLING = ("constant", "linear", "cosine2", "shift", "exp")  # how a temperature falls
 FIRST_BLOCK = GIVEN_BLOCK + 1  # of decoding, whether or not anything is given
 PAD_POSITION = -1  # fills a step of a row that has fewer tokens than the widest one
 
@@ -58,20 +60,24 @@ def order(name: str, h: int, w: int, seed: int) -> Int[np.ndarray, " l"]:
     return cells
 
 
-def stratified(h: int, w: int, seed: int) -> Int[np.ndarray, " l"]:
+def stratified(h: int, w: int, seed: int, *, shuffle: bool = True) -> Int[np.ndarray, " l"]:
     """Returns the base model's order: one random cell of every quadrant, then of theirs, ...
 
     After 4^k cells of a 2^n square every cell of its 2^k x 2^k tiling holds exactly one. Bit-equal
     to the released order on such squares (spec Sec. 7.4), Python's generator included. Another
     grid gets the order of the next larger square without the cells outside.
+
+    Args:
+        shuffle: visit the quadrants of a size in random order, as the released sampler does;
+            otherwise row by row inside each larger one.
     """
-    x, y = _stratified_square(1 << (max(h, w) - 1).bit_length(), seed).T
+    x, y = _stratified_square(1 << (max(h, w) - 1).bit_length(), seed, shuffle).T
     inside = (y < h) & (x < w)
     return y[inside] * w + x[inside]
 
 
 @functools.lru_cache(maxsize=64)
-def _stratified_square(side: int, seed: int) -> Int[np.ndarray, "l 2"]:
+def _stratified_square(side: int, seed: int, shuffle: bool) -> Int[np.ndarray, "l 2"]:
     """Returns x and y of the cells of a power-of-two square, as the release draws them."""
     if side == 1:
         return np.zeros((1, 2), np.int32)
@@ -85,7 +91,8 @@ def _stratified_square(side: int, seed: int) -> Int[np.ndarray, "l 2"]:
             for x, y in blocks
             for dx, dy in ((0, 0), (size, 0), (0, size), (size, size))
         ]
-        generator.shuffle(blocks)
+        if shuffle:
+            generator.shuffle(blocks)
         for x0, y0 in blocks:
             if not chosen[y0 : y0 + size, x0 : x0 + size].any():
                 x = generator.randrange(x0, x0 + size)
@@ -157,7 +164,7 @@ def counts(schedule: str, num_steps: int, length: int, shift: float) -> Int[np.n
     steps = min(num_steps, length)
     # The release truncates a float32 product: in float64 other steps would get the odd token.
     time = np.linspace(0, 1, steps + 1, dtype=np.float32)
-    share = _cumulated_share(schedule, time, np.float32(shift)).astype(np.float32)
+    share = _cumulated_share(schedule, time, shift).astype(np.float32)
     cumulated = (share * np.float32(length)).astype(np.int64)
     per_step = np.maximum(np.diff(cumulated), 1)
     surplus = per_step.sum() - length
@@ -174,8 +181,9 @@ def counts(schedule: str, num_steps: int, length: int, shift: float) -> Int[np.n
     return per_step
 
 
-def _cumulated_share(schedule: str, t: np.ndarray, shift: np.float32) -> np.ndarray:
+def _cumulated_share(schedule: str, t: np.ndarray, shift: float) -> np.ndarray:
     if schedule == "shift":
+        # Both factors are rounded to float32 by themselves, as released: shift 1/3 shows it.
         return shift * t / (1 + (shift - 1) * t)
     if schedule == "linear":
         return t
@@ -189,6 +197,39 @@ def _cumulated_share(schedule: str, t: np.ndarray, shift: np.float32) -> np.ndar
         return np.clip((1 - np.exp(-5 * t)) / (1 - math.exp(-5)), 1e-4, 1)
     erf = [math.erf(math.log(x / (1 - x)) / math.sqrt(2)) for x in t[1:-1]]  # "logit_normal"
     return 0.5 * (1 + np.array([-1, *erf, 1][: len(t)]))
+
+
+def cooling(name: str, num_steps: int, least: float, shift: float) -> Float[np.ndarray, " k"]:
+    """Returns the share of a temperature in each step, from 1 down to `least` (spec Sec. 7.3).
+
+    Args:
+        name: see `COOLING`; "shift" and "exp" fall as those schedules rise.
+        num_steps: steps asked for, even where `counts` makes fewer (as released).
+        shift: of "shift" only.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if name not in COOLING:
+        raise ValueError(f"no temperature falls like {name!r}; choose one of {', '.join(COOLING)}.")
+    time = np.arange(num_steps) / max(num_steps - 1, 1)
+    if name == "constant":
+        left = np.ones(num_steps)
+    elif name == "cosine2":
+        left = np.cos(np.pi * time / 2)
+    else:
+        left = _cumulated_share(name, 1 - time, shift)
+    return (left * (1 - least) + least).astype(np.float32)
+
+
+def guided_steps(interval: tuple[float, float], num_steps: int) -> Bool[np.ndarray, " k"]:
+    """Returns which steps are guided (spec Sec. 7.2).
+
+    The bounds are shares of all steps, inclusive; steps count from 1, bounds are rounded down.
+    """
+    first, last = (int(share * num_steps) for share in interval)
+    step = np.arange(1, num_steps + 1)
+    return (first <= step) & (step <= last)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -258,26 +299,97 @@ def image_plan(
 class Segment:
     """Consecutive steps whose arrays have the same widths: one compiled loop.
 
-    All positions count within the response; `PAD_POSITION` fills up.
+    All positions count within the response; `PAD_POSITION` fills up. Every field has an entry for
+    each step.
 
     Attributes:
         block: block of each step.
         clean: positions that each step passes as clean tokens.
         decode: positions that each step may decode (images: does decode).
-        rest: masked positions that each step passes besides.
-        count: how many of `decode` each row commits. For a text row whose block holds fewer
-            masked tokens than there are steps, 0 at the end.
+        candidates: which codes of `decode` a step may commit; with one entry a token, all codes of
+            the token are committed together.
+        rest: positions that each step passes besides: masked, or known in part.
+        count: how many candidates each row commits. For a text row whose block holds fewer masked
+            tokens than there are steps, 0 at the end.
+        refresh: whether the step passes the prompt and fills the cache anew; one value a segment.
+        guided: whether guidance acts; one value a segment.
+        noise: scale of the noise on the confidence.
+        temperature: share of the temperature.
     """
 
     block: Int[np.ndarray, " n"]
     clean: Int[np.ndarray, "n b wc"]
     decode: Int[np.ndarray, "n b w"]
+    candidates: Bool[np.ndarray, "n b w u"]
     rest: Int[np.ndarray, "n b wr"]
     count: Int[np.ndarray, "n b"]
+    refresh: Bool[np.ndarray, " n"]
+    guided: Bool[np.ndarray, " n"]
+    noise: Float[np.ndarray, " n"]
+    temperature: Float[np.ndarray, " n"]
 
     @property
     def num_steps(self) -> int:
         return len(self.block)
+
+    def steps(self, start: int, stop: int) -> "Segment":
+        """Returns some of the steps."""
+        fields = dataclasses.fields(self)
+        return Segment(**{field.name: getattr(self, field.name)[start:stop] for field in fields})
+
+
+def _segment(
+    block: Int[np.ndarray, " n"],
+    clean: Int[np.ndarray, "n b wc"],
+    decode: Int[np.ndarray, "n b w"],
+    rest: Int[np.ndarray, "n b wr"],
+    count: Int[np.ndarray, "n b"],
+    candidates: Bool[np.ndarray, "n b w u"] | None = None,
+) -> Segment:
+    """Returns a segment that is guided throughout and without noise on confidences."""
+    steps = len(block)
+    if candidates is None:
+        candidates = np.ones((*decode.shape, 1), bool)
+    return Segment(
+        block.astype(np.int32),
+        clean,
+        decode,
+        candidates,
+        rest,
+        count,
+        refresh=np.zeros(steps, bool),
+        guided=np.ones(steps, bool),
+        noise=np.zeros(steps, np.float32),
+        temperature=np.ones(steps, np.float32),
+    )
+
+
+def with_steps(
+    parts: list[Segment],
+    *,
+    guided: Bool[np.ndarray, " k"],
+    noise: Float[np.ndarray, " k"],
+    temperature: Float[np.ndarray, " k"],
+) -> list[Segment]:
+    """Returns the segments with what changes from step to step, cut where guidance sets in or out.
+
+    Args:
+        guided, noise, temperature: of at least as many steps as the segments have; see `Segment`.
+    """
+    result, start = [], 0
+    for part in parts:
+        stop = start + part.num_steps
+        whole = dataclasses.replace(
+            part,
+            guided=guided[start:stop],
+            noise=noise[start:stop],
+            temperature=temperature[start:stop],
+        )
+        turns = np.flatnonzero(np.diff(whole.guided)) + 1
+        bounds = [0, *turns.tolist(), part.num_steps]
+        result += [whole.steps(i, j) for i, j in itertools.pairwise(bounds)]
+        start = stop
+    return result
 
 
 def segments(
@@ -318,8 +430,8 @@ def segments(
         return _fit(part[start:stop], _bucket(int(_used(part[start:stop]).max()), buckets))
 
     return [
-        Segment(
-            block[start:stop, 0, 0].astype(np.int32),
+        _segment(
+            block[start:stop, 0, 0],
             cut(clean, start, stop),
             cut(plan.decode, start, stop),
             cut(rest, start, stop),
@@ -327,6 +439,65 @@ def segments(
         )
         for start, stop in _cuts(widths, buckets, max_segments, padding)
     ]
+
+
+def code_segments(
+    plan: SamplingPlan,
+    h: int,
+    w: int,
+    side: int,
+    *,
+    by_confidence: bool = False,
+    buckets: Sequence[int] = BUCKETS,
+    max_segments: int = 7,
+    padding: float = 0.125,
+) -> list[Segment]:
+    """Groups the steps of a plan over the codes of a picture; every step passes all its cells.
+
+    This is LaViDa-O's sampler: a step commits single codes, and a cell may be known in part. The
+    cells that hold a code of the step stand in `decode`, filled up with others to the width of the
+    segment, so that nothing is padded and the head is computed for few cells. Given cells are in
+    the prompt's pass.
+
+    Args:
+        plan: of the `h * side` x `w * side` codes, in raster order.
+        h, w: grid of cells.
+        side: codes along one side of a cell; 1 makes a plan over whole cells of it.
+        by_confidence: the step chooses after its pass among all masked codes; of the plan, only
+            how many it commits counts.
+        buckets, max_segments, padding: as of `segments`; here padding is work of the head alone.
+    """
+    batch = len(plan.decoded_at)
+    at = cells_from_codes(plan.decoded_at.reshape(batch, h * side, w * side), side)
+    block = np.arange(plan.first_block, plan.first_block + plan.num_steps)
+    is_open = (at != GIVEN_BLOCK).any(axis=-1)
+    passed = _positions(is_open[None])
+    if by_confidence:
+        decode = np.broadcast_to(passed, (plan.num_steps, *passed.shape[1:]))
+        candidates = np.ones((*decode.shape, at.shape[-1]), bool)
+        rest = np.zeros((*decode.shape[:2], 0), np.int32)
+        whole = _segment(block, rest, decode, rest, _used(plan.decode), candidates)
+        return [whole] if plan.num_steps else []
+    now = at[None] == block[:, None, None, None]  # [k b l g]
+    touched = now.any(axis=-1)
+    # The touched cells of each step, then the others, then the given ones.
+    sorted_cells = np.argsort(np.where(is_open, 1, 2)[None] - touched, axis=-1, kind="stable")
+    sorted_cells = sorted_cells[..., : passed.shape[-1]].astype(np.int32)
+    is_open = np.take_along_axis(np.broadcast_to(is_open, touched.shape), sorted_cells, axis=-1)
+    positions = np.where(is_open, sorted_cells, np.int32(PAD_POSITION))
+    widths = np.zeros((plan.num_steps, 3), int)
+    widths[:, 1] = touched.sum(axis=-1).max(axis=1, initial=0)
+    result = []
+    for start, stop in _cuts(widths, buckets, max_segments, padding):
+        width = min(_bucket(int(widths[start:stop].max()), buckets), positions.shape[-1])
+        decode, rest = np.split(positions[start:stop], [width], axis=-1)
+        candidates = np.take_along_axis(
+            now[start:stop], sorted_cells[start:stop, :, :width, None], axis=2
+        )
+        count = candidates.sum(axis=(-1, -2)).astype(np.int32)
+        nothing = rest[..., :0]
+        result.append(_segment(block[start:stop], nothing, decode, rest, count, candidates))
+    return result
 
 
 def _cuts(
@@ -391,15 +562,20 @@ def text_plan(
     steps_per_block: int,
     given: Bool[np.ndarray, "b l"] | None = None,
     *,
+    schedule: str = "even",
+    shift: float = 1.0,
     passes_clean: PassesClean = "newest",
     passes_rest: bool = False,
+    passes_given: bool = False,
+    refreshes: bool = False,
+    leftovers: bool = False,
 ) -> list[Segment]:
     """Returns the segments of a text response: its text blocks from left to right.
 
     Which tokens of the text block a step commits is known only after its forward pass; the plan
-    says how many: an even split, the remainder to the earliest steps, as released (spec Sec. 6).
-    Steps are numbered on from text block to text block. A text block in which no row has anything
-    masked is left out.
+    says how many: an even split, the remainder to the earliest steps, or those of a schedule, as
+    released (spec Sec. 6). Steps are numbered on from text block to text block. A text block in
+    which no row has anything masked is left out.
 
     With `passes_clean="newest"` the positions of the text block before are passed in the first
     step of a text block and in no other, so that step is a segment of its own: two segments a
@@ -411,8 +587,16 @@ def text_plan(
         length: tokens of the response, a whole number of text blocks.
         steps_per_block: at most this many; fewer where fewer tokens are masked.
         given: tokens known beforehand; without it nothing is given, in one row.
+        schedule: "even", or one of `SCHEDULES` with its `shift`.
         passes_clean: "newest": the text block before; "all": all text blocks before, every step.
         passes_rest: whether later text blocks are passed too, masked.
+        passes_given: whether given tokens are passed as all others are; otherwise they are in the
+            prompt's pass.
+        refreshes: Fast-dLLM's caches. The first step of a text block is a segment of its own that
+            passes everything; what it has in `clean` stays in the cache for the others. That is
+            what stands before the text block, and without `passes_rest` also what stands behind it.
+        leftovers: every step passes and predicts the whole response, and may commit all that is
+            masked up to the end of the text block: as released, where a draw may be the mask token.
 
     Raises:
         ValueError: `length` is not a whole number of text blocks, or a number is below 1.
@@ -422,45 +606,69 @@ def text_plan(
             f"a text response is a whole number of text blocks, got {length=}, {block_len=},"
             f" {steps_per_block=}. Pad the response with end-of-text to a multiple of block_len."
         )
-    wanted = ~given if given is not None else np.ones((1, length), bool)
+    masked = ~given if given is not None else np.ones((1, length), bool)
+    passed = masked | passes_given
     position = np.arange(length)
     plan: list[Segment] = []
-    done = newest = np.zeros_like(wanted)  # decoded before this text block; in the one before
+    newest = np.zeros_like(masked)  # decoded in the text block before
     for start in range(0, length, block_len):
         # Numbered whatever is given, so that a row's noise does not depend on the other rows.
         block = FIRST_BLOCK + start // block_len * steps_per_block
-        current = wanted & (start <= position) & (position < start + block_len)
-        later = wanted & (position >= start + block_len)
-        masked = current.sum(axis=1)
-        steps = min(steps_per_block, int(masked.max()))
+        before, behind = position < start, position >= start + block_len
+        inside = ~before & ~behind
+        count = _text_counts((masked & inside).sum(axis=1), steps_per_block, schedule, shift)
+        steps = len(count)
         if steps == 0:
             continue
-        step = np.arange(steps)[:, None]
-        count = (masked // steps + (step < masked % steps)).astype(np.int32)
-        whole = Segment(
-            np.arange(block, block + steps, dtype=np.int32),
-            _repeat(done if passes_clean == "all" else newest, steps, start),
-            _repeat(current, steps, block_len),
-            _repeat(later & passes_rest, steps, (length - start - block_len) * passes_rest),
-            count,
-        )
-        if passes_clean == "all" or length == block_len:
+        blocks = np.arange(block, block + steps)
+        if leftovers:
+            decode = _repeat(passed, steps, length)
+            nothing = decode[..., :0]
+            candidates = (decode < start + block_len)[..., None]
+            plan.append(_segment(blocks, nothing, decode, nothing, count, candidates))
+            continue
+        rest_len = (length - start - block_len) * passes_rest
+        later = _repeat(passed & behind & passes_rest, steps, rest_len)
+        decode = _repeat(passed & inside, steps, block_len)
+        clean = passed & before if passes_clean == "all" else newest
+        if refreshes and not passes_rest:
+            clean = passed & ~inside
+        width = length - block_len if refreshes and not passes_rest else start
+        whole = _segment(blocks, _repeat(clean, steps, width), decode, later, count)
+        if refreshes:
+            plan += _first_step_apart(whole, width, refresh=True)
+        elif passes_clean == "all" or length == block_len:
             plan.append(whole)
         else:
             plan += _first_step_apart(whole, block_len)
-        done, newest = done | current, current
+        newest = masked & inside
     return plan
+
+
+def _text_counts(
+    masked: Int[np.ndarray, " b"], most: int, schedule: str, shift: float
+) -> Int[np.ndarray, "n b"]:
+    """Returns how many tokens each step commits in each row of a text block."""
+    steps = min(most, int(masked.max()))
+    if schedule == "even":
+        step = np.arange(steps)[:, None]
+        return (masked // max(steps, 1) + (step < masked % max(steps, 1))).astype(np.int32)
+    per_row = [counts(schedule, steps, int(n), shift) for n in masked] if steps else []
+    count = np.zeros((steps, len(masked)), np.int32)
+    for row, per_step in enumerate(per_row):
+        count[: len(per_step), row] = per_step
+    return count
 
 
 def _repeat(chosen: Bool[np.ndarray, "b l"], steps: int, width: int) -> Int[np.ndarray, "n b w"]:
     return np.repeat(_fit(_positions(chosen[None]), width), steps, axis=0)
 
 
-def _first_step_apart(whole: Segment, clean_width: int) -> list[Segment]:
+def _first_step_apart(whole: Segment, clean_width: int, *, refresh: bool = False) -> list[Segment]:
     """Splits off the first step, the only one that passes clean tokens."""
-    parts = {field.name: getattr(whole, field.name) for field in dataclasses.fields(whole)}
-    first = Segment(**{name: part[:1] for name, part in parts.items()})
-    others = Segment(**{name: part[1:] for name, part in parts.items()})
-    first = dataclasses.replace(first, clean=_fit(first.clean, clean_width))
+    first, others = whole.steps(0, 1), whole.steps(1, whole.num_steps)
+    first = dataclasses.replace(
+        first, clean=_fit(first.clean, clean_width), refresh=np.full(1, refresh)
+    )
     others = dataclasses.replace(others, clean=others.clean[..., :0])
     return [first, others] if others.num_steps else [first]

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Int, UInt8
 from PIL import Image
 
-from sparse_lavida_jax import checkpoint, config, layout, orders, sample
+from sparse_lavida_jax import checkpoint, config, layout, sample
 from sparse_lavida_jax.data import digits, scenes
 from sparse_lavida_jax.data.examples import Encoder, Example
 from sparse_lavida_jax.data.text import Tokenizer
@@ -279,32 +279,17 @@ class SparseLaViDa:
             example.kind,
             has_source=any(isinstance(part, layout.Source) for part in example.parts),
         )
-        passes_clean = "newest" if settings.preset.cache_response else "all"
-        passes_rest = not settings.preset.truncate
-        given = np.stack([request.given for request in requests])
-        if example.kind == "text":
-            segments = orders.text_plan(
-                given.shape[1],
-                self.settings.data.text_block_len,
-                sampling.text_steps,
-                given,
-                passes_clean=passes_clean,
-                passes_rest=passes_rest,
-            )
-        else:
-            side = self.settings.model.grid_size
-            plan = orders.image_plan(
-                orders.order(sampling.order, side, side, sampling.order_seed),
-                schedule=sampling.schedule,
-                num_steps=sampling.num_steps,
-                shift=sampling.shift,
-                given=given,
-            )
-            segments = orders.segments(plan, passes_clean=passes_clean, passes_rest=passes_rest)
+        plan = sample.plan(
+            sampling,
+            settings,
+            self.settings.model,
+            np.stack([request.given for request in requests]),
+            self.settings.data.text_block_len,
+        )
         return sample.sample(
             self.model,
             requests,
-            segments,
+            plan,
             settings=settings,
             prompt_len=floor,
             on_segment=on_segment,

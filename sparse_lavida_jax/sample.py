@@ -12,6 +12,12 @@ run this same `step`; they differ in which tokens the plan passes and which of t
 | without p; without r | the prompt again; all clean tokens again | not of that |
 | without t | all other masked tokens | |
 | dense | everything, in block 0, without registers: LaViDa-O itself | none |
+| prefix | the whole response, in block 0: LaViDa-O's text | prompt |
+| fast_dllm_prefix | later text blocks | all before, made anew by a text block's first step |
+| fast_dllm_dual | nothing | all but the text block, made anew by its first step |
+
+A plan decodes whole cells, or single codes of cells that are then known in part: what is masked
+is what the canvas holds the mask id for, and a token is decoded when all its codes are.
 """
 
 import dataclasses
@@ -25,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, UInt8
 
-from sparse_lavida_jax import config
+from sparse_lavida_jax import choose, config, orders
 from sparse_lavida_jax.layout import (
     GIVEN_BLOCK,
     NO_CELL,
@@ -33,20 +39,35 @@ from sparse_lavida_jax.layout import (
     PROMPT_BLOCK,
     AnyArray,
     Part,
+    PromptRow,
     Stream,
+    Views,
+    codes_from_cells,
     concatenate,
     make_layout,
     prompt_row,
     stack_pictures,
+    stack_views,
+    stacked_features,
     without_blocks,
 )
 from sparse_lavida_jax.models.cache import KVCache
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.orders import Segment
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 NOT_DECODED = PAD_BLOCK  # in `decoded_at`: no step has decoded the position yet
 PROMPT_BUCKET = 16  # prompts are padded to a multiple of this many tokens
+RANKING = 2**31 - 1  # keys the noise on confidences apart from that of the draws; no block is this
+
+# What guidance drops from the second of the three rows of an edit (spec Sec. 7.6).
+EDIT_DROPS: dict[str, dict[str, bool]] = {
+    "source": {"drop_prompt": True},
+    "source_only": {"drop_prompt": True, "drop_kept": True},  # released edit mode 0, and so on
+    "no_source": {"drop_source": True},
+    "no_picture": {"drop_source": True, "drop_vision": True},
+    "no_text": {"drop_prompt": True, "drop_kept": True, "drop_vision": False},
+}
+AVERAGED = ("no_source", "no_picture")  # rows that the full one is averaged with (spec Sec. 7.2)
 
 Kind = Literal["text", "image"]
 
@@ -57,24 +78,41 @@ Kind = Literal["text", "image"]
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """What is cached and what is left out: a row of the paper's ablation (Table 6)."""
+    """What is cached and what is left out: a row of the paper's ablation (Table 6).
+
+    With `full_attention` every response token sees every other, so a cache is not exact: that of
+    the prompt keeps what the prompt alone computed, that of the response is refreshed by the
+    first step of every text block (Fast-dLLM).
+    """
 
     cache_prompt: bool
     cache_response: bool
     truncate: bool
     full_attention: bool = False
 
+    @property
+    def refreshes(self) -> bool:
+        return self.full_attention and self.cache_response
+
+    @property
+    def passes_given(self) -> bool:
+        """Whether given tokens are passed as the response's others are, not cached before it."""
+        return self.full_attention and self.cache_prompt
+
 
 def preset(name: str) -> Preset:
-    """Returns the preset of that name (`config.PRESETS`).
+    """Returns the preset of that name (`config.PRESETS`, `config.TEXT_PRESETS`).
 
     Raises:
         ValueError: an unknown name.
     """
-    if name not in config.PRESETS:
-        raise ValueError(f"preset {name!r} is unknown: use one of {', '.join(config.PRESETS)}.")
-    if name == "dense":
-        return Preset(False, False, False, full_attention=True)
+    known = (*config.PRESETS, *config.TEXT_PRESETS)
+    if name not in known:
+        raise ValueError(f"preset {name!r} is unknown: use one of {', '.join(known)}.")
+    full_attention = {"dense": "", "prefix": "p", "fast_dllm_prefix": "pr", "fast_dllm_dual": "prt"}
+    if name in full_attention:
+        letters = full_attention[name]
+        return Preset("p" in letters, "r" in letters, "t" in letters, full_attention=True)
     letters = {"sparse": "prt", "none": ""}.get(name, name)
     return Preset("p" in letters, "r" in letters, "t" in letters)
 
@@ -85,16 +123,52 @@ def default_preset(model: config.Model) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
+class Choice:
+    """Which candidates a step commits; see `choose`.
+
+    Attributes:
+        commit: all | count | threshold | factor.
+        level: the threshold, or the factor.
+        confidence: probability | margin | entropy | random.
+        noisy: whether the log of the confidence has Gumbel noise.
+    """
+
+    commit: str = "all"
+    level: float = 0.0
+    confidence: str = "probability"
+    noisy: bool = False
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether a segment may have nothing left to decode before its last step."""
+        return self.commit in ("threshold", "factor")
+
+
+@dataclasses.dataclass(frozen=True)
 class StepSettings:
-    """Everything about a step that is compiled into it."""
+    """Everything about a step that is compiled into it.
+
+    Attributes:
+        guidance_rows: 1: none; 2: [dropped, full]; 3: [dropped, second, full].
+        edit_guidance: what the second row of three keeps (`config.Sampling`).
+        released: text as the released code writes it (`config.Sampling.released_behaviour`).
+        guided, refreshing: of the segment (`orders.Segment`).
+    """
 
     kind: Kind
     preset: Preset
     num_registers: int
     temperature: float
-    guidance_rows: int  # 1: none; 2: [dropped, full]; 3: [dropped, source only, full]
+    guidance_rows: int
     guidance: float
     guidance_image: float
+    edit_guidance: str = "source"
+    choice: Choice = Choice()
+    top_k: int = 0
+    top_p: float = 1.0
+    released: bool = False
+    guided: bool = True
+    refreshing: bool = False
 
     @property
     def uses_cache(self) -> bool:
@@ -113,14 +187,15 @@ class Request:
         parts: the sequence; its `Response` says how many tokens to decode.
         tokens: the response's known tokens [l g]; what `given` does not mark is ignored.
         given: which response tokens are known.
-        pixels: the picture that a `Vision` part stands for.
+        pixels: the picture that a `Vision` part stands for, or the views of each of several
+            pictures (`data.images`).
         seed: all randomness of this row.
     """
 
     parts: tuple[Part, ...]
     tokens: Int[np.ndarray, "l g"]
     given: Bool[np.ndarray, " l"]
-    pixels: UInt8[np.ndarray, "h w 3"] | None
+    pixels: UInt8[np.ndarray, "h w 3"] | tuple[Views, ...] | None
     seed: int
 
 
@@ -137,7 +212,7 @@ class Prompt:
 
     understanding: Stream
     generation: Stream | None
-    pixels: UInt8[AnyArray, "r h w 3"] | None
+    pixels: UInt8[AnyArray, "r *n h w 3"] | Float[AnyArray, "r *n h w 3"] | None
     response_position: Int[AnyArray, " r"]
     length: Int[AnyArray, " r"]
 
@@ -148,30 +223,32 @@ def prepare(
     model: config.Model,
     guidance_rows: int = 1,
     prompt_len: tuple[int, int] = (0, 0),
+    *,
+    edit_guidance: str = "source",
+    with_given: bool = True,
 ) -> Prompt:
     """Lays out the prompts of a batch on the host, all guidance rows, padded to a bucket.
 
     Args:
-        guidance_rows: 1: the prompt; 2: [dropped, full]; 3: [dropped, source only, full].
+        guidance_rows: 1: the prompt; 2: [dropped, full]; 3: [dropped, second, full].
         prompt_len: least padded lengths of the two streams, so that batches share programs.
+        edit_guidance: what the second row of three keeps.
+        with_given: whether given tokens are in the prompt's pass.
     """
-    drops = {1: [(False, False)], 2: [(True, True), (False, False)]}.get(
-        guidance_rows, [(True, True), (True, False), (False, False)]
-    )
     rows = [
         (request, prompt_row(
             request.parts,
             text_mask_id=model.text_mask_id,
             codes_per_token=model.codes_per_token,
-            drop_prompt=drop_prompt,
-            drop_source=drop_source,
+            **drops,
         ))
-        for drop_prompt, drop_source in drops
+        for drops in _drops(guidance_rows, edit_guidance)
         for request in requests
     ]  # fmt: skip
+    pixels, rows = _see([request.pixels for request, _ in rows], rows, model.vision)
     text, image = [], []
     for request, row in rows:
-        known = np.flatnonzero(request.given)
+        known = np.flatnonzero(request.given & with_given)
         position = row.response_position + known
         block = np.full(len(known), GIVEN_BLOCK)
         text.append((row.ids, row.feature, row.position, np.full_like(row.position, PROMPT_BLOCK)))
@@ -189,7 +266,7 @@ def prepare(
         _stack(image, model.image_mask_id, prompt_len[1])
         if any(len(row[1]) for row in image)
         else None,
-        stack_pictures([request.pixels for request, _ in rows]),
+        pixels,
         np.array([row.response_position for _, row in rows], np.int32),
         np.array([row.length for _, row in rows], np.int32),
     )
@@ -200,6 +277,35 @@ def prompt_lengths(requests: list[Request], kind: Kind, model: config.Model) -> 
     prompt = prepare(requests, kind, model)
     generation = 0 if prompt.generation is None else prompt.generation.index.shape[1]
     return prompt.understanding.index.shape[1], generation
+
+
+def _drops(guidance_rows: int, edit_guidance: str) -> list[dict[str, bool]]:
+    """What guidance drops from each of its rows (`layout.prompt_row`)."""
+    dropped = {"drop_prompt": True, "drop_source": True}
+    second = [EDIT_DROPS[edit_guidance]] if guidance_rows == 3 else []
+    return [dropped, *second, {}] if guidance_rows > 1 else [{}]
+
+
+def _see(pictures, rows: list[tuple[Request, PromptRow]], vision: config.Vision):
+    """Stacks what the vision tower is shown; numbers the features as `Denoiser.see` does.
+
+    A request with views of its pictures makes views of all: one plain picture is one view.
+    """
+    if not any(isinstance(picture, tuple) for picture in pictures):
+        return stack_pictures(pictures), rows
+    seen = [() if p is None else p if isinstance(p, tuple) else (p[None],) for p in pictures]
+    pixels = stack_views(seen)
+    numbered = [
+        (request, dataclasses.replace(row, feature=stacked_features(
+            row.feature,
+            tuple(len(views) for views in shown),
+            pixels.shape[1],
+            vision.num_tokens,
+            newline=vision.newline,
+        )))
+        for (request, row), shown in zip(rows, seen, strict=True)
+    ]  # fmt: skip
+    return pixels, numbered
 
 
 def _stack(rows, pad_token: int, least: int) -> Stream:
@@ -232,6 +338,7 @@ class SamplerState:
         row_key: one key a row; noise depends on (row, step, position) and on nothing else.
         features: vision features of the prompt, for presets that pass the prompt again.
         cache: keys and values, all guidance rows; None where the preset caches nothing.
+        passes: forward passes so far, without the prompt's own.
     """
 
     canvas: Int[Array, "b l g"]
@@ -239,6 +346,7 @@ class SamplerState:
     row_key: Key[Array, " b"]
     features: Float[Array, "r v e"] | None
     cache: KVCache | None
+    passes: Int[Array, ""]
 
 
 @flax.struct.dataclass
@@ -248,37 +356,48 @@ class StepTokens:
     Attributes:
         block: number of the step.
         clean: decoded tokens that are passed (again); they are stored if responses are cached.
-        decode: candidates of this step; some may be decoded already (text).
-        rest: masked tokens that are passed but not predicted.
+        decode: tokens that this step predicts; some may be decoded already (text).
+        candidates: which of their codes it may commit; one entry a token: all or none of them.
+        rest: tokens that are passed but not predicted.
         count: how many candidates to commit.
+        noise: scale of the noise on the confidence.
+        temperature: share of the temperature.
     """
 
     block: Int[Array, "*n"]
     clean: Int[Array, "*n b wc"]
     decode: Int[Array, "*n b w"]
+    candidates: Bool[Array, "*n b w u"]
     rest: Int[Array, "*n b wr"]
     count: Int[Array, "*n b"]
+    noise: Float[Array, "*n"]
+    temperature: Float[Array, "*n"]
 
 
-# Chooses which candidates to commit: (probability of the drawn codes [b w g], candidate is masked
-# [b w], count [b]) -> [b w].
-Policy = Callable[[Float[Array, "b w g"], Bool[Array, "b w"], Int[Array, " b"]], Bool[Array, "b w"]]
+@flax.struct.dataclass
+class Draws:
+    """Random numbers recorded elsewhere, used in place of our own; None: our own.
+
+    Attributes:
+        codes: what is drawn for each code in each step, wherever it is masked.
+        noise: Gumbel noise that decides what is drawn (`choose.gumbel`); the temperature is that
+            of the settings.
+        confidence: Gumbel noise on the confidence; the confidence itself where it is "random".
+            One entry a candidate.
+    """
+
+    codes: Int[AnyArray, "*n b l g"] | None = None
+    noise: Float[AnyArray, "*n b l g v"] | None = None
+    confidence: Float[AnyArray, "*n b l u"] | None = None
 
 
-def commit_all(probability, masked, count):
-    """Image policy: the plan chose the tokens before the forward pass."""
-    del probability, count
-    return masked
-
-
-def commit_most_confident(probability, masked, count):
-    """Text policy: the `count` most probable candidates (spec Sec. 6, "low_confidence")."""
-    confidence = jnp.where(masked, probability.min(axis=-1), -jnp.inf)
-    rank = jnp.argsort(jnp.argsort(-confidence, axis=-1), axis=-1)
-    return masked & (rank < count[:, None])
-
-
-POLICIES: dict[Kind, Policy] = {"image": commit_all, "text": commit_most_confident}
+def policy_of(choice: Choice) -> choose.Policy:
+    """Returns the function that chooses what is committed."""
+    if choice.commit == "threshold":
+        return functools.partial(choose.commit_above, threshold=choice.level)
+    if choice.commit == "factor":
+        return functools.partial(choose.commit_by_factor, factor=choice.level)
+    return choose.commit_all if choice.commit == "all" else choose.commit_most_confident
 
 
 def step(
@@ -287,27 +406,51 @@ def step(
     now: StepTokens,
     prompt: Prompt,
     *,
-    policy: Policy,
+    policy: choose.Policy,
     settings: StepSettings,
+    draws: Draws | None = None,
 ) -> SamplerState:
     """One denoising step: passes the tokens of `now`, draws the candidates, commits some.
 
     The body of the segment loop, for image and text and for every preset.
     """
+    draws = draws or Draws()
     logits, cache = step_logits(model, state, now, prompt, settings)
-    drawn, probability = _draw(state.row_key, now, logits, settings.temperature)
-    at = jnp.maximum(now.decode, 0)
-    masked = (now.decode >= 0) & (_take(state.decoded_at, at) == NOT_DECODED)
-    commit = policy(probability, masked, now.count)
+    logits = _allowed(logits, model.settings, settings)
+    drawn = _draw(state.row_key, now, logits, settings.temperature, draws)
+    mask_id = _mask_id(model.settings, settings.kind)
+    known, masked, candidate = _open(state, now, mask_id)
+    confidence = _confidence(state.row_key, now, logits, drawn, settings.choice, draws)
+    commit = masked & policy(confidence, candidate, now.count)
+    codes = jnp.where(commit, drawn, known)
+    changed = commit.any(axis=-1)
+    finished = changed & (codes != mask_id).all(axis=-1)
     # Positions outside the response are dropped by the scatter.
-    target = jnp.where(commit, now.decode, state.canvas.shape[1])
-    rows = jnp.arange(target.shape[0])[:, None]
+    outside = state.canvas.shape[1]
+    rows = jnp.arange(codes.shape[0])[:, None]
+    at, done = (jnp.where(where, now.decode, outside) for where in (changed, finished))
     return dataclasses.replace(
         state,
-        canvas=state.canvas.at[rows, target].set(drawn, mode="drop"),
-        decoded_at=state.decoded_at.at[rows, target].set(now.block, mode="drop"),
+        canvas=state.canvas.at[rows, at].set(codes, mode="drop"),
+        decoded_at=state.decoded_at.at[rows, done].set(now.block, mode="drop"),
         cache=cache,
+        passes=state.passes + 1,
     )
+
+
+def _mask_id(model: config.Model, kind: Kind) -> int:
+    return model.text_mask_id if kind == "text" else model.image_mask_id
+
+
+def _open(
+    state: SamplerState, now: StepTokens, mask_id: int
+) -> tuple[Int[Array, "b w g"], Bool[Array, "b w g"], Bool[Array, "b w u"]]:
+    """Returns the codes of the tokens to decode, which are masked, and the candidates."""
+    known = _take(state.canvas, jnp.maximum(now.decode, 0))
+    masked = (now.decode >= 0)[..., None] & (known == mask_id)
+    together = now.candidates.shape[-1] == 1
+    any_masked = masked.any(axis=-1, keepdims=True) if together else masked
+    return known, masked, now.candidates & any_masked
 
 
 def step_logits(
@@ -317,25 +460,33 @@ def step_logits(
     prompt: Prompt,
     settings: StepSettings,
 ) -> tuple[Float[Array, "b w g v"], KVCache | None]:
-    """Returns guided logits of the candidates, float32, and the cache behind this step."""
+    """Returns guided logits of the tokens to decode, float32, and the cache behind this step."""
     is_text, preset_ = settings.kind == "text", settings.preset
+    cache, features = state.cache, state.features
+    if not settings.guided and not settings.uses_cache:  # the full rows are the last ones
+        batch = now.decode.shape[0]
+        prompt, features = jax.tree.map(lambda x: x[-batch:], (prompt, features))
+        settings = dataclasses.replace(settings, guidance_rows=1)
+    if settings.refreshing and cache is not None:
+        cache = dataclasses.replace(cache, offset=jnp.int32(0))
     rows = settings.guidance_rows
     response = _response_stream(model.settings, state, now, prompt, settings)
     clean_len, decode_len = now.clean.shape[-1], now.decode.shape[-1]
     again = _prompt_again(prompt, settings)
     own = again["understanding" if is_text else "generation"]
     before = clean_len + (0 if own is None else own.index.shape[1])
+    kept = clean_len if preset_.cache_response else 0
     stream = _join(response, own, clean_len)
     other = again["generation" if is_text else "understanding"]
     hidden, cache = model(
         stream if is_text else other,
         other if is_text else stream,
-        None if preset_.cache_prompt else state.features,
+        None if preset_.cache_prompt and not settings.refreshing else features,
         wanted="understanding" if is_text else "generation",
-        cache=state.cache,
+        cache=cache,
     )
     if cache is not None:
-        cache = cache.commit(clean_len if preset_.cache_response else 0)
+        cache = cache.commit(before if settings.refreshing else kept)
     candidates = hidden["understanding" if is_text else "generation"]
     candidates = candidates[:, before : before + decode_len]
     if is_text:
@@ -382,7 +533,7 @@ def _response_stream(
 def _prompt_again(prompt: Prompt, settings: StepSettings) -> dict[str, Stream | None]:
     """The prompt's streams if this preset passes them in every step."""
     streams = {"understanding": prompt.understanding, "generation": prompt.generation}
-    if settings.preset.cache_prompt:
+    if settings.preset.cache_prompt and not settings.refreshing:
         return dict.fromkeys(streams)
     if settings.preset.full_attention:
         streams = {
@@ -411,30 +562,82 @@ def _join(response: Stream, prompt: Stream | None, clean_len: int) -> Stream:
 def _guide(logits: Float[Array, "r b w g v"], settings: StepSettings) -> Float[Array, "b w g v"]:
     """Classifier-free guidance over the leading axis (spec Sec. 7.2: (1+g) cond - g uncond)."""
     full = logits[-1]
+    if not settings.guided:
+        return full
     if settings.guidance_rows == 3:
         g = settings.guidance_image
-        full = (1 + g) * full - g * logits[1]
+        if settings.edit_guidance in AVERAGED:
+            full = (full + g * logits[1]) / (1 + g)
+        else:
+            full = (1 + g) * full - g * logits[1]
     if settings.guidance_rows > 1:
         full = (1 + settings.guidance) * full - settings.guidance * logits[0]
     return full
 
 
+def _allowed(
+    logits: Float[Array, "b w g v"], model: config.Model, settings: StepSettings
+) -> Float[Array, "b w g v"]:
+    """Returns logits with -inf for what may not be drawn: text never becomes a mask again."""
+    if settings.kind == "text" and not settings.released:
+        logits = logits.at[..., model.text_mask_id].set(-jnp.inf)
+    return choose.filtered(logits, settings.top_k, settings.top_p)
+
+
 def _draw(
-    row_key: Key[Array, " b"], now: StepTokens, logits: Float[Array, "b w g v"], temperature: float
-) -> tuple[Int[Array, "b w g"], Float[Array, "b w g"]]:
-    """Draws each code independently; returns it and its un-tempered probability."""
+    row_key: Key[Array, " b"],
+    now: StepTokens,
+    logits: Float[Array, "b w g v"],
+    temperature: float,
+    draws: Draws,
+) -> Int[Array, "b w g"]:
+    """Draws each code independently."""
+    at = jnp.maximum(now.decode, 0)
+    if draws.codes is not None:
+        return _take(draws.codes, at)
     scores = logits
     if temperature > 0:
+        if draws.noise is not None:
+            noise = _take(draws.noise, at)
+        else:
+            noise = _noise(row_key, now, logits.shape[2:])
+        scores = logits / temperature / now.temperature + noise
+    return jnp.argmax(scores, axis=-1).astype(jnp.int32)
 
-        def noise_at(key, position):
-            key = jax.random.fold_in(jax.random.fold_in(key, now.block), position)
-            return jax.random.gumbel(key, logits.shape[2:])
 
-        noise = jax.vmap(jax.vmap(noise_at, in_axes=(None, 0)))(row_key, now.decode)
-        scores = logits / temperature + noise
-    drawn = jnp.argmax(scores, axis=-1).astype(jnp.int32)
-    log_probability = jax.nn.log_softmax(logits, axis=-1)
-    return drawn, jnp.exp(jnp.take_along_axis(log_probability, drawn[..., None], axis=-1)[..., 0])
+def _noise(row_key: Key[Array, " b"], now: StepTokens, shape: tuple[int, ...]) -> Array:
+    """Gumbel noise of each token to decode: depends on (row, step, position) and nothing else."""
+
+    def noise_at(key, position):
+        key = jax.random.fold_in(jax.random.fold_in(key, now.block), position)
+        return jax.random.gumbel(key, shape)
+
+    return jax.vmap(jax.vmap(noise_at, in_axes=(None, 0)))(row_key, now.decode)
+
+
+def _confidence(
+    row_key: Key[Array, " b"],
+    now: StepTokens,
+    logits: Float[Array, "b w g v"],
+    drawn: Int[Array, "b w g"],
+    choice: Choice,
+    draws: Draws,
+) -> Float[Array, "b w u"]:
+    """How sure the model is of each candidate: of a whole token, as of its least sure code."""
+    shape = now.candidates.shape
+    noise = jnp.zeros(shape)
+    if choice.noisy or choice.confidence == "random":
+        if draws.confidence is not None:
+            noise = _take(draws.confidence, jnp.maximum(now.decode, 0))
+        else:
+            apart = jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_key, RANKING)
+            noise = _noise(apart, now, shape[2:])
+    if choice.commit == "all" or choice.confidence == "random":
+        return noise
+    confidence = choose.confidence(choice.confidence, logits, drawn)
+    if shape[-1] == 1:
+        confidence = confidence.min(axis=-1, keepdims=True)
+    return choose.with_noise(confidence, noise, now.noise) if choice.noisy else confidence
 
 
 def _take(values: Array, at: Int[Array, "b w"]) -> Array:
@@ -466,11 +669,12 @@ def prefill(
         capacity: slots of the understanding and of the generation region.
     """
     features = None if prompt.pixels is None else model.see(prompt.pixels)
+    passes = jnp.int32(0)
     if not settings.uses_cache:
-        return SamplerState(canvas, decoded_at, row_key, features, None)
+        return SamplerState(canvas, decoded_at, row_key, features, None, passes)
     decodes = "understanding" if settings.kind == "text" else "generation"
     cache = model.empty_cache(prompt.length.shape[0], *capacity, decodes)
-    if settings.preset.cache_prompt:
+    if settings.preset.cache_prompt and not settings.preset.refreshes:
         _, cache = model(
             prompt.understanding,
             prompt.generation,
@@ -483,7 +687,7 @@ def prefill(
         if cache is not None and own is not None:
             cache = cache.commit(own.index.shape[1])
         features = None
-    return SamplerState(canvas, decoded_at, row_key, features, cache)
+    return SamplerState(canvas, decoded_at, row_key, features, cache, passes)
 
 
 @functools.partial(jax.jit, static_argnames=("settings",), donate_argnames=("state",))
@@ -494,35 +698,51 @@ def run_segment(
     prompt: Prompt,
     *,
     settings: StepSettings,
+    draws: Draws | None = None,
 ) -> SamplerState:
-    """Runs the steps of one segment, all of one width, in one compiled loop."""
-    policy = POLICIES[settings.kind]
+    """Runs the steps of one segment, all of one width, in one compiled loop.
+
+    It ends early where nothing is left to decode, which only some choices can bring about.
+    """
+    policy = policy_of(settings.choice)
+    num_steps = segment.block.shape[0]
 
     def body(i, state):
-        now = jax.tree.map(lambda x: x[i], segment)
-        return step(model, state, now, prompt, policy=policy, settings=settings)
+        now, drawn = jax.tree.map(lambda x: x[i], (segment, draws))
+        return step(model, state, now, prompt, policy=policy, settings=settings, draws=drawn)
 
-    return jax.lax.fori_loop(0, segment.block.shape[0], body, state)
+    if not settings.choice.ends_early:
+        return jax.lax.fori_loop(0, num_steps, body, state)
+
+    def goes_on(carry):
+        i, state = carry
+        now = jax.tree.map(lambda x: x[jnp.minimum(i, num_steps - 1)], segment)
+        *_, candidate = _open(state, now, _mask_id(model.settings, settings.kind))
+        return (i < num_steps) & candidate.any()
+
+    return jax.lax.while_loop(goes_on, lambda c: (c[0] + 1, body(*c)), (jnp.int32(0), state))[1]
 
 
 def sample(
     model: Denoiser,
     requests: list[Request],
-    segments: list[Segment],
+    segments: list[orders.Segment],
     *,
     settings: StepSettings,
     prompt_len: tuple[int, int] = (0, 0),
     stop_early: bool = True,
     on_segment: Callable[[Int[np.ndarray, "b l g"], int], None] | None = None,
+    draws: Draws | None = None,
 ) -> Int[np.ndarray, "b l g"]:
     """Decodes a batch of requests of one kind and one response length.
 
     Args:
-        segments: the plan (`orders.segments` or `orders.text_plan`), a row for each request.
+        segments: the plan (`plan`), a row for each request.
         prompt_len: least padded prompt lengths (`prepare`).
         stop_early: for text, leave out segments once every row holds an end-of-text with
-            everything before it decoded.
+            everything before it decoded (never with `settings.released`).
         on_segment: called with the canvas and the number of steps done after each segment.
+        draws: recorded random numbers of every step of the plan.
 
     Returns:
         The responses.
@@ -531,9 +751,8 @@ def sample(
         ValueError: the requests differ in response length, or the plan is for another batch.
     """
     model_settings = model.settings
-    mask_id = (
-        model_settings.text_mask_id if settings.kind == "text" else model_settings.image_mask_id
-    )
+    mask_id = _mask_id(model_settings, settings.kind)
+    ends = settings.kind == "text" and not settings.released
     lengths = sorted({len(request.given) for request in requests})
     if len(lengths) > 1:
         raise ValueError(
@@ -550,7 +769,15 @@ def sample(
         return canvas
     decoded_at = np.where(given, GIVEN_BLOCK, NOT_DECODED).astype(np.int32)
     row_key = jax.vmap(jax.random.key)(np.array([request.seed for request in requests]))
-    prompt = prepare(requests, settings.kind, model_settings, settings.guidance_rows, prompt_len)
+    prompt = prepare(
+        requests,
+        settings.kind,
+        model_settings,
+        settings.guidance_rows,
+        prompt_len,
+        edit_guidance=settings.edit_guidance,
+        with_given=not settings.preset.passes_given,
+    )
     on_device = jax.tree.map(jnp.asarray, prompt)
     state = prefill(
         model,
@@ -561,16 +788,23 @@ def sample(
         settings=settings,
         capacity=capacity(prompt, segments, settings),
     )
-    done = 0
+    start = 0
     for segment in segments:
         steps = StepTokens(
             *(jnp.asarray(getattr(segment, f.name)) for f in dataclasses.fields(StepTokens))
         )
-        state = run_segment(model, state, steps, on_device, settings=settings)
-        done += len(segment.block)
+        stop = start + segment.num_steps
+        recorded = {}
+        if draws is not None:
+            recorded["draws"] = jax.tree.map(lambda x, a=start, z=stop: jnp.asarray(x[a:z]), draws)
+        now = dataclasses.replace(
+            settings, guided=bool(segment.guided[0]), refreshing=bool(segment.refresh[0])
+        )
+        state = run_segment(model, state, steps, on_device, settings=now, **recorded)
+        start = stop
         if on_segment is not None:
-            on_segment(np.asarray(state.canvas), done)
-        if stop_early and settings.kind == "text":
+            on_segment(np.asarray(state.canvas), int(state.passes))
+        if stop_early and ends:
             decoded = np.asarray(state.decoded_at) != NOT_DECODED
             ended = (np.asarray(state.canvas)[..., 0] == model_settings.end_of_text_id) & decoded
             first_end = np.where(ended.any(1), ended.argmax(1), ended.shape[1])
@@ -578,20 +812,23 @@ def sample(
             if ended.any(1).all() and decoded[before].all():
                 break
     canvas = np.array(state.canvas)
-    if settings.kind == "text":
+    if ends:
         # What stands behind the first end-of-text would depend on when the batch stopped.
         ended = np.cumsum(canvas[..., 0] == model_settings.end_of_text_id, axis=1) > 0
         canvas[ended & ~given] = model_settings.end_of_text_id
     return canvas
 
 
-def capacity(prompt: Prompt, segments: list[Segment], settings: StepSettings) -> tuple[int, int]:
+def capacity(
+    prompt: Prompt, segments: list[orders.Segment], settings: StepSettings
+) -> tuple[int, int]:
     """Returns the cache slots that a run needs: understanding and generation region.
 
     Exact, because an update past the end of a buffer would silently shift and overwrite.
     """
     committed = furthest = 0
     for s in segments:
+        committed = 0 if s.refresh[0] else committed
         clean, others = s.clean.shape[-1], s.decode.shape[-1] + s.rest.shape[-1]
         kept = clean if settings.preset.cache_response else 0
         committed += len(s.block) * kept
@@ -608,14 +845,132 @@ def step_settings(
     sampling: config.Sampling, model: config.Model, kind: Kind, *, has_source: bool = False
 ) -> StepSettings:
     """Returns the compiled-in settings of a sampling configuration."""
-    chosen = preset(sampling.preset or default_preset(model))
-    guided = kind == "image" and (sampling.guidance > 0 or sampling.guidance_image > 0)
+    is_text = kind == "text"
+    name = (sampling.text_preset if is_text else "") or sampling.preset
+    chosen = preset(name or default_preset(model))
+    pulled = sampling.guidance > 0 or (has_source and sampling.guidance_image > 0)
+    guided = pulled and not is_text
     return StepSettings(
         kind=kind,
         preset=chosen,
         num_registers=0 if chosen.full_attention else model.num_registers,
-        temperature=sampling.temperature if kind == "image" else sampling.text_temperature,
+        temperature=sampling.text_temperature if is_text else sampling.temperature,
         guidance_rows=(3 if has_source else 2) if guided else 1,
         guidance=sampling.guidance if guided else 0.0,
         guidance_image=sampling.guidance_image if guided else 0.0,
+        edit_guidance=sampling.edit_guidance,
+        choice=_choice(sampling, kind),
+        top_k=0 if is_text else sampling.top_k,
+        top_p=1.0 if is_text else sampling.top_p,
+        released=is_text and sampling.released_behaviour,
+    )
+
+
+def _choice(sampling: config.Sampling, kind: Kind) -> Choice:
+    if kind == "image":
+        by_confidence = sampling.order == "confidence"
+        return Choice("count", noisy=sampling.confidence_noise > 0) if by_confidence else Choice()
+    level = {"threshold": sampling.text_threshold, "factor": sampling.text_factor}
+    return Choice(
+        sampling.text_commit, level.get(sampling.text_commit, 0.0), sampling.text_confidence
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# Plans.
+
+
+def plan(
+    sampling: config.Sampling,
+    settings: StepSettings,
+    model: config.Model,
+    given: Bool[np.ndarray, "b l"],
+    text_block_len: int,
+) -> list[orders.Segment]:
+    """Returns the segments that a sampling configuration asks for.
+
+    Args:
+        settings: what `step_settings` made of the same configuration.
+        given: known tokens of each response.
+        text_block_len: tokens of a text block; of text only.
+
+    Raises:
+        ConfigError: an order that the preset cannot follow.
+    """
+    if settings.kind == "text":
+        return _text_plan(sampling, settings, given, text_block_len)
+    segments = _image_segments(sampling, settings.preset, model, given)
+    steps = sampling.num_steps
+    noise = orders.cooling(
+        sampling.confidence_noise_schedule,
+        steps,
+        sampling.confidence_noise_end,
+        sampling.confidence_noise_shift or sampling.shift,
+    )
+    return orders.with_steps(
+        segments,
+        guided=orders.guided_steps(sampling.guidance_interval, steps),
+        noise=(noise * sampling.confidence_noise).astype(np.float32),
+        temperature=orders.cooling(
+            sampling.temperature_schedule, steps, sampling.temperature_end, sampling.shift
+        ),
+    )
+
+
+def _image_segments(
+    sampling: config.Sampling, chosen: Preset, model: config.Model, given: Bool[np.ndarray, "b l"]
+) -> list[orders.Segment]:
+    by_confidence = sampling.order == "confidence"
+    by_code = chosen.full_attention and sampling.grid == "code"
+    if by_confidence and (chosen.truncate or chosen.cache_response):
+        raise config.ConfigError(
+            "Sampling.order='confidence' chooses after each pass among all cells that are masked:"
+            " it needs a preset that passes them all, dense, none or p."
+        )
+    grid, side = model.grid_size, model.codes_side if by_code else 1
+    known = np.repeat(given[..., None], side**2, axis=-1)
+    whole = orders.image_plan(
+        orders.order(
+            "raster" if by_confidence else sampling.order,
+            grid * side,
+            grid * side,
+            sampling.order_seed,
+        ),
+        schedule=sampling.schedule,
+        num_steps=sampling.num_steps,
+        shift=sampling.shift,
+        given=codes_from_cells(known, grid, side).reshape(len(given), -1),
+    )
+    if by_code or by_confidence:
+        return orders.code_segments(whole, grid, grid, side, by_confidence=by_confidence)
+    return orders.segments(
+        whole,
+        passes_clean="newest" if chosen.cache_response else "all",
+        passes_rest=not chosen.truncate,
+    )
+
+
+def _text_plan(
+    sampling: config.Sampling,
+    settings: StepSettings,
+    given: Bool[np.ndarray, "b l"],
+    block_len: int,
+) -> list[orders.Segment]:
+    chosen = settings.preset
+    steps = sampling.text_steps
+    if sampling.text_step_ratio > 0:
+        steps = max(int(block_len * sampling.text_step_ratio), 1)
+    refreshes = chosen.refreshes
+    return orders.text_plan(
+        given.shape[1],
+        block_len,
+        block_len if settings.choice.ends_early else steps,
+        given,
+        schedule=sampling.text_schedule,
+        shift=sampling.text_shift,
+        passes_clean="newest" if chosen.cache_response and not refreshes else "all",
+        passes_rest=not chosen.truncate,
+        passes_given=chosen.passes_given,
+        refreshes=refreshes,
+        leftovers=settings.released and chosen.full_attention and not refreshes,
     )

@@ -60,7 +60,9 @@ def loss(params: Denoiser, batch: Corrupted) -> tuple[Float[Array, ""], dict[str
     if "generation" in hidden and batch.image_weight is not None:
         assert batch.image_target is not None
         logits = params.image_logits(hidden["generation"])
-        weight = jnp.broadcast_to(batch.image_weight[..., None], logits.shape[:-1])
+        weight = batch.image_weight
+        if weight.ndim == 2:
+            weight = jnp.broadcast_to(weight[..., None], logits.shape[:-1])
         weighted, plain = weighted_cross_entropy(logits, batch.image_target, weight)
         total += weighted / jnp.maximum(batch.image_total.sum() * logits.shape[2], 1)
         logged["image_nll"] = plain / jnp.maximum((weight > 0).sum(), 1)

@@ -125,7 +125,7 @@ def _step(model, state, now, prompt, settings):
         seen.append(logits)
         return logits, cache
 
-    policy = sample.POLICIES[settings.kind]
+    policy = sample.policy_of(settings.choice)
     with _patched(step_logits=observed):
         after = sample.step(model, state, now, prompt, policy=policy, settings=settings)
     return seen[0], after
@@ -134,13 +134,15 @@ def _step(model, state, now, prompt, settings):
 def assert_room(before, after, now, prompt, settings):
     """Fails if the step wrote past the end of the region it decodes into."""
     own = prompt.understanding if settings.kind == "text" else prompt.generation
+    start = 0 if settings.refreshing else int(before.offset)
     written = sum(part.shape[-1] for part in (now.clean, now.decode, now.rest))
     written += settings.num_registers
-    if not settings.preset.cache_prompt and own is not None:
-        written += own.index.shape[1]
-    assert int(before.offset) + written <= before.split_keys.shape[2]
     kept = now.clean.shape[-1] if settings.preset.cache_response else 0
-    assert int(after.offset) == int(before.offset) + kept
+    if (settings.refreshing or not settings.preset.cache_prompt) and own is not None:
+        written += own.index.shape[1]
+        kept += own.index.shape[1] * settings.refreshing
+    assert start + written <= before.split_keys.shape[2]
+    assert int(after.offset) == start + kept
 
 
 def _moment(state, now, logits) -> Moment:

@@ -78,5 +78,6 @@ def _commit() -> dict[str, Any]:
             ["git", *words], cwd=RESULTS.parent, capture_output=True, text=True, check=False
         ).stdout.strip()
 
-    changed = git("status", "--short", "--", ":/", f":(top,exclude){RESULTS.relative_to(RESULTS.parents[2])}")
+    results = RESULTS.relative_to(RESULTS.parents[2]).as_posix()
+    changed = git("status", "--short", "--", ":/", f":(top,exclude){results}")
     return {"commit": git("rev-parse", "--short", "HEAD"), "dirty": bool(changed)}

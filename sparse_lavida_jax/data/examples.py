@@ -15,7 +15,8 @@ from jaxtyping import Bool, Int, UInt8
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import digits, scenes, tasks
 from sparse_lavida_jax.data.text import Tokenizer
-from sparse_lavida_jax.layout import Part, Response, Source, Text, Vision
+from sparse_lavida_jax.diffusion import Sequence
+from sparse_lavida_jax.layout import Answer, Part, Response, Source, Text, Vision
 
 Kind = Literal["text", "image"]
 
@@ -136,6 +137,27 @@ class Encoder:
             self._text([t.end_of_turn_id, t.assistant_id], keep=True),
         )
 
+    def sequence(self, example: Example) -> Sequence:
+        """Returns an example as LaViDa-O trains on it (spec Sec. 9.1), without padding.
+
+        What stands behind the assistant token is the answer, a plan and the end of the turn
+        included; nothing of the prompt is kept when it is dropped, headers neither. Text that is
+        given is neither masked nor predicted; given cells of a picture are like all others.
+        """
+        parts, answers = [], False
+        for part in example.parts:
+            if isinstance(part, Text):
+                parts.append(Answer(part.ids) if answers else Text(part.ids))
+                answers = answers or self.tokenizer.assistant_id in part.ids
+            elif isinstance(part, Response) and example.kind == "text":
+                parts += [*_answer(example), Response(0)]
+            else:
+                parts.append(part)
+        no_codes = np.zeros((0, self.model.codes_per_token), np.int32)
+        views = () if example.pixels is None else (example.pixels[None],)
+        codes = example.response if example.kind == "image" else no_codes
+        return Sequence(tuple(parts), codes, views=views)
+
     def scene_example(
         self, sample: tasks.Sample, *, extra_blocks: int = 0, with_plan: bool = True
     ) -> Example:
@@ -162,3 +184,10 @@ class Encoder:
     def digit_example(self, sample: digits.Sample) -> Example:
         """Returns the training example of a handwritten digit."""
         return self.image_example(sample.prompt, sample.codes)
+
+
+def _answer(example: Example) -> list[Part]:
+    """Returns a text response in runs of tokens that are given or not."""
+    edges = np.flatnonzero(np.diff(example.given)) + 1
+    runs = zip(np.split(example.response[:, 0], edges), np.split(example.given, edges), strict=True)
+    return [Text(ids, keep=True) if given.all() else Answer(ids) for ids, given in runs]

@@ -16,8 +16,8 @@ import numpy as np
 from sparse_lavida_jax import config, diffusion, orders
 from sparse_lavida_jax.data import digits, tasks
 from sparse_lavida_jax.data.examples import Encoder, Example
-from sparse_lavida_jax.diffusion import Blocks, Corrupted, RowShape
-from sparse_lavida_jax.layout import prompt_row
+from sparse_lavida_jax.diffusion import Blocks, Corrupted, Draws, RowShape, Sequence
+from sparse_lavida_jax.layout import Answer, prompt_row
 
 # Tasks whose sequences have about the same length share a group.
 GROUPS = {
@@ -27,6 +27,7 @@ GROUPS = {
     "draw": ("draw", "digit"),
     "edit": ("edit", "inpaint", "outpaint"),
 }
+PICTURE_GROUPS = {"draw", "edit"}  # whose responses are pictures
 LENGTH_PROBE = 512  # examples whose lengths decide the static shape of a group
 LENGTH_MULTIPLE = 8  # tokens; a shape is rounded up to this
 ORDER_SEEDS = 512  # training draws the seed of an unmasking order below this
@@ -55,7 +56,10 @@ class GroupedBatches:
             for group, members in GROUPS.items()
             if any(task in settings.data.tasks for task in members)
         }
-        self.shapes = {group: self._shape(group) for group in self.groups}
+        self.released = settings.diffusion.corruption == "released"
+        self._check_something_to_learn()
+        shape = self._sequence_shape if self.released else self._shape
+        self.shapes = {group: shape(group) for group in self.groups}
 
     def dataset(self) -> grain.MapDataset:
         """Returns batch i at index i; a slice from step s resumes there."""
@@ -70,6 +74,10 @@ class GroupedBatches:
     def batch(self, group: str, index: int) -> Corrupted:
         """Returns the batch number `index` of a group."""
         size = self.settings.train.batch_size
+        if self.released:
+            drawn = [self._sequence(group, index * size + i) for i in range(size)]
+            sequences, draws = map(list, zip(*drawn, strict=True))
+            return diffusion.batch_sequences(sequences, draws, self.shapes[group], self.settings)
         rows = [self._row(group, index * size + i) for i in range(size)]
         full = self.settings.diffusion.attention == "full"
         return diffusion.batch_rows(
@@ -105,10 +113,7 @@ class GroupedBatches:
     def _row_at(self, group: str, index: int, attempt: int = 0) -> tuple[Row, Blocks, Example]:
         settings = self.settings
         rng = _generator(settings.seed, group, index, attempt)
-        members = self.groups[group]
-        weights = np.array([settings.data.tasks[task] for task in members])
-        task = members[rng.choice(len(members), p=weights / weights.sum())]
-        example = self._example(task, int(rng.integers(2**40)), rng)
+        example = self._example_of(group, rng)
         given = self._given(example, rng)
         blocks = self._blocks(example, given, rng)
         prompt = prompt_row(
@@ -127,6 +132,12 @@ class GroupedBatches:
             full_attention=settings.diffusion.attention == "full",
         )
         return row, blocks, example
+
+    def _example_of(self, group: str, rng: np.random.Generator) -> Example:
+        members = self.groups[group]
+        weights = np.array([self.settings.data.tasks[task] for task in members])
+        task = members[rng.choice(len(members), p=weights / weights.sum())]
+        return self._example(task, int(rng.integers(2**40)), rng)
 
     def _example(self, task: str, index: int, rng: np.random.Generator) -> Example:
         data = self.settings.data
@@ -177,6 +188,46 @@ class GroupedBatches:
         return diffusion.schedule_blocks(
             rng, cells, sizes, given, settings.diffusion, settings.model.num_registers
         )
+
+    # The released objective: whole sequences, padded with end-of-text to the length of their group.
+
+    def _check_something_to_learn(self) -> None:
+        if self.settings.diffusion.text_loss:
+            return
+        if mute := sorted(set(self.groups) - PICTURE_GROUPS):
+            tasks_of = ", ".join(task for group in mute for task in self.groups[group])
+            raise config.ConfigError(
+                f"Diffusion.text_loss=False leaves the tasks {tasks_of} nothing to learn: leave"
+                " them out of Data.tasks, or train on text too."
+            )
+
+    def _sequence_shape(self, group: str) -> RowShape:
+        """Static token counts; where source cells are dropped they are understanding tokens."""
+        found = [self._sequence_at(group, index)[0] for index in range(LENGTH_PROBE)]
+        drawn = min(len(sequence.codes) for sequence in found)
+        longest = max(sequence.length for sequence in found) - drawn
+        cells = max(sequence.num_cells for sequence in found)
+        return RowShape(*(-(-n // LENGTH_MULTIPLE) * LENGTH_MULTIPLE for n in (longest, cells)))
+
+    def _sequence(self, group: str, index: int) -> tuple[Sequence, Draws]:
+        """The sequence at `index`, or the next one of its stream of retries that fits, padded."""
+        for attempt in range(64):
+            sequence, rng = self._sequence_at(group, index, attempt)
+            left = self.shapes[group].understanding + len(sequence.codes) - sequence.length
+            if left >= 0:
+                padding = Answer(np.full(left, self.settings.model.end_of_text_id))
+                padded = dataclasses.replace(sequence, parts=(*sequence.parts, padding))
+                return padded, diffusion.draw(rng, padded)
+        raise ValueError(
+            f"64 examples of group {group} in a row are longer than {self.shapes[group]}:"
+            " LENGTH_PROBE examples do not represent the group."
+        )
+
+    def _sequence_at(
+        self, group: str, index: int, attempt: int = 0
+    ) -> tuple[Sequence, np.random.Generator]:
+        rng = _generator(self.settings.seed, group, index, attempt)
+        return self.encoder.sequence(self._example_of(group, rng)), rng
 
 
 def iterate(dataset: grain.MapDataset, start: int, workers: int = 0) -> grain.DatasetIterator:

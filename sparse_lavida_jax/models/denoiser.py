@@ -8,10 +8,10 @@ import einops
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Float, Int
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.layout import NO_CELL, NO_FEATURE, AnyArray, Stream
+from sparse_lavida_jax.layout import NO_CELL, NO_EMBEDDING, SeenBatch, Stream
 from sparse_lavida_jax.models.cache import KVCache, StreamName, empty_cache
 from sparse_lavida_jax.models.layers import Layer, Linear, RmsNorm
 from sparse_lavida_jax.models.stack import Wanted, init_stack, run_layers
@@ -121,11 +121,11 @@ class Denoiser(nnx.Module):
         codes = jnp.full((1, 1, self.settings.codes_per_token), self.settings.image_mask_id)
         return self.image_embedding(codes, jnp.dtype("float32"))[0, 0]
 
-    def see(self, pixels: UInt8[AnyArray, "b *n h w 3"]) -> Float[Array, "b v e"]:
+    def see(self, pixels: SeenBatch) -> Float[Array, "b v e"]:
         """Returns the vision features of each row: of one picture, or of n views of its pictures.
 
         The features of the views stand one behind the other; a newline feature, where the model
-        has one, comes last.
+        has one, comes last. Pixels are bytes, or numbers in [-1, 1].
         """
         b = pixels.shape[0]
         if pixels.ndim == 5:
@@ -139,7 +139,7 @@ class Denoiser(nnx.Module):
     def embed_text(
         self, stream: Stream, features: Float[Array, "b v e"] | None = None
     ) -> Float[Array, "b s e"]:
-        """Embeds text, vision features and understanding registers."""
+        """Embeds text, vision features, blanks and understanding registers."""
         ids = stream.tokens
         x = self.text_embedding[jnp.minimum(ids, self.settings.vocab_size - 1)]
         is_register = (ids == self.settings.text_register_id)[..., None]
@@ -147,7 +147,8 @@ class Denoiser(nnx.Module):
         if features is not None:
             index = jnp.maximum(stream.index, 0)[..., None]
             seen = jnp.take_along_axis(features, index, axis=1)
-            x = jnp.where((stream.index != NO_FEATURE)[..., None], seen, x)
+            x = jnp.where((stream.index >= 0)[..., None], seen, x)
+        x = jnp.where((stream.index == NO_EMBEDDING)[..., None], 0.0, x)
         return x.astype(self.settings.compute_dtype)
 
     def embed_image(self, stream: Stream) -> Float[Array, "b s e"]:

@@ -28,8 +28,10 @@ class VisionEncoder(nnx.Module):
         self.image_size = settings.image_size
         self.side = side
 
-    def __call__(self, pixels: UInt8[AnyArray, "b h w 3"]) -> Float[Array, "b v e"]:
-        """Returns the features of pictures in bytes.
+    def __call__(
+        self, pixels: UInt8[AnyArray, "b h w 3"] | Float[AnyArray, "b h w 3"]
+    ) -> Float[Array, "b v e"]:
+        """Returns the features of pictures in bytes, or in numbers in [-1, 1].
 
         Raises:
             ValueError: the pictures are not of the size that the tower has positions for.
@@ -40,7 +42,9 @@ class VisionEncoder(nnx.Module):
                 f"The vision tower was given pictures of {height}x{width} pixels;"
                 f" it takes {self.image_size}x{self.image_size}. Resize or pad them first."
             )
-        patches = self.tower((jnp.asarray(pixels, jnp.float32) / 255 - 0.5) / 0.5)
+        if pixels.dtype == jnp.uint8:
+            pixels = (jnp.asarray(pixels, jnp.float32) / 255 - 0.5) / 0.5
+        patches = self.tower(jnp.asarray(pixels))
         grid = einops.rearrange(patches, "b (y x) e -> b y x e", y=self.side)
         return self.projector(einops.rearrange(self.pool(grid), "b y x e -> b (y x) e"))
 

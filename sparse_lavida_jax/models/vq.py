@@ -321,14 +321,19 @@ def _in_batches(call, model, items, batch):
 
 def save(folder: pathlib.Path, model: VQModel) -> None:
     """Writes `config.json` and `params.safetensors`; an interrupted write leaves what was there."""
+    parameters = {name: np.asarray(value) for name, value in named_parameters(model).items()}
+    save_parameters(folder, parameters, model.settings)
+
+
+def save_parameters(
+    folder: pathlib.Path, parameters: dict[str, np.ndarray], settings: config.VQ
+) -> None:
+    """Writes what `save` does, from parameters by path."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = pathlib.Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        safetensors.numpy.save_file(
-            {name: np.asarray(value) for name, value in named_parameters(model).items()},
-            fresh / "params.safetensors",
-        )
-        written = {"format": FORMAT, **config.to_dict(model.settings)}
+        safetensors.numpy.save_file(parameters, fresh / "params.safetensors")
+        written = {"format": FORMAT, **config.to_dict(settings)}
         (fresh / "config.json").write_text(json.dumps(written, indent=2) + "\n")
         # Temporary files are private; these are to be read by whom the umask lets.
         fresh.chmod(0o755)

@@ -30,15 +30,35 @@ def test_unknown_section_lists_the_known_ones():
         ("train", "batch_size", 0, "greater than 0"),
         ("sampling", "order", "spiral", "stratified, halton, random, raster"),
         ("sampling", "schedule", "quadratic", "shift, cosine, cosine2"),
+        ("sampling", "preset", "prefix", "choose one of dense, none"),
+        ("sampling", "text_preset", "fast_dllm", "fast_dllm_prefix, fast_dllm_dual"),
+        ("sampling", "guidance_interval", (0.7, 0.3), "0 <= first <= last <= 1"),
+        ("sampling", "top_p", 0.0, r"must lie in \(0, 1\]"),
+        ("sampling", "edit_guidance", "mode0", "source, source_only, no_source"),
         ("model", "head_dim", 31, "even"),
         ("model", "codes_per_token", 2, "1 or 4"),
         ("model", "dual_tower_layers", 9, r"one of 0\.\.4"),
         ("data", "max_answer_len", 41, "a multiple of self.text_block_len=8"),
+        ("diffusion", "corruption", "swapped", "choose one of blocks, released"),
+        ("diffusion", "complementary", True, 'of corruption "released" alone'),
+        ("diffusion", "text_loss", False, 'of corruption "released" alone'),
     ],
 )
 def test_value_out_of_range_says_the_range(section, name, value, message):
     with pytest.raises(config.ConfigError, match=message):
         config.build(config.Config, {section: {name: value}})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "attention='step_causal' .* needs \"full\""),
+        ({"attention": "full"}, "weighting='1/t' .* needs \"mean\""),
+    ],
+)
+def test_the_released_objective_has_full_attention_and_plain_means(given, message):
+    with pytest.raises(config.ConfigError, match=message):
+        config.Diffusion(corruption="released", **given)
 
 
 def test_wrong_type_says_the_right_one():

@@ -382,6 +382,68 @@ def test_plans_are_left_out_in_their_share():
     assert all(without < whole for without, whole in zip(lengths(1.0), lengths(0.0), strict=True))
 
 
+# ---------------------------------------------------------------------------------------------
+# The released objective.
+
+RELEASED = {"corruption": "released", "attention": "full", "weighting": "mean"}
+
+
+def test_whole_sequences_fill_the_length_of_their_group_with_end_of_text():
+    batches = make_batches(diffusion=RELEASED, data={"tasks": ALL, "source_drop": 0.5})
+    dropped = set()
+    for group, index in itertools.product(pipeline.GROUPS, range(2)):
+        batch, shape = batches.batch(group, index), batches.shapes[group]
+        assert shape.understanding % pipeline.LENGTH_MULTIPLE == 0
+        assert batch.understanding.layout.shape == (SIZE, shape.understanding)
+        is_drawn = group in pipeline.PICTURE_GROUPS
+        assert batch.predicts == ("both" if is_drawn else "understanding")
+        cells = np.zeros((SIZE, 0))
+        if is_drawn:
+            cells = batch.generation.layout.block
+            dropped |= {(group, n) for n in (cells != PAD_BLOCK).sum(axis=1).tolist()}
+        tokens = (batch.understanding.layout.block != PAD_BLOCK).sum(axis=1)
+        length = tokens + (cells != PAD_BLOCK).sum(axis=1)
+        assert len({*length.tolist()}) == 1
+        # The last token is padding, which is answered: end-of-text, or masked with a loss.
+        last = batch.understanding.layout.position.argmax(axis=1)[:, None]
+        token, target, weight = (
+            np.take_along_axis(x, last, axis=1)[:, 0]
+            for x in (batch.understanding.tokens, batch.text_target, batch.text_weight)
+        )
+        assert (target == batches.settings.model.end_of_text_id).all()
+        assert np.where(
+            weight > 0, token == batches.settings.model.text_mask_id, token == target
+        ).all()
+    cells = batches.settings.model.num_cells
+    assert dropped == {("draw", cells), ("edit", cells), ("edit", 2 * cells)}
+
+
+def test_whole_sequences_depend_on_their_number_alone():
+    first, second = (make_batches(diffusion=RELEASED).dataset() for _ in range(2))
+    assert [digest(first[i]) for i in (3, 4)] == [digest(second[i]) for i in (4, 3)][::-1]
+    assert digest(first[3]) != digest(first[4])
+
+
+def test_complementary_rows_follow_with_the_inverse_masks():
+    batches = make_batches(
+        data={"tasks": {"draw": 1.0}}, diffusion=RELEASED | {"complementary": True}
+    )
+    batch = batches.batch("draw", 0)
+    weight = batch.image_weight[:, : batches.settings.model.num_cells]
+    first, second = weight[:SIZE] > 0, weight[SIZE:] > 0
+    np.testing.assert_array_equal(first, ~second)
+    both = (batch.text_weight[:SIZE] > 0).astype(int) + (batch.text_weight[SIZE:] > 0)
+    assert both.max() == 1 and both.any(axis=1).all()
+
+
+def test_text_without_a_loss_cannot_be_all_there_is_to_learn():
+    mute = RELEASED | {"text_loss": False}
+    with pytest.raises(config.ConfigError, match="the tasks answer nothing to learn: leave them"):
+        make_batches(data={"tasks": {"draw": 1.0, "answer": 1.0}}, diffusion=mute)
+    batches = make_batches(data={"tasks": {"draw": 1.0}}, diffusion=mute)
+    assert batches.batch("draw", 0).predicts == "generation"
+
+
 def test_digits_need_no_picture_codec():
     pytest.importorskip("sklearn", reason="the digits come with pip install '.[digits]'")
     model = {"vocab_size": stand_ins.tokenizer().vocab_size, "grid_size": 8, "codebook_size": 17}

@@ -11,7 +11,7 @@ import pytest
 import tiny
 from flax import nnx
 
-from sparse_lavida_jax.layout import NO_CELL, NO_FEATURE, Stream, make_layout
+from sparse_lavida_jax.layout import NO_CELL, NO_EMBEDDING, NO_FEATURE, Stream, make_layout
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.stack import run_layers
 from sparse_lavida_jax.visibility import PAD_BLOCK
@@ -119,6 +119,18 @@ def test_written_out_layers_are_the_scanned_ones():
     ours, expected = (logits_of(m, *streams(m.settings)) for m in (unrolled, model))
     for x, y in zip(ours, expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("sees", [False, True])
+def test_a_blank_is_zeros_whatever_its_id(sees):
+    model = tiny.denoiser(tiny.model_settings())
+    text, _ = streams(model.settings)
+    features = jnp.ones((1, 3, model.settings.width)) if sees else None
+    index = text.index.at[0, 1].set(2)
+    before = embed_text(model, text.replace(index=index), features)
+    after = embed_text(model, text.replace(index=index.at[0, 5].set(NO_EMBEDDING)), features)
+    assert np.abs(before[0, 5]).max() > 0.1
+    np.testing.assert_array_equal(after, np.asarray(before.at[0, 5].set(0)))
 
 
 @pytest.mark.parametrize("codes_per_token", [1, 4])

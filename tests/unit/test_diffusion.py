@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Corruption, blocks and batches: structure, refusals, and a loss that falls."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -13,7 +14,19 @@ import traces
 
 from sparse_lavida_jax import config, diffusion, orders
 from sparse_lavida_jax.diffusion import ABSENT
-from sparse_lavida_jax.layout import GIVEN_BLOCK, NO_CELL, PROMPT_BLOCK
+from sparse_lavida_jax.layout import (
+    GIVEN_BLOCK,
+    NO_CELL,
+    NO_EMBEDDING,
+    NO_FEATURE,
+    PROMPT_BLOCK,
+    Answer,
+    Blank,
+    Response,
+    Source,
+    Text,
+    Vision,
+)
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 LENGTH = 16
@@ -262,6 +275,219 @@ def test_a_group_without_pictures_has_no_generation_stream():
     assert batch.generation is None
     assert batch.image_weight is None
     assert batch.pixels is None
+
+
+# ---------------------------------------------------------------------------------------------
+# The released objective.
+
+
+def released(codes_per_token=4, *, prompt_drop=0.0, source_drop=0.0, **diffusion_settings):
+    return config.Config(
+        model=tiny.model_settings(codes_per_token=codes_per_token),
+        data=config.Data(prompt_drop=prompt_drop, source_drop=source_drop),
+        diffusion=config.Diffusion(
+            corruption="released", attention="full", weighting="mean", **diffusion_settings
+        ),
+    )
+
+
+def a_sequence(settings, seed=0, *, picture=True, code_weight=None):
+    """Returns a sequence with everything that one can hold."""
+    rng, model = np.random.default_rng(seed), settings.model
+    cells = (tiny.IMAGE_LEN, model.codes_per_token)
+    seen = rng.integers(0, 256, (1, tiny.VISION.image_size, tiny.VISION.image_size, 3), np.uint8)
+    parts = (
+        Text(np.array([2])),
+        Vision(tiny.VISION.num_tokens),
+        Source(rng.integers(0, model.codebook_size, cells)),
+        Text(np.array([10, 11])),
+        Answer(np.array([12, 13, 14])),
+        Text(np.array([15]), keep=True),
+        Response(tiny.IMAGE_LEN if picture else 0),
+        Answer(np.array([4, 0, 0, 0])),
+        Blank(2),
+    )
+    codes = rng.integers(0, model.codebook_size, cells if picture else (0, cells[1]))
+    return diffusion.Sequence(parts, codes, code_weight, (seen,))
+
+
+def by_hand(sequence, drawn, settings, *, inverse=False):
+    """Returns {position: (token, index, target, weight)} of both streams, one by one."""
+    model, text, image = settings.model, {}, {}
+    drop_prompt = drawn.prompt < settings.data.prompt_drop
+    drop_source = drawn.source < settings.data.source_drop
+    # The policy of these tests is uniform.
+    limits = [
+        max(0.001 + 0.999 * t, min(noise.reshape(-1), default=9.0))
+        for t, noise in (
+            (drawn.text_time, drawn.text_noise), (drawn.image_time, drawn.image_noise),
+        )
+    ]  # fmt: skip
+    mask, at = model.text_mask_id, 0
+    for part in sequence.parts:
+        if isinstance(part, Source):
+            for cell, codes in enumerate(part.codes.tolist()):
+                if drop_source:
+                    text[at + cell] = (mask, NO_FEATURE, 0)
+                else:
+                    image[at + cell] = (codes, cell, [0] * len(codes))
+            at += len(part.codes)
+        elif isinstance(part, Response):
+            for cell, codes in enumerate(sequence.codes.tolist()):
+                hidden = [(x <= limits[1]) != inverse for x in drawn.image_noise[cell]]
+                tokens = [
+                    model.image_mask_id if h else c for h, c in zip(hidden, codes, strict=True)
+                ]
+                image[at + cell] = (tokens, cell, [float(h) for h in hidden])
+            at += part.num_tokens
+        else:
+            for i in range(len(part.ids) if hasattr(part, "ids") else part.num_tokens):
+                if isinstance(part, Answer):
+                    masked = (drawn.text_noise[at] <= limits[0]) != inverse
+                    text[at] = (mask if masked else part.ids[i], NO_FEATURE, float(masked))
+                elif drop_prompt and not getattr(part, "keep", False):
+                    text[at] = (mask, NO_FEATURE, 0)
+                elif isinstance(part, Text):
+                    text[at] = (part.ids[i], NO_FEATURE, 0)
+                else:
+                    text[at] = (mask, i if isinstance(part, Vision) else NO_EMBEDDING, 0)
+                at += 1
+    return text, image
+
+
+def held(stream, weight, row):
+    """Returns {position: (token, index, weight)} of the tokens of a row that are no padding."""
+    real = stream.layout.block[row] != PAD_BLOCK
+    assert (stream.layout.block[row][real] == PROMPT_BLOCK).all()
+    assert (stream.layout.horizon[row][real] == PROMPT_BLOCK).all()
+    columns = (stream.tokens[row], stream.index[row], weight[row])
+    return {
+        int(position): tuple(column[slot].tolist() for column in columns)
+        for slot, position in zip(
+            np.flatnonzero(real), stream.layout.position[row][real], strict=True
+        )
+    }
+
+
+SHAPE = diffusion.RowShape(30, 20)
+
+
+@pytest.mark.parametrize("complementary", [False, True])
+@pytest.mark.parametrize("codes_per_token", [1, 4])
+def test_whole_sequences_are_masked_as_released(codes_per_token, complementary):
+    settings = released(
+        codes_per_token, prompt_drop=0.4, source_drop=0.4, complementary=complementary
+    )
+    rng = np.random.default_rng(0)
+    sequences = [a_sequence(settings, seed, picture=seed % 4 > 0) for seed in range(16)]
+    draws = [diffusion.draw(rng, sequence) for sequence in sequences]
+    batch = diffusion.batch_sequences(sequences, draws, SHAPE, settings)
+    assert batch.predicts == "both"
+    assert len(batch.text_total) == 16 * (1 + complementary)
+    for row in range(len(batch.text_total)):
+        text, image = by_hand(sequences[row % 16], draws[row % 16], settings, inverse=row >= 16)
+        assert held(batch.understanding, batch.text_weight, row) == text
+        assert held(batch.generation, batch.image_weight, row) == image
+        assert batch.text_total[row] == sum(weight for *_, weight in text.values())
+        of_codes = sum(sum(weights) for *_, weights in image.values())
+        assert batch.image_total[row] == of_codes / codes_per_token
+        np.testing.assert_array_equal(batch.pixels[row], sequences[row % 16].views[0])
+    drops = {(d.prompt < 0.4, d.source < 0.4) for d in draws}
+    assert len(drops) == 4, "the seed shows every combination of drops"
+
+
+def test_targets_are_the_clean_text_and_codes():
+    settings = released()
+    sequence = a_sequence(settings)
+    drawn = diffusion.draw(np.random.default_rng(3), sequence)
+    batch = diffusion.batch_sequences([sequence], [drawn], SHAPE, settings)
+    masked = batch.text_weight[0] > 0
+    answers = np.concatenate([p.ids for p in sequence.parts if isinstance(p, Answer)])
+    shown = batch.understanding.index[0] == NO_FEATURE
+    assert masked.any() and set(batch.text_target[0][masked]) <= set(answers)
+    clean = np.where(masked, batch.text_target[0], batch.understanding.tokens[0])[shown]
+    texts = [p.ids for p in sequence.parts if isinstance(p, Text | Answer)]
+    np.testing.assert_array_equal(clean[: sum(map(len, texts))], np.concatenate(texts))
+    picture = slice(tiny.IMAGE_LEN, 2 * tiny.IMAGE_LEN)
+    np.testing.assert_array_equal(batch.image_target[0, picture], sequence.codes)
+
+
+def test_the_lowest_number_masks_where_the_time_masks_nothing():
+    settings = released()
+    sequence = a_sequence(settings)
+    drawn = diffusion.draw(np.random.default_rng(0), sequence)
+    last_answer = sequence.length - 3  # behind it two blanks
+    noise = np.full(sequence.length, 0.9)
+    noise[last_answer] = 0.5
+    codes = np.full(sequence.codes.shape, 0.9)
+    codes[4, 2] = 0.5
+    drawn = dataclasses.replace(
+        drawn, text_time=0.0, image_time=0.0, text_noise=noise, image_noise=codes
+    )
+    batch = diffusion.batch_sequences([sequence], [drawn], SHAPE, settings)
+    assert batch.text_total == 1 and batch.image_total == 0.25
+    (slot,) = np.flatnonzero(batch.text_weight[0])
+    assert batch.understanding.layout.position[0, slot] == last_answer
+    assert np.argwhere(batch.image_weight[0]).tolist() == [[tiny.IMAGE_LEN + 4, 2]]
+
+
+@pytest.mark.parametrize("policy", ["uniform", "cosine", "logit_normal", "mode"])
+def test_the_probability_of_a_mask_is_the_time_squeezed_above_a_thousandth(policy):
+    for u in (0.0, 0.2, 0.5, 0.97, 1.0):
+        t, _ = diffusion.time_from_uniform(policy, u)
+        p = diffusion.mask_probability(policy, u)
+        assert 1e-3 <= p <= 1
+        np.testing.assert_allclose(p, 1e-3 + 0.999 * t, atol=1e-6 if t > 1e-3 else 1e-3)
+
+
+def test_weights_of_codes_have_a_mean_of_1_over_the_masked_ones_of_each_picture():
+    settings = released()
+    shape = (tiny.IMAGE_LEN, 4)
+    rng = np.random.default_rng(0)
+    maps = [np.where(rng.random(shape) < 0.3, 5.0, 1.0), np.ones(shape), None]
+    sequences = [a_sequence(settings, i, code_weight=w) for i, w in enumerate(maps)]
+    draws = [diffusion.draw(rng, sequence) for sequence in sequences]
+    batch = diffusion.batch_sequences(sequences, draws, SHAPE, settings)
+    picture = slice(tiny.IMAGE_LEN, 2 * tiny.IMAGE_LEN)
+    for row, weights in enumerate(maps):
+        masked = batch.generation.tokens[row, picture] == settings.model.image_mask_id
+        weight = batch.image_weight[row, picture]
+        assert not weight[~masked].any()
+        expected = np.ones(shape) if weights is None else weights / weights[masked].mean()
+        np.testing.assert_allclose(weight[masked], expected[masked], rtol=1e-6)
+        np.testing.assert_allclose(batch.image_total[row], masked.sum() / 4, rtol=1e-6)
+
+
+def test_weights_do_nothing_where_none_is_above_1():
+    settings = released()
+    weights = np.linspace(0.1, 1.0, tiny.IMAGE_LEN * 4).reshape(-1, 4)
+    sequences = [a_sequence(settings, code_weight=w) for w in (weights, None)]
+    drawn = diffusion.draw(np.random.default_rng(0), sequences[0])
+    batch = diffusion.batch_sequences(sequences, [drawn] * 2, SHAPE, settings)
+    np.testing.assert_array_equal(*batch.image_weight)
+
+
+def test_a_batch_without_pictures_or_without_a_loss_on_text_predicts_one_stream():
+    settings = released()
+    text_alone = a_sequence(settings, picture=False)
+    whole = a_sequence(settings)
+    mute = released(text_loss=False)
+
+    def predicts(sequences, settings):
+        draws = [diffusion.draw(np.random.default_rng(0), s) for s in sequences]
+        return diffusion.batch_sequences(sequences, draws, SHAPE, settings).predicts
+
+    assert predicts([text_alone, text_alone], settings) == "understanding"
+    assert predicts([text_alone, whole], settings) == "both"
+    assert predicts([text_alone, whole], mute) == "generation"
+
+
+def test_draws_of_another_length_are_refused():
+    settings = released()
+    long, short = a_sequence(settings), a_sequence(settings, picture=False)
+    drawn = diffusion.draw(np.random.default_rng(0), short)
+    with pytest.raises(ValueError, match="draw one number for each token and one for each code"):
+        diffusion.batch_sequences([long], [drawn], SHAPE, settings)
 
 
 # ---------------------------------------------------------------------------------------------

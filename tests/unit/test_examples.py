@@ -139,3 +139,51 @@ def test_a_digit_is_its_grey_levels(encoder):
     example = encoder.digit_example(sample)
     np.testing.assert_array_equal(example.response, sample.codes)
     assert example.pixels is None
+
+
+# ---------------------------------------------------------------------------------------------
+# Whole sequences.
+
+
+@pytest.mark.parametrize("task", tasks.TASKS)
+def test_a_whole_sequence_stands_where_the_example_does(encoder, task):
+    for sample in samples(task):
+        example = encoder.scene_example(sample)
+        sequence = encoder.sequence(example)
+        row = laid_out(example, encoder)
+        whole = layout.prompt_row(
+            sequence.parts,
+            text_mask_id=encoder.model.text_mask_id,
+            codes_per_token=encoder.model.codes_per_token,
+        )
+        assert whole.length == sequence.length == row.length
+        np.testing.assert_array_equal(whole.source_position, row.source_position)
+        tokens = dict(zip(row.position.tolist(), row.ids.tolist(), strict=True))
+        place = row.response_position + np.arange(len(example.response))
+        if example.kind == "text":
+            tokens |= dict(zip(place.tolist(), example.response[:, 0].tolist(), strict=True))
+            assert len(sequence.codes) == 0
+        else:
+            assert whole.response_position == row.response_position
+            np.testing.assert_array_equal(sequence.codes, example.response)
+        assert dict(zip(whole.position.tolist(), whole.ids.tolist(), strict=True)) == tokens
+        assert (len(sequence.views) == 1) == (example.pixels is not None)
+
+
+@pytest.mark.parametrize("task", tasks.TASKS)
+def test_everything_behind_the_assistant_token_is_answered_but_what_is_given(encoder, task):
+    for sample in samples(task):
+        example = encoder.scene_example(sample)
+        row = layout.prompt_row(
+            encoder.sequence(example).parts, text_mask_id=1, codes_per_token=1, drop_prompt=True
+        )
+        (assistant,) = laid_out(example, encoder).position[
+            laid_out(example, encoder).ids == encoder.tokenizer.assistant_id
+        ]
+        given = np.zeros(row.length, bool)
+        if example.kind == "text":
+            start = laid_out(example, encoder).response_position
+            given[start : start + len(example.given)] = example.given
+        expected = (row.position > assistant) & ~given[row.position]
+        np.testing.assert_array_equal(row.is_answer, expected)
+        np.testing.assert_array_equal(row.ids == 1, row.position <= assistant)

@@ -17,7 +17,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = [
     {"config", "visibility"},
     {"layout"},
-    {"kernels", "orders"},
+    {"kernels", "orders", "choose"},
     {"models"},
     {"diffusion", "sample"},
     {"data", "optimizer", "metrics", "checkpoint", "runs"},

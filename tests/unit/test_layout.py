@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 
 from sparse_lavida_jax import layout
-from sparse_lavida_jax.layout import NO_FEATURE, Response, Source, Text, Vision
+from sparse_lavida_jax.layout import (
+    NO_EMBEDDING,
+    NO_FEATURE,
+    Answer,
+    Blank,
+    Response,
+    Source,
+    Text,
+    Vision,
+)
 from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON, visible
 
 MASK = 1
@@ -120,6 +129,25 @@ def test_features_are_counted_on_over_several_pictures():
     np.testing.assert_array_equal(made.feature, [0, 1, -1, 2, 3, 4])
 
 
+def test_tokens_of_a_picture_may_be_any_of_its_features():
+    """The second picture's features stand behind all of the first one's, used or not."""
+    parts = (Vision(4, np.array([0, 2, 5, 5]), 6), Vision(2), Vision(1, np.array([1]), 2))
+    made = row((*parts, Response(1)))
+    np.testing.assert_array_equal(made.feature, [0, 2, 5, 5, 6, 7, 9])
+    assert made.length == 8
+    assert (row((*parts, Response(1)), drop_prompt=True).feature == NO_FEATURE).all()
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "index", "num_features"),
+    [(2, [0, 1, 2], 3), (2, [0, 3], 3), (2, [-1, 0], 3), (3, None, 2)],
+)
+def test_features_that_a_picture_does_not_have_are_refused(num_tokens, index, num_features):
+    index = None if index is None else np.array(index)
+    with pytest.raises(ValueError, match="name one for each token, all of the picture"):
+        Vision(num_tokens, index, num_features)
+
+
 @pytest.mark.parametrize("responses", [0, 2])
 def test_a_prompt_without_exactly_one_response_is_refused(responses):
     with pytest.raises(ValueError, match="exactly one Response, got"):
@@ -155,3 +183,50 @@ def test_a_row_without_a_picture_gets_a_blank_one():
         layout.stack_pictures([None, picture]), np.stack([np.zeros_like(picture), picture])
     )
     assert layout.stack_pictures([None, None]) is None
+
+
+# ---------------------------------------------------------------------------------------------
+# Whole sequences.
+
+
+@pytest.mark.parametrize("drop_prompt", [False, True])
+def test_answers_are_never_dropped_and_blanks_become_masks(drop_prompt):
+    parts = (
+        Text(np.array([9])),
+        Answer(np.array([10, 11])),
+        Response(1),
+        Answer(np.array([12])),
+        Blank(2),
+    )
+    made = row(parts, drop_prompt=drop_prompt)
+    np.testing.assert_array_equal(made.ids, [MASK if drop_prompt else 9, 10, 11, 12, MASK, MASK])
+    np.testing.assert_array_equal(made.is_answer, [False, True, True, True, False, False])
+    blank = NO_FEATURE if drop_prompt else NO_EMBEDDING
+    np.testing.assert_array_equal(made.feature, [*[NO_FEATURE] * 4, blank, blank])
+    np.testing.assert_array_equal(made.position, [0, 1, 2, 4, 5, 6])
+    assert made.length == sum(map(layout.num_tokens, parts)) == 7
+
+
+def test_views_are_filled_up_to_those_of_the_longest_row():
+    first, second, third = (np.full((n, 2, 2, 3), n, np.uint8) for n in (1, 2, 4))
+    made = layout.stack_views([(first, second), (), (third,)])
+    np.testing.assert_array_equal(made[:, :, 0, 0, 0], [[1, 2, 2, 0], [0] * 4, [4] * 4])
+    assert layout.stack_views([(), ()]) is None
+
+
+@pytest.mark.parametrize("newline", [False, True])
+def test_stacked_features_are_those_of_the_same_place_in_the_same_view(newline):
+    """The oracle writes out what stands where: (picture, view, place), and the newlines."""
+    views, most, per_view = (2, 1, 3), 8, 4
+    own, seen, view = [], [], 0
+    for count in views:
+        own += [(view + v, place) for v in range(count) for place in range(per_view)]
+        own += ["newline"] * newline
+        view += count
+    seen = [(v, place) for v in range(most) for place in range(per_view)] + ["newline"] * newline
+    feature = np.array([NO_EMBEDDING, *range(len(own)), NO_FEATURE])
+    moved = layout.stacked_features(feature, views, most, per_view, newline=newline)
+    assert moved[0] == NO_EMBEDDING and moved[-1] == NO_FEATURE
+    assert [seen[index] for index in moved[1:-1]] == own
+    none = np.full(2, NO_FEATURE)
+    np.testing.assert_array_equal(layout.stacked_features(none, (), 3, 4, newline=newline), none)

@@ -97,10 +97,12 @@ def test_muon_takes_the_matrices_inside_the_network():
     for (name, leaf), chosen in zip(named(params).items(), axes, strict=True):
         if chosen is not None:
             inside[name] = (chosen.reduction_axis, chosen.output_axis)
-            assert inside[name] == (leaf.ndim - 2, leaf.ndim - 1)
-    for word in ("joint_layers", "split_layers", "vision.tower.layers", "image_embedding.code"):
+            # A convolution is a matrix from its window and channels to its channels.
+            window = (0, 1, 2) if leaf.ndim == 4 else leaf.ndim - 2
+            assert inside[name] == (window, leaf.ndim - 1)
+    for word in ("joint_layers", "split_layers", "tower.layers", "patch_embedding", "image_embedding.code"):
         assert any(word in name for name in inside), word
-    for word in ("text_embedding", "text_head", "logits", "patch_embedding", "norm", "register"):
+    for word in ("text_embedding", "text_head", "logits", "norm", "register"):
         assert not any(word in name for name in inside), word
 
 

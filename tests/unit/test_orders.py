@@ -201,3 +201,175 @@ def test_given_text_is_never_decoded_and_an_all_given_block_has_no_steps():
 def test_text_that_is_no_whole_number_of_blocks_is_refused():
     with pytest.raises(ValueError, match="Pad the response"):
         orders.text_plan(7, 3, 2)
+
+
+# ---------------------------------------------------------------------------------------------
+# As released.
+
+
+def test_a_schedule_is_rounded_as_the_release_rounds_it():
+    """In float32, factor by factor; in another order the third of a shift loses a token."""
+    assert orders.counts("shift", 8, 16, 1 / 3).tolist() == [5, 3, 3, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("name", orders.COOLING)
+def test_temperatures_fall_from_one_to_their_least(name):
+    left = orders.cooling(name, 9, 0.25, 5.0)
+    assert left[0] == pytest.approx(1.0, abs=1e-6)
+    assert left[-1] == (1.0 if name == "constant" else pytest.approx(0.25, abs=1e-3))
+    assert (np.diff(left) <= 0).all()
+    assert orders.cooling(name, 1, 0.25, 5.0).tolist() == [1.0]
+
+
+def test_an_exponential_temperature_is_that_of_the_schedule():
+    """The release asks for it under the name of another setting and never gets there."""
+    time = np.arange(5) / 4
+    expected = (1 - np.exp(-5 * (1 - time[:4]))) / (1 - np.exp(-5)) * 0.5 + 0.5
+    np.testing.assert_allclose(orders.cooling("exp", 5, 0.5, 3.0)[:4], expected, rtol=1e-6)
+
+
+def test_an_unknown_way_to_cool_lists_the_known_ones():
+    with pytest.raises(ValueError, match="constant, linear, cosine2, shift, exp"):
+        orders.cooling("quadratic", 4, 0.5, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("interval", "guided"),
+    [((0.0, 1.0), range(1, 11)), ((0.3, 0.7), range(3, 8)), ((0.35, 0.79), range(3, 8)),
+     ((0.0, 0.05), range(0)), ((1.0, 1.0), [10])],
+)  # fmt: skip
+def test_steps_count_from_one_and_bounds_are_inside(interval, guided):
+    steps = np.flatnonzero(orders.guided_steps(interval, 10)) + 1
+    assert steps.tolist() == list(guided)
+
+
+def test_segments_are_cut_where_guidance_sets_in_or_out():
+    plan = orders.image_plan(np.arange(6), schedule="linear", num_steps=6, shift=1.0)
+    parts = orders.segments(plan, passes_clean="all", passes_rest=True, max_segments=1)
+    guided = np.array([False, True, True, False, False, False, True])
+    share = np.arange(7, dtype=np.float32)
+    cut = orders.with_steps(parts, guided=guided, noise=share, temperature=share + 10)
+    assert [part.guided.tolist() for part in cut] == [[False], [True, True], [False] * 3]
+    assert [part.block.tolist() for part in cut] == [[2], [3, 4], [5, 6, 7]]
+    assert np.concatenate([part.noise for part in cut]).tolist() == list(range(6))
+    assert cut[1].temperature.tolist() == [11, 12]
+    np.testing.assert_array_equal(np.concatenate([part.decode for part in cut]), parts[0].decode)
+
+
+def code_plan(h, w, side, *, num_steps, given=None):
+    """A plan of every row over the codes of h x w cells, and which cells are given."""
+    cells = np.zeros((2, h * w), bool) if given is None else given
+    codes = np.repeat(cells.reshape(2, h, w), side, axis=1).repeat(side, axis=2)
+    return orders.image_plan(
+        orders.order("random", h * side, w * side, 3),
+        schedule="shift",
+        num_steps=num_steps,
+        shift=5.0,
+        given=codes.reshape(2, -1),
+    ), cells
+
+
+@pytest.mark.parametrize(("h", "w", "side"), [(4, 4, 2), (3, 5, 2), (4, 3, 1)])
+@pytest.mark.parametrize("share", [0.0, 0.4])
+def test_every_step_passes_all_cells_and_commits_the_codes_of_the_plan(h, w, side, share):
+    given = np.random.default_rng(0).random((2, h * w)) < share
+    plan, given = code_plan(h, w, side, num_steps=7, given=given)
+    parts = orders.code_segments(plan, h, w, side)
+    most = (~given).sum(axis=1).max()
+    for part in parts:
+        for i, block in enumerate(part.block):
+            assert part.decode.shape[-1] + part.rest.shape[-1] == most
+            for row in range(2):
+                passed = np.concatenate([part.decode[i, row], part.rest[i, row]])
+                assert sorted(passed[passed >= 0]) == np.flatnonzero(~given[row]).tolist()
+                codes = {
+                    (cell // w * side + j // side) * (w * side) + cell % w * side + j % side
+                    for cell, chosen in zip(
+                        part.decode[i, row], part.candidates[i, row], strict=True
+                    )
+                    for j in np.flatnonzero(chosen)
+                }
+                assert codes == set(np.flatnonzero(plan.decoded_at[row] == block))
+                assert part.count[i, row] == len(codes)
+    assert sum(part.num_steps for part in parts) == plan.num_steps
+    assert all(part.clean.shape[-1] == 0 for part in parts)
+
+
+def test_the_largest_picture_predicts_few_of_the_cells_it_passes():
+    plan = orders.image_plan(
+        orders.order("stratified", 64, 64, 42), schedule="shift", num_steps=64, shift=5.0
+    )
+    parts = orders.code_segments(plan, 32, 32, 2)
+    assert len(parts) <= 7
+    assert {part.decode.shape[-1] + part.rest.shape[-1] for part in parts} == {1024}
+    assert sum(part.decode.size for part in parts) < 64 * 1024 / 6
+
+
+def test_by_confidence_every_code_is_a_candidate_of_every_step():
+    plan, given = code_plan(2, 3, 2, num_steps=5)
+    (part,) = orders.code_segments(plan, 2, 3, 2, by_confidence=True)
+    assert part.decode.tolist() == [[list(range(6))] * 2] * 5
+    assert part.candidates.shape == (5, 2, 6, 4)
+    assert part.candidates.all()
+    assert part.count[:, 0].tolist() == orders.counts("shift", 5, 24, 5.0).tolist()
+    given = ~given
+    given[0, 2] = False
+    plan, _ = code_plan(2, 3, 2, num_steps=5, given=given)
+    (part,) = orders.code_segments(plan, 2, 3, 2, by_confidence=True)
+    assert part.decode[0].tolist() == [[2], [-1]]
+    assert part.count[:, 0].sum() == 4
+    assert not part.count[:, 1].any()
+
+
+def test_nothing_left_to_decode_is_no_segment():
+    plan, _ = code_plan(2, 2, 2, num_steps=3, given=np.ones((2, 4), bool))
+    assert orders.code_segments(plan, 2, 2, 2) == []
+    assert orders.code_segments(plan, 2, 2, 2, by_confidence=True) == []
+
+
+def test_a_text_block_follows_a_schedule_of_its_own_masked_tokens():
+    given = np.zeros((2, 8), bool)
+    given[1, :5] = True
+    parts = orders.text_plan(8, 8, 4, given, schedule="shift", shift=3.0)
+    counts = np.concatenate([part.count for part in parts])
+    assert counts[:, 0].tolist() == orders.counts("shift", 4, 8, 3.0).tolist()
+    assert counts[:, 1].tolist() == [*orders.counts("shift", 4, 3, 3.0), 0]
+
+
+def test_the_dual_cache_keeps_everything_outside_the_text_block():
+    parts = orders.text_plan(6, 2, 2, passes_clean="all", refreshes=True, passes_given=True)
+    assert [part.refresh.tolist() for part in parts] == [[True], [False]] * 3
+    assert [part.clean[0, 0].tolist() for part in parts[::2]] == [
+        [2, 3, 4, 5], [0, 1, 4, 5], [0, 1, 2, 3],
+    ]  # fmt: skip
+    assert all(part.clean.shape[-1] == 0 for part in parts[1::2])
+    assert all(part.rest.shape[-1] == 0 for part in parts)
+    assert [part.decode[0, 0].tolist() for part in parts[1::2]] == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_the_prefix_cache_keeps_what_stands_before_the_text_block():
+    parts = orders.text_plan(6, 2, 2, passes_clean="all", refreshes=True, passes_rest=True)
+    assert [part.clean[0, 0].tolist() for part in parts] == [[], [], [0, 1], [], [0, 1, 2, 3], []]
+    assert [part.rest[0, 0].tolist() for part in parts] == [
+        [2, 3, 4, 5], [2, 3, 4, 5], [4, 5], [4, 5], [], [],
+    ]  # fmt: skip
+
+
+def test_given_text_is_passed_where_it_is_not_in_the_prompt():
+    given = np.array([[False, True, False, False, True, True]])
+    options = {"passes_clean": "all", "passes_rest": True}
+    first, second = orders.text_plan(6, 2, 2, given, passes_given=True, **options)
+    assert first.decode[0, 0].tolist() == [0, 1]
+    assert first.rest[0, 0].tolist() == [2, 3, 4, 5]
+    assert first.count[:, 0].tolist() == [1]
+    assert second.clean[0, 0].tolist() == [0, 1]
+    assert second.rest[0, 0].tolist() == [4, 5]
+
+
+def test_leftovers_of_earlier_text_blocks_stay_candidates():
+    parts = orders.text_plan(4, 2, 2, leftovers=True)
+    assert [part.decode[0, 0].tolist() for part in parts] == [[0, 1, 2, 3]] * 2
+    assert [part.candidates[0, 0, :, 0].tolist() for part in parts] == [
+        [True, True, False, False], [True] * 4,
+    ]  # fmt: skip
+    assert [part.count[:, 0].tolist() for part in parts] == [[1, 1]] * 2

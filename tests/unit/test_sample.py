@@ -10,7 +10,7 @@ import pytest
 import tiny
 import traces
 
-from sparse_lavida_jax import config, orders, sample
+from sparse_lavida_jax import choose, config, layout, orders, sample
 from sparse_lavida_jax.layout import GIVEN_BLOCK, NO_FEATURE, PROMPT_BLOCK
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
@@ -40,6 +40,19 @@ def test_presets_are_the_letters_of_their_names(name):
     assert dataclasses.astuple(sample.preset(name)) == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "letters"), [("prefix", "p"), ("fast_dllm_prefix", "pr"), ("fast_dllm_dual", "prt")]
+)
+def test_presets_of_text_cache_under_full_attention(name, letters):
+    asked = config.Sampling(text_preset=name)
+    text = sample.step_settings(asked, SETTINGS, "text")
+    assert dataclasses.astuple(text.preset) == (*(letter in letters for letter in "prt"), True)
+    assert text.num_registers == 0
+    assert text.preset.passes_given
+    assert text.preset.refreshes == ("r" in letters)
+    assert sample.step_settings(asked, SETTINGS, "image").preset == sample.preset("sparse")
+
+
 def test_an_unknown_preset_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="preset 'prt' is unknown: use one of dense, none"):
         sample.preset("prt")
@@ -60,6 +73,7 @@ def test_default_preset_follows_the_checkpoint(trained, name):
         ("image", False, 2.0, 0.0, 2),
         ("image", True, 2.0, 1.0, 3),
         ("image", True, 0.0, 1.0, 3),
+        ("image", False, 0.0, 1.0, 1),
         ("image", True, 0.0, 0.0, 1),
         ("text", True, 2.0, 1.0, 1),
     ],
@@ -80,29 +94,50 @@ def test_temperature_is_that_of_the_kind():
     assert sample.step_settings(asked, SETTINGS, "text").temperature == 0.6
 
 
+@pytest.mark.parametrize(
+    ("asked", "kind", "choice"),
+    [
+        ({}, "image", sample.Choice("all")),
+        ({"order": "confidence"}, "image", sample.Choice("count", noisy=True)),
+        ({"order": "confidence", "confidence_noise": 0.0}, "image", sample.Choice("count")),
+        ({}, "text", sample.Choice("count")),
+        (
+            {"text_commit": "factor", "text_factor": 2.0, "text_confidence": "margin"},
+            "text",
+            sample.Choice("factor", 2.0, "margin"),
+        ),
+        ({"text_commit": "threshold"}, "text", sample.Choice("threshold", 0.9)),
+    ],
+)
+def test_what_is_committed_is_as_configured(asked, kind, choice):
+    found = sample.step_settings(config.Sampling(**asked), SETTINGS, kind).choice
+    assert found == choice
+    assert found.ends_early == (choice.commit in ("threshold", "factor"))
+
+
 def test_text_commits_the_most_probable_masked_candidates():
     rng = np.random.default_rng(0)
     for _ in range(20):
         probability = rng.random((3, 6, 2)).astype(np.float32)
-        masked, count = rng.random((3, 6)) < 0.7, rng.integers(0, 7, 3)
-        chosen = sample.commit_most_confident(*map(jnp.asarray, (probability, masked, count)))
+        masked, count = rng.random((3, 6, 2)) < 0.7, rng.integers(0, 13, 3)
+        chosen = choose.commit_most_confident(*map(jnp.asarray, (probability, masked, count)))
         for row in range(3):
             candidates = sorted(
-                np.flatnonzero(masked[row]), key=lambda i: -min(probability[row, i])
+                np.flatnonzero(masked[row]), key=lambda i: -probability[row].ravel()[i]
             )
             assert set(np.flatnonzero(chosen[row])) == set(candidates[: count[row]])
 
 
 def test_text_commits_the_first_of_equally_probable_candidates():
-    probability, masked = jnp.full((1, 4, 1), 0.5), jnp.array([[False, True, True, True]])
-    chosen = sample.commit_most_confident(probability, masked, jnp.array([2]))
-    np.testing.assert_array_equal(chosen, [[False, True, True, False]])
+    masked = jnp.array([False, True, True, True]).reshape(1, 4, 1)
+    chosen = choose.commit_most_confident(jnp.full((1, 4, 1), 0.5), masked, jnp.array([2]))
+    np.testing.assert_array_equal(chosen[0, :, 0], [False, True, True, False])
 
 
 def test_images_commit_what_the_plan_chose():
-    masked = jnp.array([[True, False, True]])
+    masked = jnp.array([True, False, True]).reshape(1, 3, 1)
     np.testing.assert_array_equal(
-        sample.commit_all(jnp.zeros((1, 3, 1)), masked, jnp.array([1])), masked
+        choose.commit_all(jnp.zeros((1, 3, 1)), masked, jnp.array([1])), masked
     )
 
 
@@ -367,6 +402,428 @@ def has_ended(moment: traces.Moment, row: int) -> bool:
         if token == SETTINGS.end_of_text_id:
             return True
     return False
+
+
+# ---------------------------------------------------------------------------------------------
+# As released: codes one by one, chosen by order or by confidence.
+
+CODES = tiny.model_settings(codes_per_token=4, trained_attention="full")
+
+
+def code_run(requests, seed=0, **asked):
+    """Returns (plan, settings, recorded codes and noise) of the dense preset on the code grid."""
+    sampling = config.Sampling(grid="code", temperature=0.8, num_steps=5, **asked)
+    settings = sample.step_settings(sampling, CODES, "image")
+    given = np.stack([request.given for request in requests])
+    plan = sample.plan(sampling, settings, CODES, given, 1)
+    rng = np.random.default_rng(seed)
+    shape = (sum(part.num_steps for part in plan), *given.shape, 4)
+    draws = sample.Draws(
+        codes=rng.integers(0, CODES.codebook_size, shape).astype(np.int32),
+        confidence=rng.gumbel(size=shape).astype(np.float32),
+    )
+    return plan, settings, draws
+
+
+def code_requests(*shares):
+    return [
+        tiny.request("image", CODES, i, words=3 + i, given=share) for i, share in enumerate(shares)
+    ]
+
+
+def steps_apart(plan):
+    return [part.steps(i, i + 1) for part in plan for i in range(part.num_steps)]
+
+
+def canvases(model, requests, plan, settings, **options):
+    """Returns the canvas after every step [k b l g]."""
+    shown = []
+    traces.finished(
+        model, requests, steps_apart(plan), settings,
+        on_segment=lambda canvas, _: shown.append(canvas), **options,
+    )  # fmt: skip
+    return np.stack(shown)
+
+
+def test_recorded_codes_come_out_at_the_step_of_the_order():
+    """Inpainting too: the order leaves the given cells out, wherever they stand in it."""
+    requests = code_requests(0.0, 0.5)
+    plan, settings, draws = code_run(requests)
+    shown = canvases(tiny.denoiser(CODES), requests, plan, settings, draws=draws)
+    grid = CODES.grid_size * CODES.codes_side
+    order = layout.cells_from_codes(
+        np.argsort(orders.order("stratified", grid, grid, 42)).reshape(1, grid, grid), 2
+    )[0]
+    for row, request in enumerate(requests):
+        rank = np.argsort(np.argsort(np.where(request.given[:, None], 999, order), axis=None))
+        rank = rank.reshape(order.shape)
+        counts = orders.counts("shift", 5, int((~request.given).sum()) * 4, 3.0)
+        for step, done in enumerate(np.cumsum(counts)):
+            fresh = (rank < done) & (rank >= done - counts[step]) & ~request.given[:, None]
+            np.testing.assert_array_equal(shown[step, row][fresh], draws.codes[step, row][fresh])
+            still = (rank >= done) & ~request.given[:, None]
+            np.testing.assert_array_equal(shown[step, row] == CODES.image_mask_id, still)
+        np.testing.assert_array_equal(shown[-1, row][request.given], request.tokens[request.given])
+    known = shown[1] != CODES.image_mask_id
+    assert (known.any(axis=-1) & ~known.all(axis=-1)).any(), "cells known in part"
+
+
+def test_a_cell_is_decoded_when_its_last_code_is():
+    requests = code_requests(0.0)
+    plan, settings, _ = code_run(requests)
+    steps, canvas = traces.moments(tiny.denoiser(CODES), requests, steps_apart(plan), settings)
+    for moment in steps:
+        whole = (moment.canvas != CODES.image_mask_id).all(axis=-1)
+        np.testing.assert_array_equal(moment.decoded_at != sample.NOT_DECODED, whole)
+    assert (canvas < CODES.codebook_size).all()
+
+
+def test_what_is_predicted_does_not_depend_on_what_is_passed_beside_it():
+    """The plan that predicts few cells a step, and the one that predicts all of them."""
+    requests, model = code_requests(0.0), tiny.denoiser(CODES)
+    plan, settings, _ = code_run(requests)
+    all_cells = []
+    for part in steps_apart(plan):
+        cells = np.concatenate([part.decode, part.rest], axis=-1)
+        more = np.zeros((*part.rest.shape, 4), bool)
+        candidates = np.concatenate([part.candidates, more], axis=-2)
+        nothing = part.rest[..., :0]
+        all_cells.append(
+            dataclasses.replace(part, decode=cells, candidates=candidates, rest=nothing)
+        )
+    few, every = (canvases(model, requests, p, settings) for p in (plan, all_cells))
+    np.testing.assert_array_equal(few, every)
+
+
+def test_the_surest_codes_are_committed_with_recorded_noise():
+    requests, model = code_requests(0.0, 0.4), tiny.denoiser(CODES)
+    plan, settings, draws = code_run(requests, order="confidence", confidence_noise=2.0)
+    draws = dataclasses.replace(draws, codes=None)
+    settings = dataclasses.replace(settings, temperature=0.0)
+    shown = canvases(model, requests, plan, settings, draws=draws)
+    before = np.where(
+        np.stack([r.given for r in requests])[..., None],
+        np.stack([r.tokens for r in requests]),
+        CODES.image_mask_id,
+    )
+    for step, (after, part) in enumerate(zip(shown, steps_apart(plan), strict=True)):
+        logits = logits_at(model, requests, before, settings)
+        shifted = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        probability = shifted.max(axis=-1) / shifted.sum(axis=-1)
+        sure = np.log(probability) + 2.0 * draws.confidence[step]
+        for row in range(2):
+            masked = np.flatnonzero(before[row] == CODES.image_mask_id)
+            ranked = sorted(masked, key=lambda i, row=row, sure=sure: -sure[row].ravel()[i])
+            expected = before[row].copy().ravel()
+            chosen = ranked[: part.count[0, row]]
+            expected[chosen] = logits[row].argmax(axis=-1).ravel()[chosen]
+            np.testing.assert_array_equal(after[row].ravel(), expected)
+        before = after
+
+
+def logits_at(model, requests, canvas, settings):
+    """Returns the logits [b l g v] of all cells of a canvas, in one pass of everything."""
+    prompt = jax.tree.map(jnp.asarray, sample.prepare(
+        requests, "image", model.settings, with_given=False
+    ))  # fmt: skip
+    batch, length = shape = canvas.shape[:2]
+    state = sample.SamplerState(
+        jnp.asarray(canvas, jnp.int32),
+        jnp.full(shape, sample.NOT_DECODED),
+        jax.vmap(jax.random.key)(np.zeros(batch, int)),
+        None,
+        None,
+        jnp.int32(0),
+    )
+    every = jnp.broadcast_to(jnp.arange(length)[None], shape)
+    none = jnp.zeros((batch, 0), jnp.int32)
+    now = sample.StepTokens(
+        jnp.int32(2), none, every, jnp.ones((*shape, 1), bool), none,
+        jnp.zeros(batch, jnp.int32), jnp.float32(0), jnp.float32(1),
+    )  # fmt: skip
+    return np.asarray(tiny.quick_jit(sample.step_logits, static_argnames=("settings",))(
+        model, state, now, prompt, settings=settings
+    )[0])  # fmt: skip
+
+
+def test_whole_cells_may_be_chosen_by_confidence():
+    model = tiny.denoiser(tiny.model_settings(codes_per_token=4))
+    requests = [tiny.request("image", model.settings, 0, words=3)]
+    sampling = config.Sampling(preset="p", order="confidence", num_steps=4)
+    settings = sample.step_settings(sampling, model.settings, "image")
+    plan = sample.plan(sampling, settings, model.settings, requests[0].given[None], 1)
+    shown = canvases(model, requests, plan, settings)[:, 0] < model.settings.codebook_size
+    np.testing.assert_array_equal(shown.all(axis=-1), shown.any(axis=-1))
+    expected = np.cumsum(orders.counts("shift", 4, 9, 3.0))
+    np.testing.assert_array_equal(shown.all(axis=-1).sum(axis=-1), expected)
+
+
+@pytest.mark.parametrize("name", ["r", "t", "sparse"])
+def test_the_confidence_order_is_refused_where_not_all_cells_are_passed(name):
+    sampling = config.Sampling(preset=name, order="confidence")
+    settings = sample.step_settings(sampling, SETTINGS, "image")
+    with pytest.raises(config.ConfigError, match="dense, none or p"):
+        sample.plan(sampling, settings, SETTINGS, np.zeros((1, 9), bool), 1)
+
+
+@pytest.mark.parametrize("name", ["dense", "p"])
+def test_outside_its_interval_guidance_does_not_act(name):
+    """Without a cache the other rows are not even passed."""
+    model, requests = tiny.denoiser(SETTINGS), image_requests(3, 6)
+    given = np.stack([request.given for request in requests])
+    asked = {"preset": name, "guidance": 3.0, "num_steps": 4}
+
+    def moments(**more):
+        sampling = config.Sampling(**asked, **more)
+        settings = sample.step_settings(sampling, SETTINGS, "image")
+        plan = sample.plan(sampling, settings, SETTINGS, given, 1)
+        return traces.moments(model, requests, plan, settings)[0]
+
+    part, whole, never = (
+        moments(guidance_interval=interval) for interval in ((0.5, 0.5), (0.0, 1.0), (0.0, 0.0))
+    )
+    asked["guidance"] = 0.0
+    without = moments()
+    np.testing.assert_allclose(part[0].logits, without[0].logits, rtol=0, atol=2e-5)
+    for step in range(4):
+        np.testing.assert_array_equal(never[step].canvas, without[step].canvas)
+        np.testing.assert_allclose(never[step].logits, without[step].logits, rtol=0, atol=2e-5)
+    assert np.abs(part[0].logits - whole[0].logits).max() > 0.1
+    # The second step is guided; the first drew the same, because its logits are those.
+    np.testing.assert_array_equal(part[1].canvas, without[1].canvas)
+    assert np.abs(part[1].logits - without[1].logits).max() > 0.1
+
+
+# ---------------------------------------------------------------------------------------------
+# As released: the rows of an edit.
+
+
+@pytest.mark.parametrize(
+    ("edit_guidance", "cells", "features", "words"),
+    [
+        ("source", 9, 0, [False, True]),
+        ("source_only", 9, 0, [False, False]),
+        ("no_source", 0, tiny.VISION.num_tokens, [True, True]),
+        ("no_picture", 0, 0, [True, True]),
+        ("no_text", 9, tiny.VISION.num_tokens, [False, False]),
+    ],
+)
+def test_the_second_row_of_an_edit_keeps_what_is_asked_for(edit_guidance, cells, features, words):
+    asked = tiny.request("image", SETTINGS, 0, words=3, vision=True, source=True)
+    prompt = sample.prepare([asked], "image", SETTINGS, 3, edit_guidance=edit_guidance)
+    text, image = prompt.understanding, prompt.generation
+    assert (image.layout.block[1] != PAD_BLOCK).sum() == cells
+    assert (text.index[1] != NO_FEATURE).sum() == features
+    known = text.tokens[1][text.layout.block[1] != PAD_BLOCK] != SETTINGS.text_mask_id
+    kept = [part for part in asked.parts if isinstance(part, layout.Text) and part.keep]
+    said = [part for part in asked.parts if isinstance(part, layout.Text) and not part.keep]
+    assert known.sum() == sum(
+        len(part.ids) for parts, stays in zip((said, kept), words, strict=True) if stays
+        for part in parts
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("edit_guidance", sample.EDIT_DROPS)
+def test_the_second_row_pushes_or_is_averaged_with(edit_guidance):
+    settings = image_settings(guidance=0.7, guidance_image=0.4, has_source=True)
+    settings = dataclasses.replace(settings, edit_guidance=edit_guidance)
+    dropped, second, full = logits = np.random.default_rng(0).normal(size=(3, 1, 2, 1, 5))
+    pulled = full + 0.4 * (full - second)
+    if edit_guidance in ("no_source", "no_picture"):
+        pulled = (full + 0.4 * second) / 1.4
+    expected = pulled + 0.7 * (pulled - dropped)
+    found = sample._guide(jnp.asarray(logits, jnp.float32), settings)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+
+
+def test_pictures_may_be_given_as_views():
+    """A row with two views beside one with a plain picture, and that one alone."""
+    model = tiny.denoiser(SETTINGS)
+    plain = tiny.request("image", SETTINGS, 0, words=3, vision=True)
+    rng = np.random.default_rng(0)
+    views = rng.integers(0, 256, (2, *plain.pixels.shape), dtype=np.uint8)
+    index = np.array([0, 5, tiny.VISION.num_tokens + 1])
+    parts = (layout.Vision(3, index, 2 * tiny.VISION.num_tokens), *plain.parts[2:])
+    several = dataclasses.replace(plain, parts=parts, pixels=(views,))
+    prompt = sample.prepare([plain, several], "image", SETTINGS)
+    assert prompt.pixels.shape == (2, 2, *plain.pixels.shape)
+    alone = sample.prepare([plain], "image", SETTINGS)
+    first = []
+    for laid_out in (prompt, alone):
+        index = laid_out.understanding.index[0]
+        first.append(np.asarray(model.see(laid_out.pixels))[0][index[index != NO_FEATURE]])
+    assert len(first[0]) == tiny.VISION.num_tokens
+    np.testing.assert_allclose(*first, rtol=0, atol=1e-5)
+    seen = np.asarray(model.see(prompt.pixels))[1][prompt.understanding.index[1, :3]]
+    expected = np.asarray(model.see(views)).reshape(-1, SETTINGS.width)[parts[0].index]
+    np.testing.assert_allclose(seen, expected, rtol=0, atol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------
+# As released: text.
+
+
+def text_run(requests, block_len=tiny.TEXT_BLOCK_LEN, **asked):
+    """Returns (plan, settings) of a text."""
+    sampling = config.Sampling(**asked)
+    settings = sample.step_settings(sampling, SETTINGS, "text")
+    given = np.stack([request.given for request in requests])
+    return sample.plan(sampling, settings, SETTINGS, given, block_len), settings
+
+
+def wanting_masks(plan):
+    """Noise of which the mask token is by far the luckiest in the first step."""
+    steps = sum(part.num_steps for part in plan)
+    noise = np.zeros((steps, 1, tiny.TEXT_LEN, 1, SETTINGS.vocab_size), np.float32)
+    noise[0, ..., SETTINGS.text_mask_id] = 1e6
+    return sample.Draws(noise=noise)
+
+
+def test_text_never_becomes_a_mask_again():
+    requests = text_requests((3, 0.0))
+    plan, settings = text_run(requests, preset="dense", text_temperature=0.5, text_steps=2)
+    shown = canvases(
+        tiny.denoiser(SETTINGS), requests, plan, settings, draws=wanting_masks(plan),
+        stop_early=False,
+    )  # fmt: skip
+    left = (shown[:, 0, :, 0] == SETTINGS.text_mask_id).sum(axis=-1)
+    np.testing.assert_array_equal(left, [10, 8, 6, 4, 2, 0])
+
+
+def test_as_released_a_drawn_mask_waits_for_a_later_step():
+    requests = text_requests((3, 0.0))
+    asked = {"preset": "dense", "text_temperature": 0.5, "text_steps": 2}
+    plan, settings = text_run(requests, **asked, released_behaviour=True)
+    shown = canvases(tiny.denoiser(SETTINGS), requests, plan, settings, draws=wanting_masks(plan))
+    left = (shown[:, 0, :, 0] == SETTINGS.text_mask_id).sum(axis=-1)
+    np.testing.assert_array_equal(left, [12, 10, 8, 6, 4, 2])
+    assert (shown[3, 0, : 2 * tiny.TEXT_BLOCK_LEN] == SETTINGS.text_mask_id).sum() == 2
+
+
+def test_as_released_nothing_ends_at_end_of_text():
+    model, requests = tiny.denoiser(SETTINGS), text_requests((3, 0.0))
+    plan, settings = text_run(requests, preset="dense", text_steps=2, released_behaviour=True)
+    whole = traces.finished(model, requests, plan, settings)
+    twin = ends_at(model, whole[0], 0)
+    np.testing.assert_array_equal(traces.finished(twin, requests, plan, settings), whole)
+    # For people it ends there, in a batch that decodes the same tokens.
+    ended = dataclasses.replace(settings, released=False)
+    assert (traces.finished(twin, requests, plan, ended) == whole[0, 0, 0]).all()
+
+
+def test_the_steps_of_a_text_block_may_be_a_share_of_its_tokens():
+    requests = text_requests((3, 0.0))
+    plan, _ = text_run(requests, preset="dense", text_step_ratio=0.5)
+    assert [part.num_steps for part in plan] == [tiny.TEXT_BLOCK_LEN // 2] * 3
+    plan, _ = text_run(requests, preset="dense", text_step_ratio=0.01)
+    assert [part.num_steps for part in plan] == [1] * 3
+
+
+def seen_texts():
+    """Answers about a picture that is seen and stands in the prompt, with and without gaps."""
+    return [
+        tiny.request("text", SETTINGS, i, words=n, vision=True, source=True, given=share)
+        for i, (n, share) in enumerate(((3, 0.0), (5, 0.3)))
+    ]
+
+
+@pytest.mark.parametrize("name", ["fast_dllm_prefix", "fast_dllm_dual"])
+def test_the_first_step_of_a_text_block_is_a_full_pass(name):
+    model, requests = tiny.denoiser(SETTINGS), seen_texts()
+    plan, settings = text_run(requests, text_preset=name, text_steps=2, block_len=6)
+    steps, _ = traces.moments(model, requests, plan, settings)
+    refreshing = np.concatenate([part.refresh for part in plan])
+    assert refreshing.tolist() == [True, False] * 2
+    checked = 0
+    for moment, refresh in zip(steps, refreshing, strict=True):
+        if refresh:
+            now = full_pass(model, requests, moment)
+            np.testing.assert_allclose(moment.logits, now, rtol=0, atol=2e-5)
+            checked += moment.masked.sum()
+    assert checked > 12
+
+
+def full_pass(model, requests, moment):
+    """Returns what a pass of everything predicts for the masked tokens of a moment."""
+    asked = [
+        dataclasses.replace(
+            r, tokens=moment.canvas[i], given=moment.decoded_at[i] != sample.NOT_DECODED
+        )
+        for i, r in enumerate(requests)
+    ]
+    plan, settings = text_run(asked, tiny.TEXT_LEN, preset="dense", text_steps=1)
+    steps, _ = traces.moments(model, asked, plan, settings)
+    return steps[0].logits * moment.masked[..., None, None]
+
+
+def test_with_one_text_block_both_caches_hold_the_prompt_and_nothing_else():
+    model, requests = tiny.denoiser(SETTINGS), text_requests((3, 0.0), (6, 0.0))
+    found = []
+    for name in ("fast_dllm_prefix", "fast_dllm_dual"):
+        plan, settings = text_run(requests, tiny.TEXT_LEN, text_preset=name, text_steps=4)
+        found.append(traces.moments(model, requests, plan, settings)[0])
+    for prefix, dual in zip(*found, strict=True):
+        np.testing.assert_array_equal(prefix.canvas, dual.canvas)
+        np.testing.assert_allclose(prefix.logits, dual.logits, rtol=0, atol=2e-5)
+
+
+def test_the_dual_cache_keeps_later_text_blocks_as_they_were():
+    """The other one passes them again, and they see what was decoded meanwhile."""
+    model, requests = tiny.denoiser(SETTINGS), text_requests((3, 0.0))
+    steps = {}
+    for name in ("fast_dllm_prefix", "fast_dllm_dual"):
+        plan, settings = text_run(requests, text_preset=name, text_steps=2)
+        steps[name] = traces.moments(model, requests, plan, settings)[0]
+    first, second = (list(pair) for pair in zip(*(s[:2] for s in steps.values()), strict=True))
+    np.testing.assert_allclose(first[0].logits, first[1].logits, rtol=0, atol=2e-5)
+    np.testing.assert_array_equal(second[0].canvas, second[1].canvas)
+    assert np.abs(second[0].logits - second[1].logits).max() > 1e-4
+
+
+def test_a_prompt_cached_alone_does_not_see_the_response():
+    """In the first step it is all that differs from the dense preset."""
+    model, requests = tiny.denoiser(SETTINGS), seen_texts()
+    first = {}
+    for name in ("prefix", "dense"):
+        plan, settings = text_run(requests, text_preset=name, text_steps=2)
+        first[name] = traces.moments(model, requests, plan, settings)[0][0]
+    np.testing.assert_array_equal(first["prefix"].masked, first["dense"].masked)
+    assert np.abs(first["prefix"].logits - first["dense"].logits).max() > 1e-3
+
+
+def test_sure_text_blocks_end_early():
+    """As many passes as the rule needs, in one loop, and no token is left."""
+    model, requests = tiny.denoiser(SETTINGS), text_requests((3, 0.0), (5, 0.4))
+    for asked, passes in (
+        ({"text_commit": "factor", "text_factor": 1e6}, 3),
+        ({"text_commit": "threshold", "text_threshold": 0.0}, 3),
+        ({"text_commit": "threshold", "text_threshold": 1.0}, tiny.TEXT_LEN),
+    ):
+        plan, settings = text_run(requests, preset="dense", **asked)
+        done = []
+        canvas = traces.finished(
+            model, requests, plan, settings, stop_early=False,
+            on_segment=lambda _, passes, seen=done: seen.append(passes),
+        )  # fmt: skip
+        assert done[-1] == passes
+        assert (canvas != SETTINGS.text_mask_id).all()
+
+
+def test_random_confidence_is_the_recorded_one():
+    model, requests = tiny.denoiser(SETTINGS), text_requests((3, 0.0))
+    plan, settings = text_run(
+        requests, preset="dense", text_steps=tiny.TEXT_BLOCK_LEN, text_confidence="random"
+    )
+    sure = np.random.default_rng(0).random((tiny.TEXT_LEN, 1, tiny.TEXT_LEN, 1))
+    sure = np.broadcast_to(sure[:1], sure.shape).astype(np.float32)
+    shown = canvases(
+        model, requests, plan, settings, draws=sample.Draws(confidence=sure), stop_early=False
+    )
+    masked = shown[:, 0, :, 0] == SETTINGS.text_mask_id
+    decoded_in = (masked.sum(axis=0)).reshape(-1, tiny.TEXT_BLOCK_LEN)
+    expected = np.argsort(np.argsort(-sure[0, 0, :, 0].reshape(-1, tiny.TEXT_BLOCK_LEN)))
+    expected = expected + tiny.TEXT_BLOCK_LEN * np.arange(len(expected))[:, None]
+    np.testing.assert_array_equal(decoded_in, expected)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -88,6 +88,33 @@ def test_the_loss_averages_text_and_codes_apart_and_adds_them():
     np.testing.assert_allclose(logged["image_nll"], image_plain / image_count, rtol=1e-5)
 
 
+def test_codes_may_have_weights_of_their_own():
+    """Equal ones are the weight of their token; an oracle in loops for others."""
+    model = tiny.model_settings(codes_per_token=4)
+    params, batch = tiny.denoiser(model), a_text_and_an_image_row(model)
+    batch = dataclasses.replace(batch, text_weight=np.zeros_like(batch.text_weight))
+    shape = batch.image_target.shape
+    equal = np.broadcast_to(batch.image_weight[..., None], shape)
+    rng = np.random.default_rng(0)
+    other = equal * rng.uniform(0.5, 2.0, shape).astype(np.float32)
+
+    @tiny.quick_jit
+    def losses(params, batches):
+        plain = batches[0]
+        hidden, _ = params(plain.understanding, plain.generation, wanted="both")
+        logits = params.image_logits(hidden["generation"])
+        return [train.loss(params, weighted)[0] for weighted in batches], logits
+
+    batches = [dataclasses.replace(batch, image_weight=w) for w in (equal, other)]
+    (plain, same, weighted), logits = losses(params, [batch, *batches])
+    np.testing.assert_allclose(same, plain, rtol=1e-6)
+    nll = -log_softmax(logits)
+    total = sum(
+        other[place] * nll[(*place, batch.image_target[place])] for place in np.ndindex(shape)
+    )
+    np.testing.assert_allclose(weighted, total / (4 * tiny.IMAGE_LEN), rtol=1e-5)
+
+
 # ---------------------------------------------------------------------------------------------
 # One step.
 
@@ -114,6 +141,21 @@ def test_steps_on_one_batch_lower_its_loss(steps):
     losses = [logged["loss"] for logged in steps[2]]
     assert losses[-1] < 0.7 * losses[0]
     assert all("image_nll" in logged and "text_nll" not in logged for logged in steps[2])
+
+
+def test_the_released_objective_is_learned_text_and_pictures_together():
+    released = {"corruption": "released", "attention": "full", "weighting": "mean"}
+    settings = stand_ins.settings(diffusion=released, data={"tasks": {"draw": 1.0}})
+    batch = stand_ins.batches(settings).batch("draw", 0)
+    state, logs = train.init_state(settings, tiny.denoiser(settings.model)), []
+    for _ in range(12):
+        state, logged = train.train_step(
+            state, batch, np.float32(3e-3), settings=settings.optimizer
+        )
+        logs.append({name: float(value) for name, value in logged.items()})
+    for name in ("text_nll", "image_nll"):
+        assert logs[-1][name] < 0.7 * logs[0][name]
+    np.testing.assert_allclose(logs[0]["loss"], logs[0]["text_nll"] + logs[0]["image_nll"])
 
 
 def test_a_step_counts_and_changes_every_parameter_that_was_used(steps):

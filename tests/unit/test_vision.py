@@ -44,6 +44,13 @@ def test_a_tower_of_no_layers_has_as_many_tokens():
     assert run(tiny(num_layers=0), pictures(1)).shape == (1, 4, 12)
 
 
+def test_numbers_between_minus_1_and_1_are_taken_as_they_are():
+    seen = pictures(2)
+    numbers = np.asarray(seen, np.float64) / 127.5 - 1
+    expected = run(tiny(), seen)
+    np.testing.assert_allclose(run(tiny(), jnp.asarray(numbers)), expected, atol=1e-5)
+
+
 def test_tokens_know_where_they_are():
     plain = jnp.full((1, 20, 20, 3), 77, jnp.uint8)  # every patch is the same
     tokens = np.asarray(run(tiny(), plain))[0]

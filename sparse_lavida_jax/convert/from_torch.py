@@ -1,0 +1,413 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A released PyTorch folder becomes a model folder.
+
+One tensor at a time is read, laid out as ours and written: what is held on the host does not grow
+with the depth of the model. Everything is looked at before anything is written, all problems are
+told at once, and where there is one nothing is left behind.
+"""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
+from flax import nnx
+
+from sparse_lavida_jax import checkpoint, config
+from sparse_lavida_jax.convert import names, tensors
+from sparse_lavida_jax.convert.settings import (
+    RELEASED_VQ,
+    ConvertError,
+    has_generation_branch,
+    settings_from,
+)
+from sparse_lavida_jax.models import vq as image_tokenizer
+from sparse_lavida_jax.models.denoiser import ImageEmbedding
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+OFFICIAL = "official"  # folder with the small files of the release
+UNUSED = "unused.safetensors"
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+# Small files that PyTorch users need beside an export. Licences stay with their weights.
+_SMALL = (".json", ".txt", ".model", ".jinja", ".md")
+_LICENCES = ("LICENSE", "LICENCE", "NOTICE")
+_SMALL_BYTES = 50 * 2**20
+_LISTED = 12  # problems of one kind that are written out
+
+Progress = Callable[[int, int], None]  # bytes done, of how many
+
+
+@dataclasses.dataclass(frozen=True)
+class Converted:
+    """What a conversion did."""
+
+    num_tensors: int
+    num_parameters: int
+    dtypes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Released:
+    """A released folder, looked through."""
+
+    folder: pathlib.Path
+    config: Mapping[str, Any]
+    vq_config: Mapping[str, Any] | None
+    stored: Mapping[str, tensors.Stored]
+
+
+def convert(
+    src: pathlib.Path | str,
+    dst: pathlib.Path | str,
+    *,
+    dtype: str | None = None,
+    understanding_only: bool = False,
+    on_progress: Progress | None = None,
+) -> Converted:
+    """Writes the model folder `dst` from the released folder `src`.
+
+    Args:
+        src: holds config.json, tokenizer.json and safetensors files, sharded or not.
+        dtype: float32 or bfloat16, of the parameters on disk; by default as they are.
+        understanding_only: takes LLaDA, a model without images, too.
+
+    Raises:
+        ConvertError: lists everything that is wrong with `src`.
+        CheckpointError: `dst` holds something else, or the disk is full.
+    """
+    src, dst = pathlib.Path(src), pathlib.Path(dst).resolve()
+    checkpoint.check_replaceable(dst)
+    released = _look_through(src, understanding_only)
+    settings = _settings(released, dtype)
+    wanted = _match(released, names.table(settings))
+    total = sum(_size(released, name, dtype) for name in wanted)
+
+    with checkpoint.new_model_folder(dst, settings, total) as new:
+        done = 0
+        for home in _write_homes(new, released, settings, wanted, dtype):
+            done += home
+            if on_progress is not None:
+                on_progress(done, total)
+        _copy_small_files(released, new)
+        (new / "README.md").write_text(_readme(released, wanted, dtype))
+    return Converted(
+        len(wanted),
+        sum(name.size for name in wanted),
+        tuple(sorted({str(_dtype(released, name, dtype)) for name in wanted})),
+    )
+
+
+def _write_homes(
+    new: pathlib.Path,
+    released: _Released,
+    settings: config.Config,
+    wanted: list[names.Name],
+    dtype: str | None,
+) -> Iterator[int]:
+    """Writes all tensors, and yields the bytes of each."""
+
+    def ours(name: names.Name) -> np.ndarray:
+        tensor = released.stored[name.official].read()
+        wished = names.to_ours(name, tensor.astype(_dtype(released, name, dtype), copy=False))
+        return np.ascontiguousarray(wished)  # and lets go of the released one
+
+    # In the order of the files, so that they are read from front to end.
+    wanted = sorted(wanted, key=lambda name: _place(released.stored[name.official]))
+    embedding: dict[str, np.ndarray] = {}
+    with checkpoint.ParamsWriter(new) as writer:
+        for name in (name for name in wanted if name.home == "params"):
+            array = ours(name)
+            writer.add(name.ours, array)
+            if name.ours.startswith("image_embedding/"):
+                embedding[name.ours.removeprefix("image_embedding/")] = array
+            yield array.nbytes
+        given = {name.ours for name in wanted}
+        for name, array in _first_registers(released, settings.model, embedding, dtype).items():
+            if name not in given:
+                writer.add(name, array)
+
+    rest = {home: [n for n in wanted if n.home == home] for home in ("vq", "unused")}
+    if rest["vq"]:
+        picture = {name.ours: ours(name) for name in rest["vq"]}
+        image_tokenizer.save_parameters(new / "vq", picture, settings.vq)
+    if rest["unused"]:
+        unused = {name.ours: ours(name) for name in rest["unused"]}
+        safetensors.numpy.save_file(unused, new / UNUSED)
+    yield sum(_size(released, name, dtype) for home in rest.values() for name in home)
+
+
+def _first_registers(
+    released: _Released,
+    model: config.Model,
+    embedding: Mapping[str, np.ndarray],
+    dtype: str | None,
+) -> dict[str, np.ndarray]:
+    """Returns registers that equal what they stand in for: a masked token of their stream."""
+    words = released.stored["model.transformer.wte.weight"]
+    kind = np.dtype(dtype) if dtype else tensors.DTYPES[words.dtype]
+    row = dataclasses.replace(
+        words,
+        shape=words.shape[1:],
+        start=words.start
+        + model.text_mask_id * words.shape[1] * tensors.DTYPES[words.dtype].itemsize,
+    )
+    registers = {"register_understanding": row.read().astype(kind)}
+    if not model.understanding_only:
+        embed = checkpoint.module_of(lambda: ImageEmbedding(model, rngs=nnx.Rngs(0)), embedding)
+        masked = jnp.full((1, 1, model.codes_per_token), model.image_mask_id)
+        with jax.default_matmul_precision("highest"):
+            cell = embed(masked, jnp.dtype("float32"))[0, 0]
+        registers["register_generation"] = np.asarray(cell).astype(kind)
+    return registers
+
+
+def _place(stored: tensors.Stored) -> tuple[str, int]:
+    return str(stored.path), stored.start
+
+
+def _dtype(released: _Released, name: names.Name, dtype: str | None) -> np.dtype:
+    """Returns the dtype of a tensor on our disk."""
+    return jnp.dtype(dtype or tensors.DTYPES[released.stored[name.official].dtype])
+
+
+def _size(released: _Released, name: names.Name, dtype: str | None) -> int:
+    return name.size * _dtype(released, name, dtype).itemsize
+
+
+# ---------------------------------------------------------------------------------------------
+# Looking before writing.
+
+
+def _look_through(folder: pathlib.Path, understanding_only: bool) -> _Released:
+    """Reads what describes the tensors of a released folder, and no tensor.
+
+    Raises:
+        ConvertError: it is no such folder, or files of it are missing or damaged.
+    """
+    if not folder.is_dir():
+        raise ConvertError(f"there is no folder {folder}. Give the folder of the released model.")
+    if not (folder / "config.json").is_file():
+        raise ConvertError(
+            f"{folder} has no config.json, so it is no released model. Give the folder that holds"
+            " config.json, tokenizer.json and the safetensors files."
+        )
+    given = _read_json(folder / "config.json")
+    if given.get("format") == checkpoint.FORMAT:
+        raise ConvertError(f"{folder} is a model folder of this project already.")
+    if not has_generation_branch(given) and not understanding_only:
+        kind = str(given.get("model_type", "of an unknown type"))
+        told = "that is LLaDA, which draws nothing" if "llada" in kind else f"that is {kind}"
+        raise ConvertError(
+            f"{folder} holds a model without a generation branch (dual_tower is not true in its"
+            f" config.json): {told}. Give the folder of LaViDa-O."
+        )
+    described = folder / "vqvae" / "config.json"
+    stored, problems = _list_weights(folder)
+    if not (folder / "tokenizer.json").is_file():
+        problems.append("tokenizer.json is missing.")
+    _complain(folder, problems)
+    return _Released(folder, given, _read_json(described) if described.is_file() else None, stored)
+
+
+def _list_weights(folder: pathlib.Path) -> tuple[dict[str, tensors.Stored], list[str]]:
+    """Returns where every tensor lies, and what is wrong with the files they should lie in."""
+    index, single = folder / INDEX, folder / SINGLE
+    if not index.is_file() and not single.is_file():
+        return {}, [_no_weights(folder)]
+    placed = _read_json(index).get("weight_map") if index.is_file() else None
+    files = sorted(set(placed.values())) if placed else [SINGLE]
+    stored: dict[str, tensors.Stored] = {}
+    problems = []
+    for file in files:
+        if pathlib.PurePath(file).name != file or not (folder / file).is_file():
+            problems.append(f"{index.name} names {file}, which is not there. Download it again.")
+            continue
+        try:
+            found = tensors.list_tensors(folder / file)
+        except tensors.TensorFileError as error:
+            problems.append(str(error))
+            continue
+        problems += [
+            f"{name} is in {tensor.path.name}, {INDEX} places it in {placed.get(name, 'no file')}."
+            for name, tensor in found.items()
+            if placed and placed.get(name) != file
+        ]
+        problems += [
+            f"{name} is not in {file}, where {INDEX} places it."
+            for name, place in (placed or {}).items()
+            if place == file and name not in found
+        ]
+        stored |= found
+    if not any(name.startswith(names.VQ_PREFIX) for name in stored):
+        _add_tokenizer_of_pictures(folder / "vqvae", stored, problems)
+    return stored, problems
+
+
+def _add_tokenizer_of_pictures(
+    folder: pathlib.Path, stored: dict[str, tensors.Stored], problems: list[str]
+) -> None:
+    """Adds the tensors of the `vqvae` subfolder, where the main files leave them out."""
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            found = tensors.list_tensors(path)
+        except tensors.TensorFileError as error:
+            problems.append(f"vqvae: {error}")
+            continue
+        stored |= {names.VQ_PREFIX + name: tensor for name, tensor in found.items()}
+
+
+def _no_weights(folder: pathlib.Path) -> str:
+    files = sorted(path.name for path in folder.iterdir() if path.is_file())
+    if pickled := [name for name in files if name.endswith(_PICKLED)]:
+        return (
+            f"its weights are pickled ({', '.join(pickled[:3])}), and unpickling runs whatever a"
+            " file says, so that is not done. Get the safetensors files, or load the model in"
+            " PyTorch if you trust it and save it by save_pretrained(..., safe_serialization=True)."
+        )
+    if shards := [name for name in files if name.endswith(".safetensors")]:
+        return f"{INDEX} is missing, which says what is in {', '.join(shards[:3])}."
+    return f"it holds neither {SINGLE} nor {INDEX}."
+
+
+def _settings(released: _Released, dtype: str | None) -> config.Config:
+    vq = released.vq_config or released.config.get("vq_config") or _vq_from(released.stored)
+    try:
+        settings = settings_from(released.config, vq)
+    except ConvertError as error:
+        raise ConvertError(f"{released.folder} cannot be converted: {error}") from error
+    words = released.stored.get("model.transformer.wte.weight")
+    if dtype is None and words is not None:
+        dtype = {"BF16": "bfloat16"}.get(words.dtype)
+    model = dataclasses.replace(settings.model, compute_dtype=dtype or "float32")
+    return dataclasses.replace(settings, model=model)
+
+
+def _vq_from(stored: Mapping[str, tensors.Stored]) -> dict[str, Any]:
+    """Describes an image tokenizer by its shapes, where no file describes it."""
+    vq = {
+        name.removeprefix(names.VQ_PREFIX): tensor.shape
+        for name, tensor in stored.items()
+        if name.startswith(names.VQ_PREFIX)
+    }
+
+    def count(pattern: str) -> int:
+        return next(i for i in range(len(vq) + 1) if pattern.format(i) not in vq)
+
+    block = "encoder.down_blocks.{}.resnets.0.conv1.weight"
+    needed = (block.format(0), "quantize.embedding.weight")
+    if any(len(vq.get(name, ())) < 2 for name in needed):
+        return RELEASED_VQ
+    codes, latent = vq["quantize.embedding.weight"]
+    return RELEASED_VQ | {
+        "block_out_channels": [vq[block.format(i)][0] for i in range(count(block))],
+        "latent_channels": latent,
+        "layers_per_block": count("encoder.down_blocks.0.resnets.{}.conv1.weight"),
+        "mid_block_add_attention": any(".attentions." in name for name in vq),
+        "num_vq_embeddings": codes,
+    }
+
+
+def _match(released: _Released, table: list[names.Name]) -> list[names.Name]:
+    """Returns the tensors to convert.
+
+    Raises:
+        ConvertError: lists the missing, the unknown, and those of a wrong shape or dtype.
+    """
+    stored, known = released.stored, {name.official: name for name in table}
+    problems = _some(
+        f"{name.official} is missing; it should be {list(name.shape)}."
+        for name in table
+        if name.official not in stored and not name.optional
+    )
+    problems += _some(
+        f"{name} {list(tensor.shape)} in {tensor.path.name} is unknown."
+        for name, tensor in stored.items()
+        if name not in known
+    )
+    there = {name: tensor for name, tensor in stored.items() if name in known}
+    problems += _some(
+        f"{name} in {tensor.path.name} is {list(tensor.shape)}; by config.json it should be"
+        f" {list(known[name].shape)}."
+        for name, tensor in there.items()
+        if tensor.shape != known[name].shape
+    )
+    problems += _some(
+        f"{name} in {tensor.path.name} is {tensor.dtype}; only {', '.join(tensors.DTYPES)} are"
+        " supported."
+        for name, tensor in there.items()
+        if tensor.dtype not in tensors.DTYPES
+    )
+    _complain(released.folder, problems)
+    return [known[name] for name in there]
+
+
+def _some(problems: Iterator[str]) -> list[str]:
+    """Returns problems of one kind; of very many the first ones and their number."""
+    found = list(problems)
+    if len(found) <= _LISTED:
+        return found
+    return [*found[:_LISTED], f"... and {len(found) - _LISTED} more like the last one."]
+
+
+def _complain(folder: pathlib.Path, problems: list[str]) -> None:
+    if len(problems) == 1:
+        raise ConvertError(f"{folder} cannot be converted: {problems[0]}")
+    if problems:
+        lines = "".join(f"\n  {problem}" for problem in problems)
+        raise ConvertError(f"{folder} cannot be converted:{lines}")
+
+
+def _read_json(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        given = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConvertError(f"{path} cannot be read: {error}. Download it again.") from error
+    if not isinstance(given, dict):
+        raise ConvertError(f"{path} is damaged: it holds no settings. Download it again.")
+    return given
+
+
+# ---------------------------------------------------------------------------------------------
+# Files beside the parameters.
+
+
+def _copy_small_files(released: _Released, new: pathlib.Path) -> None:
+    """Copies the tokenizer, and into `official/` what an export gives back unchanged."""
+    official = new / OFFICIAL
+    (official / "vqvae").mkdir(parents=True)
+    shutil.copyfile(released.folder / "tokenizer.json", new / "tokenizer.json")
+    for path in sorted(released.folder.iterdir()):
+        is_small = path.suffix in _SMALL or path.name.startswith(_LICENCES)
+        is_ours = not path.is_file() or path.name == "tokenizer.json"
+        if is_small and not is_ours and path.stat().st_size <= _SMALL_BYTES:
+            shutil.copyfile(path, official / path.name)
+    if released.vq_config is not None:
+        shutil.copyfile(
+            released.folder / "vqvae" / "config.json", official / "vqvae" / "config.json"
+        )
+    # Which tensors came from where; a folder of one file has no index of its own.
+    if not (official / INDEX).is_file():
+        placed = {name: tensor.path.name for name, tensor in released.stored.items()}
+        (official / INDEX).write_text(json.dumps({"weight_map": placed}, indent=2) + "\n")
+
+
+def _readme(released: _Released, wanted: list[names.Name], dtype: str | None) -> str:
+    dtypes = ", ".join(sorted({str(_dtype(released, name, dtype)) for name in wanted}))
+    return f"""# Converted from {released.folder.resolve().name}
+
+{len(wanted)} tensors, {sum(name.size for name in wanted) / 1e9:.3f} B parameters, {dtypes}.
+
+The parameters are those of the released PyTorch model, laid out for `sparse_lavida_jax`; nothing
+was trained. Its licence, in `{OFFICIAL}/` where it came with the weights, applies to this folder
+too: LaViDa-O is released for non-commercial research.
+
+The model was trained with full attention (`trained_attention` in `config.json`): sampled sparsely
+it draws poorly until it is fine-tuned.
+"""

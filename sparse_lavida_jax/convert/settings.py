@@ -1,0 +1,410 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The released `config.json` as our settings, and back (spec Sec. 10.5).
+
+Nothing is guessed: what the file leaves out has the release's value where the release has only
+one, and what contradicts our code is refused.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from sparse_lavida_jax import checkpoint, config
+
+# Values that our code implements; a key that is absent has one of them. Dropout is none of the
+# release's (all zero), and ours has none.
+_FIXED: dict[str, tuple] = {
+    "activation_type": ("silu",),
+    "alibi": (False,),
+    "attention_dropout": (0,),
+    "attention_layer_norm": (False,),
+    "bias_for_layer_norm": (False, None),
+    "block_causal": (False, None),
+    "block_group_size": (1,),
+    "block_type": ("llama",),
+    "embedding_dropout": (0,),
+    "include_bias": (False,),
+    "include_qkv_bias": (False, None),
+    "input_emb_norm": (False,),
+    "layer_norm_type": ("rms",),
+    "layer_norm_with_affine": (True,),
+    "multi_query_attention": (False, None),
+    "residual_dropout": (0,),
+    "rope": (True,),
+    "rope_full_precision": (True,),
+    "scale_logits": (False,),
+    "tie_word_embeddings": (False,),
+    "weight_tying": (False,),
+}
+_FIXED_GENERATION: dict[str, tuple] = {
+    "enc_use_image_branch": (True,),
+    "extra_gen_dit": (False, None),
+    "mm_newline_position": ("grid",),
+    "mm_patch_merge_type": ("spatial_unpad",),
+    "mm_projector_type": ("mlp2x_gelu",),
+    "mm_resampler_type": ("spatial_pool",),
+    "mm_spatial_pool_mode": ("conv",),
+    "mm_submask": (False, None),
+    "unified_gen_enc": (False, None),
+    "unitok": (False, None),
+    "use_3d": (False, None),
+    "use_mm_proj": (True,),
+}
+_FIXED_HEAD: dict[str, tuple] = {
+    "downsample_kernel": (2,),
+    "downsample_stride": (2,),
+    "extra_gen_dit": (False, None),
+    "norm": ("rms",),
+    "norm_eps": (1e-6,),
+    "unified_gen_enc": (False, None),
+    "upsample_kernel": (2,),
+    "upsample_stride": (2,),
+    "use_bias": (False,),
+}
+_FIXED_SIGLIP: dict[str, tuple] = {
+    "apply_post_layernorm": (False,),
+    "attention_bias": (True,),
+    "hidden_act": ("gelu_pytorch_tanh",),
+    "image_mean": ([0.5, 0.5, 0.5],),
+    "layer_norm_eps": (1e-6,),
+    "num_channels": (3,),
+    "patch_embedding_bias": (True,),
+    "use_head": (False,),
+}
+_FIXED_VQ: dict[str, tuple] = {
+    "act_fn": ("silu",),
+    "attention_heads": (1, None),
+    "in_channels": (3,),
+    "lookup_from_codebook": (True,),
+    "norm_eps": (1e-6,),
+    "norm_type": ("group",),
+    "out_channels": (3,),
+}
+# google/siglip-so400m-patch14-384, which the release names but does not describe (spec Sec. 4).
+_SIGLIP_NAME = "siglip-so400m-patch14-384"
+_SIGLIP = {
+    "hidden_size": 1152,
+    "image_size": 384,
+    "intermediate_size": 4304,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 27,
+    "patch_size": 14,
+}
+# The release's image tokenizer (spec Sec. 3) where no file describes it.
+RELEASED_VQ = {
+    "block_out_channels": [128, 256, 256, 512, 768],
+    "latent_channels": 64,
+    "layers_per_block": 2,
+    "mid_block_add_attention": False,
+    "norm_num_groups": 32,
+    "num_vq_embeddings": 8192,
+}
+_IMAGE_SIZE = 1024  # pixels a side that the release draws
+_SPARE_ROWS = 256  # of the table of codes, behind the codebook (spec Sec. 2.5)
+# How the release draws and writes (spec Sec. 6 and 7.5, the 1024 px settings). It edits with
+# guidance 1.2.
+_SAMPLING = config.Sampling(
+    num_steps=64,
+    grid="code",
+    shift=5.0,
+    temperature=0.8,
+    guidance=4.0,
+    guidance_image=1.4,
+    edit_guidance="source_only",
+    text_preset="prefix",
+    text_step_ratio=1.0,
+    plan=False,
+)
+# The same for a model that was trained sparsely since.
+_SPARSE_SAMPLING = dataclasses.replace(
+    _SAMPLING, grid="cell", edit_guidance="source", text_preset="", text_step_ratio=0.0
+)
+OURS = "sparse_lavida"  # section of an exported config.json for what the release has no key for
+
+
+class ConvertError(checkpoint.CheckpointError):
+    """A released folder that cannot be converted, or a model that cannot be exported."""
+
+
+def settings_from(given: Mapping[str, Any], vq: Mapping[str, Any] | None = None) -> config.Config:
+    """Returns the settings that a released `config.json` stands for.
+
+    Args:
+        given: what the file holds. Recorded cases also describe the vision tower there
+            (`siglip_config`), the image head (`gen_head_config`) and the tokenizer (`vq_config`).
+        vq: what the `config.json` of the `vqvae` subfolder holds; None where there is none.
+
+    Raises:
+        ConvertError: lists every key that is missing or asks for what our code does not do.
+    """
+    described = vq or given.get("vq_config") or RELEASED_VQ
+    problems = _problems(given, described)
+    if problems:
+        raise ConvertError("its config.json does not fit this project:\n  " + "\n  ".join(problems))
+    try:
+        tokenizer = vq_settings(described, given.get("gen_shape"))
+        model = config.build(config.Model, _model(given, tokenizer))
+        return config.Config(
+            name="lavida-o",
+            model=model,
+            vq=tokenizer,
+            sampling=_SAMPLING if model.trained_attention == "full" else _SPARSE_SAMPLING,
+        )
+    except (config.ConfigError, TypeError, ValueError) as error:
+        raise ConvertError(f"its config.json does not fit this project: {error}") from error
+
+
+def has_generation_branch(given: Mapping[str, Any]) -> bool:
+    """Returns whether a `config.json` is LaViDa-O's; LLaDA's has no generation branch."""
+    return bool(given.get("dual_tower"))
+
+
+def vq_settings(vq: Mapping[str, Any], gen_shape: list[int] | None = None) -> config.VQ:
+    """Returns the settings of the image tokenizer that a `vqvae/config.json` stands for.
+
+    Args:
+        gen_shape: codes along the sides of the largest picture; None: the release's 64.
+    """
+    channels = tuple(vq["block_out_channels"])
+    factor = 2 ** (len(channels) - 1)
+    return config.VQ(
+        image_size=max(gen_shape) * factor if gen_shape else _IMAGE_SIZE,
+        channels=channels,
+        layers_per_block=vq["layers_per_block"],
+        mid_attention=bool(vq.get("mid_block_add_attention", True)),
+        latent_channels=vq["latent_channels"],
+        codebook_size=vq["num_vq_embeddings"],
+        norm_groups=vq["norm_num_groups"],
+    )
+
+
+def vision_settings(given: Mapping[str, Any]) -> config.Vision:
+    """Returns the settings of the vision tower; `given` as in `settings_from`."""
+    siglip = _siglip(given)
+    # The release runs all layers but the last (spec Sec. 4).
+    used = siglip.get("num_hidden_layers_used", siglip["num_hidden_layers"] - 1)
+    cut = given.get("image_aspect_ratio") == "anyres"
+    return config.Vision(
+        image_size=siglip["image_size"],
+        patch_size=siglip["patch_size"],
+        width=siglip["hidden_size"],
+        num_layers=used,
+        num_heads=siglip["num_attention_heads"],
+        mlp_hidden=siglip["intermediate_size"],
+        pool=given.get("mm_spatial_pool_stride", 2),
+        newline=True,
+        grid_sizes=tuple(map(tuple, given["image_grid_pinpoints"])) if cut else (),
+        unused_post_norm=True,
+    )
+
+
+def _model(given: Mapping[str, Any], vq: config.VQ) -> dict[str, Any]:
+    ours = given.get(OURS, {})
+    values = {
+        "vocab_size": given.get("embedding_size") or given["vocab_size"],
+        "end_of_text_id": given["eos_token_id"],
+        "text_mask_id": given["mask_token_id"],
+        "width": given["d_model"],
+        "mlp_hidden": given["mlp_hidden_size"],
+        "num_layers": given["n_layers"],
+        "num_heads": given["n_heads"],
+        "head_dim": given["d_model"] // given["n_heads"],
+        "rope_theta": given["rope_theta"],
+        "norm_eps": given["rms_norm_eps"],
+        "num_registers": ours.get("num_registers", config.Model.num_registers),
+        "trained_attention": ours.get("trained_attention", "full"),
+        "compute_dtype": "bfloat16" if given.get("torch_dtype") == "bfloat16" else "float32",
+    }
+    if not has_generation_branch(given):
+        return values | {
+            "understanding_only": True,
+            "dual_tower_layers": given["n_layers"] - 1,
+            "generation_width": given["d_model"],
+        }
+    head = given.get("gen_head_config", {})
+    merges = given.get("downsample", False) and head.get("downsample_active", True)
+    return values | {
+        "dual_tower_layers": given["dual_tower_layers"],
+        "generation_width": given["d_model_gen"],
+        "generation_mlp_hidden": given["mlp_hidden_size_gen"],
+        "codebook_size": vq.codebook_size,
+        "codes_per_token": 4 if merges else 1,
+        "grid_size": vq.image_size // vq.factor // (2 if merges else 1),
+        "image_head": given["gen_mlp_type"],
+        "image_table_rows": head.get("embedding_rows", vq.codebook_size + _SPARE_ROWS),
+        "vision": vision_settings(given),
+    }
+
+
+def _siglip(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    return given.get("siglip_config") or _SIGLIP
+
+
+# ---------------------------------------------------------------------------------------------
+# What cannot be converted.
+
+
+def _problems(given: Mapping[str, Any], vq: Mapping[str, Any]) -> list[str]:
+    """Returns a line for every key that is missing or that our code contradicts."""
+    needed = [
+        "d_model", "eos_token_id", "mask_token_id", "mlp_hidden_size", "n_heads", "n_layers",
+        "rms_norm_eps", "rope_theta",
+    ]  # fmt: skip
+    found = _contradictions("", given, _FIXED)
+    if not (given.get("embedding_size") or given.get("vocab_size")):
+        needed.append("vocab_size")
+    if has_generation_branch(given):
+        needed += ["d_model_gen", "dual_tower_layers", "gen_mlp_type", "mlp_hidden_size_gen"]
+        if given.get("image_aspect_ratio") == "anyres":
+            needed.append("image_grid_pinpoints")
+        found += _contradictions("", given, _FIXED_GENERATION)
+        found += _contradictions("gen_head_config.", given.get("gen_head_config", {}), _FIXED_HEAD)
+        found += _tower_problems(given) + _vq_problems(vq)
+    missing = [f"{key} is missing." for key in needed if given.get(key) is None]
+    if missing:
+        return missing + found
+    wrong = [
+        f"{key} is {given[key]!r}: it must be a whole number greater than 0."
+        for key in ("d_model", "n_heads", "n_layers")
+        if not isinstance(given[key], int) or given[key] <= 0
+    ]
+    if wrong:
+        return wrong + found
+    if given["d_model"] % given["n_heads"]:
+        found.append(f"d_model is {given['d_model']}: no multiple of n_heads, {given['n_heads']}.")
+    for key in ("n_kv_heads", "effective_n_kv_heads"):
+        if given.get(key) not in (None, given["n_heads"]):
+            found.append(
+                f"{key} is {given[key]!r}: keys shared between heads are not supported, it must"
+                f" equal n_heads, {given['n_heads']}."
+            )
+    if given.get("pad_token_id") not in (None, given["eos_token_id"]):
+        found.append(
+            f"pad_token_id is {given['pad_token_id']!r}: text is padded with its end, so it must"
+            f" equal eos_token_id, {given['eos_token_id']}."
+        )
+    return found
+
+
+def _tower_problems(given: Mapping[str, Any]) -> list[str]:
+    siglip = _siglip(given)
+    name = str(given.get("mm_vision_tower", _SIGLIP_NAME))
+    if siglip is _SIGLIP and not name.endswith(_SIGLIP_NAME):
+        return [f"mm_vision_tower is {name!r}: only {_SIGLIP_NAME} is known."]
+    found = [f"siglip_config.{key} is missing." for key in _SIGLIP if siglip.get(key) is None]
+    found += _contradictions("siglip_config.", siglip, _FIXED_SIGLIP)
+    for key in ("mm_hidden_size", "mm_spatial_pool_out_channels"):
+        if given.get(key) not in (None, siglip.get("hidden_size")):
+            found.append(
+                f"{key} is {given[key]!r}: it must equal the tower's width,"
+                f" {siglip.get('hidden_size')}."
+            )
+    return found
+
+
+def _vq_problems(vq: Mapping[str, Any]) -> list[str]:
+    needed = [key for key in RELEASED_VQ if key != "mid_block_add_attention"]
+    found = [f"vqvae: {key} is missing." for key in needed if vq.get(key) is None]
+    found += _contradictions("vqvae: ", vq, _FIXED_VQ)
+    for key, kind in (
+        ("down_block_types", "DownEncoderBlock2D"),
+        ("up_block_types", "UpDecoderBlock2D"),
+    ):
+        if other := set(vq.get(key, ())) - {kind}:
+            found.append(f"vqvae: {key} holds {', '.join(sorted(other))}: only {kind} is known.")
+    if vq.get("vq_embed_dim") not in (None, vq.get("latent_channels")):
+        found.append(
+            f"vqvae: vq_embed_dim is {vq['vq_embed_dim']!r}: it must equal latent_channels,"
+            f" {vq.get('latent_channels')}."
+        )
+    return found
+
+
+def _contradictions(where: str, given: Mapping[str, Any], fixed: Mapping[str, tuple]) -> list[str]:
+    return [
+        f"{where}{key} is {given[key]!r}: only {allowed[0]!r} is supported."
+        for key, allowed in fixed.items()
+        if key in given and given[key] not in allowed
+    ]
+
+
+# ---------------------------------------------------------------------------------------------
+# Back.
+
+
+def official_config(settings: config.Config, dtype: str) -> dict[str, Any]:
+    """Returns the released `config.json` of a model that was not converted from one.
+
+    Args:
+        dtype: of the exported parameters, as PyTorch calls it.
+    """
+    model, vision = settings.model, settings.model.vision
+    given = {
+        **{key: allowed[0] for key, allowed in _FIXED.items() if None not in allowed},
+        "architectures": ["LlavaLladaForMaskedDiffusion"],
+        "d_model": model.width,
+        "dual_tower": not model.understanding_only,
+        "embedding_size": model.vocab_size,
+        "eos_token_id": model.end_of_text_id,
+        "mask_token_id": model.text_mask_id,
+        "max_sequence_length": 4096,
+        "mlp_hidden_size": model.mlp_hidden,
+        "model_type": "llava_llada",
+        "n_heads": model.num_heads,
+        "n_kv_heads": model.num_heads,
+        "n_layers": model.num_layers,
+        "pad_token_id": model.end_of_text_id,
+        "rms_norm_eps": model.norm_eps,
+        "rope_theta": model.rope_theta,
+        "torch_dtype": dtype,
+        "vocab_size": model.vocab_size,
+    }
+    if model.understanding_only:
+        return given
+    return given | {
+        **{key: allowed[0] for key, allowed in _FIXED_GENERATION.items() if None not in allowed},
+        "d_model_gen": model.generation_width,
+        "downsample": model.codes_per_token == 4,
+        "dual_tower_layers": model.dual_tower_layers,
+        "gen_head_config": {"embedding_rows": model.image_table_rows or model.image_mask_id + 1},
+        "gen_mlp_type": model.image_head,
+        "gen_shape": [settings.vq.image_size // settings.vq.factor] * 2,
+        "image_aspect_ratio": "anyres" if vision.grid_sizes else "pad",
+        "image_grid_pinpoints": [list(size) for size in vision.grid_sizes],
+        "mlp_hidden_size_gen": model.generation_mlp_hidden,
+        "mm_hidden_size": vision.width,
+        "mm_spatial_pool_out_channels": vision.width,
+        "mm_spatial_pool_stride": vision.pool,
+        "mm_vision_tower": f"google/{_SIGLIP_NAME}",
+        "mm_vqvae": ".",
+        "siglip_config": {
+            "hidden_size": vision.width,
+            "image_size": vision.image_size,
+            "intermediate_size": vision.mlp_hidden,
+            "num_attention_heads": vision.num_heads,
+            "num_hidden_layers": vision.num_layers + 1,
+            "patch_size": vision.patch_size,
+        },
+    }
+
+
+def official_vq_config(vq: config.VQ) -> dict[str, Any]:
+    """Returns the `config.json` of the `vqvae` subfolder."""
+    blocks = len(vq.channels)
+    return {
+        "_class_name": "VQModel",
+        "act_fn": "silu",
+        "block_out_channels": list(vq.channels),
+        "down_block_types": ["DownEncoderBlock2D"] * blocks,
+        "in_channels": 3,
+        "latent_channels": vq.latent_channels,
+        "layers_per_block": vq.layers_per_block,
+        "lookup_from_codebook": True,
+        "mid_block_add_attention": vq.mid_attention,
+        "norm_num_groups": vq.norm_groups,
+        "norm_type": "group",
+        "num_vq_embeddings": vq.codebook_size,
+        "out_channels": 3,
+        "up_block_types": ["UpDecoderBlock2D"] * blocks,
+        "vq_embed_dim": vq.latent_channels,
+    }

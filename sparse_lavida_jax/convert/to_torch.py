@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model folder becomes a folder that PyTorch users can load.
+
+Released names, sharded safetensors with their index, config.json, and the small files that came
+with the release. One tensor at a time is read and written.
+"""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from sparse_lavida_jax import checkpoint, config
+from sparse_lavida_jax.convert import names, tensors
+from sparse_lavida_jax.convert.from_torch import INDEX, OFFICIAL, UNUSED
+from sparse_lavida_jax.convert.settings import (
+    OURS,
+    ConvertError,
+    official_config,
+    official_vq_config,
+)
+from sparse_lavida_jax.models import vq as image_tokenizer
+
+SHARD_BYTES = 5_000_000_000
+VQ_FOLDER = "vqvae"
+VQ_FILE = "diffusion_pytorch_model.safetensors"
+
+
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    """What an export wrote."""
+
+    num_tensors: int
+    num_parameters: int
+    num_shards: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Model:
+    """A model folder, looked through.
+
+    Attributes:
+        placed: files of the released tensors by name; empty for a model that was not converted.
+    """
+
+    folder: pathlib.Path
+    settings: config.Config
+    vq: image_tokenizer.VQModel | None
+    placed: dict[str, str]
+
+    @property
+    def has_registers(self) -> bool:
+        """Whether registers are worth exporting: trained, or there from the beginning."""
+        was_trained = self.settings.model.trained_attention == "step_causal"
+        return was_trained or not set(names.REGISTERS).isdisjoint(self.placed)
+
+
+def export(
+    src: pathlib.Path | str, dst: pathlib.Path | str, *, max_shard_bytes: int = SHARD_BYTES
+) -> Exported:
+    """Writes the PyTorch folder `dst` from a model folder, run directory or bundled name `src`.
+
+    The registers of sparse training are written where the model was trained with them, or came
+    with them; the released code knows nothing of them.
+
+    Args:
+        max_shard_bytes: of one safetensors file; a larger tensor has a file of its own.
+
+    Raises:
+        CheckpointError: there is no model in `src`, or it is damaged, or `dst` cannot be written.
+        ConvertError: the model has no released form, or `dst` holds something.
+    """
+    folder, dst = checkpoint.find_model(src), pathlib.Path(dst).resolve()
+    if dst.exists() and (dst.is_file() or any(dst.iterdir())):
+        raise ConvertError(f"{dst} exists, and an export replaces nothing. Choose another folder.")
+    checkpoint.verify(folder)
+    model = _look_through(folder)
+    denoiser, tokenizer = list(_of_denoiser(model)), list(_of_tokenizer(model))
+    in_shards = denoiser
+    if not model.placed or any(name.startswith(names.VQ_PREFIX) for name in model.placed):
+        in_shards = denoiser + tokenizer
+    checkpoint.check_free_space(
+        dst.parent, sum(tensor.nbytes for tensor in [*in_shards, *tokenizer])
+    )
+    with checkpoint.replacing(dst) as new:
+        shards = _write_shards(new, in_shards, max_shard_bytes)
+        _write_small_files(new, model, in_shards)
+        if tokenizer:
+            tensors.write(new / VQ_FOLDER / VQ_FILE, [_without_prefix(t) for t in tokenizer])
+    return Exported(
+        len(denoiser) + len(tokenizer),
+        sum(int(np.prod(tensor.shape)) for tensor in [*denoiser, *tokenizer]),
+        shards,
+    )
+
+
+def _look_through(folder: pathlib.Path) -> _Model:
+    settings = checkpoint.read_config(folder)
+    vq = None
+    if (folder / "vq").is_dir():
+        vq, vq_settings = image_tokenizer.load(folder / "vq")
+        settings = dataclasses.replace(settings, vq=vq_settings)
+    elif not settings.model.understanding_only:
+        raise ConvertError(f"{folder} has no image tokenizer, and a released model needs one.")
+    index = folder / OFFICIAL / INDEX
+    placed = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+    return _Model(folder, settings, vq, placed)
+
+
+def _of_denoiser(model: _Model) -> Iterator[tensors.ToStore]:
+    """Yields the tensors of the denoiser, and those that it did without."""
+    table = [name for name in names.table(model.settings) if name.home == "params"]
+    store = checkpoint.ParamsReader(model.folder / "params")
+    store.check({name.ours: name.our_shape for name in table})
+    by_our_name = {name.ours: name for name in table}
+    for ours, leaf in store.leaves.items():  # in the order in which they are read together
+        name = by_our_name[ours]
+        if not name.optional or model.has_registers:
+            yield _to_store(name, leaf.dtype, lambda ours=ours: store.read_one(ours))
+    if (model.folder / UNUSED).is_file():
+        for official, stored in tensors.list_tensors(model.folder / UNUSED).items():
+            dtype = tensors.DTYPES[stored.dtype]
+            yield tensors.ToStore(official, dtype, stored.shape, stored.read)
+
+
+def _of_tokenizer(model: _Model) -> Iterator[tensors.ToStore]:
+    if model.vq is None:
+        return
+    found = image_tokenizer.named_parameters(model.vq)
+    for name in names.vq_names(model.settings.vq):
+        array = np.asarray(found[name.ours])
+        yield _to_store(name, array.dtype, lambda array=array: array)
+
+
+def _to_store(name: names.Name, dtype: Any, read: Callable[[], np.ndarray]) -> tensors.ToStore:
+    return tensors.ToStore(
+        name.official, np.dtype(dtype), name.shape, lambda: names.to_official(name, read())
+    )
+
+
+def _without_prefix(tensor: tensors.ToStore) -> tensors.ToStore:
+    return dataclasses.replace(tensor, name=tensor.name.removeprefix(names.VQ_PREFIX))
+
+
+# ---------------------------------------------------------------------------------------------
+# Files.
+
+
+def _write_shards(new: pathlib.Path, wanted: list[tensors.ToStore], max_shard_bytes: int) -> int:
+    """Writes the safetensors files and their index; returns how many files."""
+    shards: list[list[tensors.ToStore]] = [[]]
+    for tensor in wanted:
+        held = sum(other.nbytes for other in shards[-1])
+        if shards[-1] and held + tensor.nbytes > max_shard_bytes:
+            shards.append([])
+        shards[-1].append(tensor)
+    files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    for file, shard in zip(files, shards, strict=True):
+        tensors.write(new / file, shard)
+    placed = {t.name: file for file, shard in zip(files, shards, strict=True) for t in shard}
+    index = {
+        "metadata": {"total_size": sum(tensor.nbytes for tensor in wanted)},
+        "weight_map": dict(sorted(placed.items())),
+    }
+    _write_json(new / INDEX, index)
+    return len(shards)
+
+
+def _write_small_files(new: pathlib.Path, model: _Model, wanted: list[tensors.ToStore]) -> None:
+    """Writes config.json, the tokenizer's files, and what came with the release."""
+    official = model.folder / OFFICIAL
+    if official.is_dir():
+        shutil.copytree(official, new, dirs_exist_ok=True, ignore=shutil.ignore_patterns(INDEX))
+    shutil.copyfile(model.folder / "tokenizer.json", new / "tokenizer.json")
+    (new / VQ_FOLDER).mkdir(exist_ok=True)
+    _write_config(new / "config.json", model, wanted)
+    described = new / VQ_FOLDER / "config.json"
+    if model.vq is None:
+        (new / VQ_FOLDER).rmdir()
+    elif not described.is_file():
+        _write_json(described, official_vq_config(model.settings.vq))
+
+
+def _write_config(path: pathlib.Path, model: _Model, wanted: list[tensors.ToStore]) -> None:
+    """Writes config.json; that of the release as it was, unless the parameters changed."""
+    dtype = str(next(t.dtype for t in wanted if t.name == "model.transformer.wte.weight"))
+    given = json.loads(path.read_text()) if path.is_file() else {}
+    wished = dict(given or official_config(model.settings, dtype))
+    if given.get("torch_dtype", dtype) != dtype:
+        wished["torch_dtype"] = dtype
+    if model.has_registers:
+        settings = model.settings.model
+        wished[OURS] = {
+            "num_registers": settings.num_registers,
+            "trained_attention": settings.trained_attention,
+        }
+    if wished != given:
+        _write_json(path, wished)
+
+
+def _write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")

@@ -1,0 +1,418 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts of the base model, word for word: chat template, pictures, placeholders, boxes.
+
+Spec Sec. 1.4 and 5. Every function below returns the parts of a sequence, which
+`layout.prompt_row` lays out; what guidance drops is everything up to the end of the user's turn.
+A text answer is a `Response` at the end. Behind a picture, and behind a dense caption, come the end
+of the turn and one more assistant header: the released model was made with them.
+"""
+
+import functools
+import itertools
+import pathlib
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import tokenizers
+from jaxtyping import Int
+
+from sparse_lavida_jax import config
+from sparse_lavida_jax.layout import Part, Response, Source, Text, Vision
+
+Parts = tuple[Part, ...]
+
+START = "<|startoftext|>"
+START_HEADER = "<|start_header_id|>"
+END_HEADER = "<|end_header_id|>"
+END_OF_TURN = "<|eot_id|>"
+END_OF_TEXT = "<|endoftext|>"
+MASK = "<|mdm_mask|>"
+CELL = "<|reserved_token_5|>"  # stands for a token of the picture to be drawn
+SOURCE_CELL = "<|reserved_token_6|>"  # stands for a token of the picture to be edited
+CONTROL = (START, START_HEADER, END_HEADER, END_OF_TURN, END_OF_TEXT, MASK, CELL, SOURCE_CELL)
+IMAGE = "<image>"  # stands for vision tokens; in no vocabulary
+LOC_BEGIN, LOC_END = "<LOC_BEGIN>", "<LOC_END>"
+PHRASE_BEGIN, PHRASE_END = "<box_p>", "</box_p>"
+
+SYSTEM = (
+    "You are a helpful language and vision assistant. You are able to understand the visual"
+    " content that the user provides, and assist the user with a variety of tasks using natural"
+    " language."
+)
+DRAW = "Generate an image with the caption:\n <prompt>"
+BOXES_WANTED = "Give bounding boxes in LOC format."
+PLAN = "Please first think and plan the layout in LOC format."
+FEEDBACK = "Please also consider past generations and their feedbacks. Do not repeat these errors"
+
+
+class ChatTokenizer:
+    """The tokenizer of a LaViDa-O or LLaDA folder. Its file says which id a token has."""
+
+    def __init__(self, path: pathlib.Path | str):
+        """Loads a `tokenizer.json`.
+
+        Raises:
+            FileNotFoundError: there is none at `path`.
+            ValueError: the file is damaged, or of a tokenizer without the control tokens.
+        """
+        path = pathlib.Path(path)
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"there is no tokenizer at {path}: name the tokenizer.json of a LaViDa-O folder."
+            )
+        try:
+            self._inner = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        except Exception as error:  # the library raises plain `Exception`
+            raise ValueError(f"{path} is damaged: {error}. Copy it again.") from error
+        self._inner.no_truncation()
+        self._inner.no_padding()
+        self._path = path
+        for token in CONTROL:
+            self.id_of(token)
+
+    def id_of(self, token: str) -> int:
+        """Returns the id of a token.
+
+        Raises:
+            ValueError: the tokenizer has no such token.
+        """
+        number = self._inner.token_to_id(token)
+        if number is None:
+            raise ValueError(
+                f"{self._path} has no token {token!r}: use the tokenizer.json of a LaViDa-O folder."
+            )
+        return number
+
+    @property
+    def vocab_size(self) -> int:
+        return self._inner.get_vocab_size()
+
+    @functools.cached_property
+    def location_ids(self) -> tuple[int, ...]:
+        """The ids of `<LOC_0>`, `<LOC_1>`, ...: 1025 in the release."""
+        ids = [self.id_of("<LOC_0>")]
+        while (number := self._inner.token_to_id(f"<LOC_{len(ids)}>")) is not None:
+            ids.append(number)
+        return tuple(ids)
+
+    @property
+    def frame(self) -> int:
+        """The largest LOC coordinate: 1024 in the release."""
+        return len(self.location_ids) - 1
+
+    def box(self, ids: Int[np.ndarray, " 4"]) -> tuple[int, int, int, int] | None:
+        """Returns the LOC coordinates x1, y1, x2, y2 that ids say; None if one says none."""
+        if not set(ids.tolist()) <= set(self.location_ids):
+            return None
+        x1, y1, x2, y2 = (self.location_ids.index(number) for number in ids)
+        return x1, y1, x2, y2
+
+    def encode(self, text: str) -> list[int]:
+        """Returns ids. Control tokens and LOC tokens in the text become their ids."""
+        return self._inner.encode(text).ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Returns the text, without special tokens and ids that no token has."""
+        return self._inner.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def check(self, model: config.Model) -> None:
+        """Checks that model and tokenizer belong together.
+
+        Raises:
+            ValueError: an id that the model needs is another one here, or more than it has.
+        """
+        for name, token in (("text_mask_id", MASK), ("end_of_text_id", END_OF_TEXT)):
+            if self.id_of(token) != getattr(model, name):
+                raise ValueError(
+                    f"{self._path} has {token} as {self.id_of(token)}, the model has"
+                    f" {name}={getattr(model, name)}: use the tokenizer that lies beside the model."
+                )
+        if self.vocab_size > model.vocab_size:
+            raise ValueError(
+                f"{self._path} has {self.vocab_size} tokens, the model {model.vocab_size}:"
+                " use the tokenizer that lies beside the model."
+            )
+
+
+# ---------------------------------------------------------------------------------------------
+# Pictures.
+
+
+def micro_condition(
+    width: int = 1024,
+    height: int = 1024,
+    top: int = 0,
+    left: int = 0,
+    *,
+    luminance: float | None = None,
+    contrast: float | None = None,
+    score: float | None = None,
+    hps: float | None = None,
+    pixel_diff: float | None = None,
+) -> str:
+    """Returns what the model is told of a picture besides its caption (spec Sec. 5.4).
+
+    Args:
+        width, height: of the original, in pixels.
+        top, left: of the crop, in pixels of the resized picture.
+        luminance, contrast: see `images.luminance_and_contrast`.
+        score: of an aesthetics model, about 4 to 8.
+        hps: ten times the score of HPS v2.
+        pixel_diff: how much an edit changes.
+    """
+    words = f"ORIGINAL WIDTH : {width}; ORIGINAL HEIGHT : {height}; TOP : {top}; LEFT : {left}"
+    measured = {"LUMINANCE": luminance, "CONTRAST": contrast, "SCORE": score, "HPS": hps}
+    for name, value in measured.items():
+        if value is not None:
+            words += f"; {name} : {value:.3f}"
+    return words if pixel_diff is None else f"{words}; PIXEL_DIFF : {pixel_diff:.3f} ;"
+
+
+# As released for pictures of 1024 pixels, last semicolon included.
+MICRO_CONDITION = micro_condition(score=7.11) + ";"
+
+
+def draw(
+    tokenizer: ChatTokenizer,
+    caption: str,
+    num_tokens: int,
+    *,
+    condition: str = MICRO_CONDITION,
+    plan: str = "",
+    attempts: Sequence[tuple[Vision, str]] = (),
+    template: str = DRAW,
+) -> Parts:
+    """Returns the prompt of a picture of `num_tokens` tokens.
+
+    Args:
+        condition: what `micro_condition` made.
+        plan: what `clean_plan` made of an answer to `plan_picture`.
+        attempts: earlier pictures, each with what is wrong with it. The line break behind the
+            last one is ours.
+        template: `<prompt>` in it becomes caption, attempts and condition.
+
+    Raises:
+        ValueError: a control token in the text.
+    """
+    words = _plain(caption)
+    if attempts:
+        words += f" {FEEDBACK} "
+    for i, (_, feedback) in enumerate(attempts, 1):
+        words += f"Generation {i}: {IMAGE}\n Feedback {i}: {_plain(feedback)}\n"
+    user = template.replace("<prompt>", f"{words} {_plain(condition)}")
+    text = conversation(user, _plain(plan) + num_tokens * CELL)
+    sequence = _encode(tokenizer, text, [picture for picture, _ in attempts])
+    return _with_response(tokenizer, sequence, CELL, drop_plan=bool(plan))
+
+
+def edit(
+    tokenizer: ChatTokenizer,
+    instruction: str,
+    picture: Vision,
+    source: Int[np.ndarray, "n g"],
+    num_tokens: int,
+    *,
+    plan: str = "",
+) -> Parts:
+    """Returns the prompt of a picture drawn after another one, which is seen and given as codes.
+
+    Args:
+        source: codes of the other picture.
+        plan: what `clean_plan` made of an answer to `plan_edit`.
+
+    Raises:
+        ValueError: a control token in the text.
+    """
+    user = f"{IMAGE} {len(source) * SOURCE_CELL}\n {_plain(instruction)} "
+    text = conversation(user, _plain(plan) + num_tokens * CELL)
+    sequence: list[int | Part] = [*_encode(tokenizer, text, [picture])]
+    sequence[_span(sequence, tokenizer.id_of(SOURCE_CELL))] = [Source(source)]
+    return _with_response(tokenizer, sequence, CELL, drop_plan=bool(plan))
+
+
+def plan_picture(
+    tokenizer: ChatTokenizer, caption: str, num_tokens: int, *, condition: str = MICRO_CONDITION
+) -> Parts:
+    """Returns the prompt of a plan, `num_tokens` tokens: what will stand where in a picture."""
+    words = f"{_plain(caption)} {_plain(condition)}"
+    user = f"Generate an image with the caption: {words}. {PLAN}"
+    return _with_answer(tokenizer, user, [], num_tokens)
+
+
+def plan_edit(
+    tokenizer: ChatTokenizer, instruction: str, picture: Vision, num_tokens: int
+) -> Parts:
+    """Returns the prompt of a plan, `num_tokens` tokens: what will stand where after an edit."""
+    user = f"{IMAGE}\n{_plain(instruction)}. {PLAN}"
+    return _with_answer(tokenizer, user, [picture], num_tokens)
+
+
+def clean_plan(answer: str) -> str:
+    """Returns a plan as it goes in front of the picture: without control tokens."""
+    for token in (*CONTROL, IMAGE, "<image_gen_fake>"):
+        answer = answer.replace(token, "")
+    return answer
+
+
+# ---------------------------------------------------------------------------------------------
+# Text and boxes.
+
+
+def ask(
+    tokenizer: ChatTokenizer, question: str, pictures: Sequence[Vision], num_tokens: int
+) -> Parts:
+    """Returns the prompt of an answer, `num_tokens` tokens, to a question about pictures.
+
+    Several pictures have spaces between them: ours.
+
+    Raises:
+        ValueError: a control token in the text.
+    """
+    shown = " ".join([IMAGE] * len(pictures)) + "\n" if pictures else ""
+    return _with_answer(tokenizer, shown + _plain(question), pictures, num_tokens)
+
+
+def judge(tokenizer: ChatTokenizer, caption: str, picture: Vision, num_tokens: int) -> Parts:
+    """Returns the prompt of a verdict on a picture: a good one "is correct" (spec Sec. 7.7)."""
+    user = (
+        f"{IMAGE}\nPlease evaluate this generated image based on the following prompt:"
+        f" {_plain(caption)} Focus on text alignment and compositionality."
+    )
+    return _with_answer(tokenizer, user, [picture], num_tokens)
+
+
+def locate(tokenizer: ChatTokenizer, phrase: str, picture: Vision) -> Parts:
+    """Returns the prompt of the box of one thing: the response is its four LOC tokens.
+
+    As released with an apostrophe in front of everything, so that nothing behind the picture is
+    lost (see `_encode`), and without a header behind it.
+
+    Raises:
+        ValueError: a control token in the text, or a tokenizer without LOC tokens.
+    """
+    user = f"{IMAGE}\n Please locate {_plain(phrase)} in this image. {BOXES_WANTED}"
+    text = "'" + conversation(user, _box(tokenizer)).removesuffix(_header("assistant"))
+    return _with_response(tokenizer, _encode(tokenizer, text, [picture]), MASK)
+
+
+def locate_all(
+    tokenizer: ChatTokenizer, phrases: Sequence[str], picture: Vision
+) -> tuple[Parts, Int[np.ndarray, " l"]]:
+    """Returns the prompt of the boxes of several things, and what of the response is known.
+
+    The response reaches from the first LOC token to the last. Known are the ids between them; the
+    LOC tokens, four a phrase, hold the text mask.
+
+    Raises:
+        ValueError: no phrase, a control token in one, or a tokenizer without LOC tokens.
+    """
+    if not phrases:
+        raise ValueError("locate_all was given no phrase: name one thing or more.")
+    user = f"{IMAGE}\n Please describe this image with dense localized caption. {BOXES_WANTED}"
+    named = (f"{PHRASE_BEGIN} {_plain(phrase)} {PHRASE_END}{_box(tokenizer)}" for phrase in phrases)
+    text = conversation(user, "There are following objects in the scene. " + ", ".join(named))
+    sequence = _encode(tokenizer, text, [picture])
+    known = sequence[_span(sequence, tokenizer.id_of(MASK))]
+    return _with_response(tokenizer, sequence, MASK), np.asarray(known, np.int32)
+
+
+# ---------------------------------------------------------------------------------------------
+# From text to parts.
+
+
+def conversation(user: str, assistant: str = "") -> str:
+    """Returns the chat template filled in (spec Sec. 5.1); it always ends with a header."""
+    turns = [("system", SYSTEM), ("user", user)]
+    if assistant:
+        turns.append(("assistant", assistant))
+    said = (f"{_header(role)}{content.strip()}{END_OF_TURN}" for role, content in turns)
+    return START + "".join(said) + _header("assistant")
+
+
+def _header(role: str) -> str:
+    return f"{START_HEADER}{role}{END_HEADER}\n\n"
+
+
+def _box(tokenizer: ChatTokenizer) -> str:
+    """Returns a box that is to be found: x1, y1, x2, y2."""
+    for token in (LOC_BEGIN, LOC_END, PHRASE_BEGIN, PHRASE_END):
+        tokenizer.id_of(token)  # without them the text would be spelled out
+    return LOC_BEGIN + 4 * MASK + LOC_END
+
+
+def _plain(text: str) -> str:
+    """Returns the text of a person, unless it holds what the template is made of."""
+    for token in (*CONTROL, IMAGE):
+        if token in text:
+            raise ValueError(f"the text {text!r} holds the control token {token}: leave it out.")
+    return text
+
+
+def _encode(tokenizer: ChatTokenizer, text: str, pictures: Sequence[Vision]) -> list[int | Vision]:
+    """Returns ids, with the pictures where `<image>` stands (spec Sec. 5.2).
+
+    As released: when the text begins with the start token, the first id of every piece behind a
+    picture is lost.
+    """
+    first, *rest = (tokenizer.encode(piece) for piece in text.split(IMAGE))
+    lost = 1 if first[:1] == [tokenizer.id_of(START)] else 0
+    sequence: list[int | Vision] = [*first]
+    for picture, piece in zip(pictures, rest, strict=True):
+        sequence += [picture, *piece[lost:]]
+    return sequence
+
+
+def _with_answer(
+    tokenizer: ChatTokenizer, user: str, pictures: Sequence[Vision], num_tokens: int
+) -> Parts:
+    """Returns the parts of a question, with the response behind them."""
+    sequence = _encode(tokenizer, conversation(user), pictures)
+    header = _header_start(tokenizer, sequence)
+    asked, kept = _grouped(sequence[:header]), _grouped(sequence[header:], keep=True)
+    return (*asked, *kept, Response(num_tokens))
+
+
+def _with_response(
+    tokenizer: ChatTokenizer,
+    sequence: Sequence[int | Part],
+    placeholder: str,
+    drop_plan: bool = False,
+) -> Parts:
+    """Returns the parts of a sequence, the response from its first `placeholder` to its last.
+
+    Args:
+        drop_plan: guidance drops what the assistant says before the response, and its header too,
+            not only what the user says (spec Sec. 7.1).
+    """
+    response = _span(sequence, tokenizer.id_of(placeholder))
+    header = response.start if drop_plan else _header_start(tokenizer, sequence)
+    return (
+        *_grouped(sequence[:header]),
+        *_grouped(sequence[header : response.start], keep=True),
+        Response(response.stop - response.start),
+        *_grouped(sequence[response.stop :], keep=True),
+    )
+
+
+def _header_start(tokenizer: ChatTokenizer, sequence: Sequence[int | Part]) -> int:
+    """Returns where the assistant's header begins: behind the turns of system and user."""
+    end_of_turn = tokenizer.id_of(END_OF_TURN)
+    _, user, *_ = (i for i, token in enumerate(sequence) if token == end_of_turn)
+    return user + 1
+
+
+def _span(sequence: Sequence[int | Part], number: int) -> slice:
+    """Returns the slice from the first to the last time that an id stands in a sequence."""
+    found = [i for i, token in enumerate(sequence) if token == number]
+    return slice(found[0], found[-1] + 1)
+
+
+def _grouped(sequence: Sequence[int | Part], keep: bool = False) -> Parts:
+    """Returns the parts of a sequence: what stands in it, and its runs of ids as text."""
+    parts: list[Part] = []
+    for is_text, run in itertools.groupby(sequence, lambda token: isinstance(token, int)):
+        if is_text:
+            parts.append(Text(np.array([*run], np.int32), keep))
+        else:
+            parts.extend(token for token in run if not isinstance(token, int))
+    return tuple(parts)

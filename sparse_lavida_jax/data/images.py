@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures before the model: views for the vision tower, crops for the image tokenizer, boxes.
+
+Spec Sec. 4 (vision tower), Sec. 3 (image tokenizer) and Sec. 8 (boxes). Pictures are bytes
+[h w 3], RGB; sizes are (width, height) in pixels, as Pillow and the released config have them. The
+vision tower takes bytes and normalises them itself.
+"""
+
+import dataclasses
+import math
+
+import einops
+import numpy as np
+from jaxtyping import Int, UInt8
+from PIL import Image, ImageOps
+
+from sparse_lavida_jax import config
+from sparse_lavida_jax.layout import Vision
+
+Size = tuple[int, int]  # width, height
+Picture = UInt8[np.ndarray, "h w 3"]
+Edge = int | float
+Box = tuple[Edge, Edge, Edge, Edge]  # x1, y1, x2, y2 in pixels
+
+BLACK = (0, 0, 0)
+GREY = (127, 127, 127)  # the mean of what SigLIP was trained on, 0.5, in bytes
+LUMINANCE = (0.2126, 0.7152, 0.0722)  # of red, green, blue (spec Sec. 5.4)
+
+
+# ---------------------------------------------------------------------------------------------
+# For the vision tower.
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """A picture as the understanding branch sees it.
+
+    Attributes:
+        pixels: the views: the whole picture, then its tiles row by row.
+        index: for each vision token, which feature of `Denoiser.see(pixels)` it is.
+        num_features: features that `Denoiser.see(pixels)` makes.
+    """
+
+    pixels: UInt8[np.ndarray, "n h w 3"]
+    index: Int[np.ndarray, " t"]
+    num_features: int
+
+    @property
+    def part(self) -> Vision:
+        """What stands for the picture in a prompt."""
+        return Vision(len(self.index), self.index, self.num_features)
+
+
+def see(picture: Picture, settings: config.Vision, *, whole: bool = False) -> Seen:
+    """Returns the views of a picture and the tokens made of them (spec Sec. 4).
+
+    Args:
+        whole: one view and no tiles, as released wherever a prompt shows several pictures.
+    """
+    views = whole_view(picture, settings.image_size)[None]
+    if settings.grid_sizes and not whole:
+        grid = choose_grid(size_of(picture), settings.grid_sizes)
+        views = np.concatenate([views, tiles(picture, grid, settings.image_size)])
+    index = token_index(size_of(picture), settings, whole=whole)
+    return Seen(views, index, len(views) * settings.num_tokens + settings.newline)
+
+
+def token_index(
+    size: Size, settings: config.Vision, *, whole: bool = False
+) -> Int[np.ndarray, " t"]:
+    """Returns which feature of `Denoiser.see` each vision token of a picture is.
+
+    Feature i of view v has index v * settings.num_tokens + i, the newline the one behind them all.
+    First come the features of the whole picture; then the rows of the grid of tiles, those left
+    out that show padding only, each with a newline behind it. A picture with one view has one
+    newline, at its end.
+    """
+    base = np.arange(settings.num_tokens)
+    if whole or not settings.grid_sizes:
+        newline = [settings.num_tokens] if settings.newline else []
+        return np.concatenate([base, newline]).astype(np.int32)
+    width, height = choose_grid(size, settings.grid_sizes)
+    columns, rows = width // settings.image_size, height // settings.image_size
+    features = settings.num_tokens * (1 + np.arange(rows * columns))[:, None] + base
+    grid = einops.rearrange(
+        features,
+        "(r c) (y x) -> (r y) (c x)",
+        r=rows,
+        y=settings.image_size // settings.patch_size // settings.pool,
+    )
+    grid = _without_padding(grid, size)
+    if settings.newline:
+        newlines = np.full((len(grid), 1), settings.num_tokens * (1 + rows * columns))
+        grid = np.concatenate([grid, newlines], axis=1)
+    return np.concatenate([base, grid.reshape(-1)]).astype(np.int32)
+
+
+def choose_grid(size: Size, grid_sizes: tuple[Size, ...]) -> Size:
+    """Returns the size of the grid of tiles that shows most of a picture.
+
+    That is the one in which the resized picture has most pixels, at most its own; among equals the
+    one with least padding, then the first.
+    """
+    width, height = _checked(size)
+
+    def shown(grid: Size) -> tuple[int, int]:
+        scale = min(grid[0] / width, grid[1] / height)
+        pixels = min(int(width * scale) * int(height * scale), width * height)
+        return pixels, -grid[0] * grid[1]
+
+    return max(grid_sizes, key=shown)
+
+
+def tiles(picture: Picture, grid: Size, side: int) -> UInt8[np.ndarray, "n side side 3"]:
+    """Returns the tiles of a picture on a black canvas of size `grid`, row by row.
+
+    The picture is resized (bicubic) to fill one side of the canvas and stands in its middle.
+    """
+    size = width, height = size_of(picture)
+    # Products of floats, as released: integers would be a pixel apart now and then.
+    across, down = grid[0] / width, grid[1] / height
+    if across < down:
+        size = grid[0], min(math.ceil(height * across), grid[1])
+    else:
+        size = min(math.ceil(width * down), grid[0]), grid[1]
+    resized = Image.fromarray(picture).resize(size, Image.Resampling.BICUBIC)
+    canvas = np.asarray(_centred(resized, grid, BLACK))
+    return einops.rearrange(canvas, "(r y) (c x) k -> (r c) y x k", y=side, x=side)
+
+
+def whole_view(picture: Picture, side: int) -> UInt8[np.ndarray, "side side 3"]:
+    """Returns a picture padded with grey to a square, in its middle, and resized (bicubic)."""
+    longest = max(size_of(picture))
+    square = _centred(Image.fromarray(picture), (longest, longest), GREY)
+    return resize(np.asarray(square), (side, side))
+
+
+def _without_padding(grid: Int[np.ndarray, "y x"], size: Size) -> Int[np.ndarray, "_y _x"]:
+    """Leaves out the rows, or columns, of a grid of tiles that show nothing but padding.
+
+    As many from either side, so that an odd one stays. Quotients of floats, as released: of 26
+    rows a square of 384 pixels keeps 14 and one of 360, for a 12.999 that is cut off, 12.
+    """
+    width, height = size
+    rows, columns = grid.shape
+    if width / height > columns / rows:
+        padding = (rows - int(height * (columns / width))) // 2
+        return grid[padding : rows - padding]
+    padding = (columns - int(width * (rows / height))) // 2
+    return grid[:, padding : columns - padding]
+
+
+# ---------------------------------------------------------------------------------------------
+# For the image tokenizer.
+
+
+def source_view(picture: Picture, side: int, factor: int) -> UInt8[np.ndarray, "side side 3"]:
+    """Returns the picture of an edit as the image tokenizer takes it (spec Sec. 3).
+
+    Padded with black to a square, in its middle, and resized (bicubic).
+
+    Args:
+        factor: pixels a side that one code stands for (`config.VQ.factor`).
+
+    Raises:
+        ValueError: `side` is no multiple of `factor`.
+    """
+    _check_side(side, factor)
+    longest = max(size_of(picture))
+    square = ImageOps.pad(Image.fromarray(picture), (longest, longest), color=BLACK)
+    return resize(np.asarray(square), (side, side))
+
+
+def size_to_crop(size: Size, side: int) -> Size:
+    """Returns the size of a picture whose shortest side is made `side`; fractions are cut off."""
+    width, height = _checked(size)
+    if width <= height:
+        return side, int(side * height / width)
+    return int(side * width / height), side
+
+
+def training_crop(
+    picture: Picture, side: int, top: int, left: int, factor: int
+) -> UInt8[np.ndarray, "side side 3"]:
+    """Returns a square of a picture whose shortest side was made `side` (bilinear; spec Sec. 3).
+
+    `top` and `left` are in pixels of the resized picture, whose size `size_to_crop` tells.
+
+    Raises:
+        ValueError: the square reaches over an edge, or `side` is no multiple of `factor`.
+    """
+    _check_side(side, factor)
+    width, height = size_to_crop(size_of(picture), side)
+    if not (0 <= left <= width - side and 0 <= top <= height - side):
+        raise ValueError(
+            f"a crop of {side} pixels at top={top}, left={left} leaves the picture, which is"
+            f" {width}x{height} after resizing: top is one of 0..{height - side}, left one of"
+            f" 0..{width - side}."
+        )
+    resized = resize(picture, (width, height), Image.Resampling.BILINEAR)
+    return resized[top : top + side, left : left + side]
+
+
+def centre_crop(picture: Picture, side: int) -> UInt8[np.ndarray, "side side 3"]:
+    """Returns the middle square of a picture whose shortest side was made `side` (Lanczos).
+
+    How the ImgEdit benchmark feeds its pictures (spec Sec. 7.5). The rounding is ours: of the
+    longer side and of the offset, fractions are cut off.
+    """
+    width, height = size_to_crop(size_of(picture), side)
+    left, top = (width - side) // 2, (height - side) // 2
+    resized = resize(picture, (width, height), Image.Resampling.LANCZOS)
+    return resized[top : top + side, left : left + side]
+
+
+def luminance_and_contrast(picture: Picture) -> tuple[float, float]:
+    """Returns mean and standard deviation of the luminance, in [0, 1] (spec Sec. 5.4)."""
+    luminance = picture.astype(np.float64) / 255 @ np.asarray(LUMINANCE)
+    return float(luminance.mean()), float(luminance.std())
+
+
+# ---------------------------------------------------------------------------------------------
+# Boxes.
+
+
+def box_to_locations(box: Box, size: Size, frame: int) -> tuple[int, int, int, int]:
+    """Returns a box in pixels as LOC coordinates: x1, y1, x2, y2, each one of 0..frame.
+
+    The frame is the picture padded to a square, in its middle (by whole pixels, as
+    `whole_view` does it), and scaled to `frame` a side: 1024 in the release (spec Sec. 8).
+    Coordinates are rounded to the nearest, halves up, and clipped to the frame. The rounding is
+    ours: that of the released training data is not known.
+    """
+    side, pads = _square(size)
+    scaled = [(edge + pads[i % 2]) * frame / side for i, edge in enumerate(box)]
+    x1, y1, x2, y2 = (min(max(math.floor(value + 0.5), 0), frame) for value in scaled)
+    return x1, y1, x2, y2
+
+
+def locations_to_box(locations: tuple[int, int, int, int], size: Size, frame: int) -> Box:
+    """Returns LOC coordinates as a box in pixels of the picture, clipped to it; not rounded.
+
+    The inverse of `box_to_locations` up to side / (2 * frame) pixels, side the longer side.
+    """
+    side, pads = _square(size)
+    edges = [value * side / frame - pads[i % 2] for i, value in enumerate(locations)]
+    x1, y1, x2, y2 = (float(min(max(edge, 0.0), size[i % 2])) for i, edge in enumerate(edges))
+    return x1, y1, x2, y2
+
+
+# ---------------------------------------------------------------------------------------------
+# Helpers.
+
+
+def size_of(picture: Picture) -> Size:
+    """Returns (width, height)."""
+    return picture.shape[1], picture.shape[0]
+
+
+def resize(
+    picture: Picture, size: Size, kernel: Image.Resampling = Image.Resampling.BICUBIC
+) -> UInt8[np.ndarray, "_h _w 3"]:
+    """Returns a picture at another size; the shape may change."""
+    return np.asarray(Image.fromarray(picture).resize(size, kernel))
+
+
+def _centred(picture: Image.Image, size: Size, colour: tuple[int, int, int]) -> Image.Image:
+    """Puts a picture in the middle of a canvas, half a pixel to the top left where it must."""
+    canvas = Image.new("RGB", size, colour)
+    canvas.paste(picture, ((size[0] - picture.width) // 2, (size[1] - picture.height) // 2))
+    return canvas
+
+
+def _square(size: Size) -> tuple[int, tuple[int, int]]:
+    """Returns the side of the square around a picture, and the padding left of and above it."""
+    width, height = _checked(size)
+    side = max(width, height)
+    return side, ((side - width) // 2, (side - height) // 2)
+
+
+def _checked(size: Size) -> Size:
+    if min(size) < 1:
+        raise ValueError(f"a picture of {size[0]}x{size[1]} pixels is empty: give it pixels.")
+    return size
+
+
+def _check_side(side: int, factor: int) -> None:
+    if side < 1 or side % factor:
+        raise ValueError(
+            f"pictures of {side}x{side} pixels do not divide into codes of {factor}x{factor}"
+            f" pixels: use a multiple of {factor}."
+        )

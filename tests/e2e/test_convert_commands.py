@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Converting, verifying and exporting from the command line; a mistake is a sentence."""
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch_folder
+
+from sparse_lavida_jax import cli, main
+from sparse_lavida_jax.convert import from_torch
+
+CHECKOUT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A released folder, tiny."""
+    return torch_folder.write(tmp_path / "released")
+
+
+def run(*words):
+    return main.main(["main", *map(str, words)])
+
+
+def front(*words):
+    return cli.main(["sparse-lavida", *map(str, words)])
+
+
+def test_there_and_back(tmp_path, folder, capsys):
+    assert run("--mode=convert", f"--src={folder}", f"--dst={tmp_path / 'model'}") == 0
+    state = torch_folder.arbitrary()
+    parameters = sum(x.size for x in state.values())
+    told = f"{len(state)} tensors, {parameters / 1e9:.3f} B parameters"
+    assert capsys.readouterr().out == f"{tmp_path / 'model'}: {told}, bfloat16\n"
+    assert run("--mode=verify", f"--src={tmp_path / 'model'}") == 0
+    assert capsys.readouterr().out.endswith("files, all as they were written\n")
+    assert run("--mode=export", f"--src={tmp_path / 'model'}", f"--dst={tmp_path / 'back'}") == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'back'}: {told}, safetensors files: 1\n"
+    back = torch_folder.read(tmp_path / "back")
+    assert {name: x.tobytes() for name, x in back.items()} == {
+        name: x.tobytes() for name, x in state.items()
+    }
+
+
+def test_the_short_command_does_the_same(tmp_path, folder, capsys):
+    assert front("convert", folder, tmp_path / "model", "--dtype=float32") == 0
+    assert capsys.readouterr().out.endswith("float32\n")
+    assert front("verify", tmp_path / "model") == 0
+    assert front("export", f"--src={tmp_path / 'model'}", f"--dst={tmp_path / 'back'}") == 0
+    assert (tmp_path / "back" / torch_folder.INDEX).is_file()
+
+
+def test_the_short_command_shows_how_it_is_used(capsys):
+    assert front() == 0
+    assert "sparse-lavida convert LaViDa-O-v1.0 models/lavida-o" in capsys.readouterr().out
+    assert front("covnert", "x") == 2
+    assert capsys.readouterr().err.endswith("sparse_lavida_jax: there is no command 'covnert'.\n")
+
+
+# ---------------------------------------------------------------------------------------------
+# Mistakes.
+
+
+@pytest.fixture
+def complaint(tmp_path, capsys):
+    """Runs words that must fail; returns the sentence. Nothing may be written or left behind."""
+
+    def told(*words):
+        before = sorted(tmp_path.rglob("*"))
+        assert run(*words) == 2
+        assert sorted(tmp_path.rglob("*")) == before
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err.startswith("sparse_lavida_jax: ")
+        assert "Traceback" not in printed.err
+        return printed.err
+
+    return told
+
+
+def converting(tmp_path, folder):
+    return "--mode=convert", f"--src={folder}", f"--dst={tmp_path / 'model'}"
+
+
+def test_folders_that_were_not_given(complaint):
+    told = "--mode=convert needs --src=FOLDER, the released PyTorch folder."
+    assert told in complaint("--mode=convert")
+    assert "--mode=export needs --dst=FOLDER" in complaint("--mode=export", "--src=x")
+    assert "--mode=verify needs --src=FOLDER" in complaint("--mode=verify")
+
+
+def test_settings_that_a_conversion_does_not_have(tmp_path, folder, complaint):
+    words = [*converting(tmp_path, folder), "--config.model.width=8"]
+    assert "--mode=convert takes no settings of a config" in complaint(*words)
+
+
+def test_the_wrong_folder(tmp_path, complaint):
+    told = complaint(*converting(tmp_path, tmp_path))
+    assert f"{tmp_path} has no config.json, so it is no released model." in told
+    assert len(told.splitlines()) == 1
+
+
+def test_a_shard_that_was_half_downloaded(tmp_path, folder, complaint):
+    shard = folder / "model-00002-of-00003.safetensors"
+    shard.write_bytes(shard.read_bytes()[:5000])
+    told = complaint(*converting(tmp_path, folder))
+    assert f"{shard.name} is cut short or damaged" in told
+    assert len(told.splitlines()) == 1
+
+
+def test_llada_instead_of_lavida_o(tmp_path, folder, complaint):
+    given = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**given, "dual_tower": False}))
+    told = complaint(*converting(tmp_path, folder))
+    assert "that is LLaDA, which draws nothing. Give the folder of LaViDa-O." in told
+
+
+def test_a_dtype_that_nobody_computes_in(tmp_path, folder, complaint):
+    told = complaint(*converting(tmp_path, folder), "--dtype=int8")
+    assert "dtype" in told
+    assert "float32" in told
+
+
+def test_a_full_disk(tmp_path, folder, complaint, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 1))
+    told = complaint(*converting(tmp_path, folder))
+    assert "has 0 MB free and 0 MB are needed" in told
+
+
+def test_a_model_that_is_not_there(tmp_path, complaint):
+    told = complaint("--mode=export", f"--src={tmp_path / 'x'}", f"--dst={tmp_path / 'y'}")
+    assert f"there is no model in {tmp_path / 'x'}" in told
+    assert "there is no model in" in complaint("--mode=verify", f"--src={tmp_path}")
+
+
+def test_a_damaged_model_is_neither_verified_nor_exported(tmp_path, folder, complaint):
+    from_torch.convert(folder, tmp_path / "model")
+    with (tmp_path / "model" / "vq" / "params.safetensors").open("r+b") as file:
+        file.seek(-3, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-3, os.SEEK_END)
+        file.write(bytes([byte ^ 1]))
+    for mode in ("verify", "export"):
+        words = (f"--mode={mode}", f"--src={tmp_path / 'model'}", f"--dst={tmp_path / 'back'}")
+        told = complaint(*words)
+        assert "params.safetensors is damaged" in told
+
+
+def test_a_terminated_conversion_leaves_nothing(tmp_path, folder):
+    """The signal comes from within, at the first tensor: a moment that is sure to be there."""
+    program = (
+        "import os, signal, sys\n"
+        "from sparse_lavida_jax import checkpoint, main\n"
+        "add = checkpoint.ParamsWriter.add\n"
+        "def stop(*given):\n"
+        "    add(*given)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "checkpoint.ParamsWriter.add = stop\n"
+        "sys.exit(main.main())\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program, *converting(tmp_path, folder)],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(CHECKOUT)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["released"]

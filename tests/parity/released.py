@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of the released samplers in our words: settings, requests, draws, steps one by one."""
+
+import dataclasses
+import itertools
+import unittest.mock
+
+import golden
+import jax
+import jax.numpy as jnp
+import merged
+import numpy as np
+import pytest
+import traces
+
+from sparse_lavida_jax import choose, config, layout, orders, sample
+from sparse_lavida_jax.models import vq
+from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.visibility import PAD_BLOCK
+
+REMASKING = {"low_confidence": "probability", "entrophy": "entropy"}  # released name -> ours
+# The second rows of the released edit modes 0 to 3.
+EDIT_MODES = ("source_only", "no_source", "no_picture", "no_text")
+
+
+def variants(name, key=""):
+    """Returns the recorded runs of a case that have a setting `key`, as parameters of a test."""
+    if reason := golden.why_absent(name):
+        return [pytest.param("", marks=pytest.mark.skip(reason=reason))]
+    runs = golden.case(name).config["variants"]
+    return [run for run, variant in runs.items() if not key or key in variant]
+
+
+def parts_of(ids, cutoff, names, *, vision=None, source=None):
+    """Returns a recorded sequence as parts.
+
+    Args:
+        ids: of the spliced sequence [L].
+        cutoff: guidance drops what stands before it.
+        names: the case's special ids.
+        vision: the features of the pictures it shows, one after another.
+        source: the cells of its source picture.
+    """
+
+    def kind_of(place):
+        if ids[place] == names["IMAGE_INDEX"]:
+            return "vision"
+        if ids[place] == names["RES6"] and source is not None:
+            return "source"
+        if ids[place] == names["RES5"]:
+            return "response"
+        return "prompt" if place < cutoff else "kept"
+
+    parts, places = [], range(len(ids))
+    for kind, run in itertools.groupby(places, kind_of):
+        run = list(run)
+        if kind == "vision":
+            parts.append(vision)
+            assert vision.num_tokens == len(run)
+        elif kind == "source":
+            parts.append(layout.Source(source))
+            assert len(source) == len(run)
+        elif kind == "response":
+            parts.append(layout.Response(len(run)))
+        else:
+            parts.append(layout.Text(np.asarray(ids)[run], keep=kind == "kept"))
+    return tuple(parts)
+
+
+# ---------------------------------------------------------------------------------------------
+# Text.
+
+
+def text_sampling(variant):
+    """Returns the settings of a recorded text run."""
+    if variant["use_fast_dlm"]:
+        preset = "fast_dllm_dual"
+    else:
+        preset = "prefix" if variant["prefix_lm"] else "dense"
+    factor, threshold = variant.get("factor"), variant.get("threshold")
+    assert variant["cfg_scale"] == 0, "text guidance raises in the release"
+    return config.Sampling(
+        text_preset=preset,
+        text_temperature=float(variant["temperature"]),
+        text_steps=variant["steps_per_block"],
+        text_schedule=variant["schedule"] or "even",
+        text_shift=float((variant["schedule_kwargs"] or {}).get("shift", 1.0)),
+        text_confidence=REMASKING.get(variant["remasking"], variant["remasking"]),
+        text_commit="factor" if factor else "threshold" if threshold else "count",
+        text_factor=float(factor or 1.0),
+        text_threshold=float(threshold or 0.9),
+        released_behaviour=True,
+    )
+
+
+def text_draws(variant, inputs):
+    """Returns the recorded noise of a text run, None where it has none."""
+    if not variant.get("rand"):
+        return None
+    length = variant["max_new_tokens"]
+    uniform = np.stack([inputs[name][:, -length:] for name in variant["rand"]])  # [k b l v]
+    return sample.Draws(noise=choose.gumbel(uniform)[..., None, :].astype(np.float32))
+
+
+def text_request(ids, length, mask_id, draft=()):
+    """Returns a request whose first tokens are a draft, as far as they are no masks."""
+    tokens = np.full((length, 1), mask_id, np.int32)
+    tokens[: len(draft), 0] = draft
+    parts = (layout.Text(np.asarray(ids)), layout.Response(length))
+    return sample.Request(parts, tokens, tokens[:, 0] != mask_id, None, 0)
+
+
+# ---------------------------------------------------------------------------------------------
+# Pictures.
+
+
+def image_sampling(variant):
+    """Returns the settings of a recorded picture or edit."""
+    policy = variant["confidence_policy"]
+    assert policy in ("stratified", "mmada")
+    schedule, guidance = variant["schedule"], float(variant["guidance_scale"])
+    falls, cools = variant["dynamic_temperature"], variant["dynamic_temperature_samp"]
+    return config.Sampling(
+        preset="dense",
+        grid="code",
+        num_steps=variant["n_steps"],
+        order="confidence" if policy == "mmada" else "stratified",
+        order_seed=variant["stratified_seed"] or 0,
+        schedule=schedule if schedule in orders.SCHEDULES else "linear",
+        shift=float(variant["shift"]),
+        confidence_noise=float(variant["alg_temp"]),
+        confidence_noise_schedule=variant["schedule_temp"] if falls else "constant",
+        confidence_noise_end=float(variant["min_temperature"]),
+        confidence_noise_shift=float(variant["shift_alg_effective"]),
+        temperature=0.0 if variant["sample_policy"] == "argmax" else float(variant["temperature"]),
+        temperature_schedule=variant["schedule_temp_samp"] if cools else "constant",
+        temperature_end=float(variant["min_temperature_samp"]),
+        top_k=variant["top_k"] or 0,
+        top_p=float(variant["top_p"] or 1.0),
+        guidance=guidance,
+        guidance_image=float(variant["guidance_scale_image"]) if guidance else 0.0,
+        guidance_interval=tuple(float(share) for share in variant["cfg_interval"]),
+        edit_guidance=EDIT_MODES[variant["edit_mode"]],
+    )
+
+
+def cells_of(codes, grid, side):
+    """Returns codes [k n], raster order, as cells [k l g]."""
+    return np.asarray(layout.cells_from_codes(np.asarray(codes).reshape(-1, *grid), side))
+
+
+def image_draws(variant, recorded, grid, side):
+    """Returns what a picture's run drew, None where that was nothing."""
+    given = {}
+    for ours, theirs in (("codes", "sampled_codes"), ("confidence", "confidence_gumbel")):
+        if variant.get(theirs):
+            given[ours] = cells_of(recorded[variant[theirs]], grid, side)[:, None]
+    if "codes" in given:
+        given["codes"] = given["codes"].astype(np.int32)
+    return sample.Draws(**given) if given else None
+
+
+# ---------------------------------------------------------------------------------------------
+# Runs.
+
+
+def one_by_one(segments: list[orders.Segment]) -> list[orders.Segment]:
+    """Returns the same steps, each a segment of its own."""
+    return [part.steps(i, i + 1) for part in segments for i in range(part.num_steps)]
+
+
+def history(model, request, segments, settings, draws=None):
+    """Returns the canvas after each step [k l g], the last one, and how many passes there were."""
+    shown, passes = [], 0
+
+    def show(canvas, done):
+        nonlocal passes
+        if done > passes:  # a step with nothing left to decode makes no pass
+            shown.append(canvas[0])
+        passes = done
+
+    last = traces.finished(
+        model, [request], one_by_one(segments), settings, draws=draws, on_segment=show
+    )
+    return np.stack(shown), last[0], passes
+
+
+def image_request(parts, model, pixels=None):
+    """Returns a request for a whole picture."""
+    blank = np.zeros((model.num_cells, model.codes_per_token), np.int32)
+    return sample.Request(parts, blank, np.zeros(model.num_cells, bool), pixels, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """What one forward pass took and gave, one entry a guidance row.
+
+    Attributes:
+        logits: of every code in raster order, not guided [r n v].
+        embeds: the rows as the released code has them, merged [r L e].
+        modality: which of their tokens are in the generation branch [r L].
+        streams: both streams, and the vision features.
+    """
+
+    logits: np.ndarray
+    embeds: np.ndarray
+    modality: np.ndarray
+    streams: tuple
+
+
+def one_pass(given, request, segment, settings, codes) -> Pass:
+    """Returns one pass of the sampler over codes [n], as `segment` guides it."""
+    model, made, seen = given.model(), given.settings.model, []
+    grid, side = given.config["gen_shape"], made.codes_side
+    (cells,) = cells_of(codes, grid, side)
+    settings = dataclasses.replace(settings, guided=bool(segment.guided[0]))
+    prompt = sample.prepare(
+        [request], "image", made, settings.guidance_rows, edit_guidance=settings.edit_guidance
+    )
+    features = None if prompt.pixels is None else model.see(prompt.pixels)
+    masked = (cells == made.image_mask_id).any(axis=-1)
+    state = sample.SamplerState(
+        jnp.asarray(cells[None], jnp.int32),
+        jnp.where(jnp.asarray(masked)[None], sample.NOT_DECODED, layout.GIVEN_BLOCK),
+        jax.random.key(0)[None],
+        features,
+        None,
+        jnp.int32(0),
+    )
+    everything = np.arange(len(cells), dtype=np.int32)[None]
+    now = sample.StepTokens(
+        block=jnp.int32(segment.block[0]),
+        clean=jnp.zeros((1, 0), jnp.int32),
+        decode=jnp.asarray(everything),
+        candidates=jnp.ones((1, len(cells), 1), bool),
+        rest=jnp.zeros((1, 0), jnp.int32),
+        count=jnp.zeros(1, jnp.int32),
+        noise=jnp.float32(0),
+        temperature=jnp.float32(1),
+    )
+    call = Denoiser.__call__
+
+    def observed(self, *streams, **options):
+        seen.append(streams)
+        return call(self, *streams, **options)
+
+    def rows_apart(logits, _):
+        return logits.reshape(-1, *logits.shape[2:])
+
+    prompt = jax.tree.map(jnp.asarray, prompt)
+    with (
+        unittest.mock.patch.object(Denoiser, "__call__", observed),
+        unittest.mock.patch.object(sample, "_guide", rows_apart),
+    ):
+        logits, _ = sample.step_logits(model, state, now, prompt, settings)
+    embeds, modality = merged_rows(model, seen[0], int(prompt.length[0]))
+    return Pass(merged.codes_of(logits, grid, side), embeds, modality, seen[0])
+
+
+def merged_rows(model, streams, length):
+    """Puts both streams of a pass back into the released code's one sequence."""
+    understanding, generation, features = streams
+    rows = generation.index.shape[0]
+    embeds = np.zeros((rows, length, model.settings.width), np.float32)
+    modality = np.zeros((rows, length), bool)
+    seen = np.zeros((rows, length), int)
+    for stream, values, is_generation in (
+        (understanding, model.embed_text(understanding, features), False),
+        (generation, model.embed_image(generation), True),
+    ):
+        for row in range(rows):
+            inside = np.asarray(stream.layout.block[row]) != PAD_BLOCK
+            at = np.asarray(stream.layout.position[row])[inside]
+            embeds[row, at, : values.shape[-1]] = np.asarray(values)[row, inside]
+            modality[row, at] = is_generation
+            np.add.at(seen[row], at, 1)
+    assert (seen == 1).all(), "every position stands in one stream, once"
+    return embeds, modality
+
+
+def assert_picture(given, cells, expected):
+    """Compares the decoded picture of cells [l g], give or take one."""
+    made = given.settings.model
+    height = given.config["gen_shape"][0] // made.codes_side
+    codes = np.asarray(layout.codes_from_cells(cells[None], height, made.codes_side))
+    picture = vq.decode_codes(given.vq(), codes)[0].astype(int)
+    assert np.abs(picture - expected).max() <= 1

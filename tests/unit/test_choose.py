@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What may be drawn, how sure the model is of it, and how much is committed: against loops."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sparse_lavida_jax import choose
+
+
+def some_logits(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32) * 2
+
+
+def softmax(row):
+    weights = np.exp(row.astype(np.float64) - row.max())
+    return weights / weights.sum()
+
+
+# ---------------------------------------------------------------------------------------------
+# What may be drawn.
+
+
+def test_gumbel_noise_chooses_what_the_released_formula_chooses():
+    rng = np.random.default_rng(0)
+    logits, uniform = some_logits(50, 9).astype(np.float64), rng.random((50, 9))
+    for temperature in (0.3, 1.0):
+        released = np.exp(logits) / (-np.log(uniform)) ** temperature
+        ours = logits / temperature + choose.gumbel(uniform)
+        np.testing.assert_array_equal(ours.argmax(axis=1), released.argmax(axis=1))
+
+
+def test_gumbel_noise_of_zero_is_a_number():
+    assert np.isfinite(choose.gumbel(np.zeros(1))).all()
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.6), (3, 1.0), (4, 0.6), (1, 0.01), (99, 1.0)])
+def test_filters_keep_the_most_probable(top_k, top_p):
+    logits = some_logits(20, 7)
+    left = np.asarray(choose.filtered(jnp.asarray(logits), top_k, top_p))
+    for row, filtered in zip(logits, left, strict=True):
+        ranked = np.argsort(-row)[: top_k or None]
+        probability, kept, held = softmax(row[ranked]), [], 0.0
+        for i, p in zip(ranked, probability, strict=True):
+            if held <= top_p or not kept:
+                kept.append(i)
+            held += p
+        assert set(np.flatnonzero(np.isfinite(filtered))) == set(kept)
+        np.testing.assert_array_equal(filtered[kept], row[kept])
+
+
+def test_no_filter_leaves_the_logits_alone():
+    logits = jnp.asarray(some_logits(4, 7))
+    assert choose.filtered(logits, 0, 1.0) is logits
+
+
+# ---------------------------------------------------------------------------------------------
+# How sure the model is.
+
+
+def test_confidences_are_those_of_the_softmax():
+    logits = some_logits(2, 3, 2, 6)
+    drawn = np.random.default_rng(1).integers(0, 6, (2, 3, 2))
+    for name, measure in {
+        "probability": lambda p, code: p[code],
+        "margin": lambda p, _: np.diff(np.sort(p))[-1],
+        "entropy": lambda p, _: np.sum(p * np.log(p)),
+    }.items():
+        found = choose.confidence(name, jnp.asarray(logits), jnp.asarray(drawn))
+        for at in np.ndindex(drawn.shape):
+            expected = measure(softmax(logits[at]), drawn[at])
+            assert found[at] == pytest.approx(expected, abs=1e-6), name
+
+
+@pytest.mark.parametrize("name", ["probability", "margin", "entropy"])
+def test_what_may_not_be_drawn_does_not_count(name):
+    """A vocabulary without a token, and one in which it may not be drawn."""
+    logits = some_logits(1, 4, 1, 5)
+    barred = np.concatenate([logits, np.full((1, 4, 1, 1), -np.inf, np.float32)], axis=-1)
+    drawn = jnp.asarray(logits.argmax(axis=-1))
+    found, expected = (choose.confidence(name, jnp.asarray(x), drawn) for x in (barred, logits))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+
+
+def test_noise_is_added_to_the_logarithm():
+    sure, noise = jnp.array([[[0.5]], [[0.0]]]), jnp.array([[[2.0]], [[-1.0]]])
+    found = choose.with_noise(sure, noise, jnp.float32(3.0))
+    expected = [np.log(0.5) + 6, np.log(1e-20) - 3]
+    np.testing.assert_allclose(found[:, 0, 0], expected, rtol=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------
+# How much is committed.
+
+
+def some_candidates(seed):
+    rng = np.random.default_rng(seed)
+    sure, candidate = rng.random((3, 5, 2)).astype(np.float32), rng.random((3, 5, 2)) < 0.7
+    candidate[2] = False
+    return sure, candidate
+
+
+def chosen_by(policy, sure, candidate, **options):
+    nothing = jnp.zeros(len(sure), int)
+    return np.asarray(policy(jnp.asarray(sure), jnp.asarray(candidate), nothing, **options))
+
+
+def surest_first(sure, candidate):
+    return sorted(np.flatnonzero(candidate), key=lambda i: -sure.ravel()[i])
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.5, 0.99])
+def test_everything_above_the_threshold_is_committed_and_the_surest_anyway(threshold):
+    for seed in range(10):
+        sure, candidate = some_candidates(seed)
+        chosen = chosen_by(choose.commit_above, sure, candidate, threshold=threshold)
+        for row in range(3):
+            ranked = surest_first(sure[row], candidate[row])
+            expected = {i for i in ranked if sure[row].ravel()[i] >= threshold} | set(ranked[:1])
+            assert set(np.flatnonzero(chosen[row])) == expected
+
+
+@pytest.mark.parametrize("factor", [0.2, 1.0, 3.0])
+def test_the_factor_rule_commits_while_many_are_sure_together(factor):
+    for seed in range(30):
+        sure, candidate = some_candidates(seed)
+        chosen = chosen_by(choose.commit_by_factor, sure, candidate, factor=factor)
+        for row in range(3):
+            ranked, number = surest_first(sure[row], candidate[row]), 0
+            for n, i in enumerate(ranked, start=1):
+                if n > 1 and sure[row].ravel()[i] < 1 - factor / (n + 1):
+                    break
+                number = n
+            if number == len(ranked) - 1:  # one token alone does not get a pass
+                number += 1
+            assert set(np.flatnonzero(chosen[row])) == set(ranked[:number])
+
+
+def test_the_factor_rule_leaves_no_last_token_to_itself():
+    sure = np.array([0.9, 0.8, 0.1], np.float32).reshape(1, 3, 1)
+    whole = np.ones((1, 3, 1), bool)
+    assert chosen_by(choose.commit_by_factor, sure, whole, factor=1.0).all()
+    two_fall_short = np.array([0.9, 0.2, 0.1], np.float32).reshape(1, 3, 1)
+    chosen = chosen_by(choose.commit_by_factor, two_fall_short, whole, factor=1.0)
+    np.testing.assert_array_equal(chosen[0, :, 0], [True, False, False])

@@ -1,0 +1,469 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Released folders become model folders and come back; what is wrong with them is told."""
+
+import collections
+import dataclasses
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch_folder
+
+from sparse_lavida_jax import checkpoint
+from sparse_lavida_jax.convert import from_torch, names, tensors, to_torch
+from sparse_lavida_jax.convert.settings import ConvertError
+from sparse_lavida_jax.models import vq
+
+SHARD = "model-00002-of-00003.safetensors"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A released folder in bfloat16, three shards."""
+    return torch_folder.write(tmp_path / "released")
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    """A converted folder that no test may change."""
+    scratch = tmp_path_factory.mktemp("converted")
+    from_torch.convert(torch_folder.write(scratch / "released"), scratch / "model")
+    return scratch / "model"
+
+
+@pytest.fixture
+def complaint(tmp_path):
+    """Converts a folder that cannot be converted, and returns why; nothing may be left behind."""
+
+    def run(folder, **more):
+        before = sorted(tmp_path.iterdir())
+        with pytest.raises(checkpoint.CheckpointError) as error:
+            from_torch.convert(folder, tmp_path / "model", **more)
+        assert sorted(tmp_path.iterdir()) == before
+        return str(error.value)
+
+    return run
+
+
+def bits(state):
+    """The dtype, shape and bytes of every tensor."""
+    return {name: (str(x.dtype), x.shape, x.tobytes()) for name, x in state.items()}
+
+
+# ---------------------------------------------------------------------------------------------
+# There and back.
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+def test_an_untrained_model_comes_back_bit_for_bit(tmp_path, dtype):
+    state = torch_folder.arbitrary(dtype=dtype)
+    folder = torch_folder.write(tmp_path / "released", state)
+    from_torch.convert(folder, tmp_path / "model")
+    to_torch.export(tmp_path / "model", tmp_path / "back", max_shard_bytes=20_000)
+    assert bits(torch_folder.read(tmp_path / "back")) == bits(state)
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "LICENSE"):
+        assert (tmp_path / "back" / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_tensors_of_different_dtypes_keep_them(tmp_path):
+    state = torch_folder.arbitrary()
+    for name in ("model.image_newline", "model.transformer.blocks.1.attn_norm.weight"):
+        state[name] = state[name].astype(np.float32)
+    from_torch.convert(torch_folder.write(tmp_path / "released", state), tmp_path / "model")
+    to_torch.export(tmp_path / "model", tmp_path / "back")
+    assert bits(torch_folder.read(tmp_path / "back")) == bits(state)
+
+
+@pytest.mark.parametrize("changes", [{"codes_per_token": 1, "grid_size": 6}, {"image_head": "dit"}])
+def test_tensors_that_the_model_does_without_are_carried_along(tmp_path, changes):
+    model = dataclasses.replace(torch_folder.SETTINGS.model, **changes)
+    made = dataclasses.replace(torch_folder.SETTINGS, model=model)
+    state = torch_folder.arbitrary(made)
+    state |= {
+        name.official: np.ones(name.shape, state["model.image_newline"].dtype)
+        for name in names.table(made)
+        if name.home == "unused"
+    }
+    from_torch.convert(torch_folder.write(tmp_path / "released", state, made), tmp_path / "model")
+    to_torch.export(tmp_path / "model", tmp_path / "back")
+    assert bits(torch_folder.read(tmp_path / "back")) == bits(state)
+
+
+def test_registers_come_back_if_they_were_there(tmp_path):
+    state = torch_folder.arbitrary()
+    table = {name.official: name for name in names.table(torch_folder.SETTINGS)}
+    registers = {
+        name: np.full(table[name].shape, i, state["model.image_newline"].dtype)
+        for i, name in enumerate(names.REGISTERS)
+    }
+    folder = torch_folder.write(
+        tmp_path / "released",
+        state | registers,
+        sparse_lavida={"num_registers": 5, "trained_attention": "step_causal"},
+    )
+    from_torch.convert(folder, tmp_path / "model")
+    model = checkpoint.read_config(tmp_path / "model").model
+    assert (model.num_registers, model.trained_attention) == (5, "step_causal")
+    to_torch.export(tmp_path / "model", tmp_path / "back")
+    assert bits(torch_folder.read(tmp_path / "back")) == bits(state | registers)
+    given = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert given["sparse_lavida"] == {"num_registers": 5, "trained_attention": "step_causal"}
+
+
+def test_one_file_without_an_index_is_enough(tmp_path):
+    folder = torch_folder.write(tmp_path / "released", shards=1)
+    (folder / torch_folder.INDEX).unlink()
+    (folder / "model-00001-of-00001.safetensors").rename(folder / "model.safetensors")
+    from_torch.convert(folder, tmp_path / "model")
+    to_torch.export(tmp_path / "model", tmp_path / "back")
+    assert bits(torch_folder.read(tmp_path / "back")) == bits(torch_folder.arbitrary())
+
+
+def test_an_image_tokenizer_in_its_own_folder_stays_there(tmp_path):
+    state = torch_folder.arbitrary()
+    pictures = {n: x for n, x in state.items() if n.startswith(names.VQ_PREFIX)}
+    words = {n: x for n, x in state.items() if n not in pictures}
+    folder = torch_folder.write(tmp_path / "released", words)
+    alone = {n.removeprefix(names.VQ_PREFIX): x for n, x in pictures.items()}
+    safetensors.numpy.save_file(alone, folder / "vqvae" / to_torch.VQ_FILE)
+    from_torch.convert(folder, tmp_path / "model")
+    to_torch.export(tmp_path / "model", tmp_path / "back")
+    assert bits(torch_folder.read(tmp_path / "back")) == bits(words)
+    back = safetensors.numpy.load_file(tmp_path / "back" / "vqvae" / to_torch.VQ_FILE)
+    assert bits(back) == bits(alone)
+
+
+def test_an_image_tokenizer_that_nothing_describes_is_known_by_its_shapes(tmp_path):
+    made = dataclasses.replace(
+        torch_folder.SETTINGS,
+        vq=dataclasses.replace(
+            torch_folder.VQ, channels=(32, 32, 64), norm_groups=32, mid_attention=True
+        ),
+    )
+    folder = torch_folder.write(tmp_path / "released", torch_folder.arbitrary(made), made)
+    (folder / "vqvae" / "config.json").unlink()
+    from_torch.convert(folder, tmp_path / "model")
+    assert checkpoint.read_config(tmp_path / "model").vq == made.vq
+
+
+def test_a_model_trained_sparsely_is_exported_with_its_registers(tmp_path):
+    """What training writes has none of the small files of the release."""
+    made = dataclasses.replace(
+        torch_folder.SETTINGS,
+        model=dataclasses.replace(torch_folder.SETTINGS.model, trained_attention="step_causal"),
+    )
+    from_torch.convert(torch_folder.write(tmp_path / "released"), tmp_path / "model")
+    loaded = checkpoint.load_model(tmp_path / "model")
+    checkpoint.save_model(
+        tmp_path / "trained", loaded.model, made,
+        tokenizer_path=loaded.tokenizer_path, vq_folder=loaded.vq_folder, readme="",
+    )  # fmt: skip
+    to_torch.export(tmp_path / "trained", tmp_path / "back")
+    state = torch_folder.read(tmp_path / "back")
+    assert set(state) - set(torch_folder.arbitrary()) == set(names.REGISTERS)
+    from_torch.convert(tmp_path / "back", tmp_path / "again")
+    again = checkpoint.load_model(tmp_path / "again")
+    assert again.config.model == dataclasses.replace(made.model, compute_dtype="float32")
+    for ours, theirs in zip(*map(jax.tree.leaves, (again.model, loaded.model)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_shards_are_no_larger_than_asked_for(tmp_path, converted):
+    done = to_torch.export(converted, tmp_path / "back", max_shard_bytes=20_000)
+    files = sorted((tmp_path / "back").glob("model-*.safetensors"))
+    assert len(files) == done.num_shards > 2
+    for file in files:
+        stored = tensors.list_tensors(file)
+        size = sum(np.prod(t.shape) * tensors.DTYPES[t.dtype].itemsize for t in stored.values())
+        assert size <= 20_000 or len(stored) == 1
+    placed = json.loads((tmp_path / "back" / torch_folder.INDEX).read_text())
+    assert placed["metadata"]["total_size"] == sum(
+        x.nbytes for x in torch_folder.arbitrary().values()
+    )
+
+
+def test_an_export_replaces_nothing(tmp_path, converted):
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(ConvertError, match="an export replaces nothing"):
+        to_torch.export(converted, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+# ---------------------------------------------------------------------------------------------
+# What a conversion writes.
+
+
+def test_a_converted_folder_is_a_whole_model_folder(converted):
+    loaded = checkpoint.load_model(converted)
+    assert loaded.config.model.trained_attention == "full"
+    assert loaded.config.model.compute_dtype == "bfloat16"
+    assert loaded.config.vq == torch_folder.VQ
+    assert json.loads(loaded.tokenizer_path.read_text()) == {"version": "1.0"}
+    assert vq.load(loaded.vq_folder)[1] == torch_folder.VQ
+    readme = (converted / "README.md").read_text()
+    assert "non-commercial" in readme
+    assert (converted / "official" / "LICENSE").read_text() in "For research only."
+    store = checkpoint.ParamsReader(converted / "params")
+    assert {str(leaf.dtype) for leaf in store.leaves.values()} == {"bfloat16"}
+
+
+def test_registers_start_as_what_they_stand_in_for(converted):
+    model = checkpoint.load_model(converted).model
+    mask = model.text_embedding[torch_folder.SETTINGS.model.text_mask_id]
+    np.testing.assert_array_equal(model.register_understanding, mask)
+    cell = model.masked_cell().astype("bfloat16")
+    np.testing.assert_allclose(model.register_generation, cell, rtol=1e-2, atol=1e-3)
+
+
+def test_parameters_are_widened_where_that_is_asked_for(tmp_path, folder):
+    from_torch.convert(folder, tmp_path / "model", dtype="float32")
+    store = checkpoint.ParamsReader(tmp_path / "model" / "params")
+    assert {str(leaf.dtype) for leaf in store.leaves.values()} == {"float32"}
+    assert checkpoint.read_config(tmp_path / "model").model.compute_dtype == "float32"
+    expected = torch_folder.arbitrary()["model.transformer.wte.weight"].astype(np.float32)
+    np.testing.assert_array_equal(store.read_one("text_embedding"), expected)
+
+
+def test_a_second_conversion_replaces_the_first(tmp_path, folder):
+    for _ in range(2):
+        from_torch.convert(folder, tmp_path / "model")
+    checkpoint.verify(tmp_path / "model")
+
+
+def test_progress_reaches_its_end(tmp_path, folder):
+    seen = []
+    from_torch.convert(folder, tmp_path / "model", on_progress=lambda *now: seen.append(now))
+    done, total = zip(*seen, strict=True)
+    assert sorted(done) == list(done)
+    assert done[-1] == total[-1] == sum(x.nbytes for x in torch_folder.arbitrary().values())
+
+
+# ---------------------------------------------------------------------------------------------
+# What cannot be converted.
+
+
+def test_a_folder_that_is_not_there(tmp_path, complaint):
+    assert f"there is no folder {tmp_path / 'nowhere'}." in complaint(tmp_path / "nowhere")
+
+
+def test_a_folder_without_config(folder, complaint):
+    (folder / "config.json").unlink()
+    assert f"{folder} has no config.json, so it is no released model." in complaint(folder)
+
+
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_a_damaged_config(folder, complaint, content):
+    (folder / "config.json").write_text(content)
+    assert f"{folder / 'config.json'}" in complaint(folder)
+
+
+def test_a_model_folder_of_ours_needs_no_conversion(tmp_path, folder, converted, complaint):
+    assert "is a model folder of this project already." in complaint(converted)
+
+
+def test_llada_is_told_from_lavida_o(tmp_path, complaint):
+    made = dataclasses.replace(
+        torch_folder.SETTINGS,
+        model=dataclasses.replace(torch_folder.SETTINGS.model, understanding_only=True),
+    )
+    folder = torch_folder.write(
+        tmp_path / "llada", torch_folder.arbitrary(made), made, model_type="llada"
+    )
+    assert "that is LLaDA, which draws nothing. Give the folder of LaViDa-O." in complaint(folder)
+    from_torch.convert(folder, tmp_path / "model", understanding_only=True)
+    assert checkpoint.load_model(tmp_path / "model").config.model.understanding_only
+
+
+def test_a_config_that_our_code_contradicts(tmp_path, complaint):
+    folder = torch_folder.write(tmp_path / "released", alibi=True)
+    assert "alibi is True: only False is supported." in complaint(folder)
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".pt"])
+def test_pickled_weights_are_refused_with_the_way_to_safetensors(folder, complaint, suffix):
+    for path in folder.glob("model*"):
+        path.unlink()
+    (folder / f"pytorch_model{suffix}").write_bytes(b"\x80")
+    sentence = complaint(folder)
+    assert f"its weights are pickled (pytorch_model{suffix})" in sentence
+    assert "save_pretrained(..., safe_serialization=True)" in sentence
+
+
+def test_shards_without_their_index(folder, complaint):
+    (folder / torch_folder.INDEX).unlink()
+    assert f"{torch_folder.INDEX} is missing, which says what is in model-00001" in complaint(
+        folder
+    )
+
+
+def test_a_folder_without_weights(folder, complaint):
+    for path in folder.glob("model*"):
+        path.unlink()
+    assert f"it holds neither model.safetensors nor {torch_folder.INDEX}." in complaint(folder)
+
+
+def test_a_missing_shard(folder, complaint):
+    (folder / SHARD).unlink()
+    assert f"names {SHARD}, which is not there. Download it again." in complaint(folder)
+
+
+def test_an_index_that_leads_out_of_the_folder(folder, complaint):
+    index = json.loads((folder / torch_folder.INDEX).read_text())
+    index["weight_map"]["model.image_newline"] = "../model.safetensors"
+    (folder / torch_folder.INDEX).write_text(json.dumps(index))
+    shutil.copyfile(folder / SHARD, folder.parent / "model.safetensors")
+    assert "names ../model.safetensors, which is not there." in complaint(folder)
+
+
+@pytest.mark.parametrize("kept", [0, 4, 100, -1])
+def test_a_shard_that_is_cut_short(folder, complaint, kept):
+    content = (folder / SHARD).read_bytes()
+    (folder / SHARD).write_bytes(content[:kept])
+    sentence = complaint(folder)
+    assert f"{SHARD} is cut short or damaged" in sentence
+    assert sentence.endswith("Download it again.")
+
+
+def test_a_header_that_claims_to_be_huge(folder, complaint):
+    content = (folder / SHARD).read_bytes()
+    (folder / SHARD).write_bytes((2**60).to_bytes(8, "little") + content[8:])
+    assert f"{SHARD} is cut short or damaged" in complaint(folder)
+
+
+def test_an_index_that_disagrees_with_the_files(folder, complaint):
+    index = json.loads((folder / torch_folder.INDEX).read_text())
+    (name, file), *_ = index["weight_map"].items()
+    index["weight_map"][name] = SHARD
+    (folder / torch_folder.INDEX).write_text(json.dumps(index))
+    sentence = complaint(folder)
+    assert f"{name} is in {file}, {torch_folder.INDEX} places it in {SHARD}." in sentence
+    assert f"{name} is not in {SHARD}, where {torch_folder.INDEX} places it." in sentence
+
+
+def test_every_tensor_that_does_not_fit_is_listed_at_once(tmp_path, complaint):
+    state = torch_folder.arbitrary()
+    del state["model.image_newline"]
+    state["model.colour"] = np.zeros(3, np.float32)
+    state["model.transformer.ln_f.weight"] = np.zeros(5, np.float32)
+    state["model.transformer.blocks.0.q_proj.weight"] = np.zeros((32, 32), np.int8)
+    sentence = complaint(torch_folder.write(tmp_path / "released", state))
+    for told in (
+        "model.image_newline is missing; it should be [32].",
+        "model.colour [3] in model-0000",
+        "is unknown.",
+        "is [5]; by config.json it should be [32].",
+        "is I8; only F32, BF16, F16 are supported.",
+    ):
+        assert told in sentence
+    assert len(sentence.splitlines()) == 5
+
+
+def test_very_many_problems_of_one_kind_are_counted(tmp_path, complaint):
+    state = {n: x for n, x in torch_folder.arbitrary().items() if ".blocks." not in n}
+    sentence = complaint(torch_folder.write(tmp_path / "released", state))
+    missing = 3 * 17
+    assert f"... and {missing - from_torch._LISTED} more like the last one." in sentence
+
+
+def test_a_folder_without_tokenizer(folder, complaint):
+    (folder / "tokenizer.json").unlink()
+    assert f"{folder} cannot be converted: tokenizer.json is missing." in complaint(folder)
+
+
+def test_what_is_no_model_folder_is_not_replaced(tmp_path, folder):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.txt").write_text("mine")
+    with pytest.raises(checkpoint.CheckpointError, match="exists and is no model folder"):
+        from_torch.convert(folder, tmp_path / "model")
+    assert (tmp_path / "model" / "mine.txt").read_text() == "mine"
+
+
+def test_a_full_disk_is_noticed_before_anything_is_written(folder, complaint, monkeypatch):
+    Usage = collections.namedtuple("Usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**9, 10**9, 1000))
+    assert "has 0 MB free and" in complaint(folder)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), ValueError("RESOURCE_EXHAUSTED")])
+def test_a_disk_that_fills_up_on_the_way_leaves_nothing(folder, complaint, monkeypatch, error):
+    save, calls = checkpoint.ocp.partial.save, []
+    monkeypatch.setattr(checkpoint, "BATCH_BYTES", 10_000)
+
+    def run_out_of_space(*args):
+        calls.append(args)
+        if len(calls) > 2:
+            raise error
+        save(*args)
+
+    monkeypatch.setattr(checkpoint.ocp.partial, "save", run_out_of_space)
+    assert "could not be written" in complaint(folder)
+    assert len(calls) == 3
+
+
+def test_an_interrupt_leaves_nothing(tmp_path, folder):
+    def stop(done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        from_torch.convert(folder, tmp_path / "model", on_progress=stop)
+    assert [path.name for path in tmp_path.iterdir()] == ["released"]
+
+
+# ---------------------------------------------------------------------------------------------
+# Damage afterwards.
+
+
+def test_a_flipped_bit_names_the_tensor(tmp_path):
+    state = torch_folder.arbitrary()
+    name = "model.transformer.blocks.1.q_proj_vision.weight"
+    # Noise cannot be compressed, so it can be found again.
+    noise = np.random.default_rng(0).integers(0, 2**16, state[name].shape, np.uint16)
+    state[name] = noise.view(jnp.bfloat16)
+    written = noise.T.tobytes()
+    folder = tmp_path / "model"
+    from_torch.convert(torch_folder.write(tmp_path / "released", state), folder)
+    assert checkpoint.verify(folder) > 10
+    files = [path for path in (folder / "params").rglob("*") if path.is_file()]
+    (path,) = (path for path in files if written in path.read_bytes())
+    changed = bytearray(path.read_bytes())
+    changed[changed.find(written) + len(written) // 2] ^= 1
+    path.write_bytes(changed)
+    damaged = checkpoint.ParamsReader(folder / "params")
+    damaged.read(damaged.leaves)  # the store notices nothing
+    with pytest.raises(checkpoint.CheckpointError) as error:
+        checkpoint.verify(folder)
+    assert f"{path} is damaged" in str(error.value)
+    told = "The tensor joint_layers/01/generation/q/kernel is not what was written."
+    assert told in str(error.value)
+
+
+def test_every_tensor_has_a_digest(converted):
+    store = checkpoint.ParamsReader(converted / "params")
+    assert set(checkpoint._read_digests(converted)) == set(store.leaves)
+
+
+# ---------------------------------------------------------------------------------------------
+# The files themselves.
+
+
+def test_files_are_those_that_the_library_reads(tmp_path):
+    rng = np.random.default_rng(0)
+    state = {
+        "scalar": np.array(3.0, np.float32),
+        "half": rng.normal(size=(3, 5)).astype(np.float16),
+        "brain": rng.normal(size=(2, 1, 3)).astype(jnp.bfloat16),
+        "none": np.zeros((0, 4), np.float32),
+    }
+    path = tmp_path / "x.safetensors"
+    tensors.write(
+        path, [tensors.ToStore(n, x.dtype, x.shape, lambda x=x: x) for n, x in state.items()]
+    )
+    assert bits(safetensors.numpy.load_file(path)) == bits(state)
+    with safetensors.safe_open(path, "numpy") as file:
+        assert file.metadata() == {"format": "pt"}
+    stored = tensors.list_tensors(path)
+    assert bits({name: place.read() for name, place in stored.items()}) == bits(state)

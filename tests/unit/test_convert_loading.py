@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters are read straight to where they are used: any mesh, any dtype."""
+
+import jax
+import numpy as np
+import pytest
+import torch_folder
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from sparse_lavida_jax import checkpoint
+from sparse_lavida_jax.convert import from_torch
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    scratch = tmp_path_factory.mktemp("loading")
+    from_torch.convert(torch_folder.write(scratch / "released"), scratch / "model")
+    return scratch / "model"
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((4, 2), ("rows", "columns"), axis_types=(AxisType.Auto,) * 2)
+
+
+def over(mesh):
+    """Splits the last two axes of matrices over the mesh where they divide."""
+
+    def choose(name, shape):
+        spec = [None] * len(shape)
+        if name.endswith("kernel"):
+            spec[-2] = "rows" if shape[-2] % 4 == 0 else None
+            spec[-1] = "columns" if shape[-1] % 2 == 0 else None
+        return NamedSharding(mesh, PartitionSpec(*spec))
+
+    return choose
+
+
+def named(model):
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value"): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(model)
+    }
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("batch_bytes", [1, 2**28])
+def test_eight_devices_hold_what_one_would(converted, mesh, dtype, batch_bytes, monkeypatch):
+    monkeypatch.setattr(checkpoint, "BATCH_BYTES", batch_bytes)
+    choose = over(mesh)
+    whole = named(checkpoint.load_model(converted, dtype=dtype).model)
+    spread = named(checkpoint.load_model(converted, sharding=choose, dtype=dtype).model)
+    assert set(spread) == set(whole)
+    for name, leaf in spread.items():
+        assert leaf.dtype == whole[name].dtype == dtype
+        np.testing.assert_array_equal(leaf, whole[name], name)
+        assert leaf.sharding.is_equivalent_to(choose(name, leaf.shape), leaf.ndim), name
+
+
+def test_every_device_holds_only_its_part(converted, mesh):
+    model = checkpoint.load_model(converted, sharding=over(mesh)).model
+    kernel = model.joint_layers.attn_out.kernel[...]
+    layers, rows, columns = kernel.shape
+    parts = {shard.data.shape for shard in kernel.addressable_shards}
+    assert parts == {(layers, rows // 4, columns // 2)}
+    assert len(kernel.addressable_shards) == 8
+
+
+def test_a_stack_may_be_split_between_its_layers(converted, mesh):
+    def choose(name, shape):
+        split = "columns" if name.startswith("joint_layers") else None
+        return NamedSharding(mesh, PartitionSpec(split))
+
+    kernel = checkpoint.load_model(converted, sharding=choose).model.joint_layers.attn_out.kernel
+    whole = checkpoint.load_model(converted).model.joint_layers.attn_out.kernel
+    assert kernel[...].sharding.spec == PartitionSpec("columns")
+    np.testing.assert_array_equal(kernel[...], whole[...])
+
+
+def test_a_module_is_filled_by_names_on_disk(converted):
+    loaded = checkpoint.load_model(converted)
+    store = checkpoint.ParamsReader(converted / "params")
+    make = lambda: checkpoint._make_denoiser(loaded.config)  # noqa: E731
+    filled = checkpoint.module_of(make, store.read(store.leaves))
+    assert jax.tree.all(jax.tree.map(np.array_equal, filled, loaded.model))
+    leaves = store.read(store.leaves)
+    del leaves["final_norm/weight"]
+    with pytest.raises(checkpoint.CheckpointError, match=r"final_norm/weight: missing"):
+        checkpoint.module_of(make, leaves)
