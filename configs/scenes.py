@@ -71,9 +71,7 @@ def get_config() -> ml_collections.ConfigDict:
     )
 
     c.diffusion = dict(blocks="schedule", num_masked_blocks=4, plan_steps=(6, 8, 12, 18))
-    c.sampling = dict(
-        num_steps=8, schedule="shift", shift=2.0, temperature=0.3, text_steps=8
-    )
+    c.sampling = dict(num_steps=8, schedule="shift", shift=2.0, temperature=0.3, text_steps=8)
 
     c.optimizer = dict(
         kind="muon",

@@ -455,6 +455,7 @@ class Sampling:
         _check_fraction(
             self, "confidence_noise_end", "temperature_end", "text_step_ratio", "text_threshold"
         )
+        _check_positive(self, "temperature_end")
         _check(self, "top_p", 0 < self.top_p <= 1, "it must lie in (0, 1]")
         _check(
             self,

@@ -291,10 +291,10 @@ def _see(pictures, rows: list[tuple[Request, PromptRow]], vision: config.Vision)
 
     A request with views of its pictures makes views of all: one plain picture is one view.
     """
-    if not any(isinstance(picture, tuple) for picture in pictures):
-        return stack_pictures(pictures), rows
     seen = [() if p is None else p if isinstance(p, tuple) else (p[None],) for p in pictures]
     pixels = stack_views(seen)
+    if pixels is None or not any(isinstance(picture, tuple) for picture in pictures):
+        return stack_pictures(pictures), rows
     numbered = [
         (request, dataclasses.replace(row, feature=stacked_features(
             row.feature,
@@ -624,15 +624,17 @@ def _confidence(
     draws: Draws,
 ) -> Float[Array, "b w u"]:
     """How sure the model is of each candidate: of a whole token, as of its least sure code."""
-    shape = now.candidates.shape
+    shape, is_random = now.candidates.shape, choice.confidence == "random"
     noise = jnp.zeros(shape)
-    if choice.noisy or choice.confidence == "random":
-        if draws.confidence is not None:
-            noise = _take(draws.confidence, jnp.maximum(now.decode, 0))
-        else:
-            apart = jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_key, RANKING)
-            noise = _noise(apart, now, shape[2:])
-    if choice.commit == "all" or choice.confidence == "random":
+    if choice.commit == "all":
+        return noise
+    if draws.confidence is not None:
+        noise = _take(draws.confidence, jnp.maximum(now.decode, 0))
+    elif choice.noisy or is_random:
+        apart = jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_key, RANKING)
+        noise = _noise(apart, now, shape[2:])
+        noise = jnp.exp(-jnp.exp(-noise)) if is_random else noise  # uniform in [0, 1]
+    if is_random:
         return noise
     confidence = choose.confidence(choice.confidence, logits, drawn)
     if shape[-1] == 1:
@@ -640,7 +642,7 @@ def _confidence(
     return choose.with_noise(confidence, noise, now.noise) if choice.noisy else confidence
 
 
-def _take(values: Array, at: Int[Array, "b w"]) -> Array:
+def _take(values: AnyArray, at: Int[Array, "b w"]) -> Array:
     return jnp.take_along_axis(values, at.reshape(*at.shape, *[1] * (values.ndim - 2)), axis=1)
 
 

@@ -10,6 +10,7 @@ the number of layers: within 5 %, and below 4 GiB.
 """
 
 import json
+import multiprocessing
 import os
 import pathlib
 import subprocess
@@ -33,6 +34,7 @@ from sparse_lavida_jax.convert.settings import (
 
 SCRATCH = flags.DEFINE_string("scratch", "", "Where the folders are made; by default in /tmp.")
 LAYERS = flags.DEFINE_multi_integer("layers", [3, 6], "Numbers of layers.")
+SPAWN = multiprocessing.get_context("spawn")
 SHARD_TENSORS = 200
 # The widths of the release (spec Sec. 10.5).
 RELEASE = {
@@ -62,7 +64,9 @@ def main(argv: list[str]) -> None:
             settings = settings_from(
                 RELEASE | {"n_layers": layers, "dual_tower_layers": layers // 2}, RELEASED_VQ
             )
-            size = make_folder(source, settings)
+            # In a process of its own: the memory of this one would count for its children.
+            with SPAWN.Pool(1) as pool:
+                size = pool.apply(make_folder, (source, settings))
             begin = time.perf_counter()
             peak = _peak_memory(["--mode=convert", f"--src={source}", f"--dst={target}"])
             seconds = time.perf_counter() - begin

@@ -385,8 +385,9 @@ def _copy_small_files(released: _Released, new: pathlib.Path) -> None:
     shutil.copyfile(released.folder / "tokenizer.json", new / "tokenizer.json")
     for path in sorted(released.folder.iterdir()):
         is_small = path.suffix in _SMALL or path.name.startswith(_LICENCES)
-        is_ours = not path.is_file() or path.name == "tokenizer.json"
-        if is_small and not is_ours and path.stat().st_size <= _SMALL_BYTES:
+        if path.name == "tokenizer.json" or not path.is_file() or not is_small:
+            continue
+        if path.stat().st_size <= _SMALL_BYTES:
             shutil.copyfile(path, official / path.name)
     if released.vq_config is not None:
         shutil.copyfile(

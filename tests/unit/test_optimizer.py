@@ -100,7 +100,14 @@ def test_muon_takes_the_matrices_inside_the_network():
             # A convolution is a matrix from its window and channels to its channels.
             window = (0, 1, 2) if leaf.ndim == 4 else leaf.ndim - 2
             assert inside[name] == (window, leaf.ndim - 1)
-    for word in ("joint_layers", "split_layers", "tower.layers", "patch_embedding", "image_embedding.code"):
+    words = (
+        "joint_layers",
+        "split_layers",
+        "tower.layers",
+        "patch_embedding",
+        "image_embedding.code",
+    )
+    for word in words:
         assert any(word in name for name in inside), word
     for word in ("text_embedding", "text_head", "logits", "norm", "register"):
         assert not any(word in name for name in inside), word
