@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import merged
 import numpy as np
 import pytest
-import released
+import replay
 
 from sparse_lavida_jax import layout, sample
 from sparse_lavida_jax.data import images
 
 NAME = "D_edit"
 LOGITS = 1e-4
-each_mode = pytest.mark.parametrize("name", released.variants(NAME, "edit_mode"))
+each_mode = pytest.mark.parametrize("name", replay.variants(NAME, "edit_mode"))
 
 
 @pytest.fixture(scope="module")
@@ -30,23 +30,21 @@ def request_(given):
     height, width = given.inputs["image_uint8"].shape[:2]
     index = images.token_index((width, height), model.vision, whole=len(views) == 1)
     features = len(views) * model.vision.num_tokens + model.vision.newline
-    (source,) = released.cells_of(
-        recorded["enc.codes"], given.config["gen_shape"], model.codes_side
-    )
-    parts = released.parts_of(
+    (source,) = replay.cells_of(recorded["enc.codes"], given.config["gen_shape"], model.codes_side)
+    parts = replay.parts_of(
         recorded["new_input_ids"][0],
         given.config["prompt_cutoff_len"],
         given.config["golden_ids"],
         vision=layout.Vision(len(index), index, features),
         source=source,
     )
-    return released.image_request(parts, model, (views,))
+    return replay.image_request(parts, model, (views,))
 
 
 def run_of(given, request, name):
     """Returns (plan, settings) of a recorded run."""
     model = given.settings.model
-    sampling = released.image_sampling(given.config["variants"][name])
+    sampling = replay.image_sampling(given.config["variants"][name])
     settings = sample.step_settings(sampling, model, "image", has_source=True)
     return sample.plan(sampling, settings, model, request.given[None], 1), settings
 
@@ -68,23 +66,23 @@ def test_edits_are_decoded_as_recorded(given, request_, name):
     model = given.settings.model
     plan, settings = run_of(given, request_, name)
     assert settings.guidance_rows == len(given.config["variants"][name]["rows"])
-    shown, last, passes = released.history(given.model(), request_, plan, settings)
+    shown, last, passes = replay.history(given.model(), request_, plan, settings)
     assert passes == given.config["variants"][name]["num_loop_steps"]
     grid = given.config["gen_shape"]
-    before = released.cells_of(given.outputs[f"{name}.codes_before_step"], grid, model.codes_side)
+    before = replay.cells_of(given.outputs[f"{name}.codes_before_step"], grid, model.codes_side)
     np.testing.assert_array_equal(shown[:-1], before[1:])
-    final = released.cells_of(given.outputs[f"{name}.final_codes"], grid, model.codes_side)
+    final = replay.cells_of(given.outputs[f"{name}.final_codes"], grid, model.codes_side)
     np.testing.assert_array_equal(last, final[0])
-    released.assert_picture(given, last, given.outputs[f"{name}.image_uint8"])
+    replay.assert_picture(given, last, given.outputs[f"{name}.image_uint8"])
 
 
 @each_mode
 def test_rows_and_their_logits_are_the_recorded_ones(given, request_, name):
     plan, settings = run_of(given, request_, name)
-    steps = released.one_by_one(plan)
+    steps = replay.one_by_one(plan)
     for key, step in (("step0", 0), ("last", len(steps) - 1)):
         now = given.outputs[f"{name}.codes_before_step"][step]
-        seen = released.one_pass(given, request_, steps[step], settings, now)
+        seen = replay.one_pass(given, request_, steps[step], settings, now)
         expected = given.outputs[f"{name}.logits_{key}"]
         np.testing.assert_allclose(seen.logits, expected, rtol=0, atol=LOGITS)
         np.testing.assert_array_equal(seen.modality, given.outputs[f"{name}.modality_indices"])
@@ -96,10 +94,10 @@ def test_rows_and_their_logits_are_the_recorded_ones(given, request_, name):
 def test_the_conditional_pass_is_the_recorded_one(given, request_):
     """A picture known in part, layer by layer."""
     recorded, model = given.outputs, given.model()
-    plan, settings = run_of(given, request_, released.variants(NAME, "edit_mode")[0])
+    plan, settings = run_of(given, request_, replay.variants(NAME, "edit_mode")[0])
     alone = dataclasses.replace(settings, guidance_rows=1)
     codes = given.inputs["image_codes"][0]
-    seen = released.one_pass(given, request_, plan[0].steps(0, 1), alone, codes)
+    seen = replay.one_pass(given, request_, plan[0].steps(0, 1), alone, codes)
     np.testing.assert_allclose(seen.embeds, recorded["cond.inputs_embeds"], rtol=0, atol=LOGITS)
     np.testing.assert_allclose(seen.logits, recorded["cond.image_logits"], rtol=0, atol=LOGITS)
     length, width = seen.modality.shape[1], model.settings.width

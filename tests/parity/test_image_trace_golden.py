@@ -3,13 +3,13 @@
 
 import numpy as np
 import pytest
-import released
+import replay
 
 from sparse_lavida_jax import layout, orders, sample
 
 NAME = "F3_t2i_trace"
 LOGITS = 1e-4
-each_variant = pytest.mark.parametrize("name", released.variants(NAME))
+each_variant = pytest.mark.parametrize("name", replay.variants(NAME))
 
 
 @pytest.fixture(scope="module")
@@ -21,30 +21,28 @@ def run_of(given, name):
     """Returns (request, plan, settings, draws) of a recorded run."""
     variant, model = given.config["variants"][name], given.settings.model
     grid, side = variant["gen_shape"], model.codes_side
-    parts = released.parts_of(
+    parts = replay.parts_of(
         given.inputs["input_ids"][0], variant["prompt_cutoff_len"], given.config["golden_ids"]
     )
-    request = released.image_request(parts, model)
-    sampling = released.image_sampling(variant)
+    request = replay.image_request(parts, model)
+    sampling = replay.image_sampling(variant)
     settings = sample.step_settings(sampling, model, "image")
     plan = sample.plan(sampling, settings, model, request.given[None], 1)
-    return request, plan, settings, released.image_draws(variant, given.outputs, grid, side)
+    return request, plan, settings, replay.image_draws(variant, given.outputs, grid, side)
 
 
 @each_variant
 def test_codes_are_decoded_as_recorded(given, name):
     variant, side = given.config["variants"][name], given.settings.model.codes_side
     request, plan, settings, draws = run_of(given, name)
-    shown, last, passes = released.history(given.model(), request, plan, settings, draws)
+    shown, last, passes = replay.history(given.model(), request, plan, settings, draws)
     assert passes == variant["num_loop_steps"]
-    before = released.cells_of(
-        given.outputs[f"{name}.codes_before_step"], variant["gen_shape"], side
-    )
+    before = replay.cells_of(given.outputs[f"{name}.codes_before_step"], variant["gen_shape"], side)
     np.testing.assert_array_equal(shown[:-1], before[1:])
     assert (before[0] == given.settings.model.image_mask_id).all()
-    final = released.cells_of(given.outputs[f"{name}.final_codes"], variant["gen_shape"], side)
+    final = replay.cells_of(given.outputs[f"{name}.final_codes"], variant["gen_shape"], side)
     np.testing.assert_array_equal(last, final[0])
-    released.assert_picture(given, last, given.outputs[f"{name}.image_uint8"])
+    replay.assert_picture(given, last, given.outputs[f"{name}.image_uint8"])
 
 
 @each_variant
@@ -58,10 +56,10 @@ def test_the_recorded_steps_are_guided(given, name):
 @each_variant
 def test_logits_of_every_row_are_the_recorded_ones(given, name):
     request, plan, settings, _ = run_of(given, name)
-    steps = released.one_by_one(plan)
+    steps = replay.one_by_one(plan)
     for key, step in (("step0", 0), ("last", len(steps) - 1)):
         now = given.outputs[f"{name}.codes_before_step"][step]
-        seen = released.one_pass(given, request, steps[step], settings, now)
+        seen = replay.one_pass(given, request, steps[step], settings, now)
         expected = given.outputs[f"{name}.logits_{key}"]
         np.testing.assert_allclose(seen.logits, expected, rtol=0, atol=LOGITS)
 
@@ -73,7 +71,7 @@ def test_the_embedded_rows_are_the_recorded_ones(given):
         name = key.partition(".")[0]
         request, plan, settings, _ = run_of(given, name)
         now = given.outputs[f"{name}.codes_before_step"][0]
-        seen = released.one_pass(given, request, plan[0].steps(0, 1), settings, now)
+        seen = replay.one_pass(given, request, plan[0].steps(0, 1), settings, now)
         np.testing.assert_allclose(seen.embeds, given.outputs[key], rtol=0, atol=LOGITS)
         np.testing.assert_array_equal(
             seen.modality, np.broadcast_to(given.inputs["is_gen"], seen.modality.shape)
@@ -94,7 +92,7 @@ def test_the_fixed_order_is_the_recorded_one(given):
         grid, side = given.config["variants"][name]["gen_shape"], given.settings.model.codes_side
         _, plan, _, _ = run_of(given, name)
         bounds = np.cumsum([0, *counts])
-        for i, part in enumerate(released.one_by_one(plan)):
+        for i, part in enumerate(replay.one_by_one(plan)):
             chosen = np.zeros((len(order) // side**2, side**2), bool)
             chosen[part.decode[0, 0]] = part.candidates[0, 0]
             codes = layout.codes_from_cells(chosen[None], grid[0] // side, side).ravel()

@@ -3,7 +3,7 @@
 
 import numpy as np
 import pytest
-import released
+import replay
 import traces
 
 from sparse_lavida_jax import config, layout, sample
@@ -16,22 +16,22 @@ LOGITS = 1e-4
 def run_of(given, name):
     """Returns (request, plan, settings, draws) of a recorded run."""
     variant, model = given.config["variants"][name], given.settings.model
-    sampling = released.text_sampling(variant)
+    sampling = replay.text_sampling(variant)
     settings = sample.step_settings(sampling, model, "text")
     draft = given.inputs[variant["draft_tokens"]][0] if variant["draft_tokens"] else ()
-    request = released.text_request(
+    request = replay.text_request(
         given.inputs["input_ids"][0], variant["max_new_tokens"], model.text_mask_id, draft
     )
     plan = sample.plan(sampling, settings, model, request.given[None], variant["block_length"])
-    return request, plan, settings, released.text_draws(variant, given.inputs)
+    return request, plan, settings, replay.text_draws(variant, given.inputs)
 
 
-@pytest.mark.parametrize("name", released.variants(NAME))
+@pytest.mark.parametrize("name", replay.variants(NAME))
 def test_text_is_decoded_as_recorded(case, name):
     given = case(NAME)
     length = given.config["variants"][name]["max_new_tokens"]
     request, plan, settings, draws = run_of(given, name)
-    shown, last, passes = released.history(given.model(), request, plan, settings, draws)
+    shown, last, passes = replay.history(given.model(), request, plan, settings, draws)
     if f"{name}.history" in given.outputs:
         expected = given.outputs[f"{name}.history"][:, -length:]
         np.testing.assert_array_equal(shown[..., 0], expected)
@@ -107,12 +107,12 @@ def test_an_answer_about_a_picture_is_decoded_as_recorded(case):
             continue
         ids, length = given.inputs[variant["input_ids"]][0], variant["max_new_tokens"]
         request = seen_request(given, variant, ids, range(len(ids), len(ids) + length))
-        sampling = released.text_sampling(variant)
+        sampling = replay.text_sampling(variant)
         settings = sample.step_settings(sampling, given.settings.model, "text")
         plan = sample.plan(
             sampling, settings, given.settings.model, request.given[None], variant["block_length"]
         )
-        shown, _, _ = released.history(given.model(), request, plan, settings)
+        shown, _, _ = replay.history(given.model(), request, plan, settings)
         np.testing.assert_array_equal(shown[..., 0], given.outputs[f"{name}.history"])
 
 
@@ -128,7 +128,7 @@ def boxes(case, steps):
     sampling = config.Sampling(text_preset="dense", text_steps=steps, released_behaviour=True)
     settings = sample.step_settings(sampling, given.settings.model, "text")
     plan = sample.plan(sampling, settings, given.settings.model, request.given[None], len(masks))
-    shown, last, _ = released.history(given.model(), request, plan, settings)
+    shown, last, _ = replay.history(given.model(), request, plan, settings)
     return shown[..., 0], last[:, 0], given.outputs["grounding.steps1.box_ids"][0]
 
 

@@ -355,3 +355,17 @@ def test_a_write_that_fails_in_the_background_is_told_at_the_next_one(states, mo
         states.save(2, make_state(2))
     states.save(2, make_state(2))
     assert states.restore(make_state())[0] == 2
+
+
+def test_folders_may_be_relative(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("text.json").write_text("{}")
+    checkpoint.save_model(
+        "here/model",
+        make_model(),
+        config.Config(),
+        tokenizer_path=pathlib.Path("text.json"),
+        vq_folder=None,
+        readme="# test\n",
+    )
+    same(load("here").model, make_model())
