@@ -3,6 +3,7 @@
 
 import errno
 import json
+import pathlib
 import types
 
 import jax
