@@ -20,6 +20,7 @@ takes, and it takes no mask.
 """
 
 import dataclasses
+from typing import Literal
 
 import einops
 import flax.struct
@@ -37,6 +38,7 @@ NO_CELL = -1  # a generation token that is no cell of a picture (registers, padd
 
 # What the vision tower sees of a picture: bytes, or numbers in [-1, 1] that it takes as they are.
 # Of a batch, one picture a row or the views of its pictures.
+Kind = Literal["text", "image"]
 Views = UInt8[np.ndarray, "_n h w 3"] | Float[np.ndarray, "_n h w 3"]
 SeenBatch = UInt8[AnyArray, "b *n h w 3"] | Float[AnyArray, "b *n h w 3"]
 

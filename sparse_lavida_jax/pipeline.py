@@ -9,12 +9,13 @@ import numpy as np
 from jaxtyping import Bool, Int, UInt8
 from PIL import Image
 
-from sparse_lavida_jax import checkpoint, config, layout, sample
+from sparse_lavida_jax import checkpoint, config, layout, presets, sample
 from sparse_lavida_jax.data import digits, scenes
 from sparse_lavida_jax.data.examples import Encoder, Example
 from sparse_lavida_jax.data.text import Tokenizer
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.prompts import Request, prompt_lengths
 
 Picture = UInt8[np.ndarray, "_h _w 3"]  # each of its own size
 
@@ -252,7 +253,7 @@ class SparseLaViDa:
         """
         sampling = sampling or self.settings.sampling
         results: dict[int, np.ndarray] = {}
-        floor = sample.prompt_lengths(
+        floor = prompt_lengths(
             [_request(e, seed) for e in examples], examples[0].kind, self.settings.model
         )
         lengths = sorted({len(e.response) for e in examples})
@@ -273,13 +274,13 @@ class SparseLaViDa:
         return [self.tokenizer.decode(i[: i.index(end)] if end in i else i) for i in cut]
 
     def _decode(self, requests, example: Example, sampling, floor, on_segment):
-        settings = sample.step_settings(
+        settings = presets.step_settings(
             sampling,
             self.settings.model,
             example.kind,
             has_source=any(isinstance(part, layout.Source) for part in example.parts),
         )
-        plan = sample.plan(
+        plan = presets.plan(
             sampling,
             settings,
             self.settings.model,
@@ -311,5 +312,5 @@ def resized(picture: Picture, side: int) -> UInt8[np.ndarray, "side side 3"]:
     return np.asarray(Image.fromarray(picture).resize((side, side), Image.Resampling.BICUBIC))
 
 
-def _request(example: Example, seed: int) -> sample.Request:
-    return sample.Request(example.parts, example.response, example.given, example.pixels, seed)
+def _request(example: Example, seed: int) -> Request:
+    return Request(example.parts, example.response, example.given, example.pixels, seed)

@@ -11,11 +11,12 @@ import jax
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from sparse_lavida_jax import config, metrics, orders, sample
+from sparse_lavida_jax import config, metrics, orders, presets
 from sparse_lavida_jax.bench import record
 from sparse_lavida_jax.data import digits, grammar, scenes, scoring, tasks
 from sparse_lavida_jax.evals import scenes as exact
 from sparse_lavida_jax.pipeline import SparseLaViDa
+from sparse_lavida_jax.prompts import Request, prepare
 
 CHECK_PROMPTS = 48  # drawing prompts scored while training
 SHEET_COLUMNS = 6
@@ -208,7 +209,7 @@ def _measured() -> list[str]:
 def tokens_passed(pipe: SparseLaViDa, preset: str, example) -> int:
     """Returns how many tokens all steps of one picture pass, prompt included, padding not."""
     settings = pipe.settings
-    chosen = sample.preset(preset)
+    chosen = presets.preset(preset)
     side = settings.model.grid_size
     plan = orders.image_plan(
         orders.order(settings.sampling.order, side, side, settings.sampling.order_seed),
@@ -222,8 +223,8 @@ def tokens_passed(pipe: SparseLaViDa, preset: str, example) -> int:
         passes_rest=not chosen.truncate,
     )
     response = sum(int((part >= 0).sum()) for s in segments for part in (s.clean, s.decode, s.rest))
-    prompt = sample.prepare(
-        [sample.Request(example.parts, example.response, example.given, example.pixels, 0)],
+    prompt = prepare(
+        [Request(example.parts, example.response, example.given, example.pixels, 0)],
         "image",
         settings.model,
     )

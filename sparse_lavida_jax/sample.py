@@ -4,17 +4,7 @@
 A host-side plan (`orders.py`) says which positions a step passes; consecutive steps of one width
 form a segment, and a segment is one compiled program: `lax.fori_loop` over `step`. Nothing returns
 to Python inside a segment and no shape changes. Image and text, every preset and every ablation row
-run this same `step`; they differ in which tokens the plan passes and which of them are committed.
-
-| preset | passes besides the tokens to decode and the registers | cache |
-| --- | --- | --- |
-| sparse (prt) | the tokens decoded in the previous step | prompt, response |
-| without p; without r | the prompt again; all clean tokens again | not of that |
-| without t | all other masked tokens | |
-| dense | everything, in block 0, without registers: LaViDa-O itself | none |
-| prefix | the whole response, in block 0: LaViDa-O's text | prompt |
-| fast_dllm_prefix | later text blocks | all before, made anew by a text block's first step |
-| fast_dllm_dual | nothing | all but the text block, made anew by its first step |
+run this same `step`; which tokens the plan passes and which are committed is data (`presets.py`).
 
 A plan decodes whole cells, or single codes of cells that are then known in part: what is masked
 is what the canvas holds the mask id for, and a token is decoded when all its codes are.
@@ -23,308 +13,35 @@ is what the canvas holds the mask id for, and a token is decoded when all its co
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Literal
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key, UInt8
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from sparse_lavida_jax import choose, config, orders
 from sparse_lavida_jax.layout import (
     GIVEN_BLOCK,
     NO_CELL,
     NO_FEATURE,
-    PROMPT_BLOCK,
     AnyArray,
-    Part,
-    PromptRow,
+    Kind,
     Stream,
-    Views,
-    codes_from_cells,
     concatenate,
     make_layout,
-    prompt_row,
-    stack_pictures,
-    stack_views,
-    stacked_features,
     without_blocks,
 )
 from sparse_lavida_jax.models.cache import KVCache
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.presets import Choice, StepSettings
+from sparse_lavida_jax.prompts import Prompt, Request, prepare
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 NOT_DECODED = PAD_BLOCK  # in `decoded_at`: no step has decoded the position yet
-PROMPT_BUCKET = 16  # prompts are padded to a multiple of this many tokens
 RANKING = 2**31 - 1  # keys the noise on confidences apart from that of the draws; no block is this
 
-# What guidance drops from the second of the three rows of an edit (spec Sec. 7.6).
-EDIT_DROPS: dict[str, dict[str, bool]] = {
-    "source": {"drop_prompt": True},
-    "source_only": {"drop_prompt": True, "drop_kept": True},  # released edit mode 0, and so on
-    "no_source": {"drop_source": True},
-    "no_picture": {"drop_source": True, "drop_vision": True},
-    "no_text": {"drop_prompt": True, "drop_kept": True, "drop_vision": False},
-}
 AVERAGED = ("no_source", "no_picture")  # rows that the full one is averaged with (spec Sec. 7.2)
-
-Kind = Literal["text", "image"]
-
-
-# ---------------------------------------------------------------------------------------------
-# Settings.
-
-
-@dataclasses.dataclass(frozen=True)
-class Preset:
-    """What is cached and what is left out: a row of the paper's ablation (Table 6).
-
-    With `full_attention` every response token sees every other, so a cache is not exact: that of
-    the prompt keeps what the prompt alone computed, that of the response is refreshed by the
-    first step of every text block (Fast-dLLM).
-    """
-
-    cache_prompt: bool
-    cache_response: bool
-    truncate: bool
-    full_attention: bool = False
-
-    @property
-    def refreshes(self) -> bool:
-        return self.full_attention and self.cache_response
-
-    @property
-    def passes_given(self) -> bool:
-        """Whether given tokens are passed as the response's others are, not cached before it."""
-        return self.full_attention and self.cache_prompt
-
-
-def preset(name: str) -> Preset:
-    """Returns the preset of that name (`config.PRESETS`, `config.TEXT_PRESETS`).
-
-    Raises:
-        ValueError: an unknown name.
-    """
-    known = (*config.PRESETS, *config.TEXT_PRESETS)
-    if name not in known:
-        raise ValueError(f"preset {name!r} is unknown: use one of {', '.join(known)}.")
-    full_attention = {"dense": "", "prefix": "p", "fast_dllm_prefix": "pr", "fast_dllm_dual": "prt"}
-    if name in full_attention:
-        letters = full_attention[name]
-        return Preset("p" in letters, "r" in letters, "t" in letters, full_attention=True)
-    letters = {"sparse": "prt", "none": ""}.get(name, name)
-    return Preset("p" in letters, "r" in letters, "t" in letters)
-
-
-def default_preset(model: config.Model) -> str:
-    """Returns what a checkpoint was trained for: sparse, or dense for a "full" one."""
-    return "sparse" if model.trained_attention == "step_causal" else "dense"
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """Which candidates a step commits; see `choose`.
-
-    Attributes:
-        commit: all | count | threshold | factor.
-        level: the threshold, or the factor.
-        confidence: probability | margin | entropy | random.
-        noisy: whether the log of the confidence has Gumbel noise.
-    """
-
-    commit: str = "all"
-    level: float = 0.0
-    confidence: str = "probability"
-    noisy: bool = False
-
-    @property
-    def ends_early(self) -> bool:
-        """Whether a segment may have nothing left to decode before its last step."""
-        return self.commit in ("threshold", "factor")
-
-
-@dataclasses.dataclass(frozen=True)
-class StepSettings:
-    """Everything about a step that is compiled into it.
-
-    Attributes:
-        guidance_rows: 1: none; 2: [dropped, full]; 3: [dropped, second, full].
-        edit_guidance: what the second row of three keeps (`config.Sampling`).
-        released: text as the released code writes it (`config.Sampling.released_behaviour`).
-        guided, refreshing: of the segment (`orders.Segment`).
-    """
-
-    kind: Kind
-    preset: Preset
-    num_registers: int
-    temperature: float
-    guidance_rows: int
-    guidance: float
-    guidance_image: float
-    edit_guidance: str = "source"
-    choice: Choice = Choice()
-    top_k: int = 0
-    top_p: float = 1.0
-    released: bool = False
-    guided: bool = True
-    refreshing: bool = False
-
-    @property
-    def uses_cache(self) -> bool:
-        return self.preset.cache_prompt or self.preset.cache_response
-
-
-# ---------------------------------------------------------------------------------------------
-# Prompts.
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """One thing to be sampled.
-
-    Attributes:
-        parts: the sequence; its `Response` says how many tokens to decode.
-        tokens: the response's known tokens [l g]; what `given` does not mark is ignored.
-        given: which response tokens are known.
-        pixels: the picture that a `Vision` part stands for, or the views of each of several
-            pictures (`data.images`).
-        seed: all randomness of this row.
-    """
-
-    parts: tuple[Part, ...]
-    tokens: Int[np.ndarray, "l g"]
-    given: Bool[np.ndarray, " l"]
-    pixels: UInt8[np.ndarray, "h w 3"] | tuple[Views, ...] | None
-    seed: int
-
-
-@flax.struct.dataclass
-class Prompt:
-    """Prompts of a batch, a row for each request and guidance row (guidance-major: r b).
-
-    Attributes:
-        understanding, generation: prompt and given tokens, with tags; None where there are none.
-        pixels: pictures for the vision tower, or None.
-        response_position: position of the first response token.
-        length: L, where register positions start.
-    """
-
-    understanding: Stream
-    generation: Stream | None
-    pixels: UInt8[AnyArray, "r *n h w 3"] | Float[AnyArray, "r *n h w 3"] | None
-    response_position: Int[AnyArray, " r"]
-    length: Int[AnyArray, " r"]
-
-
-def prepare(
-    requests: list[Request],
-    kind: Kind,
-    model: config.Model,
-    guidance_rows: int = 1,
-    prompt_len: tuple[int, int] = (0, 0),
-    *,
-    edit_guidance: str = "source",
-    with_given: bool = True,
-) -> Prompt:
-    """Lays out the prompts of a batch on the host, all guidance rows, padded to a bucket.
-
-    Args:
-        guidance_rows: 1: the prompt; 2: [dropped, full]; 3: [dropped, second, full].
-        prompt_len: least padded lengths of the two streams, so that batches share programs.
-        edit_guidance: what the second row of three keeps.
-        with_given: whether given tokens are in the prompt's pass.
-    """
-    rows = [
-        (request, prompt_row(
-            request.parts,
-            text_mask_id=model.text_mask_id,
-            codes_per_token=model.codes_per_token,
-            **drops,
-        ))
-        for drops in _drops(guidance_rows, edit_guidance)
-        for request in requests
-    ]  # fmt: skip
-    pixels, rows = _see([request.pixels for request, _ in rows], rows, model.vision)
-    text, image = [], []
-    for request, row in rows:
-        known = np.flatnonzero(request.given & with_given)
-        position = row.response_position + known
-        block = np.full(len(known), GIVEN_BLOCK)
-        text.append((row.ids, row.feature, row.position, np.full_like(row.position, PROMPT_BLOCK)))
-        image.append(
-            (row.codes, row.cell, row.source_position, np.full_like(row.cell, PROMPT_BLOCK))
-        )
-        if kind == "text":
-            given = (request.tokens[known, 0], np.full(len(known), NO_FEATURE), position, block)
-            text[-1] = tuple(np.concatenate(pair) for pair in zip(text[-1], given, strict=True))
-        else:
-            given = (request.tokens[known], known, position, block)
-            image[-1] = tuple(np.concatenate(pair) for pair in zip(image[-1], given, strict=True))
-    return Prompt(
-        _stack(text, model.end_of_text_id, prompt_len[0]),
-        _stack(image, model.image_mask_id, prompt_len[1])
-        if any(len(row[1]) for row in image)
-        else None,
-        pixels,
-        np.array([row.response_position for _, row in rows], np.int32),
-        np.array([row.length for _, row in rows], np.int32),
-    )
-
-
-def prompt_lengths(requests: list[Request], kind: Kind, model: config.Model) -> tuple[int, int]:
-    """Returns the padded prompt lengths that hold every one of `requests` without guidance."""
-    prompt = prepare(requests, kind, model)
-    generation = 0 if prompt.generation is None else prompt.generation.index.shape[1]
-    return prompt.understanding.index.shape[1], generation
-
-
-def _drops(guidance_rows: int, edit_guidance: str) -> list[dict[str, bool]]:
-    """What guidance drops from each of its rows (`layout.prompt_row`)."""
-    dropped = {"drop_prompt": True, "drop_source": True}
-    second = [EDIT_DROPS[edit_guidance]] if guidance_rows == 3 else []
-    return [dropped, *second, {}] if guidance_rows > 1 else [{}]
-
-
-def _see(pictures, rows: list[tuple[Request, PromptRow]], vision: config.Vision):
-    """Stacks what the vision tower is shown; numbers the features as `Denoiser.see` does.
-
-    A request with views of its pictures makes views of all: one plain picture is one view.
-    """
-    seen = [() if p is None else p if isinstance(p, tuple) else (p[None],) for p in pictures]
-    pixels = stack_views(seen)
-    if pixels is None or not any(isinstance(picture, tuple) for picture in pictures):
-        return stack_pictures(pictures), rows
-    numbered = [
-        (request, dataclasses.replace(row, feature=stacked_features(
-            row.feature,
-            tuple(len(views) for views in shown),
-            pixels.shape[1],
-            vision.num_tokens,
-            newline=vision.newline,
-        )))
-        for (request, row), shown in zip(rows, seen, strict=True)
-    ]  # fmt: skip
-    return pixels, numbered
-
-
-def _stack(rows, pad_token: int, least: int) -> Stream:
-    longest = max(least, *(len(row[1]) for row in rows))
-    length = -(-longest // PROMPT_BUCKET) * PROMPT_BUCKET
-
-    def padded(values, fill):
-        missing = ((0, length - len(values)),) + ((0, 0),) * (values.ndim - 1)
-        return np.pad(values, missing, constant_values=fill).astype(np.int32)
-
-    tokens, index, position, block = (
-        np.stack([padded(row[i], fill) for row in rows])
-        for i, fill in enumerate((pad_token, NO_CELL, 0, PAD_BLOCK))
-    )
-    return Stream(tokens, index, make_layout(position, block, GIVEN_BLOCK))
-
-
-# ---------------------------------------------------------------------------------------------
-# State and step.
 
 
 @flax.struct.dataclass
@@ -841,138 +558,3 @@ def capacity(
     }
     lengths[settings.kind] += furthest + settings.num_registers
     return lengths["text"], lengths["image"]
-
-
-def step_settings(
-    sampling: config.Sampling, model: config.Model, kind: Kind, *, has_source: bool = False
-) -> StepSettings:
-    """Returns the compiled-in settings of a sampling configuration."""
-    is_text = kind == "text"
-    name = (sampling.text_preset if is_text else "") or sampling.preset
-    chosen = preset(name or default_preset(model))
-    pulled = sampling.guidance > 0 or (has_source and sampling.guidance_image > 0)
-    guided = pulled and not is_text
-    return StepSettings(
-        kind=kind,
-        preset=chosen,
-        num_registers=0 if chosen.full_attention else model.num_registers,
-        temperature=sampling.text_temperature if is_text else sampling.temperature,
-        guidance_rows=(3 if has_source else 2) if guided else 1,
-        guidance=sampling.guidance if guided else 0.0,
-        guidance_image=sampling.guidance_image if guided else 0.0,
-        edit_guidance=sampling.edit_guidance,
-        choice=_choice(sampling, kind),
-        top_k=0 if is_text else sampling.top_k,
-        top_p=1.0 if is_text else sampling.top_p,
-        released=is_text and sampling.released_behaviour,
-    )
-
-
-def _choice(sampling: config.Sampling, kind: Kind) -> Choice:
-    if kind == "image":
-        by_confidence = sampling.order == "confidence"
-        return Choice("count", noisy=sampling.confidence_noise > 0) if by_confidence else Choice()
-    level = {"threshold": sampling.text_threshold, "factor": sampling.text_factor}
-    return Choice(
-        sampling.text_commit, level.get(sampling.text_commit, 0.0), sampling.text_confidence
-    )
-
-
-# ---------------------------------------------------------------------------------------------
-# Plans.
-
-
-def plan(
-    sampling: config.Sampling,
-    settings: StepSettings,
-    model: config.Model,
-    given: Bool[np.ndarray, "b l"],
-    text_block_len: int,
-) -> list[orders.Segment]:
-    """Returns the segments that a sampling configuration asks for.
-
-    Args:
-        settings: what `step_settings` made of the same configuration.
-        given: known tokens of each response.
-        text_block_len: tokens of a text block; of text only.
-
-    Raises:
-        ConfigError: an order that the preset cannot follow.
-    """
-    if settings.kind == "text":
-        return _text_plan(sampling, settings, given, text_block_len)
-    segments = _image_segments(sampling, settings.preset, model, given)
-    steps = sampling.num_steps
-    noise = orders.cooling(
-        sampling.confidence_noise_schedule,
-        steps,
-        sampling.confidence_noise_end,
-        sampling.confidence_noise_shift or sampling.shift,
-    )
-    return orders.with_steps(
-        segments,
-        guided=orders.guided_steps(sampling.guidance_interval, steps),
-        noise=(noise * sampling.confidence_noise).astype(np.float32),
-        temperature=orders.cooling(
-            sampling.temperature_schedule, steps, sampling.temperature_end, sampling.shift
-        ),
-    )
-
-
-def _image_segments(
-    sampling: config.Sampling, chosen: Preset, model: config.Model, given: Bool[np.ndarray, "b l"]
-) -> list[orders.Segment]:
-    by_confidence = sampling.order == "confidence"
-    by_code = chosen.full_attention and sampling.grid == "code"
-    if by_confidence and (chosen.truncate or chosen.cache_response):
-        raise config.ConfigError(
-            "Sampling.order='confidence' chooses after each pass among all cells that are masked:"
-            " it needs a preset that passes them all, dense, none or p."
-        )
-    grid, side = model.grid_size, model.codes_side if by_code else 1
-    known = np.repeat(given[..., None], side**2, axis=-1)
-    whole = orders.image_plan(
-        orders.order(
-            "raster" if by_confidence else sampling.order,
-            grid * side,
-            grid * side,
-            sampling.order_seed,
-        ),
-        schedule=sampling.schedule,
-        num_steps=sampling.num_steps,
-        shift=sampling.shift,
-        given=codes_from_cells(known, grid, side).reshape(len(given), -1),
-    )
-    if by_code or by_confidence:
-        return orders.code_segments(whole, grid, grid, side, by_confidence=by_confidence)
-    return orders.segments(
-        whole,
-        passes_clean="newest" if chosen.cache_response else "all",
-        passes_rest=not chosen.truncate,
-    )
-
-
-def _text_plan(
-    sampling: config.Sampling,
-    settings: StepSettings,
-    given: Bool[np.ndarray, "b l"],
-    block_len: int,
-) -> list[orders.Segment]:
-    chosen = settings.preset
-    steps = sampling.text_steps
-    if sampling.text_step_ratio > 0:
-        steps = max(int(block_len * sampling.text_step_ratio), 1)
-    refreshes = chosen.refreshes
-    return orders.text_plan(
-        given.shape[1],
-        block_len,
-        block_len if settings.choice.ends_early else steps,
-        given,
-        schedule=sampling.text_schedule,
-        shift=sampling.text_shift,
-        passes_clean="newest" if chosen.cache_response and not refreshes else "all",
-        passes_rest=not chosen.truncate,
-        passes_given=chosen.passes_given,
-        refreshes=refreshes,
-        leftovers=settings.released and chosen.full_attention and not refreshes,
-    )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from sparse_lavida_jax import config, layout, sample
+from sparse_lavida_jax import config, layout, prompts
 from sparse_lavida_jax.models.denoiser import Denoiser
 
 # A tiny program is run a few times: what it costs is its compilation.
@@ -75,7 +75,7 @@ def denoiser(settings: config.Model) -> Denoiser:
 
 
 def request(
-    kind: sample.Kind,
+    kind: layout.Kind,
     settings: config.Model,
     seed: int,
     *,
@@ -83,7 +83,7 @@ def request(
     vision: bool = False,
     source: bool = False,
     given: float = 0.0,
-) -> sample.Request:
+) -> prompts.Request:
     """Returns a request whose prompt has `words` words, with a share `given` of known tokens."""
     rng = np.random.default_rng(seed)
     length = TEXT_LEN if kind == "text" else IMAGE_LEN
@@ -102,7 +102,7 @@ def request(
     known = np.zeros(length, bool)
     known[rng.permutation(length)[: round(given * length)]] = True
     pixels = rng.integers(0, 256, (VISION.image_size, VISION.image_size, 3), dtype=np.uint8)
-    return sample.Request(
+    return prompts.Request(
         tuple(parts),
         response(kind, settings, rng),
         known,
@@ -111,7 +111,7 @@ def request(
     )
 
 
-def response(kind: sample.Kind, settings: config.Model, rng: np.random.Generator) -> np.ndarray:
+def response(kind: layout.Kind, settings: config.Model, rng: np.random.Generator) -> np.ndarray:
     """Returns an arbitrary clean response [l g]."""
     if kind == "text":
         return rng.integers(FIRST_WORD, settings.vocab_size, (TEXT_LEN, 1)).astype(np.int32)
@@ -120,7 +120,7 @@ def response(kind: sample.Kind, settings: config.Model, rng: np.random.Generator
 
 
 def lay_out(
-    asked: sample.Request, settings: config.Model, *, drop_prompt=False, drop_source=False
+    asked: prompts.Request, settings: config.Model, *, drop_prompt=False, drop_source=False
 ) -> layout.PromptRow:
     """Returns the prompt as training lays it out."""
     return layout.prompt_row(

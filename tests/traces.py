@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import tiny
 
-from sparse_lavida_jax import config, diffusion, orders, sample
+from sparse_lavida_jax import config, diffusion, layout, orders, presets, prompts, sample
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,16 +38,16 @@ class Moment:
 
 
 def settings_of(
-    preset: str, kind: sample.Kind, model: config.Model, *, has_source=False, **changes
-) -> sample.StepSettings:
+    preset: str, kind: layout.Kind, model: config.Model, *, has_source=False, **changes
+) -> presets.StepSettings:
     """Returns step settings at temperature 0.8, so that draws are not the modes."""
     asked = config.Sampling(preset=preset, temperature=0.8, text_temperature=0.8, **changes)
-    return sample.step_settings(asked, model, kind, has_source=has_source)
+    return presets.step_settings(asked, model, kind, has_source=has_source)
 
 
 def plan(
-    requests: list[sample.Request],
-    settings: sample.StepSettings,
+    requests: list[prompts.Request],
+    settings: presets.StepSettings,
     num_steps: int = 4,
     *,
     block_len: int = tiny.TEXT_BLOCK_LEN,
@@ -77,9 +77,9 @@ _run_segment = tiny.quick_jit(functools.partial(sample.run_segment), static_argn
 
 def finished(
     model,
-    requests: list[sample.Request],
+    requests: list[prompts.Request],
     segments: list[orders.Segment],
-    settings: sample.StepSettings,
+    settings: presets.StepSettings,
     **options,
 ) -> np.ndarray:
     """Returns what `sample.sample` returns, compiled without optimisation."""
@@ -89,9 +89,9 @@ def finished(
 
 def moments(
     model,
-    requests: list[sample.Request],
+    requests: list[prompts.Request],
     segments: list[orders.Segment],
-    settings: sample.StepSettings,
+    settings: presets.StepSettings,
 ) -> tuple[list[Moment], np.ndarray]:
     """Returns every step of `sample.sample`, and the finished canvas."""
     steps = []
@@ -159,9 +159,9 @@ def _moment(state, now, logits) -> Moment:
 
 def training_logits(
     model,
-    requests: list[sample.Request],
+    requests: list[prompts.Request],
     steps: list[Moment],
-    settings: sample.StepSettings,
+    settings: presets.StepSettings,
     *,
     with_rest: bool = False,
 ) -> list[np.ndarray]:
@@ -238,7 +238,7 @@ forward = tiny.quick_jit(training_pass)
 
 
 def spread_logits(
-    model, batch: diffusion.Corrupted, kind: sample.Kind, starts: list[int], length: int
+    model, batch: diffusion.Corrupted, kind: layout.Kind, starts: list[int], length: int
 ) -> np.ndarray:
     """Returns logits [rows l g v] at the response tokens whose weight is not 0, 0 elsewhere.
 
@@ -256,7 +256,7 @@ def spread_logits(
     return spread
 
 
-def guide(rows, settings: sample.StepSettings):
+def guide(rows, settings: presets.StepSettings):
     """Returns the guided logits: away from the unconditional row, away from the source-only row."""
     guided = rows[-1]
     if len(rows) == 3:

@@ -13,7 +13,7 @@ import sys
 
 from absl import app, flags
 
-from sparse_lavida_jax import checkpoint, sample
+from sparse_lavida_jax import checkpoint, presets
 from sparse_lavida_jax.bench.record import Bench
 from sparse_lavida_jax.data import tasks
 from sparse_lavida_jax.evals import scenes
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> None:
     except checkpoint.CheckpointError as error:
         sys.exit(f"bench.quality: {error}")
     settings = pipe.settings
-    method = METHOD.value or sample.default_preset(settings.model)
+    method = METHOD.value or presets.default_preset(settings.model)
     sampling = dataclasses.replace(settings.sampling, preset=method)
     bench = Bench("quality")
     trained = [task for task in settings.data.tasks if task in tasks.TASKS]

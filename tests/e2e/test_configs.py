@@ -12,7 +12,7 @@ import pytest
 import stand_ins
 from flax import nnx
 
-from sparse_lavida_jax import config, diffusion, main, optimizer, orders, pipeline, sample
+from sparse_lavida_jax import config, diffusion, main, optimizer, orders, pipeline, presets
 from sparse_lavida_jax.data import digits, scenes, tasks
 from sparse_lavida_jax.data import pipeline as batches
 from sparse_lavida_jax.evals import scenes as exact
@@ -100,7 +100,7 @@ def test_answers_fit_their_blocks_and_their_space(name):
 def test_a_model_samples_as_it_was_trained(name):
     given = read(name)
     model = dataclasses.replace(given.model, trained_attention=given.diffusion.attention)
-    chosen = sample.step_settings(given.sampling, model, "image").preset
+    chosen = presets.step_settings(given.sampling, model, "image").preset
     assert chosen.full_attention == (given.diffusion.attention == "full")
     side = given.model.grid_size
     plan = orders.image_plan(

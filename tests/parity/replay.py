@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import traces
 
-from sparse_lavida_jax import choose, config, layout, orders, sample
+from sparse_lavida_jax import choose, config, layout, orders, prompts, sample
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.visibility import PAD_BLOCK
@@ -107,7 +107,7 @@ def text_request(ids, length, mask_id, draft=()):
     tokens = np.full((length, 1), mask_id, np.int32)
     tokens[: len(draft), 0] = draft
     parts = (layout.Text(np.asarray(ids)), layout.Response(length))
-    return sample.Request(parts, tokens, tokens[:, 0] != mask_id, None, 0)
+    return prompts.Request(parts, tokens, tokens[:, 0] != mask_id, None, 0)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def history(model, request, segments, settings, draws=None):
 def image_request(parts, model, pixels=None):
     """Returns a request for a whole picture."""
     blank = np.zeros((model.num_cells, model.codes_per_token), np.int32)
-    return sample.Request(parts, blank, np.zeros(model.num_cells, bool), pixels, 0)
+    return prompts.Request(parts, blank, np.zeros(model.num_cells, bool), pixels, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +214,7 @@ def one_pass(given, request, segment, settings, codes) -> Pass:
     grid, side = given.config["gen_shape"], made.codes_side
     (cells,) = cells_of(codes, grid, side)
     settings = dataclasses.replace(settings, guided=bool(segment.guided[0]))
-    prompt = sample.prepare(
+    prompt = prompts.prepare(
         [request], "image", made, settings.guidance_rows, edit_guidance=settings.edit_guidance
     )
     features = None if prompt.pixels is None else model.see(prompt.pixels)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import replay
 
-from sparse_lavida_jax import layout, sample
+from sparse_lavida_jax import layout, presets
 from sparse_lavida_jax.data import images
 
 NAME = "D_edit"
@@ -45,8 +45,8 @@ def run_of(given, request, name):
     """Returns (plan, settings) of a recorded run."""
     model = given.settings.model
     sampling = replay.image_sampling(given.config["variants"][name])
-    settings = sample.step_settings(sampling, model, "image", has_source=True)
-    return sample.plan(sampling, settings, model, request.given[None], 1), settings
+    settings = presets.step_settings(sampling, model, "image", has_source=True)
+    return presets.plan(sampling, settings, model, request.given[None], 1), settings
 
 
 def test_the_source_becomes_the_recorded_codes_and_tokens(given):

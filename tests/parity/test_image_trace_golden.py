@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import replay
 
-from sparse_lavida_jax import layout, orders, sample
+from sparse_lavida_jax import layout, orders, presets
 
 NAME = "F3_t2i_trace"
 LOGITS = 1e-4
@@ -26,8 +26,8 @@ def run_of(given, name):
     )
     request = replay.image_request(parts, model)
     sampling = replay.image_sampling(variant)
-    settings = sample.step_settings(sampling, model, "image")
-    plan = sample.plan(sampling, settings, model, request.given[None], 1)
+    settings = presets.step_settings(sampling, model, "image")
+    plan = presets.plan(sampling, settings, model, request.given[None], 1)
     return request, plan, settings, replay.image_draws(variant, given.outputs, grid, side)
 
 

@@ -6,7 +6,7 @@ import pytest
 import replay
 import traces
 
-from sparse_lavida_jax import config, layout, sample
+from sparse_lavida_jax import config, layout, presets, prompts, sample
 from sparse_lavida_jax.data import images
 
 NAME = "F2_text_trace"
@@ -17,12 +17,12 @@ def run_of(given, name):
     """Returns (request, plan, settings, draws) of a recorded run."""
     variant, model = given.config["variants"][name], given.settings.model
     sampling = replay.text_sampling(variant)
-    settings = sample.step_settings(sampling, model, "text")
+    settings = presets.step_settings(sampling, model, "text")
     draft = given.inputs[variant["draft_tokens"]][0] if variant["draft_tokens"] else ()
     request = replay.text_request(
         given.inputs["input_ids"][0], variant["max_new_tokens"], model.text_mask_id, draft
     )
-    plan = sample.plan(sampling, settings, model, request.given[None], variant["block_length"])
+    plan = presets.plan(sampling, settings, model, request.given[None], variant["block_length"])
     return request, plan, settings, replay.text_draws(variant, given.inputs)
 
 
@@ -97,7 +97,7 @@ def seen_request(given, variant, ids, response):
         layout.Text(ids[response.stop :]),
     )
     tokens = np.full((len(response), 1), made.text_mask_id, np.int32)
-    return sample.Request(parts, tokens, np.zeros(len(response), bool), (views,), 0)
+    return prompts.Request(parts, tokens, np.zeros(len(response), bool), (views,), 0)
 
 
 def test_an_answer_about_a_picture_is_decoded_as_recorded(case):
@@ -108,8 +108,8 @@ def test_an_answer_about_a_picture_is_decoded_as_recorded(case):
         ids, length = given.inputs[variant["input_ids"]][0], variant["max_new_tokens"]
         request = seen_request(given, variant, ids, range(len(ids), len(ids) + length))
         sampling = replay.text_sampling(variant)
-        settings = sample.step_settings(sampling, given.settings.model, "text")
-        plan = sample.plan(
+        settings = presets.step_settings(sampling, given.settings.model, "text")
+        plan = presets.plan(
             sampling, settings, given.settings.model, request.given[None], variant["block_length"]
         )
         shown, _, _ = replay.history(given.model(), request, plan, settings)
@@ -126,8 +126,8 @@ def boxes(case, steps):
     assert (np.diff(masks) == 1).all()
     request = seen_request(given, variant, ids, range(masks[0], masks[-1] + 1))
     sampling = config.Sampling(text_preset="dense", text_steps=steps, released_behaviour=True)
-    settings = sample.step_settings(sampling, given.settings.model, "text")
-    plan = sample.plan(sampling, settings, given.settings.model, request.given[None], len(masks))
+    settings = presets.step_settings(sampling, given.settings.model, "text")
+    plan = presets.plan(sampling, settings, given.settings.model, request.given[None], len(masks))
     shown, last, _ = replay.history(given.model(), request, plan, settings)
     return shown[..., 0], last[:, 0], given.outputs["grounding.steps1.box_ids"][0]
 

@@ -17,7 +17,8 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = [
     {"config", "visibility"},
     {"layout"},
-    {"kernels", "orders", "choose"},
+    {"kernels", "orders", "choose", "prompts"},
+    {"presets"},
     {"models"},
     {"diffusion", "sample"},
     {"data", "optimizer", "metrics", "checkpoint", "runs"},

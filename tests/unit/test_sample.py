@@ -10,7 +10,7 @@ import pytest
 import tiny
 import traces
 
-from sparse_lavida_jax import choose, config, layout, orders, sample
+from sparse_lavida_jax import choose, config, layout, orders, presets, prompts, sample
 from sparse_lavida_jax.layout import GIVEN_BLOCK, NO_FEATURE, PROMPT_BLOCK
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
@@ -37,7 +37,7 @@ def text_settings():
 def test_presets_are_the_letters_of_their_names(name):
     letters = {"sparse": "prt", "dense": "", "none": ""}.get(name, name)
     expected = (*(letter in letters for letter in "prt"), name == "dense")
-    assert dataclasses.astuple(sample.preset(name)) == expected
+    assert dataclasses.astuple(presets.preset(name)) == expected
 
 
 @pytest.mark.parametrize(
@@ -45,24 +45,24 @@ def test_presets_are_the_letters_of_their_names(name):
 )
 def test_presets_of_text_cache_under_full_attention(name, letters):
     asked = config.Sampling(text_preset=name)
-    text = sample.step_settings(asked, SETTINGS, "text")
+    text = presets.step_settings(asked, SETTINGS, "text")
     assert dataclasses.astuple(text.preset) == (*(letter in letters for letter in "prt"), True)
     assert text.num_registers == 0
     assert text.preset.passes_given
     assert text.preset.refreshes == ("r" in letters)
-    assert sample.step_settings(asked, SETTINGS, "image").preset == sample.preset("sparse")
+    assert presets.step_settings(asked, SETTINGS, "image").preset == presets.preset("sparse")
 
 
 def test_an_unknown_preset_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="preset 'prt' is unknown: use one of dense, none"):
-        sample.preset("prt")
+        presets.preset("prt")
 
 
 @pytest.mark.parametrize(("trained", "name"), [("step_causal", "sparse"), ("full", "dense")])
 def test_default_preset_follows_the_checkpoint(trained, name):
     model = tiny.model_settings(trained_attention=trained)
-    settings = sample.step_settings(config.Sampling(), model, "image")
-    assert settings.preset == sample.preset(name)
+    settings = presets.step_settings(config.Sampling(), model, "image")
+    assert settings.preset == presets.preset(name)
     assert settings.num_registers == (0 if name == "dense" else model.num_registers)
 
 
@@ -80,7 +80,7 @@ def test_default_preset_follows_the_checkpoint(trained, name):
 )
 def test_guidance_rows(kind, has_source, guidance, guidance_image, rows):
     asked = config.Sampling(guidance=guidance, guidance_image=guidance_image)
-    settings = sample.step_settings(asked, SETTINGS, kind, has_source=has_source)
+    settings = presets.step_settings(asked, SETTINGS, kind, has_source=has_source)
     assert settings.guidance_rows == rows
     guided = rows > 1
     assert (settings.guidance, settings.guidance_image) == (
@@ -90,27 +90,27 @@ def test_guidance_rows(kind, has_source, guidance, guidance_image, rows):
 
 def test_temperature_is_that_of_the_kind():
     asked = config.Sampling(temperature=0.3, text_temperature=0.6)
-    assert sample.step_settings(asked, SETTINGS, "image").temperature == 0.3
-    assert sample.step_settings(asked, SETTINGS, "text").temperature == 0.6
+    assert presets.step_settings(asked, SETTINGS, "image").temperature == 0.3
+    assert presets.step_settings(asked, SETTINGS, "text").temperature == 0.6
 
 
 @pytest.mark.parametrize(
     ("asked", "kind", "choice"),
     [
-        ({}, "image", sample.Choice("all")),
-        ({"order": "confidence"}, "image", sample.Choice("count", noisy=True)),
-        ({"order": "confidence", "confidence_noise": 0.0}, "image", sample.Choice("count")),
-        ({}, "text", sample.Choice("count")),
+        ({}, "image", presets.Choice("all")),
+        ({"order": "confidence"}, "image", presets.Choice("count", noisy=True)),
+        ({"order": "confidence", "confidence_noise": 0.0}, "image", presets.Choice("count")),
+        ({}, "text", presets.Choice("count")),
         (
             {"text_commit": "factor", "text_factor": 2.0, "text_confidence": "margin"},
             "text",
-            sample.Choice("factor", 2.0, "margin"),
+            presets.Choice("factor", 2.0, "margin"),
         ),
-        ({"text_commit": "threshold"}, "text", sample.Choice("threshold", 0.9)),
+        ({"text_commit": "threshold"}, "text", presets.Choice("threshold", 0.9)),
     ],
 )
 def test_what_is_committed_is_as_configured(asked, kind, choice):
-    found = sample.step_settings(config.Sampling(**asked), SETTINGS, kind).choice
+    found = presets.step_settings(config.Sampling(**asked), SETTINGS, kind).choice
     assert found == choice
     assert found.ends_early == (choice.commit in ("threshold", "factor"))
 
@@ -148,11 +148,11 @@ def test_images_commit_what_the_plan_chose():
 def test_prompts_are_padded_to_a_bucket_with_given_tokens_in_their_block():
     asked = tiny.request("text", SETTINGS, 0, words=4, source=True, given=0.5)
     short = tiny.request("text", SETTINGS, 1, words=1)
-    prompt = sample.prepare([asked, short], "text", SETTINGS)
+    prompt = prompts.prepare([asked, short], "text", SETTINGS)
     row = tiny.lay_out(asked, SETTINGS)
     known = np.flatnonzero(asked.given)
     n, m = len(row.ids), len(known)
-    assert prompt.understanding.index.shape == (2, sample.PROMPT_BUCKET)
+    assert prompt.understanding.index.shape == (2, prompts.PROMPT_BUCKET)
     text = prompt.understanding
     np.testing.assert_array_equal(
         text.layout.block[0], [PROMPT_BLOCK] * n + [GIVEN_BLOCK] * m + [PAD_BLOCK] * (16 - n - m)
@@ -170,7 +170,7 @@ def test_guidance_rows_stand_one_behind_the_other_dropped_ones_first():
     requests = [
         tiny.request("image", SETTINGS, i, words=3, vision=True, source=True) for i in range(2)
     ]
-    prompt = sample.prepare(requests, "image", SETTINGS, guidance_rows=3)
+    prompt = prompts.prepare(requests, "image", SETTINGS, guidance_rows=3)
     assert prompt.understanding.index.shape[0] == 6
     cells = (prompt.generation.layout.block != PAD_BLOCK).sum(axis=1)
     np.testing.assert_array_equal(cells, [0, 0, *[tiny.IMAGE_LEN] * 4])
@@ -187,9 +187,9 @@ def test_guidance_rows_stand_one_behind_the_other_dropped_ones_first():
 
 def test_least_lengths_let_batches_share_their_programs():
     few, many = image_requests(2), image_requests(30)
-    least = sample.prompt_lengths(many, "image", SETTINGS)
-    prompt = sample.prepare(few, "image", SETTINGS, prompt_len=least)
-    assert prompt.understanding.index.shape[1] == least[0] == 3 * sample.PROMPT_BUCKET
+    least = prompts.prompt_lengths(many, "image", SETTINGS)
+    prompt = prompts.prepare(few, "image", SETTINGS, prompt_len=least)
+    assert prompt.understanding.index.shape[1] == least[0] == 3 * prompts.PROMPT_BUCKET
     assert prompt.generation is None
     assert least[1] == 0
 
@@ -204,7 +204,7 @@ def test_capacity_is_the_furthest_slot_that_any_step_writes():
         (text_settings(), orders.text_plan(tiny.TEXT_LEN, tiny.TEXT_BLOCK_LEN, 3)),
     ):
         requests = image_requests(2, 5) if settings.kind == "image" else text_requests((3, 0.0))
-        prompt = sample.prepare(requests, settings.kind, SETTINGS)
+        prompt = prompts.prepare(requests, settings.kind, SETTINGS)
         own = prompt.understanding if settings.kind == "text" else prompt.generation
         offset = furthest = 0 if own is None else own.index.shape[1]
         for segment in segments:
@@ -413,9 +413,9 @@ CODES = tiny.model_settings(codes_per_token=4, trained_attention="full")
 def code_run(requests, seed=0, **asked):
     """Returns (plan, settings, recorded codes and noise) of the dense preset on the code grid."""
     sampling = config.Sampling(grid="code", temperature=0.8, num_steps=5, **asked)
-    settings = sample.step_settings(sampling, CODES, "image")
+    settings = presets.step_settings(sampling, CODES, "image")
     given = np.stack([request.given for request in requests])
-    plan = sample.plan(sampling, settings, CODES, given, 1)
+    plan = presets.plan(sampling, settings, CODES, given, 1)
     rng = np.random.default_rng(seed)
     shape = (sum(part.num_steps for part in plan), *given.shape, 4)
     draws = sample.Draws(
@@ -523,7 +523,7 @@ def test_the_surest_codes_are_committed_with_recorded_noise():
 
 def logits_at(model, requests, canvas, settings):
     """Returns the logits [b l g v] of all cells of a canvas, in one pass of everything."""
-    prompt = jax.tree.map(jnp.asarray, sample.prepare(
+    prompt = jax.tree.map(jnp.asarray, prompts.prepare(
         requests, "image", model.settings, with_given=False
     ))  # fmt: skip
     batch, length = shape = canvas.shape[:2]
@@ -550,8 +550,8 @@ def test_whole_cells_may_be_chosen_by_confidence():
     model = tiny.denoiser(tiny.model_settings(codes_per_token=4))
     requests = [tiny.request("image", model.settings, 0, words=3)]
     sampling = config.Sampling(preset="p", order="confidence", num_steps=4)
-    settings = sample.step_settings(sampling, model.settings, "image")
-    plan = sample.plan(sampling, settings, model.settings, requests[0].given[None], 1)
+    settings = presets.step_settings(sampling, model.settings, "image")
+    plan = presets.plan(sampling, settings, model.settings, requests[0].given[None], 1)
     shown = canvases(model, requests, plan, settings)[:, 0] < model.settings.codebook_size
     np.testing.assert_array_equal(shown.all(axis=-1), shown.any(axis=-1))
     expected = np.cumsum(orders.counts("shift", 4, 9, 3.0))
@@ -561,9 +561,9 @@ def test_whole_cells_may_be_chosen_by_confidence():
 @pytest.mark.parametrize("name", ["r", "t", "sparse"])
 def test_the_confidence_order_is_refused_where_not_all_cells_are_passed(name):
     sampling = config.Sampling(preset=name, order="confidence")
-    settings = sample.step_settings(sampling, SETTINGS, "image")
+    settings = presets.step_settings(sampling, SETTINGS, "image")
     with pytest.raises(config.ConfigError, match="dense, none or p"):
-        sample.plan(sampling, settings, SETTINGS, np.zeros((1, 9), bool), 1)
+        presets.plan(sampling, settings, SETTINGS, np.zeros((1, 9), bool), 1)
 
 
 @pytest.mark.parametrize("name", ["dense", "p"])
@@ -575,8 +575,8 @@ def test_outside_its_interval_guidance_does_not_act(name):
 
     def moments(**more):
         sampling = config.Sampling(**asked, **more)
-        settings = sample.step_settings(sampling, SETTINGS, "image")
-        plan = sample.plan(sampling, settings, SETTINGS, given, 1)
+        settings = presets.step_settings(sampling, SETTINGS, "image")
+        plan = presets.plan(sampling, settings, SETTINGS, given, 1)
         return traces.moments(model, requests, plan, settings)[0]
 
     part, whole, never = (
@@ -610,7 +610,7 @@ def test_outside_its_interval_guidance_does_not_act(name):
 )
 def test_the_second_row_of_an_edit_keeps_what_is_asked_for(edit_guidance, cells, features, words):
     asked = tiny.request("image", SETTINGS, 0, words=3, vision=True, source=True)
-    prompt = sample.prepare([asked], "image", SETTINGS, 3, edit_guidance=edit_guidance)
+    prompt = prompts.prepare([asked], "image", SETTINGS, 3, edit_guidance=edit_guidance)
     text, image = prompt.understanding, prompt.generation
     assert (image.layout.block[1] != PAD_BLOCK).sum() == cells
     assert (text.index[1] != NO_FEATURE).sum() == features
@@ -623,7 +623,7 @@ def test_the_second_row_of_an_edit_keeps_what_is_asked_for(edit_guidance, cells,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("edit_guidance", sample.EDIT_DROPS)
+@pytest.mark.parametrize("edit_guidance", prompts.EDIT_DROPS)
 def test_the_second_row_pushes_or_is_averaged_with(edit_guidance):
     settings = image_settings(guidance=0.7, guidance_image=0.4, has_source=True)
     settings = dataclasses.replace(settings, edit_guidance=edit_guidance)
@@ -645,9 +645,9 @@ def test_pictures_may_be_given_as_views():
     index = np.array([0, 5, tiny.VISION.num_tokens + 1])
     parts = (layout.Vision(3, index, 2 * tiny.VISION.num_tokens), *plain.parts[2:])
     several = dataclasses.replace(plain, parts=parts, pixels=(views,))
-    prompt = sample.prepare([plain, several], "image", SETTINGS)
+    prompt = prompts.prepare([plain, several], "image", SETTINGS)
     assert prompt.pixels.shape == (2, 2, *plain.pixels.shape)
-    alone = sample.prepare([plain], "image", SETTINGS)
+    alone = prompts.prepare([plain], "image", SETTINGS)
     first = []
     for laid_out in (prompt, alone):
         index = laid_out.understanding.index[0]
@@ -666,9 +666,9 @@ def test_pictures_may_be_given_as_views():
 def text_run(requests, block_len=tiny.TEXT_BLOCK_LEN, **asked):
     """Returns (plan, settings) of a text."""
     sampling = config.Sampling(**asked)
-    settings = sample.step_settings(sampling, SETTINGS, "text")
+    settings = presets.step_settings(sampling, SETTINGS, "text")
     given = np.stack([request.given for request in requests])
-    return sample.plan(sampling, settings, SETTINGS, given, block_len), settings
+    return presets.plan(sampling, settings, SETTINGS, given, block_len), settings
 
 
 def wanting_masks(plan):

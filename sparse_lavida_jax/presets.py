@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a sampling configuration asks for: what is compiled into a step, and the plan of steps.
+
+Presets are data. Each says what the step of `sample.py` passes besides the tokens to decode and
+the registers, and what stands in the cache:
+
+| preset | passes besides | cache |
+| --- | --- | --- |
+| sparse (prt) | the tokens decoded in the previous step | prompt, response |
+| without p; without r | the prompt again; all clean tokens again | not of that |
+| without t | all other masked tokens | |
+| dense | everything, in block 0, without registers: LaViDa-O itself | none |
+| prefix | the whole response, in block 0: LaViDa-O's text | prompt |
+| fast_dllm_prefix | later text blocks | all before, made anew by a text block's first step |
+| fast_dllm_dual | nothing | all but the text block, made anew by its first step |
+"""
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Bool
+
+from sparse_lavida_jax import config, orders
+from sparse_lavida_jax.layout import Kind, codes_from_cells
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """What is cached and what is left out: a row of the paper's ablation (Table 6).
+
+    With `full_attention` every response token sees every other, so a cache is not exact: that of
+    the prompt keeps what the prompt alone computed, that of the response is refreshed by the
+    first step of every text block (Fast-dLLM).
+    """
+
+    cache_prompt: bool
+    cache_response: bool
+    truncate: bool
+    full_attention: bool = False
+
+    @property
+    def refreshes(self) -> bool:
+        return self.full_attention and self.cache_response
+
+    @property
+    def passes_given(self) -> bool:
+        """Whether given tokens are passed as the response's others are, not cached before it."""
+        return self.full_attention and self.cache_prompt
+
+
+def preset(name: str) -> Preset:
+    """Returns the preset of that name (`config.PRESETS`, `config.TEXT_PRESETS`).
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    known = (*config.PRESETS, *config.TEXT_PRESETS)
+    if name not in known:
+        raise ValueError(f"preset {name!r} is unknown: use one of {', '.join(known)}.")
+    full_attention = {"dense": "", "prefix": "p", "fast_dllm_prefix": "pr", "fast_dllm_dual": "prt"}
+    if name in full_attention:
+        letters = full_attention[name]
+        return Preset("p" in letters, "r" in letters, "t" in letters, full_attention=True)
+    letters = {"sparse": "prt", "none": ""}.get(name, name)
+    return Preset("p" in letters, "r" in letters, "t" in letters)
+
+
+def default_preset(model: config.Model) -> str:
+    """Returns what a checkpoint was trained for: sparse, or dense for a "full" one."""
+    return "sparse" if model.trained_attention == "step_causal" else "dense"
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Which candidates a step commits; see `choose`.
+
+    Attributes:
+        commit: all | count | threshold | factor.
+        level: the threshold, or the factor.
+        confidence: probability | margin | entropy | random.
+        noisy: whether the log of the confidence has Gumbel noise.
+    """
+
+    commit: str = "all"
+    level: float = 0.0
+    confidence: str = "probability"
+    noisy: bool = False
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether a segment may have nothing left to decode before its last step."""
+        return self.commit in ("threshold", "factor")
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSettings:
+    """Everything about a step that is compiled into it.
+
+    Attributes:
+        guidance_rows: 1: none; 2: [dropped, full]; 3: [dropped, second, full].
+        edit_guidance: what the second row of three keeps (`config.Sampling`).
+        released: text as the released code writes it (`config.Sampling.released_behaviour`).
+        guided, refreshing: of the segment (`orders.Segment`).
+    """
+
+    kind: Kind
+    preset: Preset
+    num_registers: int
+    temperature: float
+    guidance_rows: int
+    guidance: float
+    guidance_image: float
+    edit_guidance: str = "source"
+    choice: Choice = Choice()
+    top_k: int = 0
+    top_p: float = 1.0
+    released: bool = False
+    guided: bool = True
+    refreshing: bool = False
+
+    @property
+    def uses_cache(self) -> bool:
+        return self.preset.cache_prompt or self.preset.cache_response
+
+
+def step_settings(
+    sampling: config.Sampling, model: config.Model, kind: Kind, *, has_source: bool = False
+) -> StepSettings:
+    """Returns the compiled-in settings of a sampling configuration."""
+    is_text = kind == "text"
+    name = (sampling.text_preset if is_text else "") or sampling.preset
+    chosen = preset(name or default_preset(model))
+    pulled = sampling.guidance > 0 or (has_source and sampling.guidance_image > 0)
+    guided = pulled and not is_text
+    return StepSettings(
+        kind=kind,
+        preset=chosen,
+        num_registers=0 if chosen.full_attention else model.num_registers,
+        temperature=sampling.text_temperature if is_text else sampling.temperature,
+        guidance_rows=(3 if has_source else 2) if guided else 1,
+        guidance=sampling.guidance if guided else 0.0,
+        guidance_image=sampling.guidance_image if guided else 0.0,
+        edit_guidance=sampling.edit_guidance,
+        choice=_choice(sampling, kind),
+        top_k=0 if is_text else sampling.top_k,
+        top_p=1.0 if is_text else sampling.top_p,
+        released=is_text and sampling.released_behaviour,
+    )
+
+
+def _choice(sampling: config.Sampling, kind: Kind) -> Choice:
+    if kind == "image":
+        by_confidence = sampling.order == "confidence"
+        return Choice("count", noisy=sampling.confidence_noise > 0) if by_confidence else Choice()
+    level = {"threshold": sampling.text_threshold, "factor": sampling.text_factor}
+    return Choice(
+        sampling.text_commit, level.get(sampling.text_commit, 0.0), sampling.text_confidence
+    )
+
+
+def plan(
+    sampling: config.Sampling,
+    settings: StepSettings,
+    model: config.Model,
+    given: Bool[np.ndarray, "b l"],
+    text_block_len: int,
+) -> list[orders.Segment]:
+    """Returns the segments that a sampling configuration asks for.
+
+    Args:
+        settings: what `step_settings` made of the same configuration.
+        given: known tokens of each response.
+        text_block_len: tokens of a text block; of text only.
+
+    Raises:
+        ConfigError: an order that the preset cannot follow.
+    """
+    if settings.kind == "text":
+        return _text_plan(sampling, settings, given, text_block_len)
+    segments = _image_segments(sampling, settings.preset, model, given)
+    steps = sampling.num_steps
+    noise = orders.cooling(
+        sampling.confidence_noise_schedule,
+        steps,
+        sampling.confidence_noise_end,
+        sampling.confidence_noise_shift or sampling.shift,
+    )
+    return orders.with_steps(
+        segments,
+        guided=orders.guided_steps(sampling.guidance_interval, steps),
+        noise=(noise * sampling.confidence_noise).astype(np.float32),
+        temperature=orders.cooling(
+            sampling.temperature_schedule, steps, sampling.temperature_end, sampling.shift
+        ),
+    )
+
+
+def _image_segments(
+    sampling: config.Sampling, chosen: Preset, model: config.Model, given: Bool[np.ndarray, "b l"]
+) -> list[orders.Segment]:
+    by_confidence = sampling.order == "confidence"
+    by_code = chosen.full_attention and sampling.grid == "code"
+    if by_confidence and (chosen.truncate or chosen.cache_response):
+        raise config.ConfigError(
+            "Sampling.order='confidence' chooses after each pass among all cells that are masked:"
+            " it needs a preset that passes them all, dense, none or p."
+        )
+    grid, side = model.grid_size, model.codes_side if by_code else 1
+    known = np.repeat(given[..., None], side**2, axis=-1)
+    whole = orders.image_plan(
+        orders.order(
+            "raster" if by_confidence else sampling.order,
+            grid * side,
+            grid * side,
+            sampling.order_seed,
+        ),
+        schedule=sampling.schedule,
+        num_steps=sampling.num_steps,
+        shift=sampling.shift,
+        given=codes_from_cells(known, grid, side).reshape(len(given), -1),
+    )
+    if by_code or by_confidence:
+        return orders.code_segments(whole, grid, grid, side, by_confidence=by_confidence)
+    return orders.segments(
+        whole,
+        passes_clean="newest" if chosen.cache_response else "all",
+        passes_rest=not chosen.truncate,
+    )
+
+
+def _text_plan(
+    sampling: config.Sampling,
+    settings: StepSettings,
+    given: Bool[np.ndarray, "b l"],
+    block_len: int,
+) -> list[orders.Segment]:
+    chosen = settings.preset
+    steps = sampling.text_steps
+    if sampling.text_step_ratio > 0:
+        steps = max(int(block_len * sampling.text_step_ratio), 1)
+    refreshes = chosen.refreshes
+    return orders.text_plan(
+        given.shape[1],
+        block_len,
+        block_len if settings.choice.ends_early else steps,
+        given,
+        schedule=sampling.text_schedule,
+        shift=sampling.text_shift,
+        passes_clean="newest" if chosen.cache_response and not refreshes else "all",
+        passes_rest=not chosen.truncate,
+        passes_given=chosen.passes_given,
+        refreshes=refreshes,
+        leftovers=settings.released and chosen.full_attention and not refreshes,
+    )
