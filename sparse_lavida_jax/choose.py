@@ -122,6 +122,36 @@ def commit_by_factor(confidence, candidate, count, *, factor: float):
     return candidate & (rank < jnp.where(first >= number - 1, number, first))
 
 
+def commit_within_entropy(confidence, candidate, count, *, bound: float):
+    """Commits the candidates of least entropy, the first one and as many as keep the bound.
+
+    The entropies of all committed but the largest sum up to at most `bound`: what decoding them
+    together, independently of each other, can at most lose (Ben-Hamu et al. 2025,
+    arXiv:2505.24857).
+
+    Args:
+        confidence: negative entropies, nats.
+        bound: nats.
+    """
+    del count
+    flat = jnp.where(candidate, -confidence, jnp.inf).reshape(confidence.shape[0], -1)
+    ascending = jnp.sort(flat, axis=-1)  # what is no candidate comes last
+    entropy = jnp.where(jnp.isinf(ascending), 0, ascending)
+    within = jnp.cumsum(entropy, axis=-1) - entropy <= bound
+    number = jnp.sum(within & ~jnp.isinf(ascending), axis=-1)
+    return candidate & (_rank(confidence, candidate) < number[:, None, None])
+
+
+def at_most(policy: Policy, most: int) -> Policy:
+    """Returns the policy that commits the `most` surest of what `policy` commits."""
+
+    def capped(confidence, candidate, count):
+        chosen = policy(confidence, candidate, count)
+        return chosen & (_rank(confidence, chosen) < most)
+
+    return capped
+
+
 def _rank(
     confidence: Float[Array, "b w u"], candidate: Bool[Array, "b w u"]
 ) -> Int[Array, "b w u"]:

@@ -19,6 +19,7 @@ PRESETS = ("dense", "none", "p", "r", "t", "pr", "pt", "rt", "sparse")
 # Full attention with a cache that it makes inexact, for text only: LaViDa-O's own (the prompt),
 # and the two of Fast-dLLM.
 TEXT_PRESETS = ("prefix", "fast_dllm_prefix", "fast_dllm_dual")
+TEXT_BLOCK_ORDERS = ("left_to_right", "right_to_left", "random")
 
 
 class ConfigError(ValueError):
@@ -383,7 +384,7 @@ class Sampling:
     # "confidence" (the released "mmada") chooses after each pass among all cells, which only
     # dense, none and p pass; every other order is fixed beforehand.
     order: str = "stratified"  # stratified | halton | random | raster | confidence
-    order_seed: int = 42
+    order_seed: int = 42  # -1: every picture has the order of its own seed
     schedule: str = "shift"  # shift | cosine | cosine2 | exp | logit_normal | linear
     shift: float = 3.0
     # Gumbel noise on the log probability that "confidence" ranks by; it falls from this to the
@@ -399,6 +400,8 @@ class Sampling:
     top_p: float = 1.0  # the fewest image codes that hold this probability may be drawn; 1: all
     guidance: float = 0.0  # 0: one row; g: (1+g) cond - g uncond
     guidance_image: float = 0.0  # edits: weight of the second row
+    guidance_schedule: str = "constant"  # constant | linear | cosine2 | shift | exp
+    guidance_end: float = 1.0  # both guidance scales fall to this share
     # First and last guided step as shares of num_steps; step i of 1, 2, ... is guided where
     # int(first * num_steps) <= i <= int(last * num_steps).
     guidance_interval: tuple[float, float] = (0.0, 1.0)
@@ -406,6 +409,10 @@ class Sampling:
     # headers; or the released edit modes 0 to 3: "source_only"; everything but the source cells,
     # "no_source"; the text, "no_picture"; the picture seen and the source cells, "no_text".
     edit_guidance: str = "source"
+    # Registers passed; -1: as many as trained. In images they may fall by halves, step by step, to
+    # `registers_end`: many stand in for much, few for little. -1: they do not fall.
+    registers: int = -1
+    registers_end: int = -1
     text_temperature: float = 0.0
     text_steps: int = 8  # steps a text block
     text_step_ratio: float = 0.0  # steps a text block as a share of its tokens; 0: text_steps
@@ -415,11 +422,17 @@ class Sampling:
     # most probable, entropy (least first), random.
     text_confidence: str = "probability"  # probability | margin | entropy | random
     # How many of them a step commits: as many as the schedule says, all that are at least as
-    # confident as `text_threshold`, or by Fast-dLLM's factor rule. The last two commit at least
-    # one and end a text block early.
-    text_commit: str = "count"  # count | threshold | factor
+    # confident as `text_threshold`, by Fast-dLLM's factor rule, or those of least entropy while
+    # the entropies of all but the last sum up to at most `text_entropy`. The last three commit at
+    # least one, at most `text_most` if that is not 0, and end a text block early.
+    text_commit: str = "count"  # count | threshold | factor | entropy
     text_threshold: float = 0.9
     text_factor: float = 1.0  # n tokens together need a confidence of 1 - factor / (n + 1)
+    text_entropy: float = 0.1  # nats; ranks by entropy, whatever `text_confidence` says
+    text_most: int = 0
+    # Text blocks from first to last: left_to_right, right_to_left, random (by `order_seed`), or
+    # their numbers, such as "2,0,1".
+    text_block_order: str = "left_to_right"
     # Text as the released code writes it: the mask token may be drawn (and then stays to be
     # decoded), and nothing ends at end-of-text.
     released_behaviour: bool = False
@@ -440,22 +453,36 @@ class Sampling:
             ("schedule", schedules),
             ("confidence_noise_schedule", ("constant", "linear", "cosine2", "shift", "exp")),
             ("temperature_schedule", ("constant", "linear", "cosine2", "shift", "exp")),
+            ("guidance_schedule", ("constant", "linear", "cosine2", "shift", "exp")),
             ("edit_guidance", ("source", "source_only", "no_source", "no_picture", "no_text")),
             ("text_schedule", ("even", *schedules)),
             ("text_confidence", ("probability", "margin", "entropy", "random")),
-            ("text_commit", ("count", "threshold", "factor")),
+            ("text_commit", ("count", "threshold", "factor", "entropy")),
         ):
             _check_choice(self, name, choices)
         _check_positive(self, "num_steps", "text_steps", "shift", "text_shift", "text_factor")
         for name in (
             "temperature", "text_temperature", "guidance", "guidance_image", "confidence_noise",
-            "confidence_noise_shift", "top_k",
+            "confidence_noise_shift", "top_k", "text_entropy", "text_most",
         ):  # fmt: skip
             _check(self, name, getattr(self, name) >= 0, "it must be 0 or more")
         _check_fraction(
-            self, "confidence_noise_end", "temperature_end", "text_step_ratio", "text_threshold"
+            self,
+            "confidence_noise_end",
+            "temperature_end",
+            "guidance_end",
+            "text_step_ratio",
+            "text_threshold",
         )
         _check_positive(self, "temperature_end")
+        for name in ("order_seed", "registers", "registers_end"):
+            _check(self, name, getattr(self, name) >= -1, "it must be -1 or more")
+        _check(
+            self,
+            "text_block_order",
+            self.text_block_order in TEXT_BLOCK_ORDERS or self.block_numbers is not None,
+            f"choose one of {', '.join(TEXT_BLOCK_ORDERS)}, or numbers such as '2,0,1'",
+        )
         _check(self, "top_p", 0 < self.top_p <= 1, "it must lie in (0, 1]")
         _check(
             self,
@@ -464,6 +491,12 @@ class Sampling:
             and 0 <= self.guidance_interval[0] <= self.guidance_interval[1] <= 1,
             "two shares of the steps, 0 <= first <= last <= 1",
         )
+
+    @property
+    def block_numbers(self) -> tuple[int, ...] | None:
+        """The numbers that `text_block_order` spells out; None if it spells none."""
+        words = self.text_block_order.split(",")
+        return tuple(map(int, words)) if all(word.strip().isdecimal() for word in words) else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

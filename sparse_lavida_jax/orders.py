@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 
 from sparse_lavida_jax.layout import GIVEN_BLOCK, cells_from_codes
 
@@ -232,6 +232,20 @@ def guided_steps(interval: tuple[float, float], num_steps: int) -> Bool[np.ndarr
     return (first <= step) & (step <= last)
 
 
+def register_counts(first: int, last: int, num_steps: int) -> Int[np.ndarray, " k"]:
+    """Returns how many registers each step passes: halved from `first` down to `last`.
+
+    Every level lasts as long as the others, give or take a step, so that a schedule costs few
+    programs: 64 to 8 are four.
+    """
+    levels = [first]
+    while levels[-1] // 2 > last:
+        levels.append(levels[-1] // 2)
+    if first > last:
+        levels.append(last)
+    return np.array(levels, np.int32)[np.arange(num_steps) * len(levels) // num_steps]
+
+
 # ---------------------------------------------------------------------------------------------
 # Plans: which position is decoded in which step, for every row.
 
@@ -315,6 +329,8 @@ class Segment:
         guided: whether guidance acts; one value a segment.
         noise: scale of the noise on the confidence.
         temperature: share of the temperature.
+        guidance: share of the guidance scales.
+        registers: how many registers are passed, one value a segment; -1: as many as trained.
     """
 
     block: Int[np.ndarray, " n"]
@@ -327,6 +343,8 @@ class Segment:
     guided: Bool[np.ndarray, " n"]
     noise: Float[np.ndarray, " n"]
     temperature: Float[np.ndarray, " n"]
+    guidance: Float[np.ndarray, " n"]
+    registers: Int[np.ndarray, " n"]
 
     @property
     def num_steps(self) -> int:
@@ -361,31 +379,27 @@ def _segment(
         guided=np.ones(steps, bool),
         noise=np.zeros(steps, np.float32),
         temperature=np.ones(steps, np.float32),
+        guidance=np.ones(steps, np.float32),
+        registers=np.full(steps, -1, np.int32),
     )
 
 
-def with_steps(
-    parts: list[Segment],
-    *,
-    guided: Bool[np.ndarray, " k"],
-    noise: Float[np.ndarray, " k"],
-    temperature: Float[np.ndarray, " k"],
-) -> list[Segment]:
-    """Returns the segments with what changes from step to step, cut where guidance sets in or out.
+def with_steps(parts: list[Segment], **of_steps: Shaped[np.ndarray, " k"]) -> list[Segment]:
+    """Returns the segments with what changes from step to step.
+
+    They are cut where guidance sets in or out and where the number of registers changes.
 
     Args:
-        guided, noise, temperature: of at least as many steps as the segments have; see `Segment`.
+        of_steps: guided, noise, temperature, guidance, registers: of at least as many steps as the
+            segments have; see `Segment`.
     """
     result, start = [], 0
     for part in parts:
         stop = start + part.num_steps
         whole = dataclasses.replace(
-            part,
-            guided=guided[start:stop],
-            noise=noise[start:stop],
-            temperature=temperature[start:stop],
+            part, **{name: values[start:stop] for name, values in of_steps.items()}
         )
-        turns = np.flatnonzero(np.diff(whole.guided)) + 1
+        turns = np.flatnonzero(np.diff(whole.guided) | np.diff(whole.registers)) + 1
         bounds = [0, *turns.tolist(), part.num_steps]
         result += [whole.steps(i, j) for i, j in itertools.pairwise(bounds)]
         start = stop
@@ -569,17 +583,18 @@ def text_plan(
     passes_given: bool = False,
     refreshes: bool = False,
     leftovers: bool = False,
+    block_order: Sequence[int] | None = None,
 ) -> list[Segment]:
-    """Returns the segments of a text response: its text blocks from left to right.
+    """Returns the segments of a text response: its text blocks, from left to right by default.
 
     Which tokens of the text block a step commits is known only after its forward pass; the plan
     says how many: an even split, the remainder to the earliest steps, or those of a schedule, as
     released (spec Sec. 6). Steps are numbered on from text block to text block. A text block in
     which no row has anything masked is left out.
 
-    With `passes_clean="newest"` the positions of the text block before are passed in the first
-    step of a text block and in no other, so that step is a segment of its own: two segments a
-    text block. (The first text block has the same two shapes, with padding for clean tokens, so
+    With `passes_clean="newest"` the positions of the text block decoded before are passed in the
+    first step of a text block and in no other, so that step is a segment of its own: two segments
+    a text block. (The first text block has the same two shapes, with padding for clean tokens, so
     that nothing more is compiled for it.) Clean tokens of the current text block are in `decode`
     and computed anew by every step.
 
@@ -588,34 +603,44 @@ def text_plan(
         steps_per_block: at most this many; fewer where fewer tokens are masked.
         given: tokens known beforehand; without it nothing is given, in one row.
         schedule: "even", or one of `SCHEDULES` with its `shift`.
-        passes_clean: "newest": the text block before; "all": all text blocks before, every step.
-        passes_rest: whether later text blocks are passed too, masked.
+        passes_clean: "newest": the text block decoded before; "all": all those, every step.
+        passes_rest: whether text blocks to be decoded later are passed too, masked.
         passes_given: whether given tokens are passed as all others are; otherwise they are in the
             prompt's pass.
         refreshes: Fast-dLLM's caches. The first step of a text block is a segment of its own that
             passes everything; what it has in `clean` stays in the cache for the others. That is
-            what stands before the text block, and without `passes_rest` also what stands behind it.
+            the text blocks decoded before, and without `passes_rest` also those decoded later.
         leftovers: every step passes and predicts the whole response, and may commit all that is
-            masked up to the end of the text block: as released, where a draw may be the mask token.
+            masked in this text block and in those before it: as released, where a draw may be the
+            mask token.
+        block_order: the text blocks in the order of their decoding; by default 0, 1, ...
 
     Raises:
-        ValueError: `length` is not a whole number of text blocks, or a number is below 1.
+        ValueError: `length` is not a whole number of text blocks, a number is below 1, or
+            `block_order` does not hold every text block once.
     """
     if min(length, block_len, steps_per_block) < 1 or length % block_len:
         raise ValueError(
             f"a text response is a whole number of text blocks, got {length=}, {block_len=},"
             f" {steps_per_block=}. Pad the response with end-of-text to a multiple of block_len."
         )
+    num_blocks = length // block_len
+    visited = list(range(num_blocks) if block_order is None else block_order)
+    if sorted(visited) != list(range(num_blocks)):
+        raise ValueError(
+            f"a block order holds each of the {num_blocks} text blocks once, counted from 0, got"
+            f" {visited}."
+        )
     masked = ~given if given is not None else np.ones((1, length), bool)
     passed = masked | passes_given
-    position = np.arange(length)
+    turn = np.argsort(visited)[np.arange(length) // block_len]  # of each position's text block
     plan: list[Segment] = []
     newest = np.zeros_like(masked)  # decoded in the text block before
-    for start in range(0, length, block_len):
+    for i in range(num_blocks):
         # Numbered whatever is given, so that a row's noise does not depend on the other rows.
-        block = FIRST_BLOCK + start // block_len * steps_per_block
-        before, behind = position < start, position >= start + block_len
-        inside = ~before & ~behind
+        block = FIRST_BLOCK + i * steps_per_block
+        before, inside, later = turn < i, turn == i, turn > i
+        start = i * block_len  # how many positions are `before`
         count = _text_counts((masked & inside).sum(axis=1), steps_per_block, schedule, shift)
         steps = len(count)
         if steps == 0:
@@ -624,17 +649,17 @@ def text_plan(
         if leftovers:
             decode = _repeat(passed, steps, length)
             nothing = decode[..., :0]
-            candidates = (decode < start + block_len)[..., None]
+            candidates = ~later[decode][..., None]
             plan.append(_segment(blocks, nothing, decode, nothing, count, candidates))
             continue
         rest_len = (length - start - block_len) * passes_rest
-        later = _repeat(passed & behind & passes_rest, steps, rest_len)
+        rest = _repeat(passed & later & passes_rest, steps, rest_len)
         decode = _repeat(passed & inside, steps, block_len)
         clean = passed & before if passes_clean == "all" else newest
         if refreshes and not passes_rest:
             clean = passed & ~inside
         width = length - block_len if refreshes and not passes_rest else start
-        whole = _segment(blocks, _repeat(clean, steps, width), decode, later, count)
+        whole = _segment(blocks, _repeat(clean, steps, width), decode, rest, count)
         if refreshes:
             plan += _first_step_apart(whole, width, refresh=True)
         elif passes_clean == "all" or length == block_len:

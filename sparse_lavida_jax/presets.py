@@ -16,6 +16,7 @@ the registers, and what stands in the cache:
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Bool
@@ -75,28 +76,31 @@ class Choice:
     """Which candidates a step commits; see `choose`.
 
     Attributes:
-        commit: all | count | threshold | factor.
-        level: the threshold, or the factor.
+        commit: all | count | threshold | factor | entropy.
+        level: the threshold, the factor, or the bound in nats.
         confidence: probability | margin | entropy | random.
         noisy: whether the log of the confidence has Gumbel noise.
+        most: commits at most this many; 0: no limit.
     """
 
     commit: str = "all"
     level: float = 0.0
     confidence: str = "probability"
     noisy: bool = False
+    most: int = 0
 
     @property
     def ends_early(self) -> bool:
         """Whether a segment may have nothing left to decode before its last step."""
-        return self.commit in ("threshold", "factor")
+        return self.commit in ("threshold", "factor", "entropy")
 
 
 @dataclasses.dataclass(frozen=True)
 class StepSettings:
-    """Everything about a step that is compiled into it.
+    """Everything about a step that is compiled into it, but for the numbers that `program` drops.
 
     Attributes:
+        temperature, guidance, guidance_image: of rows whose request does not say otherwise.
         guidance_rows: 1: none; 2: [dropped, full]; 3: [dropped, second, full].
         edit_guidance: what the second row of three keeps (`config.Sampling`).
         released: text as the released code writes it (`config.Sampling.released_behaviour`).
@@ -122,6 +126,16 @@ class StepSettings:
     def uses_cache(self) -> bool:
         return self.preset.cache_prompt or self.preset.cache_response
 
+    def program(self, *, greedy: bool) -> "StepSettings":
+        """The settings without what is a number of each row: these choose the compiled program.
+
+        Args:
+            greedy: whether every row has temperature 0, which spares the noise.
+        """
+        return dataclasses.replace(
+            self, temperature=0.0 if greedy else 1.0, guidance=0.0, guidance_image=0.0
+        )
+
 
 def step_settings(
     sampling: config.Sampling, model: config.Model, kind: Kind, *, has_source: bool = False
@@ -132,10 +146,11 @@ def step_settings(
     chosen = preset(name or default_preset(model))
     pulled = sampling.guidance > 0 or (has_source and sampling.guidance_image > 0)
     guided = pulled and not is_text
+    registers = model.num_registers if sampling.registers < 0 else sampling.registers
     return StepSettings(
         kind=kind,
         preset=chosen,
-        num_registers=0 if chosen.full_attention else model.num_registers,
+        num_registers=0 if chosen.full_attention else registers,
         temperature=sampling.text_temperature if is_text else sampling.temperature,
         guidance_rows=(3 if has_source else 2) if guided else 1,
         guidance=sampling.guidance if guided else 0.0,
@@ -152,10 +167,14 @@ def _choice(sampling: config.Sampling, kind: Kind) -> Choice:
     if kind == "image":
         by_confidence = sampling.order == "confidence"
         return Choice("count", noisy=sampling.confidence_noise > 0) if by_confidence else Choice()
-    level = {"threshold": sampling.text_threshold, "factor": sampling.text_factor}
-    return Choice(
-        sampling.text_commit, level.get(sampling.text_commit, 0.0), sampling.text_confidence
-    )
+    commit = sampling.text_commit
+    level = {
+        "threshold": sampling.text_threshold,
+        "factor": sampling.text_factor,
+        "entropy": sampling.text_entropy,
+    }
+    confidence = "entropy" if commit == "entropy" else sampling.text_confidence
+    return Choice(commit, level.get(commit, 0.0), confidence, most=sampling.text_most)
 
 
 def plan(
@@ -164,6 +183,7 @@ def plan(
     model: config.Model,
     given: Bool[np.ndarray, "b l"],
     text_block_len: int,
+    seeds: Sequence[int] | None = None,
 ) -> list[orders.Segment]:
     """Returns the segments that a sampling configuration asks for.
 
@@ -171,14 +191,21 @@ def plan(
         settings: what `step_settings` made of the same configuration.
         given: known tokens of each response.
         text_block_len: tokens of a text block; of text only.
+        seeds: of the rows, for `sampling.order_seed` -1.
 
     Raises:
-        ConfigError: an order that the preset cannot follow.
+        ConfigError: an order that the preset or the response cannot follow.
     """
     if settings.kind == "text":
         return _text_plan(sampling, settings, given, text_block_len)
-    segments = _image_segments(sampling, settings.preset, model, given)
+    if sampling.order_seed >= 0:
+        seeds = [sampling.order_seed] * len(given)
+    elif seeds is None:
+        raise ValueError("Sampling.order_seed=-1 needs the seed of every row.")
+    segments = _image_segments(sampling, settings.preset, model, given, seeds)
     steps = sampling.num_steps
+    fewest = sampling.registers_end
+    registers = settings.num_registers
     noise = orders.cooling(
         sampling.confidence_noise_schedule,
         steps,
@@ -192,11 +219,21 @@ def plan(
         temperature=orders.cooling(
             sampling.temperature_schedule, steps, sampling.temperature_end, sampling.shift
         ),
+        guidance=orders.cooling(
+            sampling.guidance_schedule, steps, sampling.guidance_end, sampling.shift
+        ),
+        registers=orders.register_counts(
+            registers, registers if fewest < 0 else min(fewest, registers), steps
+        ),
     )
 
 
 def _image_segments(
-    sampling: config.Sampling, chosen: Preset, model: config.Model, given: Bool[np.ndarray, "b l"]
+    sampling: config.Sampling,
+    chosen: Preset,
+    model: config.Model,
+    given: Bool[np.ndarray, "b l"],
+    seeds: Sequence[int],
 ) -> list[orders.Segment]:
     by_confidence = sampling.order == "confidence"
     by_code = chosen.full_attention and sampling.grid == "code"
@@ -207,13 +244,9 @@ def _image_segments(
         )
     grid, side = model.grid_size, model.codes_side if by_code else 1
     known = np.repeat(given[..., None], side**2, axis=-1)
+    name = "raster" if by_confidence else sampling.order
     whole = orders.image_plan(
-        orders.order(
-            "raster" if by_confidence else sampling.order,
-            grid * side,
-            grid * side,
-            sampling.order_seed,
-        ),
+        np.stack([orders.order(name, grid * side, grid * side, seed) for seed in seeds]),
         schedule=sampling.schedule,
         num_steps=sampling.num_steps,
         shift=sampling.shift,
@@ -251,4 +284,21 @@ def _text_plan(
         passes_given=chosen.passes_given,
         refreshes=refreshes,
         leftovers=settings.released and chosen.full_attention and not refreshes,
+        block_order=_block_order(sampling, given.shape[1] // block_len),
     )
+
+
+def _block_order(sampling: config.Sampling, num_blocks: int) -> Sequence[int]:
+    """The order in which text blocks are decoded, one for all rows of a batch."""
+    numbers = sampling.block_numbers
+    if numbers is not None:
+        if sorted(numbers) != list(range(num_blocks)):
+            raise config.ConfigError(
+                f"Sampling.text_block_order={sampling.text_block_order!r} does not fit a response"
+                f" of {num_blocks} text blocks: name each of 0 to {num_blocks - 1} once."
+            )
+        return numbers
+    if sampling.text_block_order == "random":
+        return orders.random_order(1, num_blocks, max(sampling.order_seed, 0)).tolist()
+    left_to_right = range(num_blocks)
+    return left_to_right if sampling.text_block_order == "left_to_right" else left_to_right[::-1]

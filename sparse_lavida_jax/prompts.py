@@ -50,6 +50,7 @@ class Request:
         pixels: the picture that a `Vision` part stands for, or the views of each of several
             pictures (`data.images`).
         seed: all randomness of this row.
+        temperature, guidance, guidance_image: of this row; None: those of the settings.
     """
 
     parts: tuple[Part, ...]
@@ -57,6 +58,9 @@ class Request:
     given: Bool[np.ndarray, " l"]
     pixels: UInt8[np.ndarray, "h w 3"] | tuple[Views, ...] | None
     seed: int
+    temperature: float | None = None
+    guidance: float | None = None
+    guidance_image: float | None = None
 
 
 @flax.struct.dataclass

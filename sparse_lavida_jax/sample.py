@@ -45,6 +45,34 @@ AVERAGED = ("no_source", "no_picture")  # rows that the full one is averaged wit
 
 
 @flax.struct.dataclass
+class Rows:
+    """What every row has of its own besides its prompt; none of it is compiled in.
+
+    Attributes:
+        key: noise depends on (key of the row, step, position) and on nothing else.
+        temperature: 0 takes the most probable.
+        guidance, guidance_image: scales; read where the settings have guidance rows.
+    """
+
+    key: Key[Array, " b"]
+    temperature: Float[AnyArray, " b"]
+    guidance: Float[AnyArray, " b"]
+    guidance_image: Float[AnyArray, " b"]
+
+
+def rows_of(requests: list[Request], settings: StepSettings) -> Rows:
+    """Returns what the requests say of themselves, and the settings where they do not."""
+
+    def own(name: str) -> np.ndarray:
+        values = (getattr(request, name) for request in requests)
+        default = getattr(settings, name)
+        return np.array([default if value is None else value for value in values], np.float32)
+
+    key = jax.vmap(jax.random.key)(np.array([request.seed for request in requests]))
+    return Rows(key, own("temperature"), own("guidance"), own("guidance_image"))
+
+
+@flax.struct.dataclass
 class SamplerState:
     """A batch of responses on the way from all masks to clean.
 
@@ -52,7 +80,7 @@ class SamplerState:
         canvas: ids or codes, the mask id where nothing is decoded.
         decoded_at: the step that decoded each token, `GIVEN_BLOCK` if it was given,
             `NOT_DECODED` if it is masked.
-        row_key: one key a row; noise depends on (row, step, position) and on nothing else.
+        rows: seeds and scales.
         features: vision features of the prompt, for presets that pass the prompt again.
         cache: keys and values, all guidance rows; None where the preset caches nothing.
         passes: forward passes so far, without the prompt's own.
@@ -60,7 +88,7 @@ class SamplerState:
 
     canvas: Int[Array, "b l g"]
     decoded_at: Int[Array, "b l"]
-    row_key: Key[Array, " b"]
+    rows: Rows
     features: Float[Array, "r v e"] | None
     cache: KVCache | None
     passes: Int[Array, ""]
@@ -79,6 +107,7 @@ class StepTokens:
         count: how many candidates to commit.
         noise: scale of the noise on the confidence.
         temperature: share of the temperature.
+        guidance: share of the guidance scales.
     """
 
     block: Int[Array, "*n"]
@@ -89,6 +118,7 @@ class StepTokens:
     count: Int[Array, "*n b"]
     noise: Float[Array, "*n"]
     temperature: Float[Array, "*n"]
+    guidance: Float[Array, "*n"]
 
 
 @flax.struct.dataclass
@@ -110,11 +140,14 @@ class Draws:
 
 def policy_of(choice: Choice) -> choose.Policy:
     """Returns the function that chooses what is committed."""
-    if choice.commit == "threshold":
-        return functools.partial(choose.commit_above, threshold=choice.level)
-    if choice.commit == "factor":
-        return functools.partial(choose.commit_by_factor, factor=choice.level)
-    return choose.commit_all if choice.commit == "all" else choose.commit_most_confident
+    policy = {
+        "all": choose.commit_all,
+        "count": choose.commit_most_confident,
+        "threshold": functools.partial(choose.commit_above, threshold=choice.level),
+        "factor": functools.partial(choose.commit_by_factor, factor=choice.level),
+        "entropy": functools.partial(choose.commit_within_entropy, bound=choice.level),
+    }[choice.commit]
+    return choose.at_most(policy, choice.most) if choice.most else policy
 
 
 def step(
@@ -134,10 +167,10 @@ def step(
     draws = draws or Draws()
     logits, cache = step_logits(model, state, now, prompt, settings)
     logits = _allowed(logits, model.settings, settings)
-    drawn = _draw(state.row_key, now, logits, settings.temperature, draws)
+    drawn = _draw(state.rows, now, logits, draws, greedy=settings.temperature == 0)
     mask_id = _mask_id(model.settings, settings.kind)
     known, masked, candidate = _open(state, now, mask_id)
-    confidence = _confidence(state.row_key, now, logits, drawn, settings.choice, draws)
+    confidence = _confidence(state.rows.key, now, logits, drawn, settings.choice, draws)
     commit = masked & policy(confidence, candidate, now.count)
     codes = jnp.where(commit, drawn, known)
     changed = commit.any(axis=-1)
@@ -210,7 +243,8 @@ def step_logits(
         logits = model.text_logits(candidates)[:, :, None]
     else:
         logits = model.image_logits(candidates)
-    return _guide(logits.reshape(rows, -1, *logits.shape[1:]), settings), cache
+    logits = logits.reshape(rows, -1, *logits.shape[1:])
+    return _guide(logits, settings, state.rows, now.guidance), cache
 
 
 def _response_stream(
@@ -276,20 +310,31 @@ def _join(response: Stream, prompt: Stream | None, clean_len: int) -> Stream:
     )
 
 
-def _guide(logits: Float[Array, "r b w g v"], settings: StepSettings) -> Float[Array, "b w g v"]:
+def _guide(
+    logits: Float[Array, "r b w g v"],
+    settings: StepSettings,
+    rows: Rows,
+    share: Float[Array, ""],
+) -> Float[Array, "b w g v"]:
     """Classifier-free guidance over the leading axis (spec Sec. 7.2: (1+g) cond - g uncond)."""
     full = logits[-1]
     if not settings.guided:
         return full
     if settings.guidance_rows == 3:
-        g = settings.guidance_image
+        g = _of_row(rows.guidance_image, full) * share
         if settings.edit_guidance in AVERAGED:
             full = (full + g * logits[1]) / (1 + g)
         else:
             full = (1 + g) * full - g * logits[1]
     if settings.guidance_rows > 1:
-        full = (1 + settings.guidance) * full - settings.guidance * logits[0]
+        g = _of_row(rows.guidance, full) * share
+        full = (1 + g) * full - g * logits[0]
     return full
+
+
+def _of_row(values: Float[AnyArray, " b"], like: Array) -> Array:
+    """A number of each row, to go with arrays [b ...]."""
+    return jnp.asarray(values).reshape(-1, *[1] * (like.ndim - 1))
 
 
 def _allowed(
@@ -302,23 +347,26 @@ def _allowed(
 
 
 def _draw(
-    row_key: Key[Array, " b"],
+    rows: Rows,
     now: StepTokens,
     logits: Float[Array, "b w g v"],
-    temperature: float,
     draws: Draws,
+    *,
+    greedy: bool,
 ) -> Int[Array, "b w g"]:
-    """Draws each code independently."""
+    """Draws each code independently; at temperature 0 takes the most probable."""
     at = jnp.maximum(now.decode, 0)
     if draws.codes is not None:
         return _take(draws.codes, at)
-    scores = logits
-    if temperature > 0:
-        if draws.noise is not None:
-            noise = _take(draws.noise, at)
-        else:
-            noise = _noise(row_key, now, logits.shape[2:])
-        scores = logits / temperature / now.temperature + noise
+    if greedy:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    temperature = _of_row(rows.temperature, logits)
+    if draws.noise is not None:
+        noise = _take(draws.noise, at)
+    else:
+        noise = _noise(rows.key, now, logits.shape[2:])
+    drawn = logits / jnp.where(temperature > 0, temperature, 1) / now.temperature + noise
+    scores = jnp.where(temperature > 0, drawn, logits)
     return jnp.argmax(scores, axis=-1).astype(jnp.int32)
 
 
@@ -376,7 +424,7 @@ def prefill(
     model: Denoiser,
     canvas: Int[Array, "b l g"],
     decoded_at: Int[Array, "b l"],
-    row_key: Key[Array, " b"],
+    rows: Rows,
     prompt: Prompt,
     *,
     settings: StepSettings,
@@ -390,7 +438,7 @@ def prefill(
     features = None if prompt.pixels is None else model.see(prompt.pixels)
     passes = jnp.int32(0)
     if not settings.uses_cache:
-        return SamplerState(canvas, decoded_at, row_key, features, None, passes)
+        return SamplerState(canvas, decoded_at, rows, features, None, passes)
     decodes = "understanding" if settings.kind == "text" else "generation"
     cache = model.empty_cache(prompt.length.shape[0], *capacity, decodes)
     if settings.preset.cache_prompt and not settings.preset.refreshes:
@@ -406,7 +454,7 @@ def prefill(
         if cache is not None and own is not None:
             cache = cache.commit(own.index.shape[1])
         features = None
-    return SamplerState(canvas, decoded_at, row_key, features, cache, passes)
+    return SamplerState(canvas, decoded_at, rows, features, cache, passes)
 
 
 @functools.partial(jax.jit, static_argnames=("settings",), donate_argnames=("state",))
@@ -487,7 +535,6 @@ def sample(
     if not segments:  # everything is given
         return canvas
     decoded_at = np.where(given, GIVEN_BLOCK, NOT_DECODED).astype(np.int32)
-    row_key = jax.vmap(jax.random.key)(np.array([request.seed for request in requests]))
     prompt = prepare(
         requests,
         settings.kind,
@@ -497,14 +544,15 @@ def sample(
         edit_guidance=settings.edit_guidance,
         with_given=not settings.preset.passes_given,
     )
-    on_device = jax.tree.map(jnp.asarray, prompt)
+    on_device, rows = jax.tree.map(jnp.asarray, (prompt, rows_of(requests, settings)))
+    program = settings.program(greedy=not np.any(rows.temperature))
     state = prefill(
         model,
         canvas,
         decoded_at,
-        row_key,
+        rows,
         on_device,
-        settings=settings,
+        settings=program,
         capacity=capacity(prompt, segments, settings),
     )
     start = 0
@@ -517,7 +565,10 @@ def sample(
         if draws is not None:
             recorded["draws"] = jax.tree.map(lambda x, a=start, z=stop: jnp.asarray(x[a:z]), draws)
         now = dataclasses.replace(
-            settings, guided=bool(segment.guided[0]), refreshing=bool(segment.refresh[0])
+            program,
+            guided=bool(segment.guided[0]),
+            refreshing=bool(segment.refresh[0]),
+            num_registers=num_registers(segment, settings),
         )
         state = run_segment(model, state, steps, on_device, settings=now, **recorded)
         start = stop
@@ -547,14 +598,21 @@ def capacity(
     """
     committed = furthest = 0
     for s in segments:
+        registers = num_registers(s, settings)
         committed = 0 if s.refresh[0] else committed
         clean, others = s.clean.shape[-1], s.decode.shape[-1] + s.rest.shape[-1]
         kept = clean if settings.preset.cache_response else 0
         committed += len(s.block) * kept
-        furthest = max(furthest, committed - kept + clean + others)
+        furthest = max(furthest, committed - kept + clean + others + registers)
     lengths = {
         "text": prompt.understanding.index.shape[1],
         "image": 0 if prompt.generation is None else prompt.generation.index.shape[1],
     }
-    lengths[settings.kind] += furthest + settings.num_registers
+    lengths[settings.kind] += furthest
     return lengths["text"], lengths["image"]
+
+
+def num_registers(segment: orders.Segment, settings: StepSettings) -> int:
+    """Returns how many registers the steps of a segment pass."""
+    asked = int(segment.registers[0])
+    return settings.num_registers if asked < 0 else asked

@@ -222,7 +222,7 @@ def one_pass(given, request, segment, settings, codes) -> Pass:
     state = sample.SamplerState(
         jnp.asarray(cells[None], jnp.int32),
         jnp.where(jnp.asarray(masked)[None], sample.NOT_DECODED, layout.GIVEN_BLOCK),
-        jax.random.key(0)[None],
+        sample.rows_of([request], settings),
         features,
         None,
         jnp.int32(0),
@@ -237,6 +237,7 @@ def one_pass(given, request, segment, settings, codes) -> Pass:
         count=jnp.zeros(1, jnp.int32),
         noise=jnp.float32(0),
         temperature=jnp.float32(1),
+        guidance=jnp.float32(1),
     )
     call = Denoiser.__call__
 
@@ -244,7 +245,7 @@ def one_pass(given, request, segment, settings, codes) -> Pass:
         seen.append(streams)
         return call(self, *streams, **options)
 
-    def rows_apart(logits, _):
+    def rows_apart(logits, *_):
         return logits.reshape(-1, *logits.shape[2:])
 
     prompt = jax.tree.map(jnp.asarray, prompt)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What may be drawn, how sure the model is of it, and how much is committed: against loops."""
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -134,6 +136,30 @@ def test_the_factor_rule_commits_while_many_are_sure_together(factor):
             if number == len(ranked) - 1:  # one token alone does not get a pass
                 number += 1
             assert set(np.flatnonzero(chosen[row])) == set(ranked[:number])
+
+
+@pytest.mark.parametrize("bound", [0.0, 0.3, 1.0, 9.0])
+def test_the_entropies_of_all_but_the_largest_keep_the_bound(bound):
+    for seed in range(30):
+        sure, candidate = some_candidates(seed)
+        entropy = 1 - sure
+        chosen = chosen_by(choose.commit_within_entropy, -entropy, candidate, bound=bound)
+        for row in range(3):
+            ranked, number = surest_first(sure[row], candidate[row]), 0
+            while number < len(ranked) and entropy[row].ravel()[ranked[:number]].sum() <= bound:
+                number += 1
+            assert set(np.flatnonzero(chosen[row])) == set(ranked[:number])
+
+
+@pytest.mark.parametrize("most", [1, 2, 100])
+def test_a_cap_leaves_the_surest_of_what_a_policy_commits(most):
+    sure, candidate = some_candidates(3)
+    policy = functools.partial(choose.commit_above, threshold=0.3)
+    whole = chosen_by(policy, sure, candidate)
+    capped = chosen_by(choose.at_most(policy, most), sure, candidate)
+    for row in range(3):
+        kept = surest_first(sure[row], whole[row])[:most]
+        assert set(np.flatnonzero(capped[row])) == set(kept)
 
 
 def test_the_factor_rule_leaves_no_last_token_to_itself():

@@ -243,6 +243,35 @@ def test_steps_count_from_one_and_bounds_are_inside(interval, guided):
     assert steps.tolist() == list(guided)
 
 
+@pytest.mark.parametrize(
+    ("first", "last", "expected"),
+    [(64, 64, [64] * 8), (64, 8, [64, 64, 32, 32, 16, 16, 8, 8]), (3, 0, [3, 3, 3, 1, 1, 1, 0, 0]),
+     (0, 0, [0] * 8)],
+)  # fmt: skip
+def test_registers_fall_by_halves(first, last, expected):
+    assert orders.register_counts(first, last, 8).tolist() == expected
+
+
+def test_segments_are_cut_where_the_number_of_registers_changes():
+    plan = orders.image_plan(np.arange(4), schedule="linear", num_steps=4, shift=1.0)
+    parts = orders.segments(plan, passes_clean="all", passes_rest=True, max_segments=1)
+    cut = orders.with_steps(parts, registers=np.array([4, 4, 2, 1]))
+    assert [part.registers.tolist() for part in cut] == [[4, 4], [2], [1]]
+
+
+def test_a_block_order_holds_every_text_block_once():
+    with pytest.raises(ValueError, match="each of the 3 text blocks once"):
+        orders.text_plan(6, 2, 2, block_order=[0, 2, 2])
+
+
+def test_text_blocks_decoded_before_are_clean_wherever_they_stand():
+    parts = orders.text_plan(6, 2, 1, passes_clean="all", passes_rest=True, block_order=[1, 2, 0])
+    assert [part.decode[0, 0].tolist() for part in parts] == [[2, 3], [4, 5], [0, 1]]
+    assert [part.clean[0, 0].tolist() for part in parts] == [[], [2, 3], [2, 3, 4, 5]]
+    assert [part.rest[0, 0].tolist() for part in parts] == [[0, 1, 4, 5], [0, 1], []]
+    assert [part.block.tolist() for part in parts] == [[2], [3], [4]]
+
+
 def test_segments_are_cut_where_guidance_sets_in_or_out():
     plan = orders.image_plan(np.arange(6), schedule="linear", num_steps=6, shift=1.0)
     parts = orders.segments(plan, passes_clean="all", passes_rest=True, max_segments=1)

@@ -2,13 +2,16 @@
 """The sampler: policies, prompts, noise, rows that do not know of each other, when it stops."""
 
 import dataclasses
+import unittest.mock
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
 import traces
+from flax import nnx
 
 from sparse_lavida_jax import choose, config, layout, orders, presets, prompts, sample
 from sparse_lavida_jax.layout import GIVEN_BLOCK, NO_FEATURE, PROMPT_BLOCK
@@ -107,12 +110,17 @@ def test_temperature_is_that_of_the_kind():
             presets.Choice("factor", 2.0, "margin"),
         ),
         ({"text_commit": "threshold"}, "text", presets.Choice("threshold", 0.9)),
+        (
+            {"text_commit": "entropy", "text_entropy": 0.2, "text_most": 3},
+            "text",
+            presets.Choice("entropy", 0.2, "entropy", most=3),
+        ),
     ],
 )
 def test_what_is_committed_is_as_configured(asked, kind, choice):
     found = presets.step_settings(config.Sampling(**asked), SETTINGS, kind).choice
     assert found == choice
-    assert found.ends_early == (choice.commit in ("threshold", "factor"))
+    assert found.ends_early == (choice.commit in ("threshold", "factor", "entropy"))
 
 
 def test_text_commits_the_most_probable_masked_candidates():
@@ -530,7 +538,7 @@ def logits_at(model, requests, canvas, settings):
     state = sample.SamplerState(
         jnp.asarray(canvas, jnp.int32),
         jnp.full(shape, sample.NOT_DECODED),
-        jax.vmap(jax.random.key)(np.zeros(batch, int)),
+        sample.rows_of(requests, settings),
         None,
         None,
         jnp.int32(0),
@@ -539,7 +547,7 @@ def logits_at(model, requests, canvas, settings):
     none = jnp.zeros((batch, 0), jnp.int32)
     now = sample.StepTokens(
         jnp.int32(2), none, every, jnp.ones((*shape, 1), bool), none,
-        jnp.zeros(batch, jnp.int32), jnp.float32(0), jnp.float32(1),
+        jnp.zeros(batch, jnp.int32), jnp.float32(0), jnp.float32(1), jnp.float32(1),
     )  # fmt: skip
     return np.asarray(tiny.quick_jit(sample.step_logits, static_argnames=("settings",))(
         model, state, now, prompt, settings=settings
@@ -632,8 +640,11 @@ def test_the_second_row_pushes_or_is_averaged_with(edit_guidance):
     if edit_guidance in ("no_source", "no_picture"):
         pulled = (full + 0.4 * second) / 1.4
     expected = pulled + 0.7 * (pulled - dropped)
-    found = sample._guide(jnp.asarray(logits, jnp.float32), settings)
+    rows = sample.rows_of([tiny.request("image", SETTINGS, 0, words=3)], settings)
+    found = sample._guide(jnp.asarray(logits, jnp.float32), settings, rows, jnp.float32(1))
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+    nothing = sample._guide(jnp.asarray(logits, jnp.float32), settings, rows, jnp.float32(0))
+    np.testing.assert_allclose(nothing, full, rtol=0, atol=1e-5)
 
 
 def test_pictures_may_be_given_as_views():
@@ -657,6 +668,154 @@ def test_pictures_may_be_given_as_views():
     seen = np.asarray(model.see(prompt.pixels))[1][prompt.understanding.index[1, :3]]
     expected = np.asarray(model.see(views)).reshape(-1, SETTINGS.width)[parts[0].index]
     np.testing.assert_allclose(seen, expected, rtol=0, atol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------
+# Programs.
+
+
+def asked_of(request, seed):
+    """A request like another, of other words, seed, temperature and guidance scale."""
+    words = tiny.request("image", SETTINGS, seed, words=4)
+    return dataclasses.replace(
+        request, parts=words.parts, seed=seed, temperature=0.1 * seed, guidance=1.0 + seed
+    )
+
+
+def test_a_second_request_in_the_same_bucket_compiles_nothing():
+    """Other words, another length within the bucket, other seeds, temperatures and scales."""
+    model = tiny.denoiser(dataclasses.replace(SETTINGS, num_layers=2, dual_tower_layers=0))
+    settings, requests = image_settings(guidance=1.0), image_requests(3, 5)
+    plan = traces.plan(requests, settings, max_segments=2)
+    assert len(plan) == 2
+
+    def traced(function, most, **options):
+        # Of the function without its program, so that nothing compiled before counts.
+        bare = function.__wrapped__
+
+        def once(*args, **named):
+            return bare(*args, **named)
+
+        once.__name__ = bare.__name__  # chex counts by name
+        return jax.jit(chex.assert_max_traces(once, n=most), **options)
+
+    chex.clear_trace_counter()
+    with unittest.mock.patch.multiple(
+        sample,
+        prefill=traced(sample.prefill, 1, static_argnames=("settings", "capacity")),
+        run_segment=traced(sample.run_segment, len(plan), static_argnames=("settings",)),
+    ):
+        first = sample.sample(model, requests, plan, settings=settings)
+        others = [asked_of(request, i) for i, request in enumerate(requests, start=7)]
+        plan = traces.plan(requests, image_settings(guidance=3.0), max_segments=2)
+        second = sample.sample(model, others, plan, settings=image_settings(guidance=3.0))
+        assert (first != second).any()
+        long = [tiny.request("image", SETTINGS, 1, words=40)] * 2
+        with pytest.raises(AssertionError, match="traced"):
+            sample.sample(model, long, plan, settings=settings)
+
+
+@pytest.mark.parametrize("kind", ["image", "text"])
+def test_a_request_runs_a_prefill_and_a_program_a_segment_and_asks_the_host_nothing(kind):
+    model = tiny.denoiser(SETTINGS)
+    requests = [tiny.request(kind, SETTINGS, 0, words=3)]
+    settings = traces.settings_of("sparse", kind, SETTINGS)
+    plan = traces.plan(requests, settings, max_segments=2) if kind == "image" else traces.plan(
+        requests, settings, num_steps=2
+    )  # fmt: skip
+    ran = []
+
+    def watched(name):
+        function = getattr(sample, name)
+
+        def run(*args, **options):
+            ran.append(name)
+            program = str(function.trace(*args, **options).jaxpr)
+            assert "dot_general" in program
+            assert "callback" not in program
+            return function(*args, **options)
+
+        return run
+
+    with unittest.mock.patch.multiple(
+        sample, prefill=watched("prefill"), run_segment=watched("run_segment")
+    ):
+        sample.sample(model, requests, plan, settings=settings, stop_early=False)
+    assert ran == ["prefill", *["run_segment"] * len(plan)]
+
+
+# ---------------------------------------------------------------------------------------------
+# What a row, or a step, may have of its own.
+
+
+def test_rows_have_temperature_and_guidance_of_their_own():
+    """As if each were sampled by itself with these settings; and with one compiled program."""
+    model, requests = tiny.denoiser(SETTINGS), image_requests(3, 12, 5)
+    own = [(0.0, 0.5), (0.9, 2.0), (0.4, 0.0)]
+    asked = [
+        dataclasses.replace(request, temperature=t, guidance=g)
+        for request, (t, g) in zip(requests, own, strict=True)
+    ]
+    settings = image_settings(guidance=1.0)
+    batch = traces.finished(model, asked, traces.plan(asked, settings), settings)
+    for i, (temperature, guidance) in enumerate(own):
+        apart = dataclasses.replace(settings, temperature=temperature, guidance=guidance)
+        np.testing.assert_array_equal(alone(model, requests[i : i + 1], apart)[0], batch[i])
+    plain = traces.finished(model, requests, traces.plan(requests, settings), settings)
+    assert (plain != batch).any(axis=(1, 2)).all()
+
+
+def test_registers_that_fall_are_those_that_training_knows():
+    """Every step predicts what training with its number of registers predicts."""
+    model, requests = tiny.denoiser(SETTINGS), image_requests(3, 12)
+    sampling = config.Sampling(num_steps=5, temperature=0.8, registers=4, registers_end=1)
+    settings = presets.step_settings(sampling, SETTINGS, "image")
+    given = np.stack([request.given for request in requests])
+    plan = presets.plan(sampling, settings, SETTINGS, given, 1)
+    counts = np.concatenate([part.registers for part in plan]).tolist()
+    assert counts == [4, 4, 2, 2, 1]
+    steps, _ = traces.moments(model, requests, plan, settings)
+    for number, moment in zip(counts, steps, strict=True):
+        twin = nnx.clone(model)
+        twin.settings = dataclasses.replace(SETTINGS, num_registers=number)
+        (trained,) = traces.training_logits(twin, requests, [moment], settings)
+        np.testing.assert_allclose(moment.logits, trained, rtol=0, atol=2e-5)
+
+
+def test_every_picture_may_have_an_order_of_its_own_seed():
+    model, requests = tiny.denoiser(SETTINGS), image_requests(3, 12)
+    sampling = config.Sampling(num_steps=9, order_seed=-1)
+    settings = presets.step_settings(sampling, SETTINGS, "image")
+    given = np.stack([request.given for request in requests])
+    plan = presets.plan(sampling, settings, SETTINGS, given, 1, seeds=[5, 6])
+    decoded = np.concatenate([part.decode[..., 0] for part in plan])
+    for row, seed in enumerate((5, 6)):
+        np.testing.assert_array_equal(decoded[:, row], orders.order("stratified", 3, 3, seed))
+    with pytest.raises(ValueError, match="needs the seed of every row"):
+        presets.plan(sampling, settings, SETTINGS, given, 1)
+    assert (traces.finished(model, requests, plan, settings) < SETTINGS.codebook_size).all()
+
+
+@pytest.mark.parametrize(
+    ("asked", "blocks"),
+    [("left_to_right", [0, 1, 2]), ("right_to_left", [2, 1, 0]), ("1, 2, 0", [1, 2, 0])],
+)
+def test_text_blocks_are_decoded_in_the_order_asked_for(asked, blocks):
+    """And what is sampled is what training predicts, whatever the order."""
+    model, requests = tiny.denoiser(SETTINGS), text_requests((3, 0.0), (5, 0.3))
+    plan, settings = text_run(requests, text_steps=2, text_temperature=0.8, text_block_order=asked)
+    steps, canvas = traces.moments(model, requests, plan, settings)
+    assert (canvas != SETTINGS.text_mask_id).all()
+    for moment, block in zip(steps[::2], blocks, strict=True):
+        assert set(np.flatnonzero(moment.masked[0]) // tiny.TEXT_BLOCK_LEN) == {block}
+    trained = traces.training_logits(model, requests, steps, settings)
+    for moment, logits in zip(steps, trained, strict=True):
+        np.testing.assert_allclose(moment.logits, logits, rtol=0, atol=2e-5)
+
+
+def test_text_blocks_that_do_not_fit_the_response_are_refused():
+    with pytest.raises(config.ConfigError, match="name each of 0 to 2 once"):
+        text_run(text_requests((3, 0.0)), text_block_order="0,1")
 
 
 # ---------------------------------------------------------------------------------------------
