@@ -302,3 +302,32 @@ def _block_order(sampling: config.Sampling, num_blocks: int) -> Sequence[int]:
         return orders.random_order(1, num_blocks, max(sampling.order_seed, 0)).tolist()
     left_to_right = range(num_blocks)
     return left_to_right if sampling.text_block_order == "left_to_right" else left_to_right[::-1]
+
+
+def tokens_passed(
+    segments: list[orders.Segment], settings: StepSettings, prompt_tokens: int
+) -> int:
+    """Returns how many tokens of one row all steps pass, prompt included, padding not.
+
+    Args:
+        segments: a plan of one row.
+        prompt_tokens: of that row, both streams.
+    """
+    response = registers = refreshed = steps = 0
+    for part in segments:
+        used = (part.clean, part.decode, part.rest)
+        response += sum(int((positions != orders.PAD_POSITION).sum()) for positions in used)
+        registers += part.num_steps * num_registers(part, settings)
+        refreshed += int(part.refresh.sum())
+        steps += part.num_steps
+    if not settings.preset.cache_prompt:
+        times = steps
+    else:
+        times = refreshed if settings.preset.refreshes else 1
+    return response + registers + prompt_tokens * times
+
+
+def num_registers(segment: orders.Segment, settings: StepSettings) -> int:
+    """Returns how many registers the steps of a segment pass."""
+    asked = int(segment.registers[0])
+    return settings.num_registers if asked < 0 else asked

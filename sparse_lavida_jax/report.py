@@ -11,9 +11,10 @@ import jax
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from sparse_lavida_jax import config, metrics, orders, presets
+from sparse_lavida_jax import config, metrics, presets
 from sparse_lavida_jax.bench import record
 from sparse_lavida_jax.data import digits, grammar, scenes, scoring, tasks
+from sparse_lavida_jax.data.examples import Example
 from sparse_lavida_jax.evals import scenes as exact
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.prompts import Request, prepare
@@ -166,23 +167,25 @@ def _speed(pipe: SparseLaViDa) -> str:
     settings = pipe.settings
     blank = np.zeros((settings.model.num_cells, settings.model.codes_per_token), np.int32)
     examples = [pipe.encoder.image_example("a red circle", blank) for _ in range(pipe.batch_size)]
-    times: dict[str, list[float]] = {"sparse": [], "dense": []}
+    samplings = {
+        name: dataclasses.replace(settings.sampling, preset=name) for name in ("sparse", "dense")
+    }
+    times: dict[str, list[float]] = {name: [] for name in samplings}
     for run in range(SPEED_RUNS + 1):
         for name, taken in times.items():
-            sampling = dataclasses.replace(settings.sampling, preset=name)
             begin = time.perf_counter()
-            pipe.run(examples, sampling=sampling)
+            pipe.run(examples, sampling=samplings[name])
             if run:  # the first compiles
                 taken.append(time.perf_counter() - begin)
     sparse, dense = (
         1000 * statistics.median(times[name]) / len(examples) for name in ("sparse", "dense")
     )
+    passed = {name: tokens_passed(pipe, samplings[name], examples[0]) for name in samplings}
     return (
         f"{settings.sampling.num_steps} steps, batch {len(examples)}, median of {SPEED_RUNS} on"
         f" this machine: sparse {sparse:.1f} ms a picture, dense {dense:.1f} ms:"
         f" **{dense / sparse:.1f} times faster**. Tokens passed through the model a picture:"
-        f" sparse {tokens_passed(pipe, 'sparse', examples[0])}, dense"
-        f" {tokens_passed(pipe, 'dense', examples[0])}."
+        f" sparse {passed['sparse']}, dense {passed['dense']}."
     )
 
 
@@ -206,33 +209,18 @@ def _measured() -> list[str]:
     return [title, "\n".join(lines)]
 
 
-def tokens_passed(pipe: SparseLaViDa, preset: str, example) -> int:
-    """Returns how many tokens all steps of one picture pass, prompt included, padding not."""
-    settings = pipe.settings
-    chosen = presets.preset(preset)
-    side = settings.model.grid_size
-    plan = orders.image_plan(
-        orders.order(settings.sampling.order, side, side, settings.sampling.order_seed),
-        schedule=settings.sampling.schedule,
-        num_steps=settings.sampling.num_steps,
-        shift=settings.sampling.shift,
+def tokens_passed(pipe: SparseLaViDa, sampling: config.Sampling, example: Example) -> int:
+    """Returns how many tokens all steps of one example pass, prompt included, padding not."""
+    model = pipe.settings.model
+    settings = presets.step_settings(sampling, model, example.kind)
+    request = Request(example.parts, example.response, example.given, example.pixels, 0)
+    segments = presets.plan(
+        sampling, settings, model, example.given[None], pipe.settings.data.text_block_len, [0]
     )
-    segments = orders.segments(
-        plan,
-        passes_clean="newest" if chosen.cache_response else "all",
-        passes_rest=not chosen.truncate,
-    )
-    response = sum(int((part >= 0).sum()) for s in segments for part in (s.clean, s.decode, s.rest))
-    prompt = prepare(
-        [Request(example.parts, example.response, example.given, example.pixels, 0)],
-        "image",
-        settings.model,
-    )
-    lengths = [prompt.understanding, *([prompt.generation] if prompt.generation else [])]
-    prompt_tokens = sum(int((stream.layout.horizon >= 0).sum()) for stream in lengths)
-    registers = 0 if chosen.full_attention else settings.model.num_registers
-    times = 1 if chosen.cache_prompt else plan.num_steps
-    return response + prompt_tokens * times + registers * plan.num_steps
+    prompt = prepare([request], example.kind, model)
+    streams = [stream for stream in (prompt.understanding, prompt.generation) if stream is not None]
+    prompt_tokens = sum(int((stream.layout.horizon >= 0).sum()) for stream in streams)
+    return presets.tokens_passed(segments, settings, prompt_tokens)
 
 
 def _shown(pixels: np.ndarray) -> np.ndarray:

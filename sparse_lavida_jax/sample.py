@@ -34,7 +34,7 @@ from sparse_lavida_jax.layout import (
 )
 from sparse_lavida_jax.models.cache import KVCache
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.presets import Choice, StepSettings
+from sparse_lavida_jax.presets import Choice, StepSettings, num_registers
 from sparse_lavida_jax.prompts import Prompt, Request, prepare
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
@@ -610,9 +610,3 @@ def capacity(
     }
     lengths[settings.kind] += furthest
     return lengths["text"], lengths["image"]
-
-
-def num_registers(segment: orders.Segment, settings: StepSettings) -> int:
-    """Returns how many registers the steps of a segment pass."""
-    asked = int(segment.registers[0])
-    return settings.num_registers if asked < 0 else asked

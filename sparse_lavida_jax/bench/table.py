@@ -19,16 +19,18 @@ BARS = pathlib.Path(__file__).with_name("bars.toml")
 def sampling_table(rows: list[dict[str, Any]]) -> str:
     """Returns how many times faster each preset is than dense, and the tokens that explain it."""
     lines = [
-        "| model, batch, steps | preset | tokens a picture | times faster than dense | device |",
+        "| model, task, batch, steps | preset | tokens | times faster than dense | device |",
         "| --- | --- | --- | --- | --- |",
     ]
-    dense = {row["run"]: row for row in rows if row["method"] == "dense"}
-    for row in sorted(rows, key=lambda r: (r["model"], r["batch"], r["steps"], -r["median_s"])):
-        if row["run"] not in dense:
+    dense = {(row["run"], row["task"]): row for row in rows if row["method"] == "dense"}
+    for row in sorted(
+        rows, key=lambda r: (r["model"], r["task"], r["batch"], r["steps"], -r["median_s"])
+    ):
+        if (row["run"], row["task"]) not in dense:
             continue
-        ratio = dense[row["run"]]["median_s"] / row["median_s"]
+        ratio = dense[row["run"], row["task"]]["median_s"] / row["median_s"]
         lines.append(
-            f"| {row['model']}, {row['batch']}, {row['steps']} | {row['method']}"
+            f"| {row['model']}, {row['task']}, {row['batch']}, {row['steps']} | {row['method']}"
             f" | {row['tokens']['useful']} | {ratio:.2f} | {row['device']['kind']} |"
         )
     return "\n".join(lines)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sheets show pictures with captions, the report has its sections, and counts are those by hand."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import stand_ins
@@ -160,12 +162,34 @@ def test_passed_tokens_are_counted_as_by_hand(counted, preset, passed):
     drawn = counted.encoder.image_example("a red circle", blank)
     # user, three words, end of turn, assistant; end of turn behind the response
     assert len(counted.tokenizer.encode("a red circle")) == 3
-    assert report.tokens_passed(counted, preset, drawn) == passed(1 + 3 + 2 + 1)
+    sampling = dataclasses.replace(counted.settings.sampling, preset=preset)
+    assert report.tokens_passed(counted, sampling, drawn) == passed(1 + 3 + 2 + 1)
     picture = stand_ins.EMPTY[::2, ::2]
     edited = counted.encoder.image_example("remove the", blank, picture=picture, source=blank)
     vision = counted.settings.model.vision.num_tokens
     words = len(counted.tokenizer.encode("remove the"))
-    assert report.tokens_passed(counted, preset, edited) == passed(1 + words + 2 + 1 + vision + 36)
+    assert report.tokens_passed(counted, sampling, edited) == passed(
+        1 + words + 2 + 1 + vision + 36
+    )
+
+
+@pytest.mark.parametrize(
+    ("preset", "passed"),
+    [
+        # The prompt once and the whole response every step.
+        ("prefix", lambda prompt, b: prompt + 6 * 2 * b),
+        # Everything in the first step of a text block; then it and what is behind it, or it alone.
+        ("fast_dllm_prefix", lambda prompt, b: 2 * (prompt + 2 * b) + 2 * 2 * b + 2 * b),
+        ("fast_dllm_dual", lambda prompt, b: 2 * (prompt + 2 * b) + 2 * b + 2 * b),
+        # The text block and registers every step, the first text block once more.
+        ("sparse", lambda prompt, b: prompt + 6 * (b + 3) + b),
+    ],
+)
+def test_passed_tokens_of_a_text_are_counted_as_by_hand(counted, preset, passed):
+    block = counted.settings.data.text_block_len
+    asked = counted.encoder.text_example("a red circle", length=2 * block)
+    sampling = dataclasses.replace(counted.settings.sampling, text_preset=preset, text_steps=3)
+    assert report.tokens_passed(counted, sampling, asked) == passed(1 + 3 + 2, block)
 
 
 def test_the_model_card_says_how_it_was_made():
