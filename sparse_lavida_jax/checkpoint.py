@@ -10,7 +10,7 @@ A model folder is complete in itself:
     official/         of a converted model: the small files of the released folder
     unused.safetensors  of a converted model: released tensors that this model does without
     README.md         source, licence, commit
-    TENSORS.sha256    of every array in params/
+    TENSORS.sha256    of every array in params/, and in the safetensors files
     MANIFEST.sha256   of all of the above
 
 The array store does not notice a flipped bit, so both kinds carry a SHA-256 of their own. The only
@@ -20,11 +20,14 @@ file that knows the array store, and the only one that takes modules apart.
 import contextlib
 import ctypes
 import dataclasses
+import gc
 import hashlib
 import json
 import logging
 import math
+import os
 import pathlib
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,6 +37,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
+import safetensors
 from flax import nnx
 
 from sparse_lavida_jax import config
@@ -126,6 +130,11 @@ def new_model_folder(
     with replacing(folder) as new:
         write_config(new, settings)
         yield new
+        files = sorted(new.rglob("*.safetensors"))
+        _write_digests(
+            new,
+            _read_digests(new) | {k: v for f in files for k, v in _file_digests(new, f).items()},
+        )
         _write_manifest(new)
 
 
@@ -401,7 +410,8 @@ class ParamsReader:
         return {name: leaf for name, leaf in _flatten(tree).items() if name in targets}
 
     def _unreadable(self, error: Exception) -> CheckpointError:
-        return CheckpointError(f"the parameters in {self.folder} cannot be read: {error}")
+        told = str(error).partition(" [tensorstore_spec=")[0]
+        return CheckpointError(f"the parameters in {self.folder} cannot be read: {told}")
 
 
 class ParamsWriter:
@@ -454,11 +464,19 @@ class ParamsWriter:
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
         try:
-            yield
+            with _silence():
+                yield
         except OSError:
             raise
         except Exception as error:  # the store raises whatever its layers raise
-            raise OSError(str(error)) from error
+            raise _system_error(error) from error
+
+
+def _system_error(error: Exception) -> OSError:
+    """Returns what the system refused, which the store wraps in a paragraph of its own."""
+    if code := re.search(r"os_error_code='(\d+)'", str(error)):
+        return OSError(int(code[1]), os.strerror(int(code[1])))
+    return OSError(str(error))
 
 
 def _make_denoiser(settings: config.Config) -> nnx.Module:
@@ -589,6 +607,8 @@ def verify(folder: pathlib.Path) -> int:
         raise CheckpointError(
             f"{folder} has no {MANIFEST}: it was not written to its end. Copy it again."
         ) from None
+    except ValueError as error:
+        raise CheckpointError(f"{folder / MANIFEST} is damaged. Copy {folder} again.") from error
     for line in lines:
         digest, _, name = line.partition("  ")
         path = folder / name
@@ -597,30 +617,70 @@ def verify(folder: pathlib.Path) -> int:
         if _sha256(path) != digest:
             raise CheckpointError(
                 f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}."
-                f"{_damaged_tensors(folder)} Copy the folder {folder} again."
+                f"{_damaged_tensors(folder, path)} Copy the folder {folder} again."
             )
     return len(lines)
 
 
-def _damaged_tensors(folder: pathlib.Path) -> str:
-    """Returns a sentence with the arrays that are not what was written; none may be."""
+def _damaged_tensors(folder: pathlib.Path, path: pathlib.Path) -> str:
+    """Returns a sentence with the arrays that a damaged file changed; there may be none."""
     try:
         digests = _read_digests(folder)
-        store = ParamsReader(folder / "params")
-    except (OSError, CheckpointError):
+    except (OSError, ValueError):
         return ""
-
-    def is_damaged(name: str) -> bool:
-        try:
-            return _tensor_digest(name, store.read([name])[name]) != digests[name]
-        except (CheckpointError, KeyError):
-            return True
-
-    damaged = [name for name in digests if is_damaged(name)]
+    name = path.relative_to(folder).as_posix()
+    if path.suffix == ".safetensors":
+        digests = {key: digest for key, digest in digests.items() if key.startswith(f"{name}:")}
+        found = _file_digests(folder, path)
+    elif name.startswith("params/"):
+        digests = {key: digest for key, digest in digests.items() if ":" not in key}
+        with _silence():
+            found = _store_digests(folder / "params", digests)
+    else:
+        return ""
+    damaged = [key for key, digest in digests.items() if found.get(key) != digest]
     if not damaged:
         return ""
     more = f" and {len(damaged) - TENSORS_NAMED} more" if len(damaged) > TENSORS_NAMED else ""
-    return f" The tensor {', '.join(damaged[:TENSORS_NAMED])}{more} is not what was written."
+    named = f"{', '.join(damaged[:TENSORS_NAMED])}{more}"
+    if len(damaged) == 1:
+        return f" The tensor {named} is not what was written."
+    return f" The tensors {named} are not what was written."
+
+
+def _store_digests(folder: pathlib.Path, names: Iterable[str]) -> dict[str, str]:
+    """Returns the digests of those arrays of a `params/` folder that can be read."""
+    try:
+        store = ParamsReader(folder)
+    except CheckpointError:
+        return {}
+    found = {}
+    for name in names:
+        with contextlib.suppress(CheckpointError, KeyError):
+            found[name] = _tensor_digest(name, store.read([name])[name])
+    return found
+
+
+def _file_digests(folder: pathlib.Path, path: pathlib.Path) -> dict[str, str]:
+    """Returns the digests of the arrays of a safetensors file, by file and name."""
+    try:
+        with safetensors.safe_open(path, "numpy") as file:
+            keys = {key: f"{path.relative_to(folder).as_posix()}:{key}" for key in file.keys()}
+            return {name: _tensor_digest(name, file.get_tensor(key)) for key, name in keys.items()}
+    except (OSError, safetensors.SafetensorError):
+        return {}
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Keeps the store from logging a page for each thing that fails; it raises that too."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        gc.collect()
+        logging.disable(before)
 
 
 def _write_digests(folder: pathlib.Path, digests: dict[str, str]) -> None:

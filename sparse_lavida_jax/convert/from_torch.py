@@ -9,6 +9,7 @@ told at once, and where there is one nothing is left behind.
 import dataclasses
 import json
 import pathlib
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors.numpy
+import safetensors
 from flax import nnx
 
 from sparse_lavida_jax import checkpoint, config
@@ -39,7 +40,7 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _SMALL = (".json", ".txt", ".model", ".jinja", ".md")
 _LICENCES = ("LICENSE", "LICENCE", "NOTICE")
 _SMALL_BYTES = 50 * 2**20
-_LISTED = 12  # problems of one kind that are written out
+_LAYER_NUMBER = re.compile(r"(?<=blocks\.|layers\.)\d+")
 
 Progress = Callable[[int, int], None]  # bytes done, of how many
 
@@ -55,12 +56,19 @@ class Converted:
 
 @dataclasses.dataclass(frozen=True)
 class _Released:
-    """A released folder, looked through."""
+    """A released folder, looked through.
+
+    Attributes:
+        problems: what is wrong with its files.
+        unread: beginnings of the names of tensors in files that cannot be read.
+    """
 
     folder: pathlib.Path
     config: Mapping[str, Any]
     vq_config: Mapping[str, Any] | None
     stored: Mapping[str, tensors.Stored]
+    problems: tuple[str, ...]
+    unread: tuple[str, ...]
 
 
 def convert(
@@ -85,8 +93,7 @@ def convert(
     src, dst = pathlib.Path(src), pathlib.Path(dst).resolve()
     checkpoint.check_replaceable(dst)
     released = _look_through(src, understanding_only)
-    settings = _settings(released, dtype)
-    wanted = _match(released, names.table(settings))
+    settings, wanted = _match(released, dtype)
     total = sum(_size(released, name, dtype) for name in wanted)
 
     with checkpoint.new_model_folder(dst, settings, total) as new:
@@ -136,10 +143,18 @@ def _write_homes(
     rest = {home: [n for n in wanted if n.home == home] for home in ("vq", "unused")}
     if rest["vq"]:
         picture = {name.ours: ours(name) for name in rest["vq"]}
-        image_tokenizer.save_parameters(new / "vq", picture, settings.vq)
+        try:
+            image_tokenizer.save_parameters(new / "vq", picture, settings.vq)
+        except safetensors.SafetensorError as error:
+            raise OSError(str(error)) from error
     if rest["unused"]:
-        unused = {name.ours: ours(name) for name in rest["unused"]}
-        safetensors.numpy.save_file(unused, new / UNUSED)
+        unused = [
+            tensors.ToStore(
+                name.ours, _dtype(released, name, dtype), name.shape, lambda name=name: ours(name)
+            )
+            for name in rest["unused"]
+        ]
+        tensors.write(new / UNUSED, unused)
     yield sum(_size(released, name, dtype) for home in rest.values() for name in home)
 
 
@@ -189,9 +204,11 @@ def _look_through(folder: pathlib.Path, understanding_only: bool) -> _Released:
     """Reads what describes the tensors of a released folder, and no tensor.
 
     Raises:
-        ConvertError: it is no such folder, or files of it are missing or damaged.
+        ConvertError: it is no such folder, or holds no weights that can be read.
     """
     if not folder.is_dir():
+        if folder.is_file() and folder.suffix in _PICKLED:
+            raise ConvertError(f"{folder} cannot be converted: {_pickled([folder.name])}")
         raise ConvertError(f"there is no folder {folder}. Give the folder of the released model.")
     if not (folder / "config.json").is_file():
         raise ConvertError(
@@ -209,30 +226,44 @@ def _look_through(folder: pathlib.Path, understanding_only: bool) -> _Released:
             f" config.json): {told}. Give the folder of LaViDa-O."
         )
     described = folder / "vqvae" / "config.json"
-    stored, problems = _list_weights(folder)
-    if not (folder / "tokenizer.json").is_file():
-        problems.append("tokenizer.json is missing.")
-    _complain(folder, problems)
-    return _Released(folder, given, _read_json(described) if described.is_file() else None, stored)
+    released = _Released(
+        folder,
+        given,
+        _read_json(described) if described.is_file() else None,
+        *_list_weights(folder),
+    )
+    problems = [*released.problems, *_tokenizer_problems(folder / "tokenizer.json")]
+    if not released.stored:
+        _complain(folder, problems)
+    return dataclasses.replace(released, problems=tuple(problems))
 
 
-def _list_weights(folder: pathlib.Path) -> tuple[dict[str, tensors.Stored], list[str]]:
-    """Returns where every tensor lies, and what is wrong with the files they should lie in."""
+def _tokenizer_problems(path: pathlib.Path) -> list[str]:
+    if not path.is_file():
+        return [f"{path.name} is missing."]
+    try:
+        _read_json(path)
+    except ConvertError as error:
+        return [str(error)]
+    return []
+
+
+def _list_weights(
+    folder: pathlib.Path,
+) -> tuple[dict[str, tensors.Stored], tuple[str, ...], tuple[str, ...]]:
+    """Returns where every tensor lies, what is wrong with the files, and which are not read."""
     index, single = folder / INDEX, folder / SINGLE
     if not index.is_file() and not single.is_file():
-        return {}, [_no_weights(folder)]
-    placed = _read_json(index).get("weight_map") if index.is_file() else None
-    files = sorted(set(placed.values())) if placed else [SINGLE]
+        return {}, (_no_weights(folder),), ()
+    placed = _read_index(index) if index.is_file() else {}
     stored: dict[str, tensors.Stored] = {}
-    problems = []
-    for file in files:
-        if pathlib.PurePath(file).name != file or not (folder / file).is_file():
-            problems.append(f"{index.name} names {file}, which is not there. Download it again.")
-            continue
+    problems, unread = [], []
+    for file in sorted(set(placed.values())) or [SINGLE]:
         try:
-            found = tensors.list_tensors(folder / file)
-        except tensors.TensorFileError as error:
+            found = _list_file(folder, file)
+        except ConvertError as error:
             problems.append(str(error))
+            unread += [name for name, place in placed.items() if place == file]
             continue
         problems += [
             f"{name} is in {tensor.path.name}, {INDEX} places it in {placed.get(name, 'no file')}."
@@ -241,47 +272,89 @@ def _list_weights(folder: pathlib.Path) -> tuple[dict[str, tensors.Stored], list
         ]
         problems += [
             f"{name} is not in {file}, where {INDEX} places it."
-            for name, place in (placed or {}).items()
+            for name, place in placed.items()
             if place == file and name not in found
         ]
         stored |= found
-    if not any(name.startswith(names.VQ_PREFIX) for name in stored):
-        _add_tokenizer_of_pictures(folder / "vqvae", stored, problems)
-    return stored, problems
+    if not any(name.startswith(names.VQ_PREFIX) for name in [*stored, *unread]):
+        _add_tokenizer_of_pictures(folder / "vqvae", stored, problems, unread)
+    return stored, tuple(problems), tuple(unread)
+
+
+def _read_index(path: pathlib.Path) -> dict[str, str]:
+    placed = _read_json(path).get("weight_map")
+    if (
+        not isinstance(placed, dict)
+        or not placed
+        or not all(isinstance(file, str) for file in placed.values())
+    ):
+        raise ConvertError(
+            f"{path} is damaged: its weight_map does not say which tensor is in which file."
+            " Download it again."
+        )
+    return placed
+
+
+def _list_file(folder: pathlib.Path, file: str) -> dict[str, tensors.Stored]:
+    """Returns the tensors of a file that the index names.
+
+    Raises:
+        ConvertError: it is not there, damaged, or pickled.
+    """
+    if file.endswith(_PICKLED):
+        raise ConvertError(_pickled([file]))
+    if pathlib.PurePath(file).name != file or not (folder / file).is_file():
+        raise ConvertError(f"{INDEX} names {file}, which is not there. Download it again.")
+    try:
+        return tensors.list_tensors(folder / file)
+    except tensors.TensorFileError as error:
+        raise ConvertError(str(error)) from error
 
 
 def _add_tokenizer_of_pictures(
-    folder: pathlib.Path, stored: dict[str, tensors.Stored], problems: list[str]
+    folder: pathlib.Path,
+    stored: dict[str, tensors.Stored],
+    problems: list[str],
+    unread: list[str],
 ) -> None:
     """Adds the tensors of the `vqvae` subfolder, where the main files leave them out."""
-    for path in sorted(folder.glob("*.safetensors")):
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths and (pickled := _pickled_files(folder)):
+        problems.append(f"vqvae: {_pickled(pickled)}")
+        unread.append(names.VQ_PREFIX)
+    for path in paths:
         try:
             found = tensors.list_tensors(path)
         except tensors.TensorFileError as error:
             problems.append(f"vqvae: {error}")
+            unread.append(names.VQ_PREFIX)
             continue
         stored |= {names.VQ_PREFIX + name: tensor for name, tensor in found.items()}
 
 
 def _no_weights(folder: pathlib.Path) -> str:
-    files = sorted(path.name for path in folder.iterdir() if path.is_file())
-    if pickled := [name for name in files if name.endswith(_PICKLED)]:
-        return (
-            f"its weights are pickled ({', '.join(pickled[:3])}), and unpickling runs whatever a"
-            " file says, so that is not done. Get the safetensors files, or load the model in"
-            " PyTorch if you trust it and save it by save_pretrained(..., safe_serialization=True)."
-        )
-    if shards := [name for name in files if name.endswith(".safetensors")]:
+    if pickled := _pickled_files(folder):
+        return _pickled(pickled)
+    if shards := sorted(path.name for path in folder.glob("*.safetensors")):
         return f"{INDEX} is missing, which says what is in {', '.join(shards[:3])}."
     return f"it holds neither {SINGLE} nor {INDEX}."
 
 
+def _pickled_files(folder: pathlib.Path) -> list[str]:
+    return sorted(p.name for p in folder.glob("*") if p.suffix in _PICKLED and p.is_file())
+
+
+def _pickled(files: list[str]) -> str:
+    return (
+        f"its weights are pickled ({', '.join(files[:3])}), and unpickling runs whatever a file"
+        " says, so that is not done. Get the safetensors files, or load the model in PyTorch if"
+        " you trust it and save it by save_pretrained(..., safe_serialization=True)."
+    )
+
+
 def _settings(released: _Released, dtype: str | None) -> config.Config:
     vq = released.vq_config or released.config.get("vq_config") or _vq_from(released.stored)
-    try:
-        settings = settings_from(released.config, vq)
-    except ConvertError as error:
-        raise ConvertError(f"{released.folder} cannot be converted: {error}") from error
+    settings = settings_from(released.config, vq)
     words = released.stored.get("model.transformer.wte.weight")
     if dtype is None and words is not None:
         dtype = {"BF16": "bfloat16"}.get(words.dtype)
@@ -314,54 +387,72 @@ def _vq_from(stored: Mapping[str, tensors.Stored]) -> dict[str, Any]:
     }
 
 
-def _match(released: _Released, table: list[names.Name]) -> list[names.Name]:
-    """Returns the tensors to convert.
+def _match(released: _Released, dtype: str | None) -> tuple[config.Config, list[names.Name]]:
+    """Returns the settings of a released folder, and the tensors to convert.
 
     Raises:
-        ConvertError: lists the missing, the unknown, and those of a wrong shape or dtype.
+        ConvertError: lists what is wrong with the files and with config.json, and the tensors that
+            are missing, unknown, or of a wrong shape or dtype.
     """
+    try:
+        settings = _settings(released, dtype)
+        table = names.table(settings)
+    except ConvertError as error:
+        _complain(released.folder, [*released.problems, str(error)])
+        raise
     stored, known = released.stored, {name.official: name for name in table}
-    problems = _some(
+    problems = [
         f"{name.official} is missing; it should be {list(name.shape)}."
         for name in table
-        if name.official not in stored and not name.optional
-    )
-    problems += _some(
+        if name.official not in stored
+        and not name.optional
+        and not name.official.startswith(released.unread)
+    ]
+    problems += [
         f"{name} {list(tensor.shape)} in {tensor.path.name} is unknown."
         for name, tensor in stored.items()
         if name not in known
-    )
+    ]
     there = {name: tensor for name, tensor in stored.items() if name in known}
-    problems += _some(
+    problems += [
         f"{name} in {tensor.path.name} is {list(tensor.shape)}; by config.json it should be"
         f" {list(known[name].shape)}."
         for name, tensor in there.items()
         if tensor.shape != known[name].shape
-    )
-    problems += _some(
+    ]
+    problems += [
         f"{name} in {tensor.path.name} is {tensor.dtype}; only {', '.join(tensors.DTYPES)} are"
         " supported."
         for name, tensor in there.items()
         if tensor.dtype not in tensors.DTYPES
-    )
-    _complain(released.folder, problems)
-    return [known[name] for name in there]
-
-
-def _some(problems: Iterator[str]) -> list[str]:
-    """Returns problems of one kind; of very many the first ones and their number."""
-    found = list(problems)
-    if len(found) <= _LISTED:
-        return found
-    return [*found[:_LISTED], f"... and {len(found) - _LISTED} more like the last one."]
+    ]
+    _complain(released.folder, [*released.problems, *problems])
+    return settings, [known[name] for name in there]
 
 
 def _complain(folder: pathlib.Path, problems: list[str]) -> None:
+    """Raises ConvertError if there is any problem."""
+    problems = _by_layer(problems)
     if len(problems) == 1:
         raise ConvertError(f"{folder} cannot be converted: {problems[0]}")
     if problems:
         lines = "".join(f"\n  {problem}" for problem in problems)
         raise ConvertError(f"{folder} cannot be converted:{lines}")
+
+
+def _by_layer(problems: list[str]) -> list[str]:
+    """Returns the problems, as one those that differ in the number of their layer alone."""
+    kinds: dict[str, list[str]] = {}
+    for problem in dict.fromkeys(problems):
+        kinds.setdefault(_LAYER_NUMBER.sub("*", problem), []).append(problem)
+
+    def told(kind: str, same: list[str]) -> str:
+        if len(same) == 1:
+            return same[0]
+        numbers = ", ".join(_LAYER_NUMBER.findall(problem)[0] for problem in same)
+        return f"{kind} (* is {numbers}.)"
+
+    return [told(kind, same) for kind, same in kinds.items()]
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ one, and what contradicts our code is refused.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sparse_lavida_jax import checkpoint, config
@@ -246,6 +246,13 @@ def _siglip(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _problems(given: Mapping[str, Any], vq: Mapping[str, Any]) -> list[str]:
     """Returns a line for every key that is missing or that our code contradicts."""
+    odd = [
+        f"{key} is {given[key]!r}: it must hold settings by name."
+        for key in ("gen_head_config", "siglip_config", OURS)
+        if key in given and not isinstance(given[key], Mapping)
+    ]
+    if odd:
+        return odd
     needed = [
         "d_model", "eos_token_id", "mask_token_id", "mlp_hidden_size", "n_heads", "n_layers",
         "rms_norm_eps", "rope_theta",
@@ -263,12 +270,7 @@ def _problems(given: Mapping[str, Any], vq: Mapping[str, Any]) -> list[str]:
     missing = [f"{key} is missing." for key in needed if given.get(key) is None]
     if missing:
         return missing + found
-    wrong = [
-        f"{key} is {given[key]!r}: it must be a whole number greater than 0."
-        for key in ("d_model", "n_heads", "n_layers")
-        if not isinstance(given[key], int) or given[key] <= 0
-    ]
-    if wrong:
+    if wrong := _not_whole("", given, ("d_model", "n_heads", "n_layers")):
         return wrong + found
     if given["d_model"] % given["n_heads"]:
         found.append(f"d_model is {given['d_model']}: no multiple of n_heads, {given['n_heads']}.")
@@ -292,6 +294,8 @@ def _tower_problems(given: Mapping[str, Any]) -> list[str]:
     if siglip is _SIGLIP and not name.endswith(_SIGLIP_NAME):
         return [f"mm_vision_tower is {name!r}: only {_SIGLIP_NAME} is known."]
     found = [f"siglip_config.{key} is missing." for key in _SIGLIP if siglip.get(key) is None]
+    found += _not_whole("siglip_config.", siglip, _SIGLIP)
+    found += _not_whole("", given, ["mm_spatial_pool_stride"])
     found += _contradictions("siglip_config.", siglip, _FIXED_SIGLIP)
     for key in ("mm_hidden_size", "mm_spatial_pool_out_channels"):
         if given.get(key) not in (None, siglip.get("hidden_size")):
@@ -305,19 +309,31 @@ def _tower_problems(given: Mapping[str, Any]) -> list[str]:
 def _vq_problems(vq: Mapping[str, Any]) -> list[str]:
     needed = [key for key in RELEASED_VQ if key != "mid_block_add_attention"]
     found = [f"vqvae: {key} is missing." for key in needed if vq.get(key) is None]
+    whole = ("latent_channels", "layers_per_block", "norm_num_groups", "num_vq_embeddings")
+    found += _not_whole("vqvae: ", vq, whole)
     found += _contradictions("vqvae: ", vq, _FIXED_VQ)
     for key, kind in (
         ("down_block_types", "DownEncoderBlock2D"),
         ("up_block_types", "UpDecoderBlock2D"),
     ):
-        if other := set(vq.get(key, ())) - {kind}:
-            found.append(f"vqvae: {key} holds {', '.join(sorted(other))}: only {kind} is known.")
+        given = vq.get(key, [])
+        if not isinstance(given, list) or any(block != kind for block in given):
+            found.append(f"vqvae: {key} is {given!r}: only {kind} is known.")
     if vq.get("vq_embed_dim") not in (None, vq.get("latent_channels")):
         found.append(
             f"vqvae: vq_embed_dim is {vq['vq_embed_dim']!r}: it must equal latent_channels,"
             f" {vq.get('latent_channels')}."
         )
     return found
+
+
+def _not_whole(where: str, given: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
+    """Returns a line for every key that is there and no size of anything."""
+    return [
+        f"{where}{key} is {given[key]!r}: it must be a whole number greater than 0."
+        for key in keys
+        if given.get(key) is not None and (not isinstance(given[key], int) or given[key] <= 0)
+    ]
 
 
 def _contradictions(where: str, given: Mapping[str, Any], fixed: Mapping[str, tuple]) -> list[str]:

@@ -3,7 +3,9 @@
 
 import collections
 import dataclasses
+import gc
 import json
+import resource
 import shutil
 
 import jax
@@ -14,6 +16,8 @@ import safetensors.numpy
 import torch_folder
 
 from sparse_lavida_jax import checkpoint
+from sparse_lavida_jax.bench import convert as bench
+from sparse_lavida_jax.bench import record
 from sparse_lavida_jax.convert import from_torch, names, tensors, to_torch
 from sparse_lavida_jax.convert.settings import ConvertError
 from sparse_lavida_jax.models import vq
@@ -283,6 +287,22 @@ def test_a_config_that_our_code_contradicts(tmp_path, complaint):
     assert "alibi is True: only False is supported." in complaint(folder)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("gen_head_config", "x"),
+        ("siglip_config", []),
+        ("sparse_lavida", 3),
+        ("mm_spatial_pool_stride", 2.5),
+        ("siglip_config", {"patch_size": -1}),
+    ],
+)
+def test_settings_that_are_no_settings(tmp_path, complaint, key, value):
+    sentence = complaint(torch_folder.write(tmp_path / "released", **{key: value}))
+    assert f"{key}" in sentence
+    assert "it must" in sentence
+
+
 @pytest.mark.parametrize("suffix", [".bin", ".pt"])
 def test_pickled_weights_are_refused_with_the_way_to_safetensors(folder, complaint, suffix):
     for path in folder.glob("model*"):
@@ -291,6 +311,26 @@ def test_pickled_weights_are_refused_with_the_way_to_safetensors(folder, complai
     sentence = complaint(folder)
     assert f"its weights are pickled (pytorch_model{suffix})" in sentence
     assert "save_pretrained(..., safe_serialization=True)" in sentence
+
+
+def test_pickled_weights_are_refused_wherever_they_are(tmp_path, folder, complaint):
+    told = "safe_serialization=True"
+    (tmp_path / "weights.pt").write_bytes(b"\x80")
+    assert told in complaint(tmp_path / "weights.pt")
+
+    state = torch_folder.arbitrary()
+    words = {n: x for n, x in state.items() if not n.startswith(names.VQ_PREFIX)}
+    alone = torch_folder.write(tmp_path / "words", words)
+    (alone / "vqvae" / "diffusion_pytorch_model.bin").write_bytes(b"\x80")
+    sentence = complaint(alone)
+    assert "vqvae: its weights are pickled (diffusion_pytorch_model.bin)" in sentence
+    assert len(sentence.splitlines()) == 1
+
+    index = json.loads((folder / torch_folder.INDEX).read_text())
+    index["weight_map"] = dict.fromkeys(index["weight_map"], "pytorch_model.bin")
+    (folder / torch_folder.INDEX).write_text(json.dumps(index))
+    (folder / "pytorch_model.bin").write_bytes(b"\x80")
+    assert told in complaint(folder)
 
 
 def test_shards_without_their_index(folder, complaint):
@@ -309,6 +349,17 @@ def test_a_folder_without_weights(folder, complaint):
 def test_a_missing_shard(folder, complaint):
     (folder / SHARD).unlink()
     assert f"names {SHARD}, which is not there. Download it again." in complaint(folder)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": 3}', '{"weight_map": {"a": ["b"]}}'],
+)
+def test_a_damaged_index(folder, complaint, content):
+    (folder / torch_folder.INDEX).write_text(content)
+    sentence = complaint(folder)
+    assert torch_folder.INDEX in sentence
+    assert sentence.endswith("Download it again.")
 
 
 def test_an_index_that_leads_out_of_the_folder(folder, complaint):
@@ -362,11 +413,45 @@ def test_every_tensor_that_does_not_fit_is_listed_at_once(tmp_path, complaint):
     assert len(sentence.splitlines()) == 5
 
 
-def test_very_many_problems_of_one_kind_are_counted(tmp_path, complaint):
+def test_files_and_tensors_that_do_not_fit_are_listed_at_once(tmp_path, complaint):
+    """Tensors of a file that cannot be read are not called missing."""
+    state = torch_folder.arbitrary()
+    state["model.colour"] = np.zeros(3, np.float32)
+    state["model.image_newline"] = np.zeros(5, np.float32)
+    folder = torch_folder.write(tmp_path / "released", state, shards=5)
+    index = json.loads((folder / torch_folder.INDEX).read_text())
+    places = (index["weight_map"]["model.colour"], index["weight_map"]["model.image_newline"])
+    files = sorted(set(index["weight_map"].values()))
+    absent, short, *_ = [file for file in files if file not in places]
+    (folder / absent).unlink()
+    (folder / short).write_bytes((folder / short).read_bytes()[:-1])
+    (folder / "tokenizer.json").write_text('{"version": ')
+    sentence = complaint(folder)
+    for told in (
+        f"names {absent}, which is not there.",
+        f"{short} is cut short or damaged",
+        f"{folder / 'tokenizer.json'} cannot be read",
+        f"model.colour [3] in {places[0]} is unknown.",
+        f"model.image_newline in {places[1]} is [5]; by config.json it should be [32].",
+    ):
+        assert told in sentence
+    assert len(sentence.splitlines()) == 1 + 5
+
+
+def test_settings_and_files_that_do_not_fit_are_listed_at_once(tmp_path, complaint):
+    folder = torch_folder.write(tmp_path / "released", alibi=True)
+    (folder / SHARD).unlink()
+    sentence = complaint(folder)
+    assert "alibi is True" in sentence
+    assert f"names {SHARD}, which is not there." in sentence
+
+
+def test_what_is_wrong_in_many_layers_is_one_line_that_lists_them(tmp_path, complaint):
     state = {n: x for n, x in torch_folder.arbitrary().items() if ".blocks." not in n}
     sentence = complaint(torch_folder.write(tmp_path / "released", state))
-    missing = 3 * 17
-    assert f"... and {missing - from_torch._LISTED} more like the last one." in sentence
+    name = "model.transformer.blocks.*.attn_out.weight"
+    assert f"{name} is missing; it should be [32, 32]. (* is 0, 1, 2.)" in sentence
+    assert len(sentence.splitlines()) == 1 + 17
 
 
 def test_a_folder_without_tokenizer(folder, complaint):
@@ -402,6 +487,39 @@ def test_a_disk_that_fills_up_on_the_way_leaves_nothing(folder, complaint, monke
     monkeypatch.setattr(checkpoint.ocp.partial, "save", run_out_of_space)
     assert "could not be written" in complaint(folder)
     assert len(calls) == 3
+
+
+@pytest.fixture
+def small_disk():
+    """Limits the size of a file: writing more fails in the system, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize(
+    ("size", "batch_bytes"),
+    [(100, 2**28), (30_000, 2**28), (70_000, 10_000)],
+    ids=["settings", "parameters", "image tokenizer"],
+)
+def test_a_disk_that_is_really_full_is_one_sentence(
+    folder, complaint, small_disk, monkeypatch, caplog, size, batch_bytes
+):
+    monkeypatch.setattr(checkpoint, "BATCH_BYTES", batch_bytes)
+    small_disk(size)
+    sentence = complaint(folder)
+    assert "could not be written" in sentence
+    assert "File too large" in sentence
+    assert len(sentence) < 300
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("size", [100, 30_000])
+def test_an_export_to_a_full_disk_leaves_nothing(tmp_path, converted, small_disk, size):
+    small_disk(size)
+    with pytest.raises(checkpoint.CheckpointError, match="could not be written"):
+        to_torch.export(converted, tmp_path / "back")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_interrupt_leaves_nothing(tmp_path, folder):
@@ -443,7 +561,57 @@ def test_a_flipped_bit_names_the_tensor(tmp_path):
 
 def test_every_tensor_has_a_digest(converted):
     store = checkpoint.ParamsReader(converted / "params")
-    assert set(checkpoint._read_digests(converted)) == set(store.leaves)
+    picture = vq.named_parameters(vq.load(converted / "vq")[0])
+    assert set(checkpoint._read_digests(converted)) == {
+        *store.leaves,
+        *(f"vq/params.safetensors:{name}" for name in picture),
+    }
+
+
+def flip(path, at):
+    content = bytearray(path.read_bytes())
+    content[at] ^= 0x80
+    path.write_bytes(content)
+
+
+def test_a_flipped_bit_of_the_image_tokenizer_names_the_tensor(tmp_path, folder):
+    from_torch.convert(folder, tmp_path / "model")
+    path = tmp_path / "model" / "vq" / "params.safetensors"
+    stored = tensors.list_tensors(path)
+    flip(path, stored["decoder/conv_in/kernel"].start + 5)
+    with pytest.raises(checkpoint.CheckpointError) as error:
+        checkpoint.verify(tmp_path / "model")
+    told = "The tensor vq/params.safetensors:decoder/conv_in/kernel is not what was written."
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize("name", [checkpoint.MANIFEST, checkpoint.TENSORS])
+def test_a_flipped_bit_in_a_list_of_digests(tmp_path, folder, name):
+    from_torch.convert(folder, tmp_path / "model")
+    flip(tmp_path / "model" / name, 5)
+    with pytest.raises(checkpoint.CheckpointError, match=f"{name} is damaged"):
+        checkpoint.verify(tmp_path / "model")
+
+
+def test_damage_that_the_store_chokes_on_is_one_sentence(tmp_path, folder, caplog):
+    from_torch.convert(folder, tmp_path / "model")
+    flip(tmp_path / "model" / "params" / "state" / "manifest.ocdbt", 0)
+    with pytest.raises(checkpoint.CheckpointError, match=r"and \d+ more are not what was written"):
+        checkpoint.verify(tmp_path / "model")
+    gc.collect()
+    assert caplog.records == []
+
+
+# ---------------------------------------------------------------------------------------------
+# Memory.
+
+
+def test_memory_was_measured_and_does_not_grow_with_the_layers():
+    rows = {row["layers"]: row["peak_host_memory_bytes"] for row in record.read_rows("convert")}
+    assert set(rows) == {3, 6}
+    assert bench.is_bounded(list(rows.values()))
+    assert not bench.is_bounded([100, 106])
+    assert not bench.is_bounded([2**32, 2**32])
 
 
 # ---------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters are read straight to where they are used: any mesh, any dtype."""
 
+import shutil
+
 import jax
 import numpy as np
 import pytest
@@ -75,6 +77,15 @@ def test_a_stack_may_be_split_between_its_layers(converted, mesh):
     whole = checkpoint.load_model(converted).model.joint_layers.attn_out.kernel
     assert kernel[...].sharding.spec == PartitionSpec("columns")
     np.testing.assert_array_equal(kernel[...], whole[...])
+
+
+def test_a_run_gives_its_parameters_without_its_training_state(converted, tmp_path):
+    shutil.copytree(converted, tmp_path / "run" / "model")
+    (tmp_path / "run" / "state" / "7").mkdir(parents=True)
+    (tmp_path / "run" / "state" / "7" / "moments").write_bytes(b"never read")
+    loaded = checkpoint.load_model(tmp_path / "run")
+    whole = checkpoint.load_model(converted)
+    assert jax.tree.all(jax.tree.map(np.array_equal, loaded.model, whole.model))
 
 
 def test_a_module_is_filled_by_names_on_disk(converted):

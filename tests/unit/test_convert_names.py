@@ -2,6 +2,7 @@
 """Every released tensor has one parameter, every parameter one released tensor."""
 
 import dataclasses
+import itertools
 import math
 import re
 
@@ -58,6 +59,95 @@ def test_the_release_has_as_many_tensors_and_parameters_as_it_should(release):
     required = [name for name in release.values() if not name.optional]
     assert len(required) == 1266
     assert f"{sum(name.size for name in required) / 1e9:.3f}" == "11.094"
+
+
+def tensors_of_the_specification():
+    """Every key of spec Sec. 10 with its shape, spelled out without our code."""
+    found = {
+        "model.transformer.wte.weight": (127378, 4096),
+        "model.transformer.ff_out.weight": (127378, 4096),
+        "model.transformer.ln_f.weight": (4096,),
+        "model.image_newline": (4096,),
+    }
+
+    def weight_and_bias(name, *shape):
+        found.update({f"{name}.weight": shape, f"{name}.bias": shape[:1]})
+
+    for i in range(32):
+        for suffix, width, hidden in (("", 4096, 12288), ("_vision", 2048, 8192)):
+            layer = {
+                "attn_norm": (width,), "ff_norm": (width,),
+                "q_proj": (4096, width), "k_proj": (4096, width), "v_proj": (4096, width),
+                "ff_proj": (hidden, width), "up_proj": (hidden, width), "ff_out": (width, hidden),
+            }  # fmt: skip
+            for name, shape in layer.items():
+                found[f"model.transformer.blocks.{i}.{name}{suffix}.weight"] = shape
+        found[f"model.transformer.blocks.{i}.attn_out.weight"] = (4096, 4096)
+    pictures = {
+        "gen_embedding.0": (8448, 2048), "gen_embedding.1": (2048,),
+        "gen_embedding.2": (2048, 2048), "gen_embedding_2.0": (2048,),
+        "gen_embedding_2.1": (2048, 2048), "gen_predictor_2.0": (2048,),
+        "gen_predictor_2.1": (2048, 2048), "gen_predictor.0": (2048, 2048),
+        "gen_predictor.1": (2048,), "gen_predictor.2": (8192, 2048),
+        "downsample_gen.downsample.norm": (2048,),
+        "downsample_gen.downsample.conv": (2048, 2048, 2, 2),
+        "upsample_gen.upsample.norm": (2048,), "upsample_gen.upsample.conv": (2048, 2048, 2, 2),
+    }  # fmt: skip
+    found |= {f"model.{name}.weight": shape for name, shape in pictures.items()}
+
+    tower = "model.vision_tower.vision_tower.vision_model"
+    weight_and_bias(f"{tower}.embeddings.patch_embedding", 1152, 3, 14, 14)
+    found[f"{tower}.embeddings.position_embedding.weight"] = (729, 1152)
+    for i in range(26):
+        layer = f"{tower}.encoder.layers.{i}"
+        for part in "qkv":
+            weight_and_bias(f"{layer}.self_attn.{part}_proj", 1152, 1152)
+        weight_and_bias(f"{layer}.self_attn.out_proj", 1152, 1152)
+        weight_and_bias(f"{layer}.layer_norm1", 1152)
+        weight_and_bias(f"{layer}.layer_norm2", 1152)
+        weight_and_bias(f"{layer}.mlp.fc1", 4304, 1152)
+        weight_and_bias(f"{layer}.mlp.fc2", 1152, 4304)
+    weight_and_bias(f"{tower}.post_layernorm", 1152)
+    weight_and_bias("model.vision_resampler.pool", 1152, 1152, 2, 2)
+    weight_and_bias("model.mm_projector.0", 4096, 1152)
+    weight_and_bias("model.mm_projector.2", 4096, 4096)
+
+    def resnet(name, before, after):
+        weight_and_bias(f"{name}.norm1", before)
+        weight_and_bias(f"{name}.conv1", after, before, 3, 3)
+        weight_and_bias(f"{name}.norm2", after)
+        weight_and_bias(f"{name}.conv2", after, after, 3, 3)
+        if before != after:
+            weight_and_bias(f"{name}.conv_shortcut", after, before, 1, 1)
+
+    def side(name, widths, blocks, sampler, depth, outside):
+        first, last = outside
+        weight_and_bias(f"{name}.conv_in", widths[0], first, 3, 3)
+        for b, (before, after) in enumerate(itertools.pairwise(widths)):
+            for r in range(depth):
+                resnet(f"{name}.{blocks}.{b}.resnets.{r}", before if r == 0 else after, after)
+            if b < 4:
+                weight_and_bias(f"{name}.{blocks}.{b}.{sampler}.0.conv", after, after, 3, 3)
+        for r in range(2):
+            resnet(f"{name}.mid_block.resnets.{r}", 768, 768)
+        weight_and_bias(f"{name}.conv_norm_out", widths[-1])
+        weight_and_bias(f"{name}.conv_out", last, widths[-1], 3, 3)
+
+    vqvae = "model.vqvae"
+    down, up = (128, 128, 256, 256, 512, 768), (768, 768, 512, 256, 256, 128)
+    side(f"{vqvae}.encoder", down, "down_blocks", "downsamplers", 2, (3, 64))
+    side(f"{vqvae}.decoder", up, "up_blocks", "upsamplers", 3, (64, 3))
+    weight_and_bias(f"{vqvae}.quant_conv", 64, 64, 1, 1)
+    weight_and_bias(f"{vqvae}.post_quant_conv", 64, 64, 1, 1)
+    found[f"{vqvae}.quantize.embedding.weight"] = (8192, 64)
+    return found
+
+
+def test_the_release_has_exactly_the_tensors_of_the_specification(release):
+    expected = tensors_of_the_specification()
+    assert len(expected) == 1266
+    assert {n: name.shape for n, name in release.items() if not name.optional} == expected
+    assert {n for n, name in release.items() if name.optional} == set(names.REGISTERS)
 
 
 @pytest.mark.parametrize(
