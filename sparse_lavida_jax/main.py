@@ -23,14 +23,13 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
 import rich.console
 import rich.progress
 from absl import flags
 from ml_collections import ConfigDict, config_flags
-from PIL import Image
 
-from sparse_lavida_jax import checkpoint, config, runs
+from sparse_lavida_jax import checkpoint, config, pictures, runs
+from sparse_lavida_jax.data.task_prompts import RequestError
 
 MODES = ("train", "sample", "evaluate", "convert", "export", "verify")
 FOLDERS = {  # flags that these modes need, and what they name
@@ -47,7 +46,10 @@ class UsageError(Exception):
 
 
 # OSError: a full disk, a file that is not there, a folder that may not be written.
-OURS = (config.ConfigError, checkpoint.CheckpointError, runs.RunError, UsageError, OSError)
+OURS = (
+    config.ConfigError, checkpoint.CheckpointError, runs.RunError, pictures.PictureError,
+    RequestError, UsageError, OSError,
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,31 +106,19 @@ def _train(command: Command) -> int:
 def _sample(command: Command) -> int:
     from sparse_lavida_jax.pipeline import SparseLaViDa
 
-    shown = None if command.picture is None else [_read_picture(command.picture)]
+    shown = None if command.picture is None else [pictures.read(command.picture)]
     model = SparseLaViDa.from_pretrained(command.checkpoint, batch_size=1)
     asked, settings = [command.prompt], {"seed": command.seed, "sampling": command.config.sampling}
     if command.task in ("ask", "point"):
         print(model.write(asked, shown, **settings)[0].strip())
         return 0
     if shown is not None:
-        (pixels,) = model.edit(shown, asked, **settings)
+        (pixels,) = model.redraw(shown, asked, **settings)
     else:
         (pixels,) = model.draw(asked, **settings)
-    try:
-        command.out.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(pixels).save(command.out)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"the picture cannot be written to {command.out}: {error}") from error
+    pictures.write(command.out, pixels)
     print(f"{command.out}: {command.prompt}")
     return 0
-
-
-def _read_picture(path: pathlib.Path) -> np.ndarray:
-    try:
-        with Image.open(path, formats=("PNG", "JPEG", "WEBP")) as picture:
-            return np.asarray(picture.convert("RGB"))
-    except (OSError, Image.DecompressionBombError) as error:
-        raise UsageError(f"{path} is no picture that can be read: {error}") from error
 
 
 def _evaluate(command: Command) -> int:

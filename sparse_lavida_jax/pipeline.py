@@ -1,82 +1,74 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Python interface: a checkpoint with its tokenizers, and what it can be asked to do."""
+"""The Python interface: a checkpoint with its tokenizers, and what it can be asked to do.
 
+    pipe = SparseLaViDa.from_pretrained("scenes")
+    image = pipe.generate("a red circle above a blue square", seed=0)
+    edited = pipe.edit(image, "make the red circle green")
+    print(pipe.ask(edited, "how many squares are there?").text)
+
+Every task takes one thing or a list of them, and returns one `Result` with an entry for each.
+"""
+
+import contextlib
 import dataclasses
+import functools
+import hashlib
+import math
 import pathlib
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Bool, Int, UInt8
-from PIL import Image
 
-from sparse_lavida_jax import checkpoint, config, layout, presets, sample
-from sparse_lavida_jax.data import digits, scenes
+from sparse_lavida_jax import checkpoint, config
+from sparse_lavida_jax.codec import PictureCodec
+from sparse_lavida_jax.data.chat import ChatTokenizer
+from sparse_lavida_jax.data.chat_prompts import ChatPrompts
 from sparse_lavida_jax.data.examples import Encoder, Example
+from sparse_lavida_jax.data.scene_prompts import ANSWER_TOKENS, ScenePrompts
+from sparse_lavida_jax.data.task_prompts import (
+    RequestError,
+    Template,
+    parse_template,
+    words_template,
+)
 from sparse_lavida_jax.data.text import Tokenizer
-from sparse_lavida_jax.models import vq
+from sparse_lavida_jax.decoding import (
+    LARGEST_SEED,
+    Bucket,
+    OnSegment,
+    bucket_of,
+    check_steps,
+    decode,
+    row_seeds,
+)
+from sparse_lavida_jax.drawings import (
+    Drawing,
+    Row,
+    Shown,
+    grid_of,
+    hole,
+    inner_box,
+    placed,
+    recorded_picture,
+    rows_of,
+    squared,
+    untouched,
+)
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.prompts import Request, prompt_lengths
+from sparse_lavida_jax.results import FORMAT, Result, Source
+
+__all__ = ["ANSWER_TOKENS", "PictureCodec", "SparseLaViDa"]
 
 Picture = UInt8[np.ndarray, "_h _w 3"]  # each of its own size
+Grid = Bool[np.ndarray, "y x"]
+Words = str | Sequence[str]
 
-ANSWER_TOKENS = 16  # response length of a short answer, tokens
-
-
-class PictureCodec:
-    """The image tokenizer of a checkpoint: pixels to cells of codes and back.
-
-    Args:
-        name_or_folder: a bundled VQ, a folder with one, or "grey" (or None) for handwritten
-            digits, whose grey levels are their codes.
-        model: whose cells the codes fill.
-
-    Raises:
-        ConfigError: there is no such VQ, or its codes do not fit the model.
-    """
-
-    def __init__(self, name_or_folder: str | pathlib.Path | None, model: config.Model):
-        self.side = model.codes_side
-        self.grid_size = model.grid_size
-        is_grey = name_or_folder in (None, "grey")
-        self.vq, self.folder, self.picture_size = None, None, digits.PICTURE_SIZE
-        codes, levels = digits.SIDE, digits.LEVELS
-        if not is_grey:
-            self.vq, settings = vq.load(name_or_folder)
-            self.folder, self.picture_size = vq.find(name_or_folder), settings.image_size
-            codes, levels = settings.image_size // settings.factor, settings.codebook_size
-        wanted = self.grid_size * self.side
-        if (codes, levels) != (wanted, model.codebook_size):
-            raise config.ConfigError(
-                f"the image tokenizer {name_or_folder or 'grey'} makes {codes}x{codes} codes of"
-                f" {levels} kinds, and the model takes {wanted}x{wanted} of {model.codebook_size}:"
-                " choose another Data.picture_codec, or change Model.grid_size, codes_per_token or"
-                " codebook_size."
-            )
-
-    def encode(self, pixels: UInt8[np.ndarray, "b h w 3"]) -> Int[np.ndarray, "b l g"]:
-        """Returns the cells of pictures, raster order."""
-        if self.vq is None:
-            return np.stack([digits.read(picture) for picture in pixels])
-        codes = vq.encode_pictures(self.vq, pixels)
-        return np.asarray(layout.cells_from_codes(codes, self.side))
-
-    def decode(self, cells: Int[np.ndarray, "b l g"]) -> UInt8[np.ndarray, "b h w 3"]:
-        """Returns the pictures of cells."""
-        if self.vq is None:
-            return np.stack([digits.render(codes) for codes in cells])
-        return vq.decode_codes(
-            self.vq, np.asarray(layout.codes_from_cells(cells, self.grid_size, self.side))
-        )
-
-    def appearance_codes(self) -> Int[np.ndarray, "a g"] | None:
-        """Returns the codes of every cell appearance of the scenes; None for digits."""
-        if self.vq is None:
-            return None
-        # Where a thing stands does not matter to its codes; this is one place.
-        grids = np.zeros((scenes.NUM_APPEARANCES + 1, scenes.GRID, scenes.GRID), int)
-        grids[:, 2, 3] = np.arange(scenes.NUM_APPEARANCES + 1)
-        cells = self.encode(np.stack([scenes.render(grid) for grid in grids]))
-        return cells[:, 2 * scenes.GRID + 3]
+SEED_STRIDE = 1_000_003  # between the rounds of "reflect", so that rows do not share noise
+ROUNDS = 3
 
 
 class SparseLaViDa:
@@ -86,25 +78,32 @@ class SparseLaViDa:
         model: the denoiser.
         settings: the configuration it was trained with.
         tokenizer: of the text.
-        codec: of pictures.
-        batch_size: rows that are decoded together; a smaller last batch is filled up, so that
-            every batch runs the same compiled programs.
+        codec: of pictures; None for a model that knows none.
+        batch_size: most rows that are decoded together.
+        source: the checkpoint it came from.
+
+    Attributes:
+        on_step: called between segments with what is being made ("layout", "picture", "text"), the
+            steps done and all its steps; 0 steps are done before the programs are compiled.
     """
 
     def __init__(
         self,
         model: Denoiser,
         settings: config.Config,
-        tokenizer: Tokenizer,
-        codec: PictureCodec,
+        tokenizer: Tokenizer | ChatTokenizer,
+        codec: PictureCodec | None,
         batch_size: int = 16,
+        source: Source | None = None,
     ):
         self.model = model
         self.settings = settings
         self.tokenizer = tokenizer
         self.codec = codec
         self.batch_size = batch_size
-        self.encoder = Encoder(tokenizer, settings.data, settings.model, codec.appearance_codes())
+        self.source = source or Source()
+        self.prompts = _prompts(settings, tokenizer, codec)
+        self.on_step: Callable[[str, int, int], None] | None = None
 
     @classmethod
     def from_pretrained(
@@ -115,14 +114,21 @@ class SparseLaViDa:
         Raises:
             checkpoint.CheckpointError: there is none, or it is damaged.
         """
-        loaded = checkpoint.load_model(folder_or_name)
-        return cls(
-            loaded.model,
-            loaded.config,
-            Tokenizer(loaded.tokenizer_path),
-            PictureCodec(loaded.vq_folder, loaded.config.model),
-            batch_size,
-        )
+        _check_is_ours(pathlib.Path(folder_or_name))
+        folder = checkpoint.find_model(folder_or_name)
+        loaded = checkpoint.load_model(folder)
+        settings = loaded.config
+        try:
+            tokenizer = _tokenizer_of(settings.model)(loaded.tokenizer_path)
+            if isinstance(tokenizer, ChatTokenizer):
+                tokenizer.check(settings.model)
+        except (ValueError, FileNotFoundError) as error:
+            raise checkpoint.CheckpointError(str(error)) from error
+        textual = settings.model.understanding_only
+        codec = None if textual else PictureCodec(loaded.vq_folder, settings.model)
+        manifest = (folder / checkpoint.MANIFEST).read_bytes()
+        source = Source(str(folder_or_name), hashlib.sha256(manifest).hexdigest())
+        return cls(loaded.model, settings, tokenizer, codec, batch_size, source)
 
     def with_model(self, model: Denoiser) -> "SparseLaViDa":
         """Returns the same pipeline around other parameters."""
@@ -131,9 +137,323 @@ class SparseLaViDa:
     def with_sampling(self, sampling: config.Sampling) -> "SparseLaViDa":
         """Returns the same pipeline with other default sampling settings."""
         settings = dataclasses.replace(self.settings, sampling=sampling)
-        return SparseLaViDa(self.model, settings, self.tokenizer, self.codec, self.batch_size)
+        return SparseLaViDa(
+            self.model, settings, self.tokenizer, self.codec, self.batch_size, self.source
+        )
 
-    # -- tasks ------------------------------------------------------------------------------
+    @property
+    def encoder(self) -> Encoder:
+        """What makes training examples of the small world; a converted LaViDa-O has none."""
+        if not isinstance(self.prompts, ScenePrompts):
+            raise config.ConfigError("only models of the small world have its examples.")
+        return self.prompts.encoder
+
+    def warmup(self) -> None:
+        """Compiles what one picture and one short answer need, so that the first is not slow."""
+        if self.codec is not None:
+            self.draw(["a"])
+        self.write(["a"])
+
+    # -- tasks: pictures --------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: Words,
+        *,
+        num_images: int = 1,
+        size: tuple[int, int] | None = None,
+        plan: bool | Words | None = None,
+        seed: int | Sequence[int] = 0,
+        sampling: config.Sampling | None = None,
+        on_segment: OnSegment | None = None,
+    ) -> Result:
+        """Draws a picture of each prompt.
+
+        Args:
+            num_images: of each prompt.
+            size: height and width in pixels; by default those of the largest picture.
+            plan: whether to lay the picture out in text first, or the layout to follow; None: as
+                the sampling settings say, where the model learned it.
+            seed: of the first row, the others count on; or one for each row.
+            on_segment: called with the codes, mask ids where nothing is decoded yet, and the steps
+                done, between segments.
+
+        Raises:
+            RequestError: an empty or too long prompt, a size or task that the model does not know.
+            ConfigError: sampling settings out of range.
+        """
+        rows = self._rows("generate", prompt, None, num_images, seed)
+        recipes = [{"size": None if size is None else list(size)} for _ in rows]
+        return self._paint("generate", rows, recipes, plan, sampling, on_segment)
+
+    def edit(
+        self,
+        shown: Shown | Sequence[Shown],
+        instruction: Words,
+        *,
+        num_images: int = 1,
+        plan: bool | Words | None = None,
+        seed: int | Sequence[int] = 0,
+        sampling: config.Sampling | None = None,
+        on_segment: OnSegment | None = None,
+    ) -> Result:
+        """Changes each picture as told; everything else stays. See `generate`.
+
+        Args:
+            shown: of any size; what is changed is the picture at the size of the model's own.
+        """
+        rows = self._rows("edit", instruction, shown, num_images, seed)
+        return self._paint("edit", rows, [{} for _ in rows], plan, sampling, on_segment)
+
+    def inpaint(
+        self,
+        shown: Shown | Sequence[Shown],
+        prompt: Words,
+        *,
+        mask: Any = None,
+        box: Sequence[float] | None = None,
+        num_images: int = 1,
+        plan: bool | Words | None = None,
+        seed: int | Sequence[int] = 0,
+        sampling: config.Sampling | None = None,
+        on_segment: OnSegment | None = None,
+    ) -> Result:
+        """Draws a part of each picture anew; the codes of all other cells stay, bit for bit.
+
+        Args:
+            prompt: what the whole picture shall show.
+            mask: where to draw: an array [h w] or a Pillow image of the size of the picture, True
+                or white there. A cell that it touches is drawn.
+            box: where to draw, in place of a mask: x1, y1, x2, y2 in pixels of the picture.
+
+        Raises:
+            PictureError: a mask of another size, a box outside, or both or neither.
+        """
+        rows = self._rows("inpaint", prompt, shown, num_images, seed)
+        recipes = [{"known": self._kept(row.pixels, mask, box).tolist()} for row in rows]
+        return self._paint("inpaint", rows, recipes, plan, sampling, on_segment)
+
+    def outpaint(
+        self,
+        shown: Shown | Sequence[Shown],
+        prompt: Words,
+        *,
+        box: Sequence[float] | None = None,
+        num_images: int = 1,
+        plan: bool | Words | None = None,
+        seed: int | Sequence[int] = 0,
+        sampling: config.Sampling | None = None,
+        on_segment: OnSegment | None = None,
+    ) -> Result:
+        """Draws what surrounds each picture; the codes of its own cells stay, bit for bit.
+
+        Args:
+            prompt: what the whole new picture shall show.
+            box: where the old picture stands in the new one, x1, y1, x2, y2 in pixels of the new
+                one; by default in its middle, at its own size, or at half the new one's if it is
+                larger. Moved outwards to whole cells.
+
+        Raises:
+            PictureError: a box outside, or one that leaves nothing to draw.
+        """
+        rows = self._rows("outpaint", prompt, shown, num_images, seed)
+        recipes = [{"box": self._inner_box(row.pixels, box)} for row in rows]
+        return self._paint("outpaint", rows, recipes, plan, sampling, on_segment)
+
+    def reflect(
+        self,
+        prompt: Words,
+        *,
+        rounds: int = ROUNDS,
+        plan: bool | None = None,
+        seed: int | Sequence[int] = 0,
+        sampling: config.Sampling | None = None,
+    ) -> Result:
+        """Draws, judges what it drew, and draws again with what was wrong, until nothing is.
+
+        A model of the small world mends its own picture by an edit; a LaViDa-O is shown its
+        attempts with what is wrong with each. Prompts are taken one after another.
+
+        Args:
+            rounds: most pictures a prompt.
+        """
+        if rounds < 1:
+            raise RequestError(f"{rounds=} is out of range: 1 or more.")
+        rows = self._rows("reflect", prompt, None, 1, seed)
+        self.prompts.check_task("generate")
+        sampling, seconds = sampling or self.settings.sampling, {}
+        done = [self._reflect(row.words, row.seed, rounds, plan, sampling, seconds) for row in rows]
+        records = tuple(
+            self._record("reflect", row, {"rounds": rounds}, sampling, None, None) for row in rows
+        )
+        return self._result(
+            "reflect", rows, sampling, seconds,
+            tokens=tuple(cells for cells, _ in done),
+            pixels=tuple(attempts[-1][0] for _, attempts in done),
+            texts=tuple(attempts[-1][1] for _, attempts in done),
+            attempts=tuple(attempts for _, attempts in done),
+            records=records,
+        )  # fmt: skip
+
+    def replay(self, record: dict[str, Any], shown: Shown | None = None) -> Result:
+        """Draws a picture again, bit for bit on the same device and software.
+
+        Args:
+            record: `Result.records`, or `pictures.read_record` of a PNG.
+            shown: the picture that it was drawn after; by default the file that it was read from.
+
+        Raises:
+            RequestError: a record of another version or checkpoint, or another picture.
+        """
+        if record.get("format") != FORMAT:
+            raise RequestError(f"the record has format {record.get('format')!r}, not {FORMAT!r}.")
+        theirs = record["checkpoint"]["sha256"]
+        if theirs != self.source.sha256:
+            raise RequestError(
+                f"it was drawn by another checkpoint: {record['checkpoint']['name']} with SHA-256"
+                f" {theirs[:12]}, this is {self.source.name} with {self.source.sha256[:12]}."
+            )
+        task, sampling = record["task"], config.build(config.Sampling, record["sampling"])
+        if task == "reflect":
+            return self.reflect(
+                record["prompt"], rounds=record["recipe"]["rounds"], seed=record["seed"],
+                sampling=sampling,
+            )  # fmt: skip
+        rows = self._rows(
+            task, record["prompt"], recorded_picture(record, shown), 1, record["seed"]
+        )
+        bucket = Bucket(record["bucket"]["rows"], tuple(record["bucket"]["prompt_len"]))
+        plan = False if record["plan"] is None else record["plan"]
+        return self._paint(task, rows, [record["recipe"]], plan, sampling, None, bucket)
+
+    # -- tasks: text and boxes --------------------------------------------------------------
+
+    def ask(
+        self,
+        shown: Shown | Sequence[Shown] | None,
+        question: Words,
+        *,
+        max_new_tokens: int | None = None,
+        seed: int | Sequence[int] = 0,
+        sampling: config.Sampling | None = None,
+    ) -> Result:
+        """Answers each question, about the picture that goes with it if there is one.
+
+        Args:
+            max_new_tokens: rounded up to whole text blocks; by default a short answer.
+        """
+        tokens = self.prompts.answer_tokens if max_new_tokens is None else max_new_tokens
+        return self._answer("ask", shown, question, tokens, seed, sampling)
+
+    def reason(
+        self,
+        shown: Shown | Sequence[Shown] | None,
+        question: Words,
+        *,
+        max_new_tokens: int | None = None,
+        seed: int | Sequence[int] = 0,
+        sampling: config.Sampling | None = None,
+    ) -> Result:
+        """Answers each question step by step: as `ask`, with room for a long answer."""
+        tokens = self.prompts.long_answer_tokens if max_new_tokens is None else max_new_tokens
+        return self._answer("reason", shown, question, tokens, seed, sampling)
+
+    def caption(
+        self,
+        shown: Shown | Sequence[Shown],
+        *,
+        seed: int | Sequence[int] = 0,
+        sampling: config.Sampling | None = None,
+    ) -> Result:
+        """Describes each picture."""
+        rows = self._rows("caption", "caption", shown, 1, seed)
+        examples = [self.prompts.caption(row.pixels) for row in rows]
+        return self._say("caption", rows, examples, sampling)
+
+    def constrained_caption(
+        self,
+        shown: Shown,
+        *,
+        template: str | None = None,
+        words: Sequence[str] = (),
+        seed: int = 0,
+        sampling: config.Sampling | None = None,
+    ) -> Result:
+        """Describes a picture in a text that is given in part.
+
+        Args:
+            template: the text with gaps (`parse_template`).
+            words: required words, in their order; with none missing from a free caption that is
+                the answer, otherwise they are put into one with room around each.
+
+        Raises:
+            RequestError: neither template nor words, or both.
+        """
+        if (template is None) == (not words):
+            raise RequestError("a constrained caption needs a template or words, one of the two.")
+        rows = self._rows("constrained_caption", "caption", shown, 1, seed)
+        if template is not None:
+            templates = [parse_template(template)] * len(rows)
+            return self._complete("constrained_caption", rows, templates, sampling)
+        wanted = words_template(words)
+        if "caption" in self.settings.data.tasks or isinstance(self.prompts, ChatPrompts):
+            free = self.caption(shown, seed=seed, sampling=sampling)
+            if all(f" {word.strip()} " in f" {free.text.strip()} " for word in words):
+                return dataclasses.replace(free, task="constrained_caption")
+        return self._complete("constrained_caption", rows, [wanted] * len(rows), sampling)
+
+    def infill(
+        self,
+        text: Words,
+        shown: Shown | Sequence[Shown] | None = None,
+        *,
+        seed: int | Sequence[int] = 0,
+        sampling: config.Sampling | None = None,
+    ) -> Result:
+        """Fills the gaps of each text; what stands around a gap, on both sides, is seen.
+
+        Args:
+            text: `___` is a gap of one token, `{4}` one of four.
+            shown: a picture that the text is about.
+        """
+        rows = self._rows("infill", text, shown, 1, seed)
+        templates = [parse_template(row.words) for row in rows]
+        return self._complete("infill", rows, templates, sampling)
+
+    def ground(
+        self,
+        shown: Shown,
+        phrases: Words,
+        *,
+        seed: int = 0,
+        sampling: config.Sampling | None = None,
+    ) -> Result:
+        """Finds things in a picture, all of them in parallel.
+
+        Returns:
+            A box a phrase, in pixels of the picture as it was given.
+        """
+        rows = self._rows("ground", phrases, shown, 1, seed)
+        picture = rows[0].pixels
+        named = [row.words for row in rows]
+        sampling, seconds = sampling or self.settings.sampling, {}
+        examples = self.prompts.locate(named, picture)
+        how = sampling
+        if self.prompts.locates_in_one_step:
+            how = dataclasses.replace(
+                sampling, text_steps=1, text_step_ratio=0.0, text_commit="count"
+            )
+        with _timed(seconds, "text"):
+            found = self.run(
+                examples, sampling=how, seed=[row.seed for row in rows][: len(examples)]
+            )
+        size = picture.shape[1], picture.shape[0]
+        return self._result(
+            "ground", rows, sampling, seconds,
+            tokens=tuple(found), boxes=tuple(self.prompts.boxes(named, found, size)),
+        )  # fmt: skip
+
+    # -- batches, for training and benchmarks -----------------------------------------------
 
     def write(
         self,
@@ -149,13 +469,8 @@ class SparseLaViDa:
         Args:
             max_new_tokens: rounded up to whole text blocks.
         """
-        block = self.settings.data.text_block_len
         examples = [
-            self.encoder.text_example(
-                prompt,
-                picture=None if pictures is None else self._seen(pictures[i]),
-                length=-(-max_new_tokens // block) * block,
-            )
+            self.prompts.ask(prompt, () if pictures is None else (pictures[i],), max_new_tokens)
             for i, prompt in enumerate(prompts)
         ]
         return self.texts(self.run(examples, sampling=sampling, seed=seed))
@@ -163,14 +478,15 @@ class SparseLaViDa:
     def plan(
         self,
         prompts: Sequence[str],
-        pictures: Sequence[Picture] | None = None,
+        pictures: Sequence[Picture | None] | None = None,
         *,
         sampling: config.Sampling | None = None,
-        seed: int = 0,
+        seed: int | Sequence[int] = 0,
     ) -> list[str]:
         """Returns a layout for each drawing or editing prompt: objects and their boxes."""
-        length = self.settings.data.max_answer_len
-        return self.write(prompts, pictures, max_new_tokens=length, sampling=sampling, seed=seed)
+        shown = pictures or [None] * len(prompts)
+        examples = [self.prompts.plan(*one) for one in zip(prompts, shown, strict=True)]
+        return self.texts(self.run(examples, sampling=sampling, seed=seed, making="layout"))
 
     def draw(
         self,
@@ -179,7 +495,7 @@ class SparseLaViDa:
         plans: Sequence[str] | None = None,
         sampling: config.Sampling | None = None,
         seed: int = 0,
-        on_segment: Callable[[Int[np.ndarray, "b l g"], int], None] | None = None,
+        on_segment: OnSegment | None = None,
     ) -> list[Picture]:
         """Returns a picture for each prompt, laid out first unless `sampling.plan` is off.
 
@@ -187,24 +503,21 @@ class SparseLaViDa:
             plans: layouts to follow, in place of the model's own.
         """
         sampling = sampling or self.settings.sampling
-        if plans is None and sampling.plan and self._plans("plan"):
+        if plans is None and sampling.plan and self.prompts.lays_out("generate"):
             plans = self.plan(prompts, sampling=sampling, seed=seed)
-        settings = self.settings.model
-        blank = np.zeros((settings.num_cells, settings.codes_per_token), np.int32)
-        examples = [
-            self.encoder.image_example(prompt, blank, plan=None if plans is None else plans[i])
+        drawings = [
+            Drawing(prompt, seed + i, self._grid, plan=None if plans is None else plans[i])
             for i, prompt in enumerate(prompts)
         ]
-        cells = self.run(examples, sampling=sampling, seed=seed, on_segment=on_segment)
-        return list(self.codec.decode(np.stack(cells)))
+        return self._drawn(drawings, sampling, on_segment)
 
-    def edit(
+    def redraw(
         self,
         pictures: Sequence[Picture],
         instructions: Sequence[str],
         *,
         plans: Sequence[str] | None = None,
-        known: Sequence[Bool[np.ndarray, "y x"]] | None = None,
+        known: Sequence[Grid] | None = None,
         sampling: config.Sampling | None = None,
         seed: int = 0,
     ) -> list[Picture]:
@@ -217,100 +530,355 @@ class SparseLaViDa:
                 come out as they went in.
         """
         sampling = sampling or self.settings.sampling
-        task = "edit_plan" if known is None else "fill_plan"
-        if plans is None and sampling.plan and self._plans(task):
+        task = "edit" if known is None else "inpaint"
+        if plans is None and sampling.plan and self.prompts.lays_out(task):
             plans = self.plan(instructions, pictures, sampling=sampling, seed=seed)
-        sources = self.codec.encode(
-            np.stack([resized(picture, self.codec.picture_size) for picture in pictures])
-        )
-        examples = [
-            self.encoder.image_example(
+        drawings = [
+            Drawing(
                 instruction,
-                sources[i],
+                seed + i,
+                self._grid,
+                picture=pictures[i],
+                canvas=self.prompts.canvas(pictures[i], self._codec.picture_size),
+                known=None if known is None else known[i],
                 plan=None if plans is None else plans[i],
-                picture=self._seen(pictures[i]),
-                source=sources[i],
-                given=None if known is None else known[i],
             )
             for i, instruction in enumerate(instructions)
         ]
-        cells = self.run(examples, sampling=sampling, seed=seed)
-        return list(self.codec.decode(np.stack(cells)))
+        return self._drawn(drawings, sampling, None)
 
-    # -- the machinery ----------------------------------------------------------------------
+    # -- the machinery: rows ----------------------------------------------------------------
+
+    def _rows(
+        self,
+        task: str,
+        words: Words,
+        shown: Shown | Sequence[Shown] | None,
+        copies: int,
+        seed: int | Sequence[int],
+    ) -> list[Row]:
+        """Returns what is asked of a task as rows; see `drawings.rows_of`."""
+        self.prompts.check_task(task)
+        needs_picture = task not in ("generate", "reflect", "ask", "reason", "infill")
+        return rows_of(words, shown, copies, seed, needs_picture=needs_picture)
+
+    def _result(self, task: str, rows, sampling, seconds, **found) -> Result:
+        return Result(
+            task, tuple(r.words for r in rows), tuple(r.seed for r in rows), sampling, self.source,
+            seconds, **found,
+        )  # fmt: skip
+
+    def _record(self, task: str, row: Row, recipe, sampling, plan, bucket) -> dict[str, Any]:
+        """Returns what `replay` needs, for `json`."""
+        device = jax.devices()[0]
+        return {
+            "format": FORMAT,
+            "task": task,
+            "prompt": row.words,
+            "seed": row.seed,
+            "recipe": recipe,
+            "plan": plan,
+            "picture": None if row.shown is None else row.shown.as_json(),
+            "bucket": None if bucket is None else dataclasses.asdict(bucket),
+            "sampling": config.to_dict(sampling),
+            "checkpoint": dataclasses.asdict(self.source),
+            "software": {"jax": jax.__version__, "device": device.device_kind},
+        }
+
+    # -- the machinery: pictures ------------------------------------------------------------
+
+    @property
+    def _codec(self) -> PictureCodec:
+        assert self.codec is not None  # `check_task` refused
+        return self.codec
+
+    @property
+    def _grid(self) -> tuple[int, int]:
+        return self.settings.model.grid_size, self.settings.model.grid_size
+
+    def _paint(
+        self,
+        task: str,
+        rows: Sequence[Row],
+        recipes: Sequence[dict[str, Any]],
+        plan: bool | Words | None,
+        sampling: config.Sampling | None,
+        on_segment: OnSegment | None,
+        bucket: Bucket | None = None,
+    ) -> Result:
+        """Draws the pictures of a task.
+
+        Args:
+            recipes: what a row holds besides words, picture and seed, for `json`.
+            bucket: the one to use in place of the rows' own, for `replay`.
+        """
+        sampling, seconds = sampling or self.settings.sampling, {}
+        drawings = [
+            self._drawing(task, row, recipe) for row, recipe in zip(rows, recipes, strict=True)
+        ]
+        plans = self._layouts(task, drawings, plan, sampling, seconds)
+        if plans is not None:
+            drawings = [
+                dataclasses.replace(drawing, plan=one)
+                for drawing, one in zip(drawings, plans, strict=True)
+            ]
+        cells, bucket = self._decoded(drawings, sampling, seconds, on_segment, bucket)
+        with _timed(seconds, "pixels"):
+            pixels = [
+                self._codec.decode(one[None], drawing.cells[0])[0]
+                for one, drawing in zip(cells, drawings, strict=True)
+            ]
+        records = tuple(
+            self._record(task, row, recipe, sampling, drawing.plan, bucket)
+            for row, recipe, drawing in zip(rows, recipes, drawings, strict=True)
+        )
+        return self._result(
+            task, rows, sampling, seconds,
+            tokens=tuple(cells), pixels=tuple(pixels), plans=tuple(plans or ()), records=records,
+        )  # fmt: skip
+
+    def _drawing(self, task: str, row: Row, recipe: dict[str, Any]) -> Drawing:
+        side = self._codec.picture_size
+        if task == "generate":
+            grid = grid_of(recipe["size"], side, self.settings.model)
+            return Drawing(row.words, row.seed, grid)
+        if task == "edit":
+            canvas = self.prompts.canvas(row.pixels, side)
+            return Drawing(row.words, row.seed, self._grid, row.pixels, canvas)
+        if task == "inpaint":
+            canvas, known = self.prompts.canvas(row.pixels, side), np.array(recipe["known"], bool)
+        else:
+            canvas, known = placed(row.pixels, recipe["box"], side, self._cell_side)
+        canvas = self.prompts.erased(canvas, known)
+        words = self.prompts.fill_words(task, row.words, known)
+        return Drawing(words, row.seed, self._grid, canvas, canvas, known)
+
+    def _layouts(
+        self, task: str, drawings: Sequence[Drawing], plan, sampling: config.Sampling, seconds
+    ) -> list[str] | None:
+        """Returns the layout of each picture, as given or of the model's own; None: without."""
+        if isinstance(plan, str):
+            return [plan] * len(drawings)
+        if plan is not None and not isinstance(plan, bool):
+            if len(plan) != len(drawings):
+                raise RequestError(f"{len(plan)} layouts were given for {len(drawings)} pictures.")
+            return list(plan)
+        learned = self.prompts.lays_out(task)
+        if plan and not learned:
+            raise RequestError(f"this checkpoint was not trained to lay out pictures of {task!r}.")
+        if not (sampling.plan if plan is None else plan) or not learned:
+            return None
+        with _timed(seconds, "layout"):
+            return self.plan(
+                [d.words for d in drawings],
+                [d.picture for d in drawings],
+                sampling=sampling,
+                seed=[d.seed for d in drawings],
+            )
+
+    def _decoded(
+        self,
+        drawings: Sequence[Drawing],
+        sampling: config.Sampling,
+        seconds: dict[str, float],
+        on_segment: OnSegment | None = None,
+        bucket: Bucket | None = None,
+    ) -> tuple[list[Int[np.ndarray, "_l g"]], Bucket]:
+        """Returns the codes of pictures, and the bucket that they were decoded in."""
+        examples = [self._image_example(drawing) for drawing in drawings]
+        bucket = bucket or self._bucket(examples, sampling)
+        with _timed(seconds, "picture"):
+            cells = self.run(
+                examples,
+                sampling=sampling,
+                seed=[drawing.seed for drawing in drawings],
+                on_segment=on_segment,
+                bucket=bucket,
+            )
+        return cells, bucket
+
+    def _drawn(self, drawings, sampling, on_segment: OnSegment | None) -> list[Picture]:
+        cells, _ = self._decoded(drawings, sampling, {}, on_segment)
+        return list(self._codec.decode(np.stack(cells)))
+
+    def _image_example(self, drawing: Drawing) -> Example:
+        if drawing.canvas is None:
+            blank = np.zeros(
+                (math.prod(drawing.cells), self.settings.model.codes_per_token), np.int32
+            )
+            return self.prompts.draw(
+                drawing.words, blank, plan=drawing.plan, attempts=drawing.attempts
+            )
+        assert drawing.picture is not None
+        (codes,) = self._codec.encode(drawing.canvas[None])
+        if drawing.known is None:
+            return self.prompts.edit(drawing.words, codes, drawing.picture, plan=drawing.plan)
+        return self.prompts.fill(
+            drawing.words, codes, drawing.picture, drawing.known, plan=drawing.plan
+        )
+
+    def _reflect(
+        self, words: str, seed: int, rounds: int, plan, sampling: config.Sampling, seconds
+    ) -> tuple[np.ndarray, tuple[tuple[Picture, str], ...]]:
+        """Returns the codes of the last picture, and all pictures with their verdicts."""
+        attempts: list[tuple[Picture, str]] = []
+        drawing, task = Drawing(words, seed, self._grid), "generate"
+        while True:
+            plans = self._layouts(task, [drawing], plan, sampling, seconds)
+            drawing = dataclasses.replace(drawing, plan=plans[0] if plans else None)
+            (cells,), _ = self._decoded([drawing], sampling, seconds)
+            (picture,) = self._codec.decode(cells[None])
+            with _timed(seconds, "text"):
+                said = self.run(
+                    [self.prompts.judge(words, picture)], sampling=sampling, seed=[drawing.seed]
+                )
+            verdict = self.texts(said)[0]
+            attempts.append((picture, verdict))
+            if self.prompts.accepts(verdict) or len(attempts) == rounds:
+                return cells, tuple(attempts)
+            drawing, task = self._next(words, seed, attempts)
+
+    def _next(
+        self, words: str, seed: int, attempts: list[tuple[Picture, str]]
+    ) -> tuple[Drawing, str]:
+        """Returns what to draw after attempts that were not right: an edit, or a new picture."""
+        seed = (seed + len(attempts) * SEED_STRIDE) % LARGEST_SEED
+        picture, verdict = attempts[-1]
+        correction = self.prompts.correction(verdict)
+        if correction is not None and "edit" in self.settings.data.tasks:
+            return Drawing(correction, seed, self._grid, picture, picture), "edit"
+        return Drawing(words, seed, self._grid, attempts=tuple(attempts)), "generate"
+
+    @property
+    def _cell_side(self) -> int:
+        """Pixels a side of a cell."""
+        return self._codec.picture_size // self.settings.model.grid_size
+
+    def _kept(self, picture: Picture, mask: Any, box: Sequence[float] | None) -> Grid:
+        """Returns which cells of a picture on its canvas neither a mask nor a box touches."""
+        wanted = hole(picture, mask, box)
+        if isinstance(self.prompts, ChatPrompts):  # its canvas is the picture in a square
+            wanted = squared(wanted)
+        return untouched(wanted, self.settings.model.grid_size)
+
+    def _inner_box(self, picture: Picture, box: Sequence[float] | None) -> list[int]:
+        return [*inner_box(picture, box, self._codec.picture_size, self._cell_side)]
+
+    # -- the machinery: text ----------------------------------------------------------------
+
+    def _answer(self, task: str, shown, question: Words, tokens: int, seed, sampling) -> Result:
+        if tokens < 1:
+            raise RequestError(f"max_new_tokens={tokens} is out of range: 1 or more.")
+        rows = self._rows(task, question, shown, 1, seed)
+        examples = [self.prompts.ask(row.words, row.pictures, tokens) for row in rows]
+        return self._say(task, rows, examples, sampling)
+
+    def _complete(
+        self, task: str, rows: Sequence[Row], templates: Sequence[Template], sampling
+    ) -> Result:
+        examples = [
+            self.prompts.infill(template, row.pictures[0] if row.pictures else None)
+            if task == "infill"
+            else self.prompts.constrained_caption(template, row.pixels)
+            for template, row in zip(templates, rows, strict=True)
+        ]
+        result = self._say(task, rows, examples, sampling)
+        filled = [
+            self.prompts.completed(template, ids)
+            for template, ids in zip(templates, result.tokens, strict=True)
+        ]
+        return dataclasses.replace(result, texts=tuple(text.strip() for text in filled))
+
+    def _say(self, task: str, rows, examples: Sequence[Example], sampling) -> Result:
+        sampling, seconds = sampling or self.settings.sampling, {}
+        with _timed(seconds, "text"):
+            said = self.run(examples, sampling=sampling, seed=[row.seed for row in rows])
+        texts = tuple(text.strip() for text in self.texts(said))
+        return self._result(task, rows, sampling, seconds, tokens=tuple(said), texts=texts)
+
+    def texts(self, responses: Sequence[Int[np.ndarray, "_l 1"]]) -> list[str]:
+        """Returns the text of responses, up to the first end-of-text."""
+        return [self.prompts.text(ids) for ids in responses]
+
+    # -- the machinery: decoding ------------------------------------------------------------
 
     def run(
         self,
         examples: Sequence[Example],
         *,
         sampling: config.Sampling | None = None,
-        seed: int = 0,
-        on_segment: Callable[[Int[np.ndarray, "b l g"], int], None] | None = None,
+        seed: int | Sequence[int] = 0,
+        on_segment: OnSegment | None = None,
+        bucket: Bucket | None = None,
+        making: str = "",
     ) -> list[Int[np.ndarray, "_l g"]]:
-        """Decodes the responses of examples of one kind; row i has the seed `seed + i`.
+        """Decodes the responses of examples of one kind.
 
-        Examples may differ in response length; those of one length are decoded together.
+        Examples may differ in response length; those of one length are decoded together. A batch
+        that is not full is filled up, so that all batches run the same compiled programs.
+
+        Args:
+            seed: one for each row, or that of the first, from which the others count on.
+            bucket: the shapes to pad to; by default those that fit.
+            making: what `on_step` is told; by default the kind.
+
+        Raises:
+            ConfigError: more steps than there are tokens.
         """
         sampling = sampling or self.settings.sampling
-        results: dict[int, np.ndarray] = {}
-        floor = prompt_lengths(
-            [_request(e, seed) for e in examples], examples[0].kind, self.settings.model
-        )
-        lengths = sorted({len(e.response) for e in examples})
-        for length in lengths:
-            members = [i for i, e in enumerate(examples) if len(e.response) == length]
-            for start in range(0, len(members), self.batch_size):
-                chunk = members[start : start + self.batch_size]
-                filled = chunk + [chunk[-1]] * (self.batch_size - len(chunk))
-                requests = [_request(examples[i], seed + i) for i in filled]
-                decoded = self._decode(requests, examples[chunk[0]], sampling, floor, on_segment)
-                results.update(zip(chunk, decoded[: len(chunk)], strict=True))
-        return [results[i] for i in range(len(examples))]
-
-    def texts(self, responses: Sequence[Int[np.ndarray, "_l 1"]]) -> list[str]:
-        """Returns the text of responses, up to the first end-of-text."""
-        end = self.tokenizer.end_of_text_id
-        cut = [ids[:, 0].tolist() for ids in responses]
-        return [self.tokenizer.decode(i[: i.index(end)] if end in i else i) for i in cut]
-
-    def _decode(self, requests, example: Example, sampling, floor, on_segment):
-        settings = presets.step_settings(
-            sampling,
-            self.settings.model,
-            example.kind,
-            has_source=any(isinstance(part, layout.Source) for part in example.parts),
-        )
-        plan = presets.plan(
-            sampling,
-            settings,
-            self.settings.model,
-            np.stack([request.given for request in requests]),
-            self.settings.data.text_block_len,
-        )
-        return sample.sample(
+        block, kind = self.prompts.text_block_len, examples[0].kind
+        for example in examples:
+            check_steps(example, sampling, self.model.settings, block)
+        making = making or {"image": "picture", "text": "text"}[kind]
+        on_step = None if self.on_step is None else functools.partial(self.on_step, making)
+        return decode(
             self.model,
-            requests,
-            plan,
-            settings=settings,
-            prompt_len=floor,
+            examples,
+            row_seeds(seed, len(examples)),
+            sampling,
+            bucket or self._bucket(examples, sampling),
+            text_block_len=block,
             on_segment=on_segment,
+            on_step=on_step,
         )
 
-    def _plans(self, task: str) -> bool:
-        """Whether the model was trained to lay pictures out first."""
-        return task in self.settings.data.tasks
-
-    def _seen(self, picture: Picture) -> UInt8[np.ndarray, "side side 3"]:
-        """The picture at the size of the vision tower."""
-        return resized(picture, self.settings.model.vision.image_size)
+    def _bucket(self, examples: Sequence[Example], sampling: config.Sampling) -> Bucket:
+        return bucket_of(examples, sampling, self.model.settings, self.batch_size)
 
 
-def resized(picture: Picture, side: int) -> UInt8[np.ndarray, "side side 3"]:
-    """Returns the whole of a picture, `side` pixels high and wide."""
-    if picture.shape[:2] == (side, side):
-        return picture
-    return np.asarray(Image.fromarray(picture).resize((side, side), Image.Resampling.BICUBIC))
+# ---------------------------------------------------------------------------------------------
+# Helpers.
 
 
-def _request(example: Example, seed: int) -> Request:
-    return Request(example.parts, example.response, example.given, example.pixels, seed)
+@contextlib.contextmanager
+def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
+    """Adds what a stage takes to `seconds`."""
+    begin = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - begin
+
+
+def _prompts(
+    settings: config.Config, tokenizer: Tokenizer | ChatTokenizer, codec: PictureCodec | None
+) -> ScenePrompts | ChatPrompts:
+    if isinstance(tokenizer, ChatTokenizer):
+        return ChatPrompts(tokenizer, settings.model, codec.factor if codec else 1)
+    assert codec is not None
+    encoder = Encoder(tokenizer, settings.data, settings.model, codec.appearance_codes())
+    return ScenePrompts(encoder)
+
+
+def _tokenizer_of(model: config.Model) -> type[Tokenizer] | type[ChatTokenizer]:
+    """Returns the tokenizer that goes with a model: a released one has newlines, or no pictures."""
+    return ChatTokenizer if model.vision.newline or model.understanding_only else Tokenizer
+
+
+def _check_is_ours(folder: pathlib.Path) -> None:
+    """Refuses a released PyTorch folder, and says what to do with it."""
+    if any(folder.glob("*.safetensors*")) and not (folder / "params").is_dir():
+        raise checkpoint.CheckpointError(
+            f"{folder} is a PyTorch folder: convert it first, with"
+            f" `sparse-lavida convert {folder} MODEL`, and give the MODEL folder."
+        )

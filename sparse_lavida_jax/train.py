@@ -192,7 +192,7 @@ def train(settings: config.Config, run: runs.Run) -> None:
         pipe.model,
         settings,
         tokenizer_path=SHIPPED,
-        vq_folder=pipe.codec.folder,
+        vq_folder=None if pipe.codec is None else pipe.codec.folder,
         readme=report.model_card(settings, step, seconds),
     )
     print(f"{run.model_folder}: the trained model")

@@ -14,6 +14,7 @@ from sparse_lavida_jax import config, train
 from sparse_lavida_jax import pipeline as pipelines
 from sparse_lavida_jax.data import pipeline, scenes, tasks
 from sparse_lavida_jax.data.examples import Encoder
+from sparse_lavida_jax.data.scene_prompts import ScenePrompts
 from sparse_lavida_jax.data.text import Tokenizer
 
 VISION = config.Vision(
@@ -40,7 +41,7 @@ class Codec(pipelines.PictureCodec):
     def encode(self, pixels):
         return np.array([scenes.read(picture).cells for picture in pixels])[..., None]
 
-    def decode(self, cells):
+    def decode(self, cells, rows=None):
         appearances = np.minimum(cells[..., 0], scenes.NUM_APPEARANCES)
         return np.stack([scenes.render(grid.reshape(6, 6)) for grid in appearances])
 
@@ -117,7 +118,7 @@ class Knowing(pipelines.SparseLaViDa):
     """
 
     def __init__(self, given: config.Config, samples: Iterable[tasks.Sample], *, ignorant=False):
-        self.settings, self.encoder = given, encoder(given)
+        self.settings, self.prompts = given, ScenePrompts(encoder(given))
         self.tokenizer, self.batch_size = tokenizer(), 2
         self.model = tiny.denoiser(given.model)
         self.ignorant = ignorant
@@ -133,7 +134,7 @@ class Knowing(pipelines.SparseLaViDa):
         self.calls.append(("draw", seed))
         return [self._picture(prompt, None) for prompt in prompts]
 
-    def edit(self, pictures, instructions, *, plans=None, known=None, sampling=None, seed=0):
+    def redraw(self, pictures, instructions, *, plans=None, known=None, sampling=None, seed=0):
         self.calls.append(("edit" if known is None else "fill", seed))
         return [self._picture(*one) for one in zip(instructions, pictures, strict=True)]
 

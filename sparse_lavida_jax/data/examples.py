@@ -16,7 +16,7 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.data import digits, scenes, tasks
 from sparse_lavida_jax.data.text import Tokenizer
 from sparse_lavida_jax.diffusion import Sequence
-from sparse_lavida_jax.layout import Answer, Part, Response, Source, Text, Vision
+from sparse_lavida_jax.layout import Answer, Part, Response, Source, Text, Views, Vision
 
 Kind = Literal["text", "image"]
 
@@ -33,6 +33,7 @@ class Example:
         pixels: the picture that the `Vision` part stands for.
         reach: tokens of a text response that a sampler may decode: whole text blocks up to the
             first end-of-text.
+        views: in place of `pixels`, the views of each picture that is shown (`data/images.py`).
     """
 
     parts: tuple[Part, ...]
@@ -41,6 +42,7 @@ class Example:
     kind: Kind
     pixels: UInt8[np.ndarray, "h w 3"] | None
     reach: int
+    views: tuple[Views, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -74,7 +74,7 @@ def answer(
     shown = [scenes.render(s.picture, size) for s in samples if s.picture is not None]
     known = [s.known_grid for s in samples if s.known_grid is not None]
     if task in ("edit", "inpaint", "outpaint"):
-        return list(pipe.edit(shown, prompts, known=known or None, sampling=sampling, seed=seed))
+        return list(pipe.redraw(shown, prompts, known=known or None, sampling=sampling, seed=seed))
     if task == "draw":
         return list(pipe.draw(prompts, sampling=sampling, seed=seed))
     length = pipe.settings.data.max_answer_len if task in LONG_ANSWERS else ANSWER_TOKENS

@@ -67,7 +67,7 @@ def test_guided_drawing_takes_two_rows_a_picture(finished, rows):
     pipe = finished.pipe
     guided = dataclasses.replace(pipe.settings.sampling, guidance=50.0)
     without, guided = (pipe.draw(PROMPTS, sampling=chosen) for chosen in (None, guided))
-    assert rows == [(16, 16), (16, 32)]
+    assert rows == [(4, 4), (4, 8)]
     assert np.not_equal(without, guided).any()
 
 
@@ -77,7 +77,7 @@ def test_guided_editing_takes_three_rows_and_keeps_what_is_known(finished, rows)
     filled = [tasks.sample("inpaint", 0, index) for index in range(2)]
     shown = [scenes.render(sample.picture) for sample in filled]
     known = [sample.known_grid for sample in filled]
-    pictures = pipe.edit(
+    pictures = pipe.redraw(
         shown, [sample.prompt for sample in filled], known=known, sampling=guided, seed=1
     )
     assert rows == [(2, 6)]

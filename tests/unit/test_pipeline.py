@@ -8,7 +8,7 @@ import pytest
 import stand_ins
 import tiny
 
-from sparse_lavida_jax import config, layout, pipeline
+from sparse_lavida_jax import config, decoding, layout, pipeline
 from sparse_lavida_jax.data import digits, scenes, tasks
 from sparse_lavida_jax.data.text import Tokenizer
 
@@ -82,7 +82,7 @@ def pipe(monkeypatch):
         )
         made.asked, made.texts_told = [], []
 
-        def run(examples, *, sampling=None, seed=0, on_segment=None):
+        def run(examples, **_):
             made.asked.append(examples)
             if examples[0].kind == "image":
                 return [example.response for example in examples]
@@ -139,7 +139,7 @@ def test_an_edit_shows_picture_and_source_and_keeps_what_is_known(pipe, known):
     made.texts_told = [" a plan"]
     sample = tasks.sample("inpaint" if known else "edit", 0, 0)
     shown = scenes.render(sample.picture)
-    (edited,) = made.edit([shown], [sample.prompt], known=[sample.known_grid] if known else None)
+    (edited,) = made.redraw([shown], [sample.prompt], known=[sample.known_grid] if known else None)
     (planned,), (changed,) = made.asked
     for example in (planned, changed):
         assert example.pixels.shape == (48, 48, 3)
@@ -154,9 +154,9 @@ def test_an_edit_shows_picture_and_source_and_keeps_what_is_known(pipe, known):
 def test_which_plan_an_edit_needs_depends_on_what_is_known(pipe):
     shown, known = [stand_ins.EMPTY], [np.zeros((6, 6), bool)]
     made = pipe({"edit": 1.0, "edit_plan": 1.0})
-    made.edit(shown, ["x"])
+    made.redraw(shown, ["x"])
     assert len(made.asked) == 2
-    made.edit(shown, ["x"], known=known)
+    made.redraw(shown, ["x"], known=known)
     assert len(made.asked) == 3
 
 
@@ -164,7 +164,7 @@ def test_a_picture_of_another_size_is_brought_to_ours(pipe):
     made = pipe({"edit": 1.0, "answer": 1.0})
     scene = tasks.sample("edit", 0, 3).picture
     large = scenes.render(scene, 240)
-    (edited,) = made.edit([large], ["x"])
+    (edited,) = made.redraw([large], ["x"])
     assert scenes.read(edited) == scene
     made.write(["what?"], [np.zeros((31, 77, 3), np.uint8)])
     assert made.asked[-1][0].pixels.shape == (48, 48, 3)
@@ -200,7 +200,7 @@ def batches(monkeypatch):
         return np.stack([np.full_like(r.tokens, r.seed) for r in requests])
 
     sample.prompt_lens = set()
-    monkeypatch.setattr(pipeline.sample, "sample", sample)
+    monkeypatch.setattr(decoding.sample, "sample", sample)
     return seen, sample.prompt_lens
 
 

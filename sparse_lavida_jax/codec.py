@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The image tokenizer as tasks use it: pixels to cells of codes and back."""
+
+import pathlib
+
+import numpy as np
+from jaxtyping import Int, UInt8
+
+from sparse_lavida_jax import config, layout
+from sparse_lavida_jax.data import digits, scenes
+from sparse_lavida_jax.models import vq
+
+
+class PictureCodec:
+    """The image tokenizer of a checkpoint: pixels to cells of codes and back.
+
+    Args:
+        name_or_folder: a bundled VQ, a folder with one, or "grey" (or None) for handwritten
+            digits, whose grey levels are their codes.
+        model: whose cells the codes fill.
+
+    Raises:
+        ConfigError: there is no such VQ, or its codes do not fit the model.
+    """
+
+    def __init__(self, name_or_folder: str | pathlib.Path | None, model: config.Model):
+        self.side = model.codes_side
+        self.grid_size = model.grid_size
+        is_grey = name_or_folder in (None, "grey")
+        self.vq, self.folder, self.picture_size = None, None, digits.PICTURE_SIZE
+        self.factor = digits.PICTURE_SIZE // digits.SIDE  # pixels a side of a code
+        codes, levels = digits.SIDE, digits.LEVELS
+        if not is_grey:
+            self.vq, settings = vq.load(name_or_folder)
+            self.folder, self.picture_size = vq.find(name_or_folder), settings.image_size
+            self.factor = settings.factor
+            codes, levels = settings.image_size // settings.factor, settings.codebook_size
+        wanted = self.grid_size * self.side
+        if (codes, levels) != (wanted, model.codebook_size):
+            raise config.ConfigError(
+                f"the image tokenizer {name_or_folder or 'grey'} makes {codes}x{codes} codes of"
+                f" {levels} kinds, and the model takes {wanted}x{wanted} of {model.codebook_size}:"
+                " choose another Data.picture_codec, or change Model.grid_size, codes_per_token or"
+                " codebook_size."
+            )
+
+    def encode(self, pixels: UInt8[np.ndarray, "b h w 3"]) -> Int[np.ndarray, "b l g"]:
+        """Returns the cells of pictures, raster order, each encoded alone."""
+        if self.vq is None:
+            return np.stack([digits.read(picture) for picture in pixels])
+        codes = vq.encode_pictures(self.vq, pixels, batch=1)
+        return np.asarray(layout.cells_from_codes(codes, self.side))
+
+    def decode(
+        self, cells: Int[np.ndarray, "b l g"], rows: int | None = None
+    ) -> UInt8[np.ndarray, "b h w 3"]:
+        """Returns the pictures of cells, each decoded alone: its pixels depend on nothing else.
+
+        Args:
+            rows: cells from top to bottom; by default those of the largest picture.
+        """
+        if self.vq is None:
+            return np.stack([digits.render(codes) for codes in cells])
+        codes = layout.codes_from_cells(cells, rows or self.grid_size, self.side)
+        return vq.decode_codes(self.vq, np.asarray(codes), batch=1)
+
+    def appearance_codes(self) -> Int[np.ndarray, "a g"] | None:
+        """Returns the codes of every cell appearance of the scenes; None for digits."""
+        if self.vq is None:
+            return None
+        # Where a thing stands does not matter to its codes; this is one place.
+        grids = np.zeros((scenes.NUM_APPEARANCES + 1, scenes.GRID, scenes.GRID), int)
+        grids[:, 2, 3] = np.arange(scenes.NUM_APPEARANCES + 1)
+        cells = self.encode(np.stack([scenes.render(grid) for grid in grids]))
+        return cells[:, 2 * scenes.GRID + 3]

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Examples in batches through the sampler."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from jaxtyping import Int
+
+from sparse_lavida_jax import config, layout, presets, sample
+from sparse_lavida_jax.data.examples import Example
+from sparse_lavida_jax.data.task_prompts import RequestError
+from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.prompts import Request, prepare
+
+OnSegment = Callable[[Int[np.ndarray, "b l g"], int], None]
+OnStep = Callable[[int, int], None]
+
+LARGEST_SEED = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """The shapes that a batch is padded to: what else, besides a request, its bits depend on."""
+
+    rows: int
+    prompt_len: tuple[int, int]
+
+
+def row_seeds(seed: int | Sequence[int], rows: int) -> list[int]:
+    """Returns a seed for each row: `seed` and the next ones, unless it holds one for each.
+
+    Raises:
+        RequestError: one is out of range, or there are not as many as rows.
+    """
+    seeds = [seed + i for i in range(rows)] if isinstance(seed, int) else list(seed)
+    if len(seeds) != rows:
+        raise RequestError(f"{len(seeds)} seeds were given for {rows} rows: give as many, or one.")
+    if wrong := [one for one in seeds if not 0 <= one <= LARGEST_SEED]:
+        raise RequestError(f"the seed {wrong[0]} is out of range: 0 to {LARGEST_SEED}.")
+    return seeds
+
+
+def bucket_of(
+    examples: Sequence[Example], sampling: config.Sampling, model: config.Model, most_rows: int
+) -> Bucket:
+    """Returns the shapes that hold all of `examples`; rows are a power of two."""
+    settings = _step_settings(examples[0], sampling, model)
+    prompt = prepare(
+        [_request(example, 0) for example in examples],
+        settings.kind,
+        model,
+        settings.guidance_rows,
+        edit_guidance=settings.edit_guidance,
+        with_given=not settings.preset.passes_given,
+    )
+    generation = 0 if prompt.generation is None else prompt.generation.index.shape[1]
+    rows = min(most_rows, 1 << (len(examples) - 1).bit_length())
+    return Bucket(rows, (prompt.understanding.index.shape[1], generation))
+
+
+def check_steps(
+    example: Example, sampling: config.Sampling, model: config.Model, text_block_len: int
+) -> None:
+    """Checks that no step is without a token.
+
+    Raises:
+        ConfigError: more steps than there are tokens.
+    """
+    if example.kind == "image":
+        preset = _step_settings(example, sampling, model).preset
+        by_code = preset.full_attention and sampling.grid == "code"
+        most = example.response.size if by_code else len(example.response)
+        name, steps, what = "num_steps", sampling.num_steps, "tokens of the picture"
+    else:
+        by_count = sampling.text_commit == "count" and not sampling.text_step_ratio
+        most = text_block_len
+        name, steps, what = "text_steps", sampling.text_steps, "tokens of a text block"
+        steps = steps if by_count else 1
+    if steps > most:
+        raise config.ConfigError(
+            f"Sampling.{name}={steps} is more than there are {what}: 1 to {most} are allowed."
+        )
+
+
+def decode(
+    model: Denoiser,
+    examples: Sequence[Example],
+    seeds: Sequence[int],
+    sampling: config.Sampling,
+    bucket: Bucket,
+    *,
+    text_block_len: int,
+    on_segment: OnSegment | None = None,
+    on_step: OnStep | None = None,
+) -> list[Int[np.ndarray, "_l g"]]:
+    """Decodes the responses of examples of one kind; those of one length together.
+
+    A batch that is not full is filled up, so that all batches run the same compiled programs.
+
+    Args:
+        text_block_len: tokens of a text block; a text that is no whole blocks is one.
+        on_segment: called with the canvas and the steps done after each segment.
+        on_step: called with the steps done and all steps, before the first and after each segment.
+    """
+    results: dict[int, np.ndarray] = {}
+    for length in sorted({len(example.response) for example in examples}):
+        members = [i for i, example in enumerate(examples) if len(example.response) == length]
+        for start in range(0, len(members), bucket.rows):
+            chunk = members[start : start + bucket.rows]
+            filled = chunk + [chunk[-1]] * (bucket.rows - len(chunk))
+            requests = [_request(examples[i], seeds[i]) for i in filled]
+            settings = _step_settings(examples[chunk[0]], sampling, model.settings)
+            segments = _segments(requests, settings, sampling, model.settings, text_block_len)
+            decoded = sample.sample(
+                model,
+                requests,
+                segments,
+                settings=settings,
+                prompt_len=bucket.prompt_len,
+                on_segment=_between(segments, on_segment, on_step),
+            )
+            results.update(zip(chunk, decoded[: len(chunk)], strict=True))
+    return [results[i] for i in range(len(examples))]
+
+
+def _segments(requests, settings, sampling, model: config.Model, text_block_len: int):
+    length = len(requests[0].given)
+    if settings.kind == "image" and length != model.num_cells:
+        model = dataclasses.replace(model, grid_size=math.isqrt(length))
+    return presets.plan(
+        sampling,
+        settings,
+        model,
+        np.stack([request.given for request in requests]),
+        length if length % text_block_len else text_block_len,
+        seeds=[request.seed for request in requests],
+    )
+
+
+def _between(segments, on_segment: OnSegment | None, on_step: OnStep | None) -> OnSegment | None:
+    if on_step is None:
+        return on_segment
+    total = sum(segment.num_steps for segment in segments)
+    on_step(0, total)
+
+    def between(canvas, done: int) -> None:
+        on_step(done, total)
+        if on_segment is not None:
+            on_segment(canvas, done)
+
+    return between
+
+
+def _step_settings(
+    example: Example, sampling: config.Sampling, model: config.Model
+) -> presets.StepSettings:
+    has_source = any(isinstance(part, layout.Source) for part in example.parts)
+    return presets.step_settings(sampling, model, example.kind, has_source=has_source)
+
+
+def _request(example: Example, seed: int) -> Request:
+    shown = example.views or example.pixels
+    return Request(example.parts, example.response, example.given, shown, seed)
