@@ -362,6 +362,13 @@ class ParamsReader:
         self.leaves: dict[str, Any] = _flatten(self._metadata)
         self._together: dict[str, np.ndarray] = {}
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of the arrays."""
+        return {
+            name: math.prod(leaf.shape) * leaf.dtype.itemsize for name, leaf in self.leaves.items()
+        }
+
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Compares the arrays with those that a model has.
 
@@ -387,10 +394,8 @@ class ParamsReader:
         if name not in self._together:
             self._together = {}
             _give_back_memory()
-            sizes = {
-                n: math.prod(leaf.shape) * leaf.dtype.itemsize for n, leaf in self.leaves.items()
-            }
-            self._together = self.read(next(batch for batch in _batches(sizes) if name in batch))
+            batch = next(batch for batch in _batches(self.sizes) if name in batch)
+            self._together = self.read(batch)
         return self._together[name]
 
     def read_into(self, targets: Mapping[str, Any]) -> dict[str, Any]:
@@ -635,7 +640,7 @@ def _damaged_tensors(folder: pathlib.Path, path: pathlib.Path) -> str:
     elif name.startswith("params/"):
         digests = {key: digest for key, digest in digests.items() if ":" not in key}
         with _silence():
-            found = _store_digests(folder / "params", digests)
+            found = _store_digests(folder / "params")
     else:
         return ""
     damaged = [key for key, digest in digests.items() if found.get(key) != digest]
@@ -648,17 +653,26 @@ def _damaged_tensors(folder: pathlib.Path, path: pathlib.Path) -> str:
     return f" The tensors {named} are not what was written."
 
 
-def _store_digests(folder: pathlib.Path, names: Iterable[str]) -> dict[str, str]:
+def _store_digests(folder: pathlib.Path) -> dict[str, str]:
     """Returns the digests of those arrays of a `params/` folder that can be read."""
     try:
         store = ParamsReader(folder)
     except CheckpointError:
         return {}
-    found = {}
-    for name in names:
-        with contextlib.suppress(CheckpointError, KeyError):
-            found[name] = _tensor_digest(name, store.read([name])[name])
-    return found
+
+    def read(names: list[str]) -> dict[str, np.ndarray]:
+        try:
+            return store.read(names)
+        except CheckpointError:
+            if len(names) == 1:
+                return {}
+            return {name: array for one in names for name, array in read([one]).items()}
+
+    return {
+        name: _tensor_digest(name, array)
+        for names in _batches(store.sizes)
+        for name, array in read(names).items()
+    }
 
 
 def _file_digests(folder: pathlib.Path, path: pathlib.Path) -> dict[str, str]:
