@@ -125,6 +125,8 @@ class Model:
     # Writes the layers out instead of scanning over them: for a few small layers on a CPU about
     # half the time a step, for many layers much longer to compile.
     unroll_layers: bool = False
+    # "": the fastest for the platform; reference | pallas_tpu (elsewhere interpreted, and slow).
+    attention_implementation: str = ""
 
     def __post_init__(self):
         _check_positive(
@@ -158,6 +160,7 @@ class Model:
                 self, name, 0 <= getattr(self, name) < self.vocab_size, f"below {self.vocab_size=}"
             )
         _check_choice(self, "trained_attention", ("full", "step_causal"))
+        _check_choice(self, "attention_implementation", ("", "reference", "pallas_tpu"))
         _check_choice(self, "compute_dtype", ("float32", "bfloat16"))
 
     @property

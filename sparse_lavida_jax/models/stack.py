@@ -6,15 +6,17 @@ split layer each stream attends to itself (spec Sec. 2.4). Tokens carry explicit
 tags, so concatenating streams is all that "mixture of transformers" takes: no scatter, no mask.
 """
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from sparse_lavida_jax.kernels.attention import step_causal_attention
+from sparse_lavida_jax.kernels.attention import make_tables, step_causal_attention
+from sparse_lavida_jax.kernels.tables import Tables
 from sparse_lavida_jax.layout import TokenLayout, concatenate
 from sparse_lavida_jax.models.cache import KVCache, StreamName
 from sparse_lavida_jax.models.layers import Branch, Layer
@@ -48,6 +50,7 @@ def run_layers(
     cache: KVCache | None = None,
     attend_cache: bool = True,
     unroll: bool = False,
+    implementation: str | None = None,
 ) -> tuple[Residuals, KVCache | None]:
     """Feeds the streams through all layers.
 
@@ -60,6 +63,7 @@ def run_layers(
         attend_cache: False where the cache holds nothing else (prefill): tokens then attend to
             this pass only, which is the same thing and cheaper.
         unroll: write the layers out instead of looping over them.
+        implementation: of attention; by default the best for the platform.
 
     Returns:
         The residual streams that are wanted and present, and the cache as written.
@@ -69,10 +73,13 @@ def run_layers(
         for name in present:
             cache = cache.begin(name, layouts[name].block)
 
+    seen = cache if attend_cache else None  # whose tags the keys have
+    joint_attention = _Attention.joint(layouts, present, present, seen, implementation)
+
     def joint_layer(carry, layer_and_index):
         x, cache = carry
         layer, index = layer_and_index
-        return _joint_layer(layer, index, x, layouts, list(x), cache, attend_cache), None
+        return _joint_layer(layer, index, x, layouts, list(x), cache, joint_attention), None
 
     # The last joint layer is where an unwanted stream stops.
     stops = [name for name in present if wanted not in ("both", name)]
@@ -83,15 +90,22 @@ def run_layers(
         (x, cache), _ = jax.lax.scan(joint_layer, (x, cache), xs, unroll=unroll)
     if stops:
         last = jax.tree.map(lambda p: p[-1], joint)
-        keep = [name for name in present if name not in stops]
-        x, cache = _joint_layer(
-            last, jnp.int32(num_joint - 1), x, layouts, keep, cache, attend_cache
+        keep: list[StreamName] = [name for name in present if name not in stops]
+        last_attention = (
+            _Attention.joint(layouts, keep, present, seen, implementation) if keep else None
         )
+        x, cache = _joint_layer(
+            last, jnp.int32(num_joint - 1), x, layouts, keep, cache, last_attention
+        )
+
+    split_attention = {
+        name: _Attention.split(layouts[name], name, seen, implementation) for name in x
+    }
 
     def split_layer(carry, layer_and_index):
         x, cache = carry
         layer, index = layer_and_index
-        return _split_layer(layer, index, x, layouts, cache, attend_cache), None
+        return _split_layer(layer, index, x, layouts, cache, split_attention), None
 
     if num_split and x:
         xs = (split, jnp.arange(num_split))
@@ -99,11 +113,81 @@ def run_layers(
     return x, cache
 
 
+@dataclasses.dataclass(frozen=True)
+class _Attention:
+    """Who attends to whom in layers of one kind: the same for all of them, so made once.
+
+    Attributes:
+        queries: tags of the queries.
+        key_block: tags of the keys.
+        tables: of these tags, or None where the implementation needs none.
+        cached: whether the keys are those of the cache.
+        implementation: of attention.
+    """
+
+    queries: TokenLayout
+    key_block: Int[Array, "b t"]
+    tables: Tables | None
+    cached: bool
+    implementation: str | None
+
+    @classmethod
+    def joint(
+        cls,
+        layouts: Layouts,
+        asking: Sequence[StreamName],
+        present: Sequence[StreamName],
+        cache: KVCache | None,
+        implementation: str | None,
+    ) -> "_Attention":
+        """All tokens attend to all, or to the whole cache."""
+        queries = concatenate(*(layouts[name] for name in asking))
+        keys = concatenate(*(layouts[name] for name in present)).block
+        return cls._of(queries, keys, cache and cache.block, implementation)
+
+    @classmethod
+    def split(
+        cls,
+        queries: TokenLayout,
+        name: StreamName,
+        cache: KVCache | None,
+        implementation: str | None,
+    ) -> "_Attention":
+        """A stream attends to itself, or to its region of the cache."""
+        own = cache is not None and cache.decodes == name
+        stored = cache.split_block if cache is not None and own else None
+        return cls._of(queries, queries.block, stored, implementation)
+
+    @classmethod
+    def _of(cls, queries, keys, stored, implementation) -> "_Attention":
+        key_block = keys if stored is None else stored
+        tables = make_tables(
+            queries.block, queries.horizon, key_block, implementation=implementation
+        )
+        return cls(queries, key_block, tables, stored is not None, implementation)
+
+    def __call__(self, q, keys, values, num_heads: int, layer: Int[Array, ""] | None):
+        attended = step_causal_attention(
+            q,
+            keys,
+            values,
+            self.queries.block,
+            self.queries.horizon,
+            self.key_block,
+            num_heads=num_heads,
+            layer=layer,
+            tables=self.tables,
+            implementation=self.implementation,
+        )
+        assert isinstance(attended, jax.Array)
+        return attended
+
+
 def _branch(layer: Layer, name: StreamName) -> Branch:
     return layer.understanding if name == "understanding" else layer.generation
 
 
-def _joint_layer(layer, index, x, layouts, keep, cache, attend_cache):
+def _joint_layer(layer, index, x, layouts, keep, cache, attention):
     """One attention over both streams; only the streams in `keep` go on behind it."""
     qkv = {name: _branch(layer, name).qkv(x[name], layouts[name].position) for name in x}
     if cache is not None:
@@ -111,24 +195,13 @@ def _joint_layer(layer, index, x, layouts, keep, cache, attend_cache):
             cache = cache.write_joint(index, name, *qkv[name][1:])
     if not keep:
         return {}, cache
-    tags = concatenate(*(layouts[name] for name in keep))
-    if cache is not None and attend_cache:
-        keys, values, key_block = cache.joint_keys, cache.joint_values, cache.block
+    if cache is not None and attention.cached:
+        keys, values = cache.joint_keys, cache.joint_values
     else:
         keys, values = (jnp.concatenate([qkv[name][i] for name in x], axis=1) for i in (1, 2))
-        key_block = concatenate(*(layouts[name] for name in x)).block
         index = None
-    attended = step_causal_attention(
-        jnp.concatenate([qkv[name][0] for name in keep], axis=1),
-        keys,
-        values,
-        tags.block,
-        tags.horizon,
-        key_block,
-        num_heads=layer.understanding.num_heads,
-        layer=index,
-    )
-    assert isinstance(attended, jax.Array)
+    queries = jnp.concatenate([qkv[name][0] for name in keep], axis=1)
+    attended = attention(queries, keys, values, layer.understanding.num_heads, index)
     result, start = {}, 0
     for name in keep:
         stop = start + x[name].shape[1]
@@ -137,27 +210,16 @@ def _joint_layer(layer, index, x, layouts, keep, cache, attend_cache):
     return result, cache
 
 
-def _split_layer(layer, index, x, layouts, cache, attend_cache):
+def _split_layer(layer, index, x, layouts, cache, attention):
     """Each stream attends to itself; the cache holds the stream that is decoded."""
     result = {}
     for name in x:
-        branch, tags = _branch(layer, name), layouts[name]
-        q, keys, values = branch.qkv(x[name], tags.position)
-        key_block, at = tags.block, None
+        branch, at = _branch(layer, name), None
+        q, keys, values = branch.qkv(x[name], layouts[name].position)
         if cache is not None and name == cache.decodes:
             cache = cache.write_split(index, keys, values)
-            if attend_cache:
-                keys, values, at = cache.split_keys, cache.split_values, index
-                key_block = cache.split_block
-        attended = step_causal_attention(
-            q,
-            keys,
-            values,
-            tags.block,
-            tags.horizon,
-            key_block,
-            num_heads=branch.num_heads,
-            layer=at,
-        )
+        if cache is not None and attention[name].cached:
+            keys, values, at = cache.split_keys, cache.split_values, index
+        attended = attention[name](q, keys, values, branch.num_heads, at)
         result[name] = layer.finish(branch, x[name], attended)
     return result, cache

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tiles of queries and keys a kernel has to compute: from tags alone, in jit, once a forward.
+
+A tile is skipped where nobody of it can be seen, computed without a mask where everybody is, and
+masked otherwise. The classes come from the least and largest tags of each tile, so they are exact
+for tokens sorted by (segment, block) and merely careful for others: an unsorted input computes more
+tiles and the same numbers.
+"""
+
+import dataclasses
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON, AnyArray
+
+SKIP, PARTIAL, FULL = 0, 1, 2
+FIRST, LAST = 1, 2  # flags of an entry: opens, closes its row
+CLASS_SHIFT, CLASS_BITS = 2, 2  # behind them, the class of each part of the tile
+MAX_PARTS = 14  # classes that fit into one word
+
+_LARGEST = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class TileSizes:
+    """Tokens of a tile.
+
+    Attributes:
+        queries, keys: what a program loads at a time.
+        part: keys that are classed, and computed, at a time; divides `keys`. Small parts skip
+            more, large tiles move faster.
+    """
+
+    queries: int
+    keys: int
+    part: int
+
+    def __post_init__(self):
+        if min(self.queries, self.keys, self.part) < 1 or self.keys % self.part:
+            raise ValueError(f"a tile of keys is a whole number of parts, got {self}.")
+        if self.keys // self.part > MAX_PARTS:
+            raise ValueError(f"a tile of keys has at most {MAX_PARTS} parts, got {self}.")
+
+
+@flax.struct.dataclass
+class TileList:
+    """The tiles to compute, row by row, as many as `count`; the arrays have room for all.
+
+    Attributes:
+        batch, row, col: where each tile lies.
+        flags: FIRST and LAST of its row, and the classes of its parts.
+        count: entries that are used. Every row has at least one, so that its output is written.
+    """
+
+    batch: Int[Array, " a"]
+    row: Int[Array, " a"]
+    col: Int[Array, " a"]
+    flags: Int[Array, " a"]
+    count: Int[Array, ""]
+
+
+@flax.struct.dataclass
+class Tables:
+    """Tile lists of one forward pass, shared by all its layers.
+
+    Attributes:
+        by_query: rows are tiles of queries: forward, and the gradient of the queries.
+        by_key: rows are tiles of keys: the gradient of keys and values.
+        sizes: static.
+    """
+
+    by_query: TileList
+    by_key: TileList
+    sizes: TileSizes = flax.struct.field(pytree_node=False)
+
+
+def make_tables(
+    query_block: Int[AnyArray, "b s"],
+    query_horizon: Int[AnyArray, "b s"],
+    key_block: Int[AnyArray, "b t"],
+    query_segment: Int[AnyArray, "b s"] | None = None,
+    key_segment: Int[AnyArray, "b t"] | None = None,
+    *,
+    sizes: TileSizes,
+) -> Tables:
+    """Returns the tile lists of one set of tags. Lengths need not be whole numbers of tiles."""
+    classes = part_classes(
+        query_block, query_horizon, key_block, query_segment, key_segment, sizes=sizes
+    )
+    return Tables(_tile_list(classes), _tile_list(classes.swapaxes(1, 2)), sizes)
+
+
+def part_classes(
+    query_block: Int[AnyArray, "b s"],
+    query_horizon: Int[AnyArray, "b s"],
+    key_block: Int[AnyArray, "b t"],
+    query_segment: Int[AnyArray, "b s"] | None = None,
+    key_segment: Int[AnyArray, "b t"] | None = None,
+    *,
+    sizes: TileSizes,
+) -> Int[Array, "b rows cols parts"]:
+    """Returns SKIP, PARTIAL or FULL of every part of every tile."""
+    blocks, horizons = (
+        padded_tags(tags, sizes.queries, fill)
+        for tags, fill in ((query_block, PAD_BLOCK), (query_horizon, PAD_HORIZON))
+    )
+    keys = padded_tags(key_block, sizes.keys, PAD_BLOCK)
+    real, key_real = (blocks != PAD_BLOCK), (keys != PAD_BLOCK)
+    q = {
+        "block": _Range.of(blocks, real, sizes.queries),
+        "horizon": _Range.of(horizons, real, sizes.queries),
+    }
+    k = _Range.of(keys, key_real, sizes.part)
+    # Broadcast queries down and keys across.
+    q = {name: jax.tree.map(lambda x: x[:, :, None], span) for name, span in q.items()}
+    k = jax.tree.map(lambda x: x[:, None], k)
+    meets = q["block"].any_real & k.any_real
+    one_segment = q["block"].all_real & k.all_real
+    if query_segment is not None and key_segment is not None:
+        segments = _Range.of(padded_tags(query_segment, sizes.queries, 0), real, sizes.queries)
+        theirs = _Range.of(padded_tags(key_segment, sizes.keys, 0), key_real, sizes.part)
+        a = jax.tree.map(lambda x: x[:, :, None], segments)
+        b = jax.tree.map(lambda x: x[:, None], theirs)
+        meets &= (a.least <= b.most) & (b.least <= a.most)
+        one_segment &= (a.least == b.most) & (b.least == a.most)
+    sees = (k.least <= q["horizon"].most) | (
+        (k.least <= q["block"].most) & (q["block"].least <= k.most)
+    )
+    all_see = (k.most <= q["horizon"].least) | (
+        (k.least == k.most) & (q["block"].least == k.most) & (q["block"].most == k.most)
+    )
+    classes = jnp.where(meets & sees, jnp.where(one_segment & all_see, FULL, PARTIAL), SKIP)
+    parts = sizes.keys // sizes.part
+    return classes.reshape(*classes.shape[:2], -1, parts)
+
+
+def padded_tags(tags: Int[AnyArray, "b s"], multiple: int, fill: int) -> Int[Array, "b s2"]:
+    """Returns tags filled up to a whole number of tiles."""
+    tags = jnp.asarray(tags, jnp.int32)
+    return jnp.pad(tags, ((0, 0), (0, -tags.shape[1] % multiple)), constant_values=fill)
+
+
+@flax.struct.dataclass
+class _Range:
+    """Least and largest tag of the real tokens of a tile; whether it has any, and others."""
+
+    least: Int[Array, "*n"]
+    most: Int[Array, "*n"]
+    any_real: Bool[Array, "*n"]
+    all_real: Bool[Array, "*n"]
+
+    @classmethod
+    def of(cls, tags: Int[Array, "b s"], real: Bool[Array, "b s"], size: int) -> "_Range":
+        tags, real = (x.reshape(x.shape[0], -1, size) for x in (tags, real))
+        return cls(
+            jnp.where(real, tags, _LARGEST).min(axis=-1),
+            jnp.where(real, tags, -_LARGEST).max(axis=-1),
+            real.any(axis=-1),
+            real.all(axis=-1),
+        )
+
+
+def _tile_list(classes: Int[Array, "b rows cols parts"]) -> TileList:
+    cols, parts = classes.shape[2:]
+    active = (classes != SKIP).any(axis=-1)
+    # A row without any gets one, whose parts are all skipped.
+    alone = ~active.any(axis=-1, keepdims=True) & (jnp.arange(cols) == 0)[None, None]
+    active |= alone
+    so_far = jnp.cumsum(active, axis=-1)
+    first, last = so_far == 1, so_far == so_far[..., -1:]
+    flags = first * FIRST + last * LAST
+    for part in range(parts):
+        flags += classes[..., part] << (CLASS_SHIFT + CLASS_BITS * part)
+    (at,) = jnp.nonzero(active.reshape(-1), size=active.size, fill_value=0)
+    b, row, col = jnp.unravel_index(at, active.shape)
+    return TileList(
+        *(x.astype(jnp.int32) for x in (b, row, col, flags.reshape(-1)[at], active.sum()))
+    )
+
+
+def active_share(tables: Tables) -> Array:
+    """Returns the share of all parts of tiles that are computed, padding included; for reports."""
+    flags, parts = tables.by_query.flags, tables.sizes.keys // tables.sizes.part
+    used = jnp.arange(flags.size) < tables.by_query.count
+    shifts = CLASS_SHIFT + CLASS_BITS * jnp.arange(parts)
+    classes = (flags[:, None] >> shifts[None]) & (2**CLASS_BITS - 1)
+    return ((classes != SKIP) & used[:, None]).sum() / (flags.size * parts)

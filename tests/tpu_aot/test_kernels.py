@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The TPU kernels compiled for TPUs that are only described: no hardware, `libtpu` alone."""
+
+import importlib.util
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sparse_lavida_jax.kernels import attention, pallas_tpu
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="compiling for TPUs needs libtpu: pip install 'jax[tpu]' (or the libtpu of your jax)",
+)
+HEADS, HEAD_DIM = 32, 128
+
+
+def described(topology: str):
+    """A sharding on one chip of a TPU that is not there."""
+    from jax.experimental import topologies
+
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # its lock file stops a second one
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # asks the network for what is not there
+    chips = topologies.get_topology_desc(topology, "tpu").devices
+    mesh = jax.sharding.Mesh(np.array(chips[:1]), ("one",))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+def test_forward_and_backward_fit_at_the_shipped_tiles(topology):
+    """A row of 4,096 tokens of the full model; running out of vector memory fails to compile."""
+    length, sharding = 4096, described(topology)
+    sizes = attention.tile_sizes(length, length)
+    shape = pallas_tpu.Shape(HEADS, HEADS, HEAD_DIM, HEAD_DIM**-0.5, sizes)
+
+    def attend(q, k, v, tags, pulled):
+        def kernel(q, k, v):
+            return pallas_tpu.attention(q, k, v, *tags, None, None, shape=shape)
+
+        (out, lse), pull_back = jax.vjp(kernel, q, k, v)
+        return out, pull_back((pulled, jnp.zeros_like(lse)))
+
+    wide = jax.ShapeDtypeStruct((1, length, HEADS * HEAD_DIM), jnp.bfloat16, sharding=sharding)
+    tag = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=sharding)
+    program = jax.jit(attend).lower(wide, wide, wide, (tag,) * 3, wide).compile()
+    hlo = program.as_text()
+    for name in ("step_causal_attention", "step_causal_attention_dq", "step_causal_attention_dkv"):
+        assert name in hlo
+    one = length * HEADS * HEAD_DIM * 2
+    # Memory is linear in the length: a dense mask or logits would be 16 times as large.
+    assert program.memory_analysis().temp_size_in_bytes < 5 * one
+
+
+def test_a_decode_step_reads_its_layer_of_the_cache_in_place():
+    """No copy, and no slice, of the keys of a layer: the kernel is given the stacked cache."""
+    layers, slots, queries, sharding = 4, 1536, 256, described("v5p:2x2x1")
+    shape = pallas_tpu.Shape(
+        HEADS, HEADS, HEAD_DIM, HEAD_DIM**-0.5, attention.tile_sizes(queries, slots)
+    )
+
+    def attend(q, k, v, tags, layer):
+        return pallas_tpu.attention(q, k, v, *tags, None, None, shape=shape, layer=layer)[0]
+
+    def given(size, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(size, dtype, sharding=sharding)
+
+    wide = HEADS * HEAD_DIM
+    cache = given((layers, 1, slots, wide))
+    tags = tuple(given((1, n), jnp.int32) for n in (queries, queries, slots))
+    program = jax.jit(attend).lower(
+        given((1, queries, wide)), cache, cache, tags, given((), jnp.int32)
+    ).compile()  # fmt: skip
+    assert program.memory_analysis().temp_size_in_bytes < slots * wide * 2

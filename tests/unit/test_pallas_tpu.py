@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The TPU kernels, interpreted, against the dense reference: forward, gradients, any tags."""
+
+import functools
+
+import einops
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+import traces
+
+from sparse_lavida_jax.kernels import pallas_tpu, tables
+from sparse_lavida_jax.kernels.attention import step_causal_attention, tile_sizes
+from sparse_lavida_jax.kernels.reference import NOTHING_SEEN_LSE, attention_reference
+from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON, is_padding, visible
+
+SIZES = tables.TileSizes(queries=16, keys=32, part=16)
+S, T = 40, 70  # neither a whole number of tiles
+TOLERANCE = 2e-6
+
+
+def horizons(block, num_clean):
+    return np.where(block == PAD_BLOCK, PAD_HORIZON, np.minimum(block, num_clean))
+
+
+def sorted_tags(rng):
+    block = np.sort(rng.integers(0, 7, (2, T)), axis=1)
+    return block[:, :S], horizons(block, 3)[:, :S], block, None, None
+
+
+def unsorted_tags(rng):
+    block = rng.integers(0, 7, (2, T))
+    return block[:, -S:], horizons(block, 3)[:, -S:], block, None, None
+
+
+def padded_tags(rng):
+    """Padding in the middle and at the end, a whole tile of it too, and a row of nothing else."""
+    query_block, _, block, *_ = sorted_tags(rng)
+    block[:, 5:9], block[:, -20:], query_block[:, 16:35] = PAD_BLOCK, PAD_BLOCK, PAD_BLOCK
+    query_block[1] = PAD_BLOCK
+    return query_block, horizons(query_block, 3), block, None, None
+
+
+def packed_tags(rng):
+    segment = np.sort(rng.integers(0, 3, (2, T)), axis=1)
+    block = np.concatenate([np.sort(rng.integers(0, 5, (2, T // 2)), axis=1)] * 2, axis=1)
+    return block[:, :S], horizons(block, 2)[:, :S], block, segment[:, :S], segment
+
+
+def one_block(rng):
+    del rng
+    block = np.zeros((2, T), int)
+    return block[:, :S], block[:, :S], block, None, None
+
+
+def cache_tags(rng):
+    """[cache | new | decode | registers]: empty slots, then the step's own tokens."""
+    block = np.full((2, T), PAD_BLOCK)
+    block[:, :9], block[:, 9:20], block[:, 20:30], block[:, 30:45] = 0, 1, 2, 3
+    query_block = np.concatenate([block[:, 20:45], np.full((2, S - 25), PAD_BLOCK)], axis=1)
+    return query_block, horizons(query_block, 2), block, None, None
+
+
+def nothing_seen(rng):
+    """Queries whose own block has no key and whose horizon comes before all."""
+    block = np.sort(rng.integers(2, 7, (2, T)), axis=1)
+    query_block = np.full((2, S), 9)
+    query_block[:, ::3] = 4
+    return query_block, np.full((2, S), 1), block, None, None
+
+
+TAGS = {
+    f.__name__: f
+    for f in (
+        sorted_tags, unsorted_tags, padded_tags, packed_tags, one_block, cache_tags, nothing_seen
+    )
+}  # fmt: skip
+
+
+def as_arrays(tags):
+    return tuple(None if tag is None else jnp.asarray(tag, jnp.int32) for tag in tags)
+
+
+def draw(rng, heads, kv_heads, head_dim, dtype=jnp.float32):
+    shapes = [(2, S, heads), (2, T, kv_heads), (2, T, kv_heads), (2, S, heads)]
+    return tuple(jnp.asarray(rng.normal(size=(b, s, h * head_dim)), dtype) for b, s, h in shapes)
+
+
+def shape_of(heads, kv_heads, head_dim, sizes=SIZES, interpret=True):
+    return pallas_tpu.Shape(heads, kv_heads, head_dim, head_dim**-0.5, sizes, interpret)
+
+
+def reference(q, k, v, tags, head_dim):
+    split = functools.partial(einops.rearrange, pattern="b t (h d) -> b t h d", d=head_dim)
+    out, lse = attention_reference(split(q), split(k), split(v), *tags, head_dim**-0.5)
+    return einops.rearrange(out, "b t h d -> b t (h d)"), lse
+
+
+@functools.partial(jax.jit, static_argnames="shape")
+def kernel_and_gradients(q, k, v, pulled, pulled_lse, tags, shape):
+    def attend(q, k, v):
+        return pallas_tpu.attention(q, k, v, *tags, shape=shape)
+
+    found, pull_back = jax.vjp(attend, q, k, v)
+    return found, pull_back((pulled, pulled_lse))
+
+
+@functools.partial(jax.jit, static_argnames="head_dim")
+def reference_and_gradients(q, k, v, pulled, pulled_lse, tags, head_dim):
+    found, pull_back = jax.vjp(lambda *qkv: reference(*qkv, tags, head_dim), q, k, v)
+    return found, pull_back((pulled, pulled_lse))
+
+
+@pytest.mark.parametrize("name", TAGS)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(2, 2, 8), (4, 2, 8), (1, 1, 128)])
+def test_output_and_gradients_are_those_of_the_reference(name, heads, kv_heads, head_dim):
+    rng = np.random.default_rng(0)
+    tags = as_arrays(TAGS[name](rng))
+    *qkv, pulled = draw(rng, heads, kv_heads, head_dim)
+    seen = np.asarray(reference(*qkv, tags, head_dim)[1]) < NOTHING_SEEN_LSE
+    pulled_lse = jnp.asarray(rng.normal(size=seen.shape) * seen, jnp.float32)
+    (out, lse), gradients = kernel_and_gradients(
+        *qkv, pulled, pulled_lse, tags, shape_of(heads, kv_heads, head_dim)
+    )
+    (wanted, wanted_lse), wanted_gradients = reference_and_gradients(
+        *qkv, pulled, pulled_lse, tags, head_dim
+    )
+    np.testing.assert_allclose(out, wanted, rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(lse, wanted_lse, rtol=1e-6, atol=TOLERANCE)
+    assert not np.asarray(out)[~seen.any(axis=1)].any()
+    for found, expected in zip(gradients, wanted_gradients, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=2e-6, atol=3 * TOLERANCE)
+
+
+def test_bfloat16_is_close_and_gives_the_same_bits_twice():
+    rng = np.random.default_rng(0)
+    tags = as_arrays(packed_tags(rng))
+    *qkv, pulled = draw(rng, 2, 2, 8, jnp.bfloat16)
+    nothing = jnp.zeros((2, 2, S))
+    asked = (*qkv, pulled, nothing, tags)
+    first, again = (kernel_and_gradients(*asked, shape_of(2, 2, 8)) for _ in range(2))
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    wide = (x.astype(jnp.float32) for x in (*qkv, pulled))
+    wanted = reference_and_gradients(*wide, nothing, tags, 8)
+    for found, expected in zip(jax.tree.leaves(first), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=2e-2, atol=6e-2)
+
+
+def any_tags(length):
+    block = st.one_of(st.integers(0, 4), st.just(PAD_BLOCK))
+    return st.lists(block, min_size=length, max_size=length)
+
+
+@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.given(any_tags(S), any_tags(T), st.integers(-1, 4), st.integers(1, T))
+def test_whatever_the_tags(query_block, key_block, num_clean, run):
+    """Runs of equal tags as well, so that whole tiles are skipped or full."""
+    query_block = np.repeat(query_block, run)[None, :S].repeat(2, axis=0)
+    key_block = np.repeat(key_block, run)[None, :T].repeat(2, axis=0)
+    tags = as_arrays((query_block, horizons(query_block, num_clean), key_block, None, None))
+    *qkv, pulled = draw(np.random.default_rng(0), 1, 1, 8)
+    nothing = jnp.zeros((2, 1, S))
+    found = kernel_and_gradients(*qkv, pulled, nothing, tags, shape_of(1, 1, 8))
+    wanted = reference_and_gradients(*qkv, pulled, nothing, tags, 8)
+    for ours, expected in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=2e-6, atol=3 * TOLERANCE)
+
+
+@pytest.mark.parametrize("name", TAGS)
+def test_tiles_are_classed_as_everybody_in_them_sees(name):
+    tags = as_arrays(TAGS[name](np.random.default_rng(1)))
+    query_block, query_horizon, key_block, query_segment, key_segment = (
+        None if tag is None else np.asarray(tag) for tag in tags
+    )
+    sees = np.asarray(visible(
+        query_block[:, :, None], query_horizon[:, :, None], key_block[:, None],
+        *(() if query_segment is None else (query_segment[:, :, None], key_segment[:, None])),
+    ))  # fmt: skip
+    real = ~np.asarray(is_padding(query_block))[:, :, None]
+    sees = np.pad(sees & real, ((0, 0), (0, -S % 16), (0, -T % 32)))
+    parts = einops.rearrange(sees, "b (i q) (j k) -> b i j q k", q=16, k=16)
+    classes = np.asarray(tables.part_classes(*tags, sizes=SIZES)).reshape(parts.shape[:3])
+    assert (classes[parts.any(axis=(-2, -1))] != tables.SKIP).all()
+    assert parts[classes == tables.FULL].all()
+    if name in ("sorted_tags", "one_block", "cache_tags"):  # and none is computed for nothing
+        assert parts.any(axis=(-2, -1))[classes != tables.SKIP].all()
+        assert (classes[parts.all(axis=(-2, -1))] == tables.FULL).all()
+
+
+def test_every_row_of_tiles_is_opened_and_closed_once():
+    made = tables.make_tables(*as_arrays(padded_tags(np.random.default_rng(0))), sizes=SIZES)
+    for tile_list, rows in ((made.by_query, 2 * 3), (made.by_key, 2 * 3)):
+        used = slice(int(tile_list.count))
+        place = np.stack([tile_list.batch, tile_list.row])[:, used]
+        flags = np.asarray(tile_list.flags)[used]
+        assert len(np.unique(place, axis=1).T) == rows
+        for flag in (tables.FIRST, tables.LAST):
+            opened = place[:, flags & flag != 0]
+            assert opened.shape[1] == rows == len(np.unique(opened, axis=1).T)
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_the_entry_runs_the_kernel_on_a_layer_of_a_stacked_cache(layer):
+    rng = np.random.default_rng(0)
+    tags = as_arrays(cache_tags(rng))[:3]
+    q, _, _, _ = draw(rng, 2, 2, 8)
+    k, v = (jnp.asarray(rng.normal(size=(3, 2, T, 16)), jnp.float32) for _ in range(2))
+    attend = functools.partial(
+        step_causal_attention, num_heads=2, layer=jnp.int32(layer), return_lse=True
+    )
+    found = attend(q, k, v, *tags, implementation="pallas_tpu")
+    wanted = attend(q, k, v, *tags, implementation="reference")
+    for ours, expected in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=1e-6, atol=TOLERANCE)
+
+
+def test_tables_of_other_tiles_are_refused():
+    rng = np.random.default_rng(0)
+    tags = as_arrays(sorted_tags(rng))
+    other = tables.make_tables(*tags, sizes=tables.TileSizes(8, 8, 8))
+    *qkv, _ = draw(rng, 1, 1, 8)
+    with pytest.raises(ValueError, match="the tables are of"):
+        pallas_tpu.attention(*qkv, *tags, shape=shape_of(1, 1, 8), tables=other)
+
+
+@pytest.mark.parametrize("sizes", [(16, 24, 16), (0, 16, 16), (16, 15 * 16, 16)])
+def test_tiles_that_do_not_fit_together_are_refused(sizes):
+    with pytest.raises(ValueError, match="parts"):
+        tables.TileSizes(*sizes)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "sizes"),
+    [((1024, 2048), (512, 1024, 256)), ((96, 1400), (128, 128, 128)),
+     ((200, 1536), (256, 512, 256))],
+)  # fmt: skip
+def test_tiles_are_the_largest_that_fill_up_no_further(lengths, sizes):
+    assert tile_sizes(*lengths) == tables.TileSizes(*sizes)
+
+
+@pytest.mark.parametrize("kind", ["image", "text"])
+def test_a_model_samples_on_the_kernel_what_it_samples_on_the_reference(kind):
+    """Cache, split layers and an edit's source cells; logits of every step."""
+    found = {}
+    for name in ("reference", "pallas_tpu"):
+        settings = tiny.model_settings(attention_implementation=name)
+        requests = [tiny.request(kind, settings, 0, words=3, vision=True, source=True)]
+        asked = traces.settings_of("sparse", kind, settings)
+        plan = traces.plan(requests, asked, num_steps=2)
+        found[name], _ = traces.moments(tiny.denoiser(settings), requests, plan, asked)
+    for ours, expected in zip(found["pallas_tpu"], found["reference"], strict=True):
+        np.testing.assert_allclose(ours.logits, expected.logits, rtol=0, atol=2e-5)
