@@ -4,6 +4,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sparse_lavida_jax.conversation import Conversation as Conversation
     from sparse_lavida_jax.pipeline import SparseLaViDa as SparseLaViDa
 
 __version__ = "0.1.0"
@@ -15,4 +16,8 @@ def __getattr__(name: str) -> Any:
         from sparse_lavida_jax.pipeline import SparseLaViDa
 
         return SparseLaViDa
+    if name == "Conversation":
+        from sparse_lavida_jax.conversation import Conversation
+
+        return Conversation
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,36 +1,318 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The `sparse-lavida` command: `main` with fewer words to type.
+r"""The `sparse-lavida` command: every task, and the modes of `main`.
 
+    sparse-lavida generate "a red circle above a blue square" --out out.png
+    sparse-lavida ask out.png "how many squares are there?"
     sparse-lavida convert LaViDa-O-v1.0 models/lavida-o
     sparse-lavida verify models/lavida-o
     sparse-lavida export runs/mine for-pytorch
 
-Every setting of `main` may follow as --name=value.
+`sparse-lavida COMMAND --help` shows an example and all options. Exit codes: 0 done, 2 a mistake in
+what was asked, 1 what the machine could not do, such as a full disk.
 """
 
+import argparse
+import dataclasses
+import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from sparse_lavida_jax import checkpoint, config
 from sparse_lavida_jax import main as full
+from sparse_lavida_jax.data.task_prompts import RequestError
+from sparse_lavida_jax.main import DEFAULT_MODEL, UsageError
+from sparse_lavida_jax.pictures import PictureError
 
-COMMANDS = {mode: list(folders) for mode, folders in full.FOLDERS.items()}
+# Modes of `main`, with what may be given without its name.
+MODES = {"train": ["config"], "evaluate": ["checkpoint"]} | {
+    mode: list(folders) for mode, folders in full.FOLDERS.items()
+}
+MISTAKE, FAILURE, STOPPED = 2, 1, 130
+MISTAKES = (
+    UsageError, RequestError, PictureError, config.ConfigError, checkpoint.CheckpointError,
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A command: what it does, an example, and which groups of options it has."""
+
+    does: str
+    example: str
+    add: tuple[Callable[[argparse.ArgumentParser], None], ...]
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence."""
+
+    def error(self, message: str):
+        raise UsageError(f"{message.rstrip('.')}. See `{self.prog} --help`.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line, `sys.argv` by default, and returns the exit code."""
     program, *words = sys.argv if argv is None else argv
-    if not words or words[0] not in COMMANDS:
-        wanted = words and words[0] not in ("help", "-h", "--help")
-        print(__doc__, file=sys.stderr if wanted else sys.stdout)
-        if wanted:
-            print(f"sparse_lavida_jax: there is no command {words[0]!r}.", file=sys.stderr)
-        return full.MISTAKE if wanted else 0
-    mode, *rest = words
-    folders = [word for word in rest if not word.startswith("-")]
-    settings = [word for word in rest if word.startswith("-")]
-    names = COMMANDS[mode]
-    named = [f"--{name}={folder}" for name, folder in zip(names, folders, strict=False)]
-    return full.main([program, f"--mode={mode}", *named, *settings, *folders[len(names) :]])
+    if not words or words[0] in ("help", "-h", "--help"):
+        print(_overview())
+        return 0
+    name, *rest = words
+    if name in MODES:
+        return full.main([program, *_mode_words(name, rest)])
+    if name not in COMMANDS:
+        print(_overview(), file=sys.stderr)
+        print(f"sparse_lavida_jax: there is no command {name!r}.", file=sys.stderr)
+        return MISTAKE
+    if "--debug" in rest:
+        return _run(name, rest)
+    try:
+        return _run(name, rest)
+    except MISTAKES as error:
+        return _told(str(error), MISTAKE)
+    except OSError as error:
+        return _told(str(error), FAILURE)
+    except MemoryError:
+        return _told("there is not enough memory: ask for fewer pictures at once.", FAILURE)
+    except KeyboardInterrupt:
+        return _told("stopped.", STOPPED)
+    except Exception as error:  # ours to mend, yet no page of traceback for a person
+        if "RESOURCE_EXHAUSTED" in str(error):
+            return _told("the device has not enough memory: lower --batch-size.", FAILURE)
+        said = f"{type(error).__name__}: {error}"
+        return _told(f"an error of the program: {said} Run it with --debug to see where.", FAILURE)
+
+
+def _run(name: str, words: Sequence[str]) -> int:
+    try:
+        asked = _parser(name).parse_args(words)
+    except SystemExit:  # --help
+        return 0
+    from sparse_lavida_jax import commands  # takes seconds
+
+    return commands.run(name, asked)
+
+
+def _told(sentence: str, code: int) -> int:
+    print(f"sparse_lavida_jax: {' '.join(sentence.split())}", file=sys.stderr)
+    return code
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    tasks = (f"    {name:{width}}  {command.does}" for name, command in COMMANDS.items())
+    modes = f"    {', '.join(MODES)}: as --mode of `python -m sparse_lavida_jax.main`"
+    return "\n".join([__doc__ or "", "Commands:", "", *tasks, modes])
+
+
+def _mode_words(mode: str, words: Sequence[str]) -> list[str]:
+    """Returns a command line of `main`: what stands without a name gets it."""
+    plain = [word for word in words if not word.startswith("-")]
+    settings = [word for word in words if word.startswith("-")]
+    names = MODES[mode]
+    named = [f"--{name}={value}" for name, value in zip(names, plain, strict=False)]
+    return [f"--mode={mode}", *named, *settings, *plain[len(names) :]]
+
+
+# ---------------------------------------------------------------------------------------------
+# Options.
+
+
+def _size(text: str) -> tuple[int, int]:
+    """Reads `512` or `512x768`, height first."""
+    height, _, width = text.partition("x")
+    return int(height), int(width or height)
+
+
+def _box(text: str) -> tuple[float, ...]:
+    """Reads `x1,y1,x2,y2`."""
+    return tuple(map(float, text.split(",")))
+
+
+# argparse names these in its messages.
+_size.__name__, _box.__name__ = "size such as 512x512", "box such as 16,16,48,48"
+
+
+def _model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--checkpoint", default=None,
+        help=f"a model folder, a run directory or a bundled model; by default {DEFAULT_MODEL}",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=int, default=None, help="of the first row; by default 0")
+    parser.add_argument("--batch-size", type=int, default=16, help="most rows decoded together")
+    parser.add_argument("--json", action="store_true", help="print results for programs")
+    parser.add_argument("--debug", action="store_true", help="show where an error comes from")
+
+
+def _sampling(parser: argparse.ArgumentParser) -> None:
+    presets = ", ".join((*config.PRESETS, *config.TEXT_PRESETS))
+    parser.add_argument("--steps", type=int, help="of a picture, or of a text block")
+    parser.add_argument("--sampler", metavar="PRESET", help=f"one of {presets}")
+    parser.add_argument("--registers", type=int, help="how many are passed; by default as trained")
+    parser.add_argument("--temperature", type=float, help="0: the most probable")
+
+
+def _drawing(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out.png"))
+    parser.add_argument("--num-images", type=int, default=1, metavar="N", help="of each prompt")
+    parser.add_argument("--guidance", type=float, help="scale of classifier-free guidance; 0: none")
+    parser.add_argument("--order", help="in which cells are decoded: stratified, halton, ...")
+    parser.add_argument("--grid", action="store_true", help="all pictures on one sheet")
+    parser.add_argument(
+        "--save-steps", type=pathlib.Path, metavar="GIF", help="the unmasking of the first picture"
+    )
+    plan = parser.add_mutually_exclusive_group()
+    plan.add_argument("--plan", help="the layout to follow, in place of the model's own")
+    plan.add_argument("--no-plan", action="store_true", help="do not lay the picture out first")
+
+
+def _batch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--batch", type=pathlib.Path, metavar="FILE",
+        help='.txt: a prompt a line; .jsonl: {"prompt": ..., "picture": ..., "seed": ...} a line',
+    )  # fmt: skip
+
+
+def _prompt(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", nargs="?", help="in words")
+
+
+def _needed_prompt(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", help="in words")
+
+
+def _picture(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("picture", nargs="?", help="PNG, JPEG or WebP")
+
+
+def _needed_picture(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("picture", help="PNG, JPEG or WebP")
+
+
+def _shown(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--picture", help="that the text is about")
+
+
+def _generate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--size", type=_size, help="height x width in pixels, such as 512x512")
+    parser.add_argument("--replay", type=pathlib.Path, metavar="PNG", help="draw this one again")
+
+
+def _inpaint(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--mask", type=pathlib.Path, help="white where to draw")
+    where.add_argument("--box", type=_box, help="where to draw: x1,y1,x2,y2 in pixels")
+
+
+def _outpaint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--box", type=_box, help="where the picture stands in the new one")
+
+
+def _tokens(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--max-new-tokens", type=int, help="room for the answer")
+
+
+def _caption(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--template", help="the text with gaps: ___ one token, {4} four")
+    parser.add_argument("--words", nargs="+", default=[], help="that must occur, in this order")
+
+
+def _ground(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("phrases", nargs="+", help="what to find")
+    parser.add_argument("--out", type=pathlib.Path, help="the picture with the boxes in it")
+
+
+def _reflect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", help="in words")
+    parser.add_argument("--rounds", type=int, default=3, help="most pictures drawn")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out.png"))
+    parser.add_argument("--guidance", type=float, help="scale of classifier-free guidance; 0: none")
+    parser.add_argument("--order", help="in which cells are decoded: stratified, halton, ...")
+
+
+def _replay(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("replay", type=pathlib.Path, metavar="PNG", help="to draw again")
+    parser.add_argument("--picture", help="that it was drawn after; by default the file recorded")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out.png"))
+
+
+def _chat(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--picture", help="on the table at first")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("turns"), help="a folder")
+
+
+def _json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print it for programs")
+    parser.add_argument("--debug", action="store_true", help="show where an error comes from")
+
+
+_CIRCLE = '"a red circle above a blue square"'
+COMMANDS = {
+    "generate": Command(
+        "draw pictures", f"generate {_CIRCLE} --out out.png --save-steps steps.gif",
+        (_prompt, _generate, _drawing, _batch, _sampling, _model),
+    ),
+    "edit": Command(
+        "change a picture as told", 'edit out.png "make the red circle green" --out edited.png',
+        (_picture, _prompt, _drawing, _batch, _sampling, _model),
+    ),
+    "inpaint": Command(
+        "draw a part of a picture anew",
+        f"inpaint out.png {_CIRCLE} --box 0,0,48,48 --out inpainted.png",
+        (_needed_picture, _needed_prompt, _inpaint, _drawing, _sampling, _model),
+    ),
+    "outpaint": Command(
+        "draw what surrounds a picture",
+        f"outpaint cut.png {_CIRCLE} --box 16,16,80,80 --out outpainted.png",
+        (_needed_picture, _needed_prompt, _outpaint, _drawing, _sampling, _model),
+    ),
+    "reflect": Command(
+        "draw, judge what was drawn, and draw again", f"reflect {_CIRCLE} --rounds 3 --out out.png",
+        (_reflect, _sampling, _model),
+    ),
+    "ask": Command(
+        "answer a question about a picture", 'ask out.png "how many squares are there?"',
+        (_picture, _prompt, _tokens, _batch, _sampling, _model),
+    ),
+    "reason": Command(
+        "answer a question step by step",
+        'reason out.png "how many red things plus how many squares?"',
+        (_picture, _prompt, _tokens, _batch, _sampling, _model),
+    ),
+    "caption": Command(
+        "describe a picture, freely or in given words",
+        'caption out.png --template "a ___ red circle and a ___ ___ square"',
+        (_needed_picture, _caption, _sampling, _model),
+    ),
+    "infill": Command(
+        "fill the gaps of a text", 'infill "a red circle is ___ {2} blue square" --picture out.png',
+        (_needed_prompt, _shown, _sampling, _model),
+    ),
+    "ground": Command(
+        "find things in a picture", 'ground out.png "red circle" "blue square" --out boxes.png',
+        (_needed_picture, _ground, _sampling, _model),
+    ),
+    "chat": Command(
+        "do what each line of the input says: a task and its words",
+        "chat --out turns < lines.txt", (_chat, _sampling, _model),
+    ),
+    "replay": Command(
+        "draw a picture again, bit for bit", "replay out.png --out again.png", (_replay, _model)
+    ),
+    "doctor": Command("say what is installed and what fits", "doctor", (_json,)),
+}  # fmt: skip
+
+
+def _parser(name: str) -> Parser:
+    command = COMMANDS[name]
+    parser = Parser(
+        prog=f"sparse-lavida {name}",
+        description=f"{command.does.capitalize()}.",
+        epilog=f"example: sparse-lavida {command.example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    for add in command.add:
+        add(parser)
+    return parser
 
 
 if __name__ == "__main__":

@@ -186,7 +186,7 @@ def grid_of(size: Sequence[int] | None, side: int, model: config.Model) -> tuple
     return height // step, width // step
 
 
-def hole(picture: Picture, mask: Any, box: Sequence[float] | None) -> Bool[np.ndarray, "h w"]:
+def hole(picture: Picture, mask: Any, box: Sequence[int | float] | None) -> Bool[np.ndarray, "h w"]:
     """Returns which pixels of a picture a mask or a box wants drawn.
 
     Raises:
@@ -216,7 +216,7 @@ def untouched(pixels: Bool[np.ndarray, "h w"], grid: int) -> Grid:
 
 
 def inner_box(
-    picture: Picture, box: Sequence[float] | None, side: int, step: int
+    picture: Picture, box: Sequence[int | float] | None, side: int, step: int
 ) -> tuple[int, int, int, int]:
     """Returns where a picture stands in a new one, moved outwards to whole cells.
 

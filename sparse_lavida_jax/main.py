@@ -38,6 +38,7 @@ FOLDERS = {  # flags that these modes need, and what they name
     "verify": {"src": "a model folder or run directory"},
 }
 SAMPLE_TASKS = ("draw", "edit", "ask", "point")
+DEFAULT_MODEL = "scenes"
 MISTAKE = 2
 
 

@@ -19,7 +19,7 @@ from jaxtyping import Bool, UInt8
 from PIL import Image, ImageDraw, ImageOps, PngImagePlugin
 
 Picture = UInt8[np.ndarray, "_h _w 3"]  # each of its own size
-Box = tuple[float, float, float, float]  # x1, y1, x2, y2 in pixels
+Box = tuple[int | float, int | float, int | float, int | float]  # x1, y1, x2, y2 in pixels
 
 MOST_PIXELS = 2**26  # 8192 x 8192; refused beyond, before anything is decoded
 FORMATS = ("PNG", "JPEG", "WEBP")
@@ -165,7 +165,7 @@ def check_mask(mask: Any, like: Picture, name: str = "the mask") -> Bool[np.ndar
     return mask
 
 
-def check_box(box: Sequence[float], size: tuple[int, int]) -> Box:
+def check_box(box: Sequence[int | float], size: tuple[int, int]) -> Box:
     """Returns a box x1, y1, x2, y2 that spans an area inside a picture of `size` (width, height).
 
     Raises:

@@ -7,6 +7,7 @@
     print(pipe.ask(edited, "how many squares are there?").text)
 
 Every task takes one thing or a list of them, and returns one `Result` with an entry for each.
+`conversation.Conversation` lets tasks take turns.
 """
 
 import contextlib
@@ -69,6 +70,7 @@ Words = str | Sequence[str]
 
 SEED_STRIDE = 1_000_003  # between the rounds of "reflect", so that rows do not share noise
 ROUNDS = 3
+MASKED_GREY = 168  # of cells that are not decoded yet, in previews
 
 
 class SparseLaViDa:
@@ -211,7 +213,7 @@ class SparseLaViDa:
         prompt: Words,
         *,
         mask: Any = None,
-        box: Sequence[float] | None = None,
+        box: Sequence[int | float] | None = None,
         num_images: int = 1,
         plan: bool | Words | None = None,
         seed: int | Sequence[int] = 0,
@@ -238,7 +240,7 @@ class SparseLaViDa:
         shown: Shown | Sequence[Shown],
         prompt: Words,
         *,
-        box: Sequence[float] | None = None,
+        box: Sequence[int | float] | None = None,
         num_images: int = 1,
         plan: bool | Words | None = None,
         seed: int | Sequence[int] = 0,
@@ -325,6 +327,15 @@ class SparseLaViDa:
         bucket = Bucket(record["bucket"]["rows"], tuple(record["bucket"]["prompt_len"]))
         plan = False if record["plan"] is None else record["plan"]
         return self._paint(task, rows, [record["recipe"]], plan, sampling, None, bucket)
+
+    def preview(self, cells: Int[np.ndarray, "l g"]) -> Picture:
+        """Returns a square picture of which cells are still masked: those are grey."""
+        masked = (cells == self.settings.model.image_mask_id).any(axis=-1)
+        side = math.isqrt(len(cells))
+        (picture,) = self._codec.decode(np.where(masked[:, None], 0, cells)[None], side)
+        step = picture.shape[0] // side
+        hidden = masked.reshape(side, side).repeat(step, axis=0).repeat(step, axis=1)
+        return np.where(hidden[..., None], np.uint8(MASKED_GREY), picture)
 
     # -- tasks: text and boxes --------------------------------------------------------------
 
@@ -754,14 +765,14 @@ class SparseLaViDa:
         """Pixels a side of a cell."""
         return self._codec.picture_size // self.settings.model.grid_size
 
-    def _kept(self, picture: Picture, mask: Any, box: Sequence[float] | None) -> Grid:
+    def _kept(self, picture: Picture, mask: Any, box: Sequence[int | float] | None) -> Grid:
         """Returns which cells of a picture on its canvas neither a mask nor a box touches."""
         wanted = hole(picture, mask, box)
         if isinstance(self.prompts, ChatPrompts):  # its canvas is the picture in a square
             wanted = squared(wanted)
         return untouched(wanted, self.settings.model.grid_size)
 
-    def _inner_box(self, picture: Picture, box: Sequence[float] | None) -> list[int]:
+    def _inner_box(self, picture: Picture, box: Sequence[int | float] | None) -> list[int]:
         return [*inner_box(picture, box, self._codec.picture_size, self._cell_side)]
 
     # -- the machinery: text ----------------------------------------------------------------

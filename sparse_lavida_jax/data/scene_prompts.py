@@ -23,7 +23,7 @@ from sparse_lavida_jax.data.task_prompts import (
 )
 
 Picture = UInt8[np.ndarray, "_h _w 3"]
-Box = tuple[float, float, float, float]  # x1, y1, x2, y2 in pixels
+Box = tuple[int | float, int | float, int | float, int | float]  # x1, y1, x2, y2 in pixels
 Grid = Bool[np.ndarray, "y x"]
 
 # What a checkpoint must have been trained on to be asked for a task.

@@ -28,7 +28,8 @@ LEVELS = [
     {"evals"},
     {"report", "bench", "train_vq"},
     {"train"},
-    {"main", "cli"},
+    {"conversation", "doctor"},
+    {"main", "cli", "commands"},
 ]
 FOREIGN = {"torch", "tensorflow", "transformers", "diffusers", "pickle", "yaml"}
 MODULES_TAKEN_APART = re.compile(

@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every task from the command line, on a tiny model with arbitrary weights."""
+
+import io
+import json
+import sys
+
+import numpy as np
+import pytest
+import stand_ins
+import tiny
+from PIL import Image
+
+from sparse_lavida_jax import checkpoint, cli, main, pictures
+from sparse_lavida_jax.data import grammar, scenes, tasks
+from sparse_lavida_jax.data.text import SHIPPED
+from sparse_lavida_jax.models import vq
+from sparse_lavida_jax.pipeline import SparseLaViDa
+
+PROMPT = "a red circle above a blue square"
+ALL_TASKS = dict.fromkeys((*tasks.TASKS, "fill_plan"), 1.0)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A model folder that says it was trained on every task."""
+    given = stand_ins.settings(data={"tasks": ALL_TASKS, "max_answer_len": 16})
+    folder = tmp_path_factory.mktemp("tasks") / "model"
+    checkpoint.save_model(
+        folder,
+        tiny.denoiser(given.model),
+        given,
+        tokenizer_path=SHIPPED,
+        vq_folder=vq.find("scenes_g1"),
+        readme="",
+    )
+    return folder
+
+
+@pytest.fixture
+def picture(tmp_path):
+    path = tmp_path / "shown.png"
+    scene = tasks.sample("edit", 0, 0).picture
+    pictures.write(path, scenes.render(scene))
+    return path
+
+
+@pytest.fixture
+def run(model, capsys):
+    """Runs a command on the model; returns what it prints."""
+
+    def done(name, *words):
+        code = cli.main(["sparse-lavida", name, *map(str, words), f"--checkpoint={model}"])
+        printed = capsys.readouterr()
+        assert code == 0, printed.err
+        return printed.out
+
+    return done
+
+
+def test_generate_writes_what_replay_draws_again(run, tmp_path, capsys):
+    out, steps = tmp_path / "out" / "one.png", tmp_path / "steps.gif"
+    told = run("generate", PROMPT, "--seed=3", f"--out={out}", f"--save-steps={steps}")
+    assert told == f"{out}: {PROMPT}\n"
+    first = pictures.read(out)
+    assert first.shape == (96, 96, 3)
+    with Image.open(steps) as animation:
+        assert animation.n_frames >= 2
+    record = pictures.read_record(out)
+    assert (record["prompt"], record["seed"], record["task"]) == (PROMPT, 3, "generate")
+    again = tmp_path / "again.png"
+    assert cli.main(["sparse-lavida", "replay", str(out), f"--out={again}"]) == 0
+    assert capsys.readouterr().out == f"{again}: {PROMPT}\n"
+    np.testing.assert_array_equal(pictures.read(again), first)
+    assert pictures.read_record(again) == record
+
+
+def test_a_row_of_a_batch_is_replayed_alone(run, tmp_path, capsys):
+    batch = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": PROMPT, "seed": 7}, {"prompt": "two green crosses and a red circle"}]
+    batch.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    out = tmp_path / "out.png"
+    words = [f"--batch={batch}", f"--out={out}", "--num-images=2", "--guidance=1.5", "--json"]
+    told = json.loads(run("generate", *words))
+    assert told["files"] == [str(tmp_path / f"out-{i}.png") for i in range(4)]
+    assert told["seeds"] == [7, 8, 1, 2]
+    assert told["sampling"]["guidance"] == 1.5
+    for path in told["files"]:
+        again = tmp_path / "again.png"
+        words = ["generate", f"--replay={path}", f"--out={again}"]
+        assert cli.main(["sparse-lavida", *words]) == 0
+        np.testing.assert_array_equal(pictures.read(again), pictures.read(path))
+
+
+def test_edit_shows_the_picture_and_is_replayed_with_it(run, tmp_path, picture, capsys):
+    out, again = tmp_path / "edited.png", tmp_path / "again.png"
+    run("edit", picture, "make the red circle green", f"--out={out}", "--no-plan")
+    assert cli.main(["sparse-lavida", "replay", str(out), f"--out={again}"]) == 0
+    np.testing.assert_array_equal(pictures.read(again), pictures.read(out))
+    pictures.write(picture, stand_ins.EMPTY)
+    capsys.readouterr()
+    assert cli.main(["sparse-lavida", "replay", str(out), f"--out={again}"]) == 2
+    assert "is not the picture that it was drawn after" in capsys.readouterr().err
+
+
+def test_inpaint_and_outpaint_keep_what_is_known(run, tmp_path, picture, model):
+    codec = SparseLaViDa.from_pretrained(model).codec
+    (before,) = codec.encode(pictures.read(picture)[None])
+    mask, out = tmp_path / "mask.png", tmp_path / "out.png"
+    white = np.zeros((96, 96, 3), np.uint8)
+    white[20:30, 40:50] = 255  # touches the cells (1, 2) and (1, 3)
+    pictures.write(mask, white)
+    run("inpaint", picture, PROMPT, f"--mask={mask}", f"--out={out}")
+    (after,) = codec.encode(pictures.read(out)[None])
+    kept = np.ones((6, 6), bool)
+    kept[1, 2:4] = False
+    np.testing.assert_array_equal(after[kept.ravel()], before[kept.ravel()])
+    record = pictures.read_record(out)
+    assert record["recipe"]["known"] == kept.tolist()
+
+    cut = tmp_path / "cut.png"
+    pictures.write(cut, pictures.read(picture)[:64, :64])
+    run("outpaint", cut, PROMPT, f"--out={out}")
+    (after,) = codec.encode(pictures.read(out)[None])
+    np.testing.assert_array_equal(after.reshape(6, 6)[1:5, 1:5], before.reshape(6, 6)[:4, :4])
+    assert pictures.read_record(out)["recipe"] == {"box": [16, 16, 80, 80]}
+
+
+def test_reflect_draws_until_it_is_content(run, tmp_path):
+    out, again = tmp_path / "out.png", tmp_path / "again.png"
+    told = run("reflect", "a red circle", "--rounds=2", f"--out={out}")
+    assert told.startswith(f"{out}: a red circle")
+    assert cli.main(["sparse-lavida", "replay", str(out), f"--out={again}"]) == 0
+    np.testing.assert_array_equal(pictures.read(again), pictures.read(out))
+
+
+def test_answers_are_printed(run, picture):
+    asked = json.loads(run("ask", picture, "how many circles are there?", "--json"))
+    assert asked["task"] == "ask"
+    assert len(asked["texts"]) == 1
+    assert run("reason", picture, "how many circles plus how many crosses?").count("\n") >= 1
+    run("ask", "how many?")
+    assert run("caption", picture).strip() == run("caption", picture).strip()
+
+
+def test_given_words_come_out_as_they_went_in(run, picture):
+    said = run("caption", picture, "--template", "a ___ red circle and {2} square").strip()
+    assert said.startswith("a")
+    assert " red circle and" in said
+    assert said.endswith(" square")
+    said = run("caption", picture, "--words", "red", "cross").strip()
+    assert said.index("red") < said.index("cross")
+    said = run("infill", "a red ___ above a blue square").strip()
+    assert said.startswith("a red")
+    assert said.endswith(" above a blue square")
+
+
+def test_boxes_are_in_pixels_of_the_picture_that_was_shown(model, run, tmp_path, monkeypatch):
+    shown = tmp_path / "wide.png"
+    pictures.write(shown, np.zeros((48, 240, 3), np.uint8))
+    told = json.loads(run("ground", shown, "red circle", "blue square", "--json"))
+    assert told["prompts"] == ["red circle", "blue square"]
+    assert len(told["boxes"]) == 2
+    pipe = SparseLaViDa.from_pretrained(model)
+
+    def found(examples, **_):
+        text = grammar.box_text((6, 12, 12, 24))
+        return [pipe.encoder.text_example("", text, length=8).response for _ in examples]
+
+    monkeypatch.setattr(pipe, "run", found)
+    result = pipe.ground(shown, "a red circle")
+    assert result.box == (60, 24, 120, 48)
+    assert pipe.ground(shown, ["the cross", "x"]).prompts == ("the cross", "x")
+
+
+def test_a_conversation_is_about_the_last_picture(run, tmp_path, monkeypatch, capsys):
+    lines = [f"generate {PROMPT}", "ask how many circles are there?", "", "edit remove the circle"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines) + "\n"))
+    told = run("chat", f"--out={tmp_path / 'turns'}").splitlines()
+    assert told[0] == f"{tmp_path / 'turns' / '1.png'}: {PROMPT}"
+    assert told[-1] == f"{tmp_path / 'turns' / '3.png'}: remove the circle"
+    assert sorted(path.name for path in (tmp_path / "turns").iterdir()) == ["1.png", "3.png"]
+
+
+def test_a_grid_is_one_picture(run, tmp_path):
+    out = tmp_path / "out.png"
+    assert run("generate", PROMPT, "--num-images=3", "--grid", f"--out={out}") == f"{out}\n"
+    assert pictures.read(out).shape == (196, 196, 3)
+
+
+# ---------------------------------------------------------------------------------------------
+# Mistakes.
+
+
+@pytest.fixture
+def complaint(model, tmp_path, capsys):
+    """Runs words that must fail; returns the sentence. Nothing may be written or left behind."""
+
+    def told(*words, code=2, of=model):
+        before = sorted(tmp_path.rglob("*"))
+        out = [f"--out={tmp_path / 'never.png'}"] if words[0] != "ask" else []
+        words = [*map(str, words), *out, f"--checkpoint={of}"]
+        assert cli.main(["sparse-lavida", *words]) == code
+        assert sorted(tmp_path.rglob("*")) == before
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err.startswith("sparse_lavida_jax: ")
+        assert len(printed.err.splitlines()) == 1
+        return printed.err
+
+    return told
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ([""], "the prompt is empty"),
+        (["a red circle and " * 60], "tokens long, pictures included: at most 96 fit"),
+        (["a", "--steps=37"], "Sampling.num_steps=37 is more than there are tokens of the picture"),
+        (["a", "--steps=0"], "Sampling.num_steps=0 is out of range"),
+        (["a", "--order=spiral"], "choose one of stratified, halton"),
+        (["a", "--temperature=-1"], "Sampling.temperature=-1.0 is out of range: it must be 0"),
+        (["a", "--sampler=fast"], "choose one of dense, none, p"),
+        (["a", "--seed=-1"], "the seed -1 is out of range: 0 to 2147483647"),
+        (["a", "--num-images=0"], "num_images=0 is out of range"),
+        (["a", "--size=100x50"], "a picture of 100x50 cannot be drawn"),
+        (["a", "--registers=-2"], "it must be -1 or more"),
+    ],
+)
+def test_a_request_out_of_range_is_told(complaint, words, part):
+    assert part in complaint("generate", *words)
+
+
+def test_a_box_outside_and_a_mask_of_another_size_are_told(complaint, picture, tmp_path):
+    said = complaint("inpaint", picture, "a", "--box=0,0,97,10")
+    assert "the box 0,0,97,10 is not inside the picture: x1 < x2 lie in 0..96" in said
+    mask = tmp_path / "mask.png"
+    pictures.write(mask, np.full((50, 96, 3), 255, np.uint8))
+    said = complaint("inpaint", picture, "a", f"--mask={mask}")
+    assert f"{mask} is 96x50 and the picture 96x96" in said
+    assert "needs a mask or a box" in complaint("inpaint", picture, "a")
+    assert "leaves nothing to draw" in complaint("outpaint", picture, "a", "--box=0,0,96,96")
+
+
+def test_a_checkpoint_of_another_model_is_told(complaint, picture, tmp_path, finished):
+    said = complaint("edit", picture, "remove the circle", of=finished.folder)
+    assert "this checkpoint was not trained to edit: it was trained on answer, draw" in said
+    released = tmp_path / "released"
+    released.mkdir()
+    (released / "model.safetensors.index.json").write_text("{}")
+    assert "is a PyTorch folder: convert it first" in complaint("generate", "a", of=released)
+
+
+def test_a_record_of_another_checkpoint_is_told(run, tmp_path, finished, capsys):
+    out = tmp_path / "out.png"
+    run("generate", PROMPT, f"--out={out}")
+    words = ["replay", str(out), f"--checkpoint={finished.folder}", f"--out={tmp_path / 'x.png'}"]
+    assert cli.main(["sparse-lavida", *words]) == 2
+    assert "it was drawn by another checkpoint" in capsys.readouterr().err
+    assert not (tmp_path / "x.png").exists()
+
+
+def test_a_full_disk_leaves_no_part_of_a_picture(complaint, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pictures.os, "replace", full)
+    said = complaint("generate", PROMPT, code=1)
+    assert "No space left on device" in said
+
+
+def test_an_error_of_ours_has_no_traceback_unless_asked_for(complaint, monkeypatch, model):
+    def broken(*_, **__):
+        raise ZeroDivisionError("x")
+
+    monkeypatch.setattr(SparseLaViDa, "generate", broken)
+    assert "an error of the program: ZeroDivisionError: x" in complaint("generate", "a", code=1)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["sparse-lavida", "generate", "a", f"--checkpoint={model}", "--debug"])
+
+
+def test_the_modes_of_main_are_commands(finished, capsys):
+    assert cli.main(["sparse-lavida", "verify", str(finished.folder)]) == 0
+    assert capsys.readouterr().out.endswith("files, all as they were written\n")
+    assert cli.main(["sparse-lavida", "train", "nowhere.py"]) == main.MISTAKE
+    assert "there is no config file nowhere.py" in capsys.readouterr().err
