@@ -11,7 +11,7 @@ beyond rounding; the device is recorded all the same.
 import dataclasses
 import sys
 
-from absl import app, flags
+from absl import app, flags, logging
 
 from sparse_lavida_jax import checkpoint, presets
 from sparse_lavida_jax.bench.record import Bench
@@ -31,6 +31,7 @@ HELD_OUT = ("draw", "edit", "answer", "point")
 def main(argv: list[str]) -> None:
     """Scores every task and prints the table."""
     del argv
+    logging.set_verbosity(logging.WARNING)  # of the array store
     try:
         pipe = SparseLaViDa.from_pretrained(CHECKPOINT.value, batch_size=32)
     except checkpoint.CheckpointError as error:

@@ -16,7 +16,7 @@ import sys
 import time
 
 import numpy as np
-from absl import app, flags
+from absl import app, flags, logging
 
 from sparse_lavida_jax import checkpoint, config, presets, report, sample
 from sparse_lavida_jax.bench.record import Bench
@@ -37,6 +37,7 @@ STEPS = flags.DEFINE_integer(
 def main(argv: list[str]) -> None:
     """Times all presets, of pictures and then of text, and writes a row for each."""
     del argv
+    logging.set_verbosity(logging.WARNING)  # of the array store
     try:
         pipe = SparseLaViDa.from_pretrained(CHECKPOINT.value, batch_size=BATCH.value)
     except checkpoint.CheckpointError as error:
