@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is handed in becomes rows, and masks and boxes become cells."""
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from PIL import Image
+
+from sparse_lavida_jax import config, decoding, drawings, pictures
+from sparse_lavida_jax.data.task_prompts import RequestError
+from sparse_lavida_jax.results import Result, Source
+
+PICTURE = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3)
+
+
+def result(*shown):
+    return Result("generate", (), (), config.Sampling(), Source(), {}, pixels=shown)
+
+
+def test_pictures_come_from_arrays_images_files_and_results(tmp_path):
+    path = tmp_path / "picture.png"
+    pictures.write(path, PICTURE)
+    given = [PICTURE, Image.fromarray(PICTURE), path, str(path), result(PICTURE, PICTURE)]
+    shown = drawings.shown_pictures(given)
+    assert len(shown) == 6
+    for one in shown:
+        np.testing.assert_array_equal(one.pixels, PICTURE)
+    assert [one.path for one in shown] == [None, None, path, path, None, None]
+    with pytest.raises(pictures.PictureError, match="'generate' holds no picture"):
+        drawings.shown_pictures(result())
+
+
+def test_one_of_either_goes_with_all_of_the_other():
+    def rows(words, shown, copies=1, seed=5):
+        made = drawings.rows_of(words, shown, copies, seed, needs_picture=False)
+        return [(row.words, row.shown is not None, row.seed) for row in made]
+
+    assert rows("a", None) == [("a", False, 5)]
+    assert rows(["a", "b"], PICTURE) == [("a", True, 5), ("b", True, 6)]
+    assert rows("a", [PICTURE, PICTURE], seed=[9, 2]) == [("a", True, 9), ("a", True, 2)]
+    assert rows(["a", "b"], None, copies=2) == [
+        ("a", False, 5), ("a", False, 6), ("b", False, 7), ("b", False, 8),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "shown", "told"),
+    [
+        (["a", "b"], [PICTURE] * 3, "2 prompts and 3 pictures do not go together"),
+        ([], PICTURE, "0 prompts"),
+        ("\n", None, "the prompt is empty"),
+        ("a", None, "about a picture: give one"),
+    ],
+)
+def test_rows_that_do_not_go_together_are_told(words, shown, told):
+    with pytest.raises(RequestError, match=told):
+        drawings.rows_of(words, shown, 1, 0, needs_picture=True)
+
+
+def test_seeds_are_told():
+    assert decoding.row_seeds(3, 2) == [3, 4]
+    with pytest.raises(RequestError, match="1 seeds were given for 2 rows"):
+        decoding.row_seeds([3], 2)
+    with pytest.raises(RequestError, match="the seed 2147483648 is out of range"):
+        decoding.row_seeds(2**31 - 1, 2)
+
+
+@hypothesis.given(st.integers(1, 12), st.integers(1, 40), st.integers(1, 40), st.data())
+def test_a_cell_is_untouched_where_no_pixel_overlaps_it(grid, height, width, data):
+    y, x = data.draw(st.integers(0, height - 1)), data.draw(st.integers(0, width - 1))
+    pixels = np.zeros((height, width), bool)
+    pixels[y, x] = True
+    free = drawings.untouched(pixels, grid)
+    for row in range(grid):
+        for column in range(grid):
+            apart = (
+                (y + 1) * grid <= row * height
+                or y * grid >= (row + 1) * height
+                or (x + 1) * grid <= column * width
+                or x * grid >= (column + 1) * width
+            )
+            assert free[row, column] == apart
+
+
+def test_a_picture_stands_in_whole_cells():
+    tall = np.zeros((64, 32, 3), np.uint8)
+    assert drawings.inner_box(tall, None, 96, 16) == (32, 16, 64, 80)
+    assert drawings.inner_box(tall, (17, 30, 40, 33), 96, 16) == (16, 16, 48, 48)
+    large = np.zeros((960, 480, 3), np.uint8)
+    assert drawings.inner_box(large, None, 96, 16) == (32, 16, 64, 64)
+    with pytest.raises(pictures.PictureError, match="leaves nothing to draw"):
+        drawings.inner_box(tall, (1, 1, 95, 95), 96, 16)
+    canvas, known = drawings.placed(tall + 9, (32, 16, 64, 80), 96, 16)
+    assert (canvas[16:80, 32:64] == 9).all()
+    assert canvas.sum() == 9 * 64 * 32 * 3
+    assert np.argwhere(known)[[0, -1]].tolist() == [[1, 2], [4, 3]]
+
+
+def test_a_picture_that_is_recorded_must_be_the_same(tmp_path):
+    path = tmp_path / "picture.png"
+    pictures.write(path, PICTURE)
+    (shown,) = drawings.shown_pictures(path)
+    record = {"picture": shown.as_json()}
+    assert drawings.recorded_picture({"picture": None}, None) is None
+    np.testing.assert_array_equal(drawings.recorded_picture(record, None).pixels, PICTURE)
+    with pytest.raises(RequestError, match="their pixels differ"):
+        drawings.recorded_picture(record, PICTURE + 1)
+    with pytest.raises(RequestError, match="a picture of no file"):
+        drawings.recorded_picture({"picture": drawings.ShownPicture(PICTURE).as_json()}, None)
