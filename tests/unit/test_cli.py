@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command lines are read, and what is wrong with one is said in a sentence. No model is loaded."""
+
+import functools
+import io
+import json
+import shlex
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import rich.console
+
+from sparse_lavida_jax import cli, commands, config, doctor, pictures
+from sparse_lavida_jax.data.task_prompts import TASKS
+from sparse_lavida_jax.main import UsageError
+from sparse_lavida_jax.pipeline import SparseLaViDa
+from sparse_lavida_jax.results import Result, Source
+
+PICTURE = np.full((4, 6, 3), 9, np.uint8)
+
+
+@pytest.fixture
+def asked(monkeypatch, tmp_path):
+    """What a pipeline in the place of the real one is asked: task, arguments, settings."""
+    monkeypatch.chdir(tmp_path)
+    calls = []
+
+    class Pipeline(Unloaded):
+        def __init__(self):
+            super().__init__()
+            for task in TASKS:
+                setattr(self, task, functools.partial(self.answer, task))
+
+        def answer(self, task, *given, **more):
+            calls.append((task, given, more))
+            drawn = {"pixels": (PICTURE,), "records": ({},)} if task == "generate" else {}
+            return Result(
+                task, ("a",), (0,), config.Sampling(), Source(), {}, texts=("b",), **drawn
+            )
+
+    def load(name, batch_size):
+        calls.append(("load", (name,), {"batch_size": batch_size}))
+        return Pipeline()
+
+    monkeypatch.setattr(SparseLaViDa, "from_pretrained", load)
+    return calls
+
+
+class Unloaded(SparseLaViDa):
+    """A pipeline without a model."""
+
+    settings = config.Config()
+
+    def __init__(self):
+        self.on_step = None
+
+
+def run(*words):
+    return cli.main(["sparse-lavida", *map(str, words)])
+
+
+def complaint(capsys, *words, code=2):
+    assert run(*words) == code
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("sparse_lavida_jax: ")
+    assert len(printed.err.splitlines()) == 1
+    return printed.err
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_has_help_with_an_example_that_can_be_read(name, capsys):
+    assert run(name, "--help") == 0
+    printed = capsys.readouterr().out
+    assert f"example: sparse-lavida {name}" in printed
+    assert "--debug" in printed
+    words = shlex.split(cli.COMMANDS[name].example.partition(" <")[0])
+    assert words[0] == name
+    cli._parser(name).parse_args(words[1:])
+
+
+def test_the_overview_lists_all_commands(capsys):
+    assert run() == run("--help") == 0
+    printed = capsys.readouterr().out
+    for name in (*cli.COMMANDS, *cli.MODES):
+        assert name in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["generate"], "`sparse-lavida generate` needs a prompt"),
+        (["generate", " "], "the prompt is empty"),
+        (["generate", "a", "--size=wide"], "invalid size such as 512x512 value: 'wide'"),
+        (["generate", "a", "--out=a.bmp"], "its name must end in .png"),
+        (["generate", "a", "--save-steps=a.png"], "its name must end in .gif"),
+        (["generate", "a", "--plan=x", "--no-plan"], "not allowed with argument --plan"),
+        (["generate", "a", "--batch=x.txt"], "leave those of the command line out"),
+        (["generate", "--batch=x.csv"], "must end in .txt or .jsonl"),
+        (["generate", "--batch=missing.txt"], "--batch=missing.txt cannot be read"),
+        (["generate", "a", "--batch-size=0"], "--batch-size=0 is out of range"),
+        (["generate", "--replay=missing.png"], "missing.png is no picture that can be read"),
+        (["edit", "a.png"], "needs a picture and a prompt"),
+        (["inpaint", "a.png", "b", "--box=1,x"], "invalid box such as 16,16,48,48 value: '1,x'"),
+        (["ground", "a.png"], "the following arguments are required: phrases"),
+        (["doctor", "--sed"], "unrecognized arguments: --sed"),
+    ],
+)
+def test_a_command_line_with_a_mistake_is_told(asked, capsys, words, part):
+    assert part in complaint(capsys, *words)
+
+
+def test_options_become_settings(asked, capsys):
+    words = ["generate", "a", "--steps=3", "--guidance=2", "--sampler=pr", "--registers=1"]
+    assert run(*words, "--temperature=0", "--order=halton", "--no-plan", "--num-images=2") == 0
+    (_, loaded, batch), (task, (prompts,), more) = asked
+    assert (loaded, batch) == (("scenes",), {"batch_size": 16})
+    assert (task, prompts) == ("generate", ["a"])
+    wanted = config.Sampling(
+        num_steps=3, guidance=2.0, preset="pr", registers=1, temperature=0.0, order="halton"
+    )
+    assert more["sampling"] == wanted
+    assert (more["plan"], more["num_images"], more["seed"]) == (False, 2, 0)
+
+
+def test_options_of_text_become_settings_of_text(asked, capsys):
+    words = ["--steps=3", "--sampler=fast_dllm_dual", "--temperature=0.5", "--seed=4"]
+    assert run("ask", "a.png", "why?", *words) == 0
+    assert run("ask", "why?") == 0
+    _, (_, given, more), _, (_, alone, _) = asked
+    assert given == (["a.png"], ["why?"])
+    assert alone == (None, ["why?"])
+    wanted = config.Sampling(text_steps=3, text_preset="fast_dllm_dual", text_temperature=0.5)
+    assert more["sampling"] == wanted
+    assert more["seed"] == 4
+    assert capsys.readouterr().out == "b\nb\n"
+
+
+def test_a_sparse_sampler_of_a_model_that_never_was_is_warned_of(asked, capsys, monkeypatch):
+    full = config.Config(model=config.Model(trained_attention="full"))
+    assert run("generate", "a", "--sampler=dense") == 0
+    monkeypatch.setattr(Unloaded, "settings", full)
+    assert run("generate", "a") == 0
+    assert capsys.readouterr().err == ""
+    assert run("generate", "a", "--sampler=sparse") == 0
+    assert "was never trained sparsely" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------
+# Batches.
+
+
+def test_a_batch_of_lines(tmp_path, asked):
+    (tmp_path / "prompts.txt").write_text("a\n\n  b \n")
+    assert run("generate", "--batch=prompts.txt", "--seed=5", "--num-images=2", "--grid") == 0
+    _, (_, (prompts,), more) = asked
+    assert prompts == ["a", "b"]
+    assert more["seed"] == [5, 6, 6, 7]
+
+
+def test_a_batch_of_objects(tmp_path, asked):
+    lines = [{"prompt": "a", "picture": "1.png", "seed": 9}, {"prompt": "b", "picture": "2.png"}]
+    (tmp_path / "asked.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert run("ask", "--batch=asked.jsonl") == 0
+    _, (_, given, more) = asked
+    assert given == (["1.png", "2.png"], ["a", "b"])
+    assert more["seed"] == [9, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "holds no prompt"),
+        ("{", "line 1 is no JSON"),
+        ('{"prompt": "a"}\n[]', "line 2 must be an object with a prompt"),
+        ('{"prompt": " "}', "line 1 must be an object with a prompt"),
+        ('{"prompt": "a", "sed": 1}', "line 1: sed=1 is not one of prompt"),
+        ('{"prompt": "a", "seed": true}', "line 1: seed=True is not one of"),
+    ],
+)
+def test_a_batch_with_a_mistake_names_the_line(tmp_path, text, told):
+    path = tmp_path / "asked.jsonl"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=told):
+        commands.read_batch(path)
+
+
+# ---------------------------------------------------------------------------------------------
+# What is shown.
+
+
+def test_steps_are_shown_on_a_terminal_and_nowhere_else(monkeypatch, capsys):
+    pipe = Unloaded()
+    with commands._progress(pipe):
+        assert pipe.on_step is None
+    assert capsys.readouterr().err == ""
+    screen = io.StringIO()
+    console = rich.console.Console(file=screen, force_terminal=True)
+    monkeypatch.setattr(rich.console, "Console", lambda **_: console)
+    with commands._progress(pipe):
+        pipe.on_step("picture", 0, 8)
+        pipe.on_step("picture", 8, 8)
+    assert pipe.on_step is None
+    assert "picture" in screen.getvalue()
+
+
+def test_the_doctor_says_what_fits(capsys):
+    assert run("doctor", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["devices"][0]["platform"] == "cpu"
+    assert found["packages"]["jax"] != "missing"
+    found["fits"] = {"small": True, "large": False}
+    assert "fits one device: small\ndoes not fit one device: large" in doctor.text(found)
+    assert run("doctor") == 0
+    assert "device 0: cpu" in capsys.readouterr().out
+
+
+def test_results_are_saved_with_what_drew_them(tmp_path):
+    record = {"seed": 3}
+    result = Result(
+        "generate", ("a",), (3,), config.Sampling(), Source("scenes", "ab"), {"picture": 1.0},
+        pixels=(PICTURE,), records=(record,),
+    )  # fmt: skip
+    result.save(tmp_path / "a.png")
+    assert pictures.read_record(tmp_path / "a.png") == record
+    assert result.image.size == (6, 4)
+    written = json.loads(json.dumps(result.as_json()))
+    assert written["checkpoint"] == {"name": "scenes", "sha256": "ab"}
+    assert (written["task"], written["seeds"]) == ("generate", [3])
+
+
+def test_the_package_is_light_until_it_is_used():
+    code = "import sys, sparse_lavida_jax; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    import sparse_lavida_jax
+
+    assert sparse_lavida_jax.SparseLaViDa is SparseLaViDa
+    with pytest.raises(AttributeError, match="no attribute 'SparseLavida'"):
+        sparse_lavida_jax.SparseLavida  # noqa: B018
