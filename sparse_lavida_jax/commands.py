@@ -4,6 +4,7 @@
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import pathlib
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import rich.console
 import rich.progress
 
@@ -191,7 +193,7 @@ def _draw(name: str, pipe: SparseLaViDa, asked, sampling, rows: Rows) -> Result:
     }  # fmt: skip
     frames: list[pictures.Picture] = []
     if asked.save_steps is not None:
-        more["on_segment"] = lambda canvas, _: frames.append(pipe.preview(canvas[0]))
+        more["on_segment"] = functools.partial(_add_frame, pipe, frames)
     if name == "generate":
         result = pipe.generate(rows.prompts, size=asked.size, **more)
     elif rows.shown is None:
@@ -208,6 +210,16 @@ def _draw(name: str, pipe: SparseLaViDa, asked, sampling, rows: Rows) -> Result:
     if asked.save_steps is not None:
         pictures.write_animation(asked.save_steps, [*frames, result.pixels[0]])
     return result
+
+
+def _add_frame(
+    pipe: SparseLaViDa, frames: list[pictures.Picture], canvas: np.ndarray, done: int
+) -> None:
+    """Keeps what the first picture looks like now, and before its first step."""
+    if not frames:
+        masked = np.full_like(canvas[0], pipe.settings.model.image_mask_id)
+        frames.append(pipe.preview(masked))
+    frames.append(pipe.preview(canvas[0]))
 
 
 def _reflect(name: str, pipe: SparseLaViDa, asked, sampling) -> Result:
