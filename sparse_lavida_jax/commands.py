@@ -269,11 +269,13 @@ def _chat(name: str, pipe: SparseLaViDa, asked, sampling) -> None:
 def _replay(asked: argparse.Namespace) -> int:
     record = pictures.read_record(asked.replay)
     pictures.check_writable(asked.out)
-    pipe = _load(asked, asked.checkpoint or record["checkpoint"]["name"] or DEFAULT_MODEL)
+    pipe = _load(
+        asked, asked.checkpoint or record.get("checkpoint", {}).get("name") or DEFAULT_MODEL
+    )
     here = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
-    if record["software"] != here:
+    if record.get("software") != here:
         print(
-            f"sparse_lavida_jax: {asked.replay} was drawn with {record['software']}, this is"
+            f"sparse_lavida_jax: {asked.replay} was drawn with {record.get('software')}, this is"
             f" {here}: single bits may differ.",
             file=sys.stderr,
         )

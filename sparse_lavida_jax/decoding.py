@@ -34,7 +34,7 @@ def row_seeds(seed: int | Sequence[int], rows: int) -> list[int]:
     Raises:
         RequestError: one is out of range, or there are not as many as rows.
     """
-    seeds = [seed + i for i in range(rows)] if isinstance(seed, int) else list(seed)
+    seeds = list(seed) if isinstance(seed, Sequence) else [int(seed) + i for i in range(rows)]
     if len(seeds) != rows:
         raise RequestError(f"{len(seeds)} seeds were given for {rows} rows: give as many, or one.")
     if wrong := [one for one in seeds if not 0 <= one <= LARGEST_SEED]:

@@ -743,7 +743,7 @@ class SparseLaViDa:
                 said = self.run(
                     [self.prompts.judge(words, picture)], sampling=sampling, seed=[drawing.seed]
                 )
-            verdict = self.texts(said)[0]
+            verdict = self.texts(said)[0].strip()
             attempts.append((picture, verdict))
             if self.prompts.accepts(verdict) or len(attempts) == rounds:
                 return cells, tuple(attempts)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every task from the command line, on a tiny model with arbitrary weights."""
 
+import dataclasses
 import io
 import json
 import sys
@@ -11,7 +12,7 @@ import stand_ins
 import tiny
 from PIL import Image
 
-from sparse_lavida_jax import checkpoint, cli, main, pictures
+from sparse_lavida_jax import checkpoint, cli, decoding, main, pictures
 from sparse_lavida_jax.data import grammar, scenes, tasks
 from sparse_lavida_jax.data.text import SHIPPED
 from sparse_lavida_jax.models import vq
@@ -180,6 +181,25 @@ def test_a_conversation_is_about_the_last_picture(run, tmp_path, monkeypatch, ca
     assert told[0] == f"{tmp_path / 'turns' / '1.png'}: {PROMPT}"
     assert told[-1] == f"{tmp_path / 'turns' / '3.png'}: remove the circle"
     assert sorted(path.name for path in (tmp_path / "turns").iterdir()) == ["1.png", "3.png"]
+
+
+def test_a_warm_pipeline_compiles_nothing_for_its_first_picture(model):
+    pipe = SparseLaViDa.from_pretrained(model)
+    sampling = dataclasses.replace(pipe.settings.sampling, plan=False)
+    pipe = pipe.with_sampling(sampling)
+    pipe.warmup()
+    traced = decoding.sample.run_segment._cache_size()
+    pipe.generate("a cross")
+    pipe.ask(None, "why?")
+    assert decoding.sample.run_segment._cache_size() == traced
+
+
+def test_a_picture_of_another_program_is_told(tmp_path, model, capsys):
+    path = tmp_path / "old.png"
+    pictures.write(path, stand_ins.EMPTY, {"format": "another/1"})
+    words = ["replay", str(path), f"--checkpoint={model}", f"--out={tmp_path / 'new.png'}"]
+    assert cli.main(["sparse-lavida", *words]) == 2
+    assert "the record has format 'another/1'" in capsys.readouterr().err
 
 
 def test_a_grid_is_one_picture(run, tmp_path):
