@@ -80,7 +80,12 @@ class Vision:
     @property
     def num_tokens(self) -> int:
         """Vision tokens a picture becomes."""
-        return (self.image_size // self.patch_size // self.pool) ** 2
+        return self.grid_side**2
+
+    @property
+    def grid_side(self) -> int:
+        """Vision tokens along one side of a picture."""
+        return self.image_size // self.patch_size // self.pool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,8 +118,8 @@ class Model:
     image_table_rows: int = 0
     # LLaDA: no generation branch, no vision tower.
     understanding_only: bool = False
-    # Ours, off in the release: learned embeddings of the row and the column of a cell. Small
-    # models have no time to learn absolute places from rotary phases alone.
+    # Ours, off in the release: learned embeddings of the row and the column of a cell, and of
+    # what the vision tower sees there. Small models have no time to learn places otherwise.
     cell_positions: bool = False
     # Registers (Sec. 3.1).
     num_registers: int = 64
@@ -125,7 +130,7 @@ class Model:
     # Writes the layers out instead of scanning over them: for a few small layers on a CPU about
     # half the time a step, for many layers much longer to compile.
     unroll_layers: bool = False
-    # "": the fastest for the platform; reference | pallas_tpu (elsewhere interpreted, and slow).
+    # "": the fastest for the platform; reference | pallas_tpu | pallas_gpu (elsewhere interpreted).
     attention_implementation: str = ""
 
     def __post_init__(self):
@@ -160,7 +165,9 @@ class Model:
                 self, name, 0 <= getattr(self, name) < self.vocab_size, f"below {self.vocab_size=}"
             )
         _check_choice(self, "trained_attention", ("full", "step_causal"))
-        _check_choice(self, "attention_implementation", ("", "reference", "pallas_tpu"))
+        _check_choice(
+            self, "attention_implementation", ("", "reference", "pallas_tpu", "pallas_gpu")
+        )
         _check_choice(self, "compute_dtype", ("float32", "bfloat16"))
 
     @property

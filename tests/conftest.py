@@ -8,7 +8,7 @@ import hypothesis
 import jax
 import pytest
 
-FOLDERS = ("unit", "property", "parity", "gpu", "tpu_aot", "e2e")
+FOLDERS = ("unit", "property", "parity", "gpu", "gpu_aot", "tpu_aot", "e2e")
 CHECKOUT = pathlib.Path(__file__).parents[1]
 
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=50)

@@ -1,23 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step-causal attention: the one entry that training, prefill and decoding call."""
 
+import functools
+import logging
+
 import einops
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from sparse_lavida_jax.kernels import pallas_tpu
 from sparse_lavida_jax.kernels.reference import attention_reference
-from sparse_lavida_jax.kernels.tables import Tables, TileSizes
+from sparse_lavida_jax.kernels.tables import GpuTables, Tables, TileSizes, make_gpu_tables
 from sparse_lavida_jax.kernels.tables import make_tables as tile_tables
 from sparse_lavida_jax.visibility import AnyArray
 
-IMPLEMENTATIONS = ("reference", "pallas_tpu")
+IMPLEMENTATIONS = ("reference", "pallas_tpu", "pallas_gpu")
 QUERY_TILES, KEY_TILES, PARTS = (512, 256), (1024, 512, 256), (256,)
 
 
+log = logging.getLogger(__name__)
+
+
+@functools.cache
 def default_implementation() -> str:
-    """Returns what this machine's first device runs fastest."""
-    return "pallas_tpu" if jax.default_backend() == "tpu" else "reference"
+    """Returns what this machine's first device runs fastest; says so where that is no kernel."""
+    platform = jax.default_backend()
+    if platform == "tpu":
+        return "pallas_tpu"
+    if platform == "gpu":
+        if (lacks := _lacks_for_gpu()) is None:
+            return "pallas_gpu"
+        log.warning("attention runs without a kernel, and slower: %s.", lacks)
+    return "reference"
+
+
+def _lacks_for_gpu() -> str | None:
+    """Returns why the GPU kernel cannot run here, or None."""
+    if not _has_mosaic_gpu():
+        return f"the GPU kernel needs jax 0.11 (Python 3.12), this is jax {jax.__version__}"
+    capability = getattr(jax.devices()[0], "compute_capability", "0.0")
+    if not capability.startswith("9."):
+        return f"the GPU kernel is for Hopper (9.0), this GPU has compute capability {capability}"
+    return None
+
+
+def _has_mosaic_gpu() -> bool:
+    return jax.__version_info__ >= (0, 11)
+
+
+def _fits_gpu(q: Array, head_dim: int) -> bool:
+    """Whether wgmma takes these numbers; what does not fit goes to the reference."""
+    return q.dtype in (jnp.bfloat16, jnp.float16) and head_dim in (64, 128)
 
 
 def tile_sizes(query_len: int, key_len: int) -> TileSizes:
@@ -43,10 +77,13 @@ def make_tables(
     key_segment: Int[Array, "b t"] | None = None,
     *,
     implementation: str | None = None,
-) -> Tables | None:
+) -> Tables | GpuTables | None:
     """Returns the tile tables of one set of tags, for all layers; None where none are needed."""
-    if (implementation or default_implementation()) == "reference":
+    implementation = implementation or default_implementation()
+    if implementation == "reference":
         return None
+    if implementation == "pallas_gpu":
+        return make_gpu_tables(query_block, query_horizon, key_block, query_segment, key_segment)
     sizes = tile_sizes(query_block.shape[1], key_block.shape[1])
     return tile_tables(
         query_block, query_horizon, key_block, query_segment, key_segment, sizes=sizes
@@ -67,7 +104,7 @@ def step_causal_attention(
     query_segment: Int[Array, "b s"] | None = None,
     key_segment: Int[Array, "b t"] | None = None,
     scale: float | None = None,
-    tables: Tables | None = None,
+    tables: Tables | GpuTables | None = None,
     implementation: str | None = None,
     return_lse: bool = False,
 ) -> Float[Array, "b s hd"] | tuple[Float[Array, "b s hd"], Float[Array, "b h s"]]:
@@ -111,19 +148,13 @@ def step_causal_attention(
         raise ValueError("query_segment and key_segment go together: give both or neither.")
     head_dim = q.shape[-1] // num_heads
     logit_scale = head_dim**-0.5 if scale is None else scale
-    if (implementation or default_implementation()) == "pallas_tpu":
-        shape = pallas_tpu.Shape(
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            scale=logit_scale,
-            sizes=tables.sizes if tables else tile_sizes(q.shape[1], k.shape[-2]),
-            interpret=_is_elsewhere("tpu"),
-        )
-        out, lse = pallas_tpu.attention(
-            q, k, v, query_block, query_horizon, key_block, query_segment, key_segment,
-            shape=shape, layer=layer, tables=tables,
-        )  # fmt: skip
+    tags = (query_block, query_horizon, key_block, query_segment, key_segment)
+    chosen = implementation or default_implementation()
+    if chosen == "pallas_gpu" and implementation is None and not _fits_gpu(q, head_dim):
+        chosen = "reference"
+    if chosen != "reference":
+        run = _on_tpu if chosen == "pallas_tpu" else _on_gpu
+        out, lse = run(q, k, v, tags, num_heads, num_kv_heads, head_dim, logit_scale, layer, tables)
         return (out, lse) if return_lse else out
     if layer is not None:
         k, v = (jax.lax.dynamic_index_in_dim(x, layer, axis=0, keepdims=False) for x in (k, v))
@@ -146,7 +177,30 @@ def step_causal_attention(
     return (out, lse) if return_lse else out
 
 
-def _is_elsewhere(platform: str) -> bool:
+def _on_tpu(q, k, v, tags, num_heads, num_kv_heads, head_dim, scale, layer, tables):
+    sizes = tables.sizes if tables else tile_sizes(q.shape[1], k.shape[-2])
+    shape = pallas_tpu.Shape(
+        num_heads, num_kv_heads, head_dim, scale, sizes, interpret=_is_elsewhere("tpu")
+    )
+    return pallas_tpu.attention(q, k, v, *tags, shape=shape, layer=layer, tables=tables)
+
+
+def _on_gpu(q, k, v, tags, num_heads, num_kv_heads, head_dim, scale, layer, tables):
+    if not _has_mosaic_gpu():
+        raise ValueError(f"the GPU kernel needs jax 0.11, this is jax {jax.__version__}.")
+    if not _fits_gpu(q, head_dim):
+        raise ValueError(
+            f"the GPU kernel takes bfloat16 or float16 and heads of 64 or 128, got {q.dtype} and"
+            f" {head_dim=}: use implementation='reference'."
+        )
+    from sparse_lavida_jax.kernels import pallas_gpu
+
+    interpret = pallas_gpu.interpreted() if _is_elsewhere("gpu", "nvidia") else False
+    shape = pallas_gpu.Shape(num_heads, num_kv_heads, head_dim, scale, interpret)
+    return pallas_gpu.attention(q, k, v, *tags, shape=shape, layer=layer, tables=tables)
+
+
+def _is_elsewhere(platform: str, vendor: str = "") -> bool:
     """Whether programs are compiled for another platform than a kernel's.
 
     A described topology (`jax.experimental.topologies`) is named by the abstract mesh.
@@ -154,4 +208,6 @@ def _is_elsewhere(platform: str) -> bool:
     mesh = jax.sharding.get_abstract_mesh()
     device = None if mesh.empty else mesh.abstract_device
     described = "" if device is None else device.device_kind
-    return jax.default_backend() != platform and not described.lower().startswith(platform)
+    return jax.default_backend() != platform and not described.lower().startswith(
+        vendor or platform
+    )

@@ -181,6 +181,74 @@ def _tile_list(classes: Int[Array, "b rows cols parts"]) -> TileList:
     )
 
 
+# ---------------------------------------------------------------------------------------------
+# For GPUs: a list for every row, since a program has one row and no dynamic grid.
+
+
+GPU_FORWARD = TileSizes(queries=128, keys=128, part=128)
+GPU_QUERY_GRADIENT = TileSizes(queries=128, keys=64, part=64)
+GPU_KEY_GRADIENT = TileSizes(queries=64, keys=128, part=128)
+
+
+@flax.struct.dataclass
+class RowLists:
+    """The tiles of every row: those without a mask first, then those under one.
+
+    Attributes:
+        cols: where they lie; behind `num_active` of them stand those that are skipped.
+        num_full, num_active: how many there are without a mask, and at all.
+    """
+
+    cols: Int[Array, "b rows cols"]
+    num_full: Int[Array, "b rows"]
+    num_active: Int[Array, "b rows"]
+
+
+@flax.struct.dataclass
+class GpuTables:
+    """Row lists of the three kernels; rows are tiles of queries, of keys in `for_dkv`."""
+
+    forward: RowLists
+    for_dq: RowLists
+    for_dkv: RowLists
+
+
+def make_gpu_tables(
+    query_block: Int[AnyArray, "b s"],
+    query_horizon: Int[AnyArray, "b s"],
+    key_block: Int[AnyArray, "b t"],
+    query_segment: Int[AnyArray, "b s"] | None = None,
+    key_segment: Int[AnyArray, "b t"] | None = None,
+) -> GpuTables:
+    """Returns the row lists of one set of tags. Lengths need not be whole numbers of tiles."""
+    tile = GPU_FORWARD.queries  # all arrays are filled up to whole tiles of the forward pass
+    query_block = padded_tags(query_block, tile, PAD_BLOCK)
+    query_horizon = padded_tags(query_horizon, tile, PAD_HORIZON)
+    key_block = padded_tags(key_block, tile, PAD_BLOCK)
+    query_segment, key_segment = (
+        None if segment is None else padded_tags(segment, tile, 0)
+        for segment in (query_segment, key_segment)
+    )
+
+    def lists(sizes: TileSizes) -> Int[Array, "b rows cols"]:
+        tags = (query_block, query_horizon, key_block, query_segment, key_segment)
+        return part_classes(*tags, sizes=sizes)[..., 0]
+
+    return GpuTables(
+        _row_lists(lists(GPU_FORWARD)),
+        _row_lists(lists(GPU_QUERY_GRADIENT)),
+        _row_lists(lists(GPU_KEY_GRADIENT).swapaxes(1, 2)),
+    )
+
+
+def _row_lists(classes: Int[Array, "b rows cols"]) -> RowLists:
+    num_full = (classes == FULL).sum(axis=-1).astype(jnp.int32)
+    num_active = (classes != SKIP).sum(axis=-1).astype(jnp.int32)
+    return RowLists(
+        jnp.argsort(-classes, axis=-1, stable=True).astype(jnp.int32), num_full, num_active
+    )
+
+
 def active_share(tables: Tables) -> Array:
     """Returns the share of all parts of tiles that are computed, padding included; for reports."""
     flags, parts = tables.by_query.flags, tables.sizes.keys // tables.sizes.part

@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from sparse_lavida_jax.kernels.attention import make_tables, step_causal_attention
-from sparse_lavida_jax.kernels.tables import Tables
+from sparse_lavida_jax.kernels.tables import GpuTables, Tables
 from sparse_lavida_jax.layout import TokenLayout, concatenate
 from sparse_lavida_jax.models.cache import KVCache, StreamName
 from sparse_lavida_jax.models.layers import Branch, Layer
@@ -127,7 +127,7 @@ class _Attention:
 
     queries: TokenLayout
     key_block: Int[Array, "b t"]
-    tables: Tables | None
+    tables: Tables | GpuTables | None
     cached: bool
     implementation: str | None
 

@@ -1,0 +1,653 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Step-causal attention for Hopper GPUs (Mosaic GPU): forward, and gradients of queries and keys.
+
+A program holds a tile of rows: queries in the forward pass and for their gradient, keys for that of
+keys and values. Two warpgroups compute half of it each, a third one copies the tiles of the row's
+list into shared memory. In the list stand the tiles that everybody sees before those under
+`visibility.visible`, which is traced here as it stands: two loops, and only the second has mask
+code. Tags are read where they lie; the list is a few integers a row.
+
+Needs jax 0.11; bfloat16 and float16, heads of 64 or 128.
+"""
+
+# Types are those of jax 0.11, which a checker under jax 0.10 does not know.
+# pyright: reportCallIssue=false, reportPrivateImportUsage=false
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from sparse_lavida_jax.kernels import tables as tiles
+from sparse_lavida_jax.kernels.reference import NOTHING_SEEN_LSE
+from sparse_lavida_jax.kernels.tables import GpuTables, RowLists
+from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON, AnyArray, visible
+
+LOWEST = -1e30  # of a logit under the mask
+START = -5e29  # of the running maximum: exp2(LOWEST - START) is 0, so no row needs care
+LOG2_E = math.log2(math.e)
+HALVES = 2  # warpgroups that compute
+HALF = 64  # rows of each: what one wgmma takes
+STAGES = 2  # tiles on their way while one is computed
+COMPUTE_REGISTERS, COPY_REGISTERS = 240, 24
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What is compiled into the kernels.
+
+    Attributes:
+        num_heads, num_kv_heads, head_dim: of the call.
+        scale: of the logits.
+        interpret: False, or parameters of the interpreter.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    interpret: Any = False
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    def lanes(self, head):
+        return pl.ds(head * self.head_dim, self.head_dim)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tags:
+    """Tags of queries and keys [b s], filled up to whole tiles; segments only where there are."""
+
+    query_block: Any
+    query_horizon: Any
+    key_block: Any
+    query_segment: Any = None
+    key_segment: Any = None
+
+    @property
+    def arrays(self) -> tuple:
+        fields = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return tuple(field for field in fields if field is not None)
+
+    def mask(self, batch, queries, keys, *, keys_down: bool):
+        """Returns who sees whom of a tile, [queries, keys], or the other way round."""
+        down, across = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+        query_layout, key_layout = (across, down) if keys_down else (down, across)
+        shape = (keys.size, queries.size) if keys_down else (queries.size, keys.size)
+
+        def of(tags, at, layout):
+            values = plgpu.load(tags.at[batch, at], layout=layout, optimized=False)
+            return lax.broadcast_in_dim(values, shape, [0 if layout is down else 1])
+
+        block = of(self.query_block, queries, query_layout)
+        horizon = of(self.query_horizon, queries, query_layout)
+        key_block, segments = of(self.key_block, keys, key_layout), ()
+        if self.query_segment is not None:
+            segments = (
+                of(self.query_segment, queries, query_layout),
+                of(self.key_segment, keys, key_layout),
+            )
+        return visible(block, horizon, key_block, *segments) & (
+            block != PAD_BLOCK
+        )  # `~` of a vector of booleans does not lower
+
+
+def interpreted(*, detect_races: bool = False) -> Any:
+    """Returns what `Shape.interpret` takes to run the kernels in Python, on any machine."""
+    parameters: Any = plgpu
+    return parameters.InterpretGPUParams(detect_races=detect_races)
+
+
+def tiled(shape: tuple[int, ...], dtype):
+    """Shared memory as wgmma reads it."""
+    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def _zeros(rows: int, cols: int):
+    zeros = jnp.full((rows, cols), 0, dtype=jnp.float32)
+    return plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+
+
+def _product(a, b, shape: Shape, size: tuple[int, int], between=lambda: None):
+    """Returns a @ b of two tiles in shared memory, float32 [rows cols]."""
+    if shape.interpret:
+        between()
+        return jnp.dot(a[...], b[...], preferred_element_type=jnp.float32)
+
+    def compute(accumulator):
+        plgpu.wgmma(accumulator, a, b)
+        between()
+        return accumulator[...]
+
+    return pl.run_scoped(compute, plgpu.ACC(size, jnp.float32))
+
+
+def _added(accumulator, a, b, shape: Shape, between=lambda: None):
+    """Returns accumulator + a @ b, with `a` in registers and `b` in shared memory."""
+    if shape.interpret:
+        between()
+        return accumulator + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
+
+    def compute(reference):
+        plgpu.wgmma(reference, a, b)
+        between()
+
+    return pl.run_state(compute)(plgpu.ACC.init(accumulator))
+
+
+def _transposed(ref, shape: Shape):
+    return ref[...].T if shape.interpret else ref.transpose((1, 0))
+
+
+def _slot(step):
+    return lax.rem(step, jnp.array(STAGES, step.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """One row of a list, inside a kernel: which tiles, and how many of them without a mask."""
+
+    cols: Any
+    num_full: Any
+    num_active: Any
+    batch: Any
+    row: Any
+
+    @property
+    def full(self):
+        return self.num_full[self.batch, self.row]
+
+    @property
+    def active(self):
+        return self.num_active[self.batch, self.row]
+
+    def col(self, step):
+        return self.cols[self.batch, self.row, step]
+
+
+def _each_tile(row: _Row, compute, carry):
+    """Runs `compute(step, carry, masked)` over the tiles of a row."""
+    whole = functools.partial(compute, masked=False)
+    part = functools.partial(compute, masked=True)
+    carry = lax.fori_loop(0, row.full, whole, carry)
+    return lax.fori_loop(row.full, row.active, part, carry)
+
+
+def _copy_tiles(row: _Row, copies, consumed) -> None:
+    """The third warpgroup: copies every tile of the row when its place is free.
+
+    Args:
+        copies: functions of (col, slot), each of one array.
+        consumed: barriers of the same arrays.
+    """
+    plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
+
+    @pl.loop(0, row.active)
+    def _(step):
+        slot, col = _slot(step), row.col(step)
+        for copy, barriers in zip(copies, consumed, strict=True):
+            pl.when(step >= STAGES)(functools.partial(plgpu.barrier_wait, barriers.at[slot]))
+            copy(col, slot)
+
+    # Every phase of a barrier is waited for, the last ones too.
+    @pl.loop(lax.max(row.active - STAGES, jnp.int32(0)), row.active)
+    def _(step):
+        for barriers in consumed:
+            plgpu.barrier_wait(barriers.at[_slot(step)])
+
+
+# ---------------------------------------------------------------------------------------------
+# Kernels.
+
+
+def _forward_kernel(
+    q, k, v, layer, tags, cols, num_full, num_active, out, lse, q_smem, k_smem, v_smem, lse_smem,
+    q_ready, k_ready, v_ready, k_consumed, v_consumed, turn, *, shape: Shape, keys: int,
+):  # fmt: skip
+    batch, head, row = lax.axis_index("batch"), lax.axis_index("heads"), lax.axis_index("row")
+    half = lax.axis_index("wg")
+    tags = Tags(*tags)
+    work = _Row(cols, num_full, num_active, batch, row)
+    dtype = q.dtype
+
+    def take_turns():
+        plgpu.barrier_arrive(turn)
+        plgpu.barrier_wait(turn)
+
+    @pl.when(half < HALVES)
+    def _():
+        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        queries = pl.ds(row * (HALVES * HALF) + half * HALF, HALF)
+        own = q_smem.at[half]
+        plgpu.copy_gmem_to_smem(q.at[batch, queries, shape.lanes(head)], own, q_ready.at[half])
+        plgpu.barrier_wait(q_ready.at[half])
+        down = plgpu.Layout.WGMMA.reduce(1)
+        peak = plgpu.layout_cast(jnp.full((HALF,), START, jnp.float32), down)
+        total = plgpu.layout_cast(jnp.full((HALF,), 0, jnp.float32), down)
+        summed = _zeros(HALF, shape.head_dim)
+        pl.when(half == 1)(take_turns)
+
+        def compute(step, carry, masked):
+            summed, peak, total = carry
+            slot = _slot(step)
+            plgpu.barrier_wait(k_ready.at[slot])
+            logits = _product(
+                own, _transposed(k_smem.at[slot], shape), shape, (HALF, keys), take_turns
+            )
+            plgpu.barrier_arrive(k_consumed.at[slot])
+            logits *= shape.scale * LOG2_E
+            if masked:
+                at = pl.ds(work.col(step) * keys, keys)
+                mask = tags.mask(batch, queries, at, keys_down=False)
+                logits = jnp.where(mask, logits, LOWEST)
+            after = jnp.maximum(peak, logits.max(axis=1))
+            decay = jnp.exp2(peak - after)
+            weights = jnp.exp2(logits - lax.broadcast_in_dim(after, logits.shape, [0]))
+            summed *= lax.broadcast_in_dim(decay, summed.shape, [0])
+            total = total * decay + weights.sum(axis=1)
+            weights = weights.astype(dtype)
+            summed, total, after, weights = lax.optimization_barrier(
+                (summed, total, after, weights)
+            )
+            plgpu.barrier_arrive(turn)
+            plgpu.barrier_wait(v_ready.at[slot])
+            plgpu.barrier_wait(turn)
+            summed = _added(summed, weights, v_smem.at[slot], shape)
+            plgpu.barrier_arrive(v_consumed.at[slot])
+            return summed, after, total
+
+        summed, peak, total = _each_tile(work, compute, (summed, peak, total))
+        pl.when(half == 0)(take_turns)
+        seen = total > 0
+        safe = jnp.where(seen, total, 1.0)
+        summed /= lax.broadcast_in_dim(safe, summed.shape, [0])
+        own[...] = summed.astype(dtype)
+        lse_smem.at[half][...] = jnp.where(seen, peak / LOG2_E + jnp.log(safe), NOTHING_SEEN_LSE)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(own, out.at[batch, queries, shape.lanes(head)])
+        plgpu.copy_smem_to_gmem(lse_smem.at[half], lse.at[batch, head, queries])
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(half == HALVES)
+    def _():
+        lanes = shape.lanes(lax.div(head, jnp.array(shape.group, head.dtype)))
+        at = layer[0]
+
+        def copies(source, smem, ready):
+            def copy(col, slot):
+                tile = source.at[at, batch, pl.ds(col * keys, keys), lanes]
+                plgpu.copy_gmem_to_smem(tile, smem.at[slot], ready.at[slot])
+
+            return copy
+
+        _copy_tiles(
+            work,
+            (copies(k, k_smem, k_ready), copies(v, v_smem, v_ready)),
+            (k_consumed, v_consumed),
+        )
+
+
+def _query_gradient_kernel(
+    q, k, v, pulled, lse, delta, tags, cols, num_full, num_active, dq,
+    q_smem, pulled_smem, lse_smem, delta_smem, k_smem, v_smem,
+    ready, k_ready, v_ready, k_consumed, v_consumed, *, shape: Shape, keys: int,
+):  # fmt: skip
+    batch, head, row = lax.axis_index("batch"), lax.axis_index("heads"), lax.axis_index("row")
+    half = lax.axis_index("wg")
+    tags = Tags(*tags)
+    work = _Row(cols, num_full, num_active, batch, row)
+    dtype = q.dtype
+
+    @pl.when(half < HALVES)
+    def _():
+        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        queries = pl.ds(row * (HALVES * HALF) + half * HALF, HALF)
+        own, own_pulled = q_smem.at[half], pulled_smem.at[half]
+        of_row = (batch, head, queries)
+        for i, (source, target) in enumerate((
+            (q.at[batch, queries, shape.lanes(head)], own),
+            (pulled.at[batch, queries, shape.lanes(head)], own_pulled),
+            (lse.at[of_row], lse_smem.at[half]),
+            (delta.at[of_row], delta_smem.at[half]),
+        )):  # fmt: skip
+            plgpu.copy_gmem_to_smem(source, target, ready.at[half * 4 + i])
+        for i in range(4):
+            plgpu.barrier_wait(ready.at[half * 4 + i])
+        down = plgpu.Layout.WGMMA.reduce(1)
+        size = (HALF, keys)
+        own_lse = plgpu.load(lse_smem.at[half], layout=down) * LOG2_E
+        own_delta = plgpu.load(delta_smem.at[half], layout=down)
+
+        def compute(step, summed, masked):
+            slot = _slot(step)
+            plgpu.barrier_wait(k_ready.at[slot])
+            logits = _product(own, _transposed(k_smem.at[slot], shape), shape, size)
+            logits = logits * (shape.scale * LOG2_E) - lax.broadcast_in_dim(own_lse, size, [0])
+            weights = jnp.exp2(logits)
+            if masked:
+                at = pl.ds(work.col(step) * keys, keys)
+                mask = tags.mask(batch, queries, at, keys_down=False)
+                weights = jnp.where(mask, weights, 0.0)
+            plgpu.barrier_wait(v_ready.at[slot])
+            rise = _product(own_pulled, _transposed(v_smem.at[slot], shape), shape, size)
+            plgpu.barrier_arrive(v_consumed.at[slot])
+            bent = weights * (rise - lax.broadcast_in_dim(own_delta, size, [0])) * shape.scale
+            summed = _added(summed, bent.astype(dtype), k_smem.at[slot], shape)
+            plgpu.barrier_arrive(k_consumed.at[slot])
+            return summed
+
+        summed = _each_tile(work, compute, _zeros(HALF, shape.head_dim))
+        own[...] = summed.astype(dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(own, dq.at[batch, queries, shape.lanes(head)])
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(half == HALVES)
+    def _():
+        lanes = shape.lanes(lax.div(head, jnp.array(shape.group, head.dtype)))
+
+        def copies(source, smem, barriers):
+            def copy(col, slot):
+                tile = source.at[batch, pl.ds(col * keys, keys), lanes]
+                plgpu.copy_gmem_to_smem(tile, smem.at[slot], barriers.at[slot])
+
+            return copy
+
+        _copy_tiles(
+            work,
+            (copies(k, k_smem, k_ready), copies(v, v_smem, v_ready)),
+            (k_consumed, v_consumed),
+        )
+
+
+def _key_gradient_kernel(
+    q, k, v, pulled, lse, delta, tags, cols, num_full, num_active, dk, dv,
+    k_smem, v_smem, q_smem, pulled_smem, lse_smem, delta_smem,
+    ready, q_ready, pulled_ready, lse_ready, delta_ready,
+    q_consumed, pulled_consumed, lse_consumed, delta_consumed, *, shape: Shape, queries: int,
+):  # fmt: skip
+    """For every query head: the heads of a group are added up outside."""
+    batch, head, row = lax.axis_index("batch"), lax.axis_index("heads"), lax.axis_index("row")
+    half = lax.axis_index("wg")
+    tags = Tags(*tags)
+    work = _Row(cols, num_full, num_active, batch, row)
+    dtype = q.dtype
+
+    @pl.when(half < HALVES)
+    def _():
+        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        keys = pl.ds(row * (HALVES * HALF) + half * HALF, HALF)
+        own_k, own_v = k_smem.at[half], v_smem.at[half]
+        theirs = shape.lanes(lax.div(head, jnp.array(shape.group, head.dtype)))
+        for i, (source, target) in enumerate(((k, own_k), (v, own_v))):
+            plgpu.copy_gmem_to_smem(source.at[batch, keys, theirs], target, ready.at[half * 2 + i])
+        for i in range(2):
+            plgpu.barrier_wait(ready.at[half * 2 + i])
+        across = plgpu.Layout.WGMMA.reduce(0)
+        size = (HALF, queries)
+
+        def compute(step, carry, masked):
+            summed_k, summed_v = carry
+            slot = _slot(step)
+            plgpu.barrier_wait(q_ready.at[slot])
+            logits = _product(own_k, _transposed(q_smem.at[slot], shape), shape, size)
+            plgpu.barrier_wait(lse_ready.at[slot])
+            row_lse = plgpu.load(lse_smem.at[slot], layout=across) * LOG2_E
+            plgpu.commit_smem()  # read by loads, overwritten by a copy
+            plgpu.barrier_arrive(lse_consumed.at[slot])
+            logits = logits * (shape.scale * LOG2_E) - lax.broadcast_in_dim(row_lse, size, [1])
+            weights = jnp.exp2(logits)
+            if masked:
+                at = pl.ds(work.col(step) * queries, queries)
+                mask = tags.mask(batch, at, keys, keys_down=True)
+                weights = jnp.where(mask, weights, 0.0)
+            plgpu.barrier_wait(pulled_ready.at[slot])
+            summed_v = _added(summed_v, weights.astype(dtype), pulled_smem.at[slot], shape)
+            rise = _product(own_v, _transposed(pulled_smem.at[slot], shape), shape, size)
+            plgpu.barrier_arrive(pulled_consumed.at[slot])
+            plgpu.barrier_wait(delta_ready.at[slot])
+            row_delta = plgpu.load(delta_smem.at[slot], layout=across)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(delta_consumed.at[slot])
+            bent = weights * (rise - lax.broadcast_in_dim(row_delta, size, [1])) * shape.scale
+            summed_k = _added(summed_k, bent.astype(dtype), q_smem.at[slot], shape)
+            plgpu.barrier_arrive(q_consumed.at[slot])
+            return summed_k, summed_v
+
+        start = (_zeros(HALF, shape.head_dim), _zeros(HALF, shape.head_dim))
+        summed_k, summed_v = _each_tile(work, compute, start)
+        own_k[...] = summed_k.astype(dtype)
+        own_v[...] = summed_v.astype(dtype)
+        plgpu.commit_smem()
+        for source, target in ((own_k, dk), (own_v, dv)):
+            plgpu.copy_smem_to_gmem(source, target.at[batch, keys, shape.lanes(head)])
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(half == HALVES)
+    def _():
+        def wide(source, smem, barriers):
+            def copy(col, slot):
+                tile = source.at[batch, pl.ds(col * queries, queries), shape.lanes(head)]
+                plgpu.copy_gmem_to_smem(tile, smem.at[slot], barriers.at[slot])
+
+            return copy
+
+        def narrow(source, smem, barriers):
+            def copy(col, slot):
+                tile = source.at[batch, head, pl.ds(col * queries, queries)]
+                plgpu.copy_gmem_to_smem(tile, smem.at[slot], barriers.at[slot])
+
+            return copy
+
+        _copy_tiles(
+            work,
+            (
+                wide(q, q_smem, q_ready),
+                narrow(lse, lse_smem, lse_ready),
+                wide(pulled, pulled_smem, pulled_ready),
+                narrow(delta, delta_smem, delta_ready),
+            ),
+            (q_consumed, lse_consumed, pulled_consumed, delta_consumed),
+        )
+
+
+# ---------------------------------------------------------------------------------------------
+# Calls.
+
+
+def _call(kernel, shape: Shape, lists: RowLists, inputs, outputs, scratch, name: str):
+    batch, rows, _ = lists.cols.shape
+    return plgpu.kernel(
+        kernel,
+        out_type=outputs,
+        scratch_types=scratch,
+        grid=(shape.num_heads, rows, batch),
+        grid_names=("heads", "row", "batch"),
+        num_threads=HALVES + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=shape.interpret or None,
+        kernel_name=name,
+    )(*inputs, lists.cols, lists.num_full, lists.num_active)
+
+
+def _barriers(number: int, arrivals: int = 1):
+    return plgpu.Barrier(num_barriers=number, num_arrivals=arrivals)
+
+
+def forward(q, k, v, layer, tags: Tags, lists: RowLists, shape: Shape):
+    """Returns the output [b s (h d)] and its log-sum-exp [b h s]; lengths are whole tiles.
+
+    Args:
+        k, v: stacked, [n b t (h d)].
+    """
+    keys = tiles.GPU_FORWARD.keys
+    batch, length, _ = q.shape
+    return _call(
+        functools.partial(_forward_kernel, shape=shape, keys=keys),
+        shape,
+        lists,
+        (q, k, v, jnp.asarray(layer, jnp.int32).reshape(1), tags.arrays),
+        [
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct((batch, shape.num_heads, length), jnp.float32),
+        ],
+        [
+            tiled((HALVES, HALF, shape.head_dim), q.dtype),
+            tiled((STAGES, keys, shape.head_dim), q.dtype),
+            tiled((STAGES, keys, shape.head_dim), q.dtype),
+            plgpu.SMEM((HALVES, HALF), jnp.float32),
+            _barriers(HALVES),
+            *[_barriers(STAGES)] * 2,
+            *[_barriers(STAGES, HALVES)] * 2,
+            plgpu.Barrier(num_arrivals=HALVES),
+        ],
+        "step_causal_attention",
+    )
+
+
+def backward(q, k, v, tags: Tags, tables: GpuTables, out, lse, pulled, shape: Shape):
+    """Returns the gradients of q [b s (h d)], k and v [b t (hk d)].
+
+    Args:
+        pulled: gradients of the output and of its log-sum-exp.
+    """
+    pulled, pulled_lse = pulled
+    products = (out.astype(jnp.float32) * pulled.astype(jnp.float32)).reshape(
+        *q.shape[:2], shape.num_heads, shape.head_dim
+    )
+    delta = products.sum(axis=-1).swapaxes(1, 2) - pulled_lse  # [b h s]
+    inputs = (q, k, v, pulled, lse, delta, tags.arrays)
+    wide = (HALVES, HALF, shape.head_dim)
+    keys = tiles.GPU_QUERY_GRADIENT.keys
+    (dq,) = _call(
+        functools.partial(_query_gradient_kernel, shape=shape, keys=keys),
+        shape,
+        tables.for_dq,
+        inputs,
+        [jax.ShapeDtypeStruct(q.shape, q.dtype)],
+        [
+            *[tiled(wide, q.dtype)] * 2,
+            *[plgpu.SMEM((HALVES, HALF), jnp.float32)] * 2,
+            *[tiled((STAGES, keys, shape.head_dim), q.dtype)] * 2,
+            _barriers(4 * HALVES),
+            *[_barriers(STAGES)] * 2,
+            *[_barriers(STAGES, HALVES)] * 2,
+        ],
+        "step_causal_attention_dq",
+    )
+    queries = tiles.GPU_KEY_GRADIENT.queries
+    every_head = (*k.shape[:2], shape.num_heads * shape.head_dim)
+    dk, dv = _call(
+        functools.partial(_key_gradient_kernel, shape=shape, queries=queries),
+        shape,
+        tables.for_dkv,
+        inputs,
+        [jax.ShapeDtypeStruct(every_head, q.dtype)] * 2,
+        [
+            *[tiled(wide, q.dtype)] * 2,
+            *[tiled((STAGES, queries, shape.head_dim), q.dtype)] * 2,
+            *[plgpu.SMEM((STAGES, queries), jnp.float32)] * 2,
+            _barriers(2 * HALVES),
+            *[_barriers(STAGES)] * 4,
+            *[_barriers(STAGES, HALVES)] * 4,
+        ],
+        "step_causal_attention_dkv",
+    )
+    return dq, _sum_of_groups(dk, shape), _sum_of_groups(dv, shape)
+
+
+def _sum_of_groups(x: Float[Array, "b t hd"], shape: Shape) -> Float[Array, "b t hkd"]:
+    if shape.group == 1:
+        return x
+    apart = x.reshape(*x.shape[:2], shape.num_kv_heads, shape.group, shape.head_dim)
+    return apart.astype(jnp.float32).sum(axis=3).astype(x.dtype).reshape(*x.shape[:2], -1)
+
+
+# ---------------------------------------------------------------------------------------------
+# The entry.
+
+
+def attention(
+    q: Float[Array, "b s hd"],
+    k: Float[Array, "b t hkd"] | Float[Array, "n b t hkd"],
+    v: Float[Array, "b t hkd"] | Float[Array, "n b t hkd"],
+    query_block: Int[AnyArray, "b s"],
+    query_horizon: Int[AnyArray, "b s"],
+    key_block: Int[AnyArray, "b t"],
+    query_segment: Int[Array, "b s"] | None,
+    key_segment: Int[Array, "b t"] | None,
+    *,
+    shape: Shape,
+    layer: Int[Array, ""] | int | None = None,
+    tables: GpuTables | None = None,
+) -> tuple[Float[Array, "b s hd"], Float[Array, "b h s"]]:
+    """Returns the output and log-sum-exp of `kernels.attention.step_causal_attention`.
+
+    Differentiable in q, k and v, but for a stacked cache.
+
+    Args:
+        tables: `tables.make_gpu_tables` of the same tags; made here if there are none.
+    """
+    tables = tables or tiles.make_gpu_tables(
+        query_block, query_horizon, key_block, query_segment, key_segment
+    )
+    tile = HALVES * HALF
+
+    given = (query_block, query_horizon, key_block, query_segment, key_segment)
+    fills = (PAD_BLOCK, PAD_HORIZON, PAD_BLOCK, 0, 0)
+    tags = Tags(*(
+        tiles.padded_tags(tag, tile, fill)
+        for tag, fill in zip(given, fills, strict=True)
+        if tag is not None
+    ))  # fmt: skip
+    length = q.shape[1]
+    q, k, v = (_whole(x, tile) for x in (q, k, v))
+    if layer is not None:
+        out, lse = forward(q, k, v, layer, tags, tables.forward, shape)
+    else:
+        leaves, structure = jax.tree.flatten(tables)
+        out, lse = _differentiable(shape, structure, q, k, v, (tags.arrays, leaves))
+    return out[:, :length], lse[:, :, :length]
+
+
+def _whole(x: Array, multiple: int) -> Array:
+    """Fills the tokens of [... t (h d)] up to whole tiles."""
+    missing = -x.shape[-2] % multiple
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 2) + ((0, missing), (0, 0))) if missing else x
+
+
+def _forward_of(shape, structure, q, k, v, integers):
+    """Tags come as leaves: as gradients of integers JAX puts what no annotated class would hold."""
+    tags, leaves = integers
+    tables = jax.tree.unflatten(structure, leaves)
+    return forward(q, k[None], v[None], 0, Tags(*tags), tables.forward, shape)
+
+
+def _remembered(shape, structure, q, k, v, integers):
+    out, lse = _forward_of(shape, structure, q, k, v, integers)
+    # Named, so that a rematerialisation policy may keep them and not run the kernel again.
+    out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
+    return (out, lse), (q, k, v, integers, out, lse)
+
+
+def _pulled_back(shape, structure, remembered, pulled):
+    q, k, v, integers, out, lse = remembered
+    tags, leaves = integers
+    tables = jax.tree.unflatten(structure, leaves)
+    return (*backward(q, k, v, Tags(*tags), tables, out, lse, pulled, shape), None)
+
+
+_differentiable = jax.custom_vjp(_forward_of, nondiff_argnums=(0, 1))
+_differentiable.defvjp(_remembered, _pulled_back)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention kernel of this GPU against the dense reference, forward and gradients."""
+
+import functools
+
+import einops
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_cases import TAGS, as_arrays
+
+from sparse_lavida_jax.kernels import attention
+from sparse_lavida_jax.kernels.reference import NOTHING_SEEN_LSE
+
+HEADS, TOKENS = 4, 16  # how often every token of a case stands
+
+
+@pytest.fixture(autouse=True)
+def kernel(gpu):
+    if attention.default_implementation() != "pallas_gpu":
+        pytest.skip(f"the kernel is for Hopper GPUs and jax 0.11, this is {gpu.device_kind}")
+
+
+@functools.partial(jax.jit, static_argnames=("implementation", "heads"))
+def both_ways(q, k, v, pulled, tags, implementation, heads):
+    def attend(q, k, v):
+        return attention.step_causal_attention(
+            q, k, v, *tags[:3], num_heads=heads, query_segment=tags[3], key_segment=tags[4],
+            implementation=implementation, return_lse=True,
+        )  # fmt: skip
+
+    (out, lse), pull_back = jax.vjp(attend, q, k, v)
+    return out, lse, *pull_back((pulled, jnp.zeros_like(lse)))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", TAGS)
+def test_output_and_gradients_are_those_of_the_reference(name, head_dim):
+    rng = np.random.default_rng(0)
+    tags = as_arrays(
+        None if tag is None else np.repeat(tag, TOKENS, axis=1) for tag in TAGS[name](rng)
+    )
+    lengths = (tags[0].shape[1], tags[2].shape[1], tags[2].shape[1], tags[0].shape[1])
+    given = [jnp.asarray(rng.normal(size=(2, n, HEADS * head_dim)), jnp.bfloat16) for n in lengths]
+    out, lse, *gradients = both_ways(*given, tags, "pallas_gpu", HEADS)
+    again = both_ways(*given, tags, "pallas_gpu", HEADS)
+    for first, second in zip((out, lse, *gradients), again, strict=True):
+        np.testing.assert_array_equal(first, second)
+    wide = [x.astype(jnp.float32) for x in given]
+    with jax.default_matmul_precision("highest"):
+        wanted, wanted_lse, *wanted_gradients = both_ways(*wide, tags, "reference", HEADS)
+    seen = np.asarray(wanted_lse) < NOTHING_SEEN_LSE
+    np.testing.assert_allclose(
+        np.where(seen, lse, 0), np.where(seen, wanted_lse, 0), rtol=1e-3, atol=1e-3
+    )
+    assert not np.asarray(einops.rearrange(out, "b s (h d) -> b h s d", h=HEADS))[~seen].any()
+    for found, expected in zip((out, *gradients), (wanted, *wanted_gradients), strict=True):
+        np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=2e-2, atol=3e-2)

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU kernels compiled to machine code for an H200 that is only described: no registers spill.
+
+In a process of its own, because the CUDA plugin is loaded when jax starts.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import textwrap
+
+import jax
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11) or importlib.util.find_spec("jax_cuda13_plugin") is None,
+    reason="compiling for GPUs without one needs jax 0.11 and, beside it,"
+    " pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt of the same version",
+)
+
+COMPILE = textwrap.dedent('''
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.experimental import topologies
+
+    from sparse_lavida_jax.kernels import pallas_gpu
+
+    H200 = """
+        platform_name: "CUDA"
+        gpu_device_info {
+          threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+          shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132
+          fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+          block_dim_limit_z: 65535 memory_bandwidth: 4800000000000 l2_cache_size: 52428800
+          clock_rate_ghz: 1.98 device_memory_size: 150000000000
+          shared_memory_per_block_optin: 232448 registers_per_core_limit: 65536
+          registers_per_block_limit: 65536
+          cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
+        }
+        dnn_version_info { major: 9 minor: 10 }
+        device_description_str: "NVIDIA H200"
+    """
+    devices = topologies.get_topology_desc(
+        platform="cuda", topology_name="", target_config=H200, topology="1x1x1"
+    ).devices
+    mesh = jax.sharding.Mesh(np.array(devices[:1]), ("one",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    heads, head_dim, length = 32, 128, 4096
+    shape = pallas_gpu.Shape(heads, heads, head_dim, head_dim**-0.5)
+
+    def attend(q, k, v, tags, pulled):
+        def kernel(q, k, v):
+            return pallas_gpu.attention(q, k, v, *tags, None, None, shape=shape)
+
+        (out, lse), pull_back = jax.vjp(kernel, q, k, v)
+        return out, pull_back((pulled, jnp.zeros_like(lse)))
+
+    wide = jax.ShapeDtypeStruct((1, length, heads * head_dim), jnp.bfloat16, sharding=sharding)
+    tag = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=sharding)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        traced = jax.jit(attend).trace(wide, wide, wide, (tag,) * 3, wide)
+        traced.lower(lowering_platforms=("cuda",)).compile()
+    print("compiled")
+''')
+
+
+def test_forward_and_backward_compile_for_hopper_and_spill_nothing():
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    told = done.stdout + done.stderr
+    assert done.returncode == 0 and "compiled" in told, told[-3000:]
+    spills = [line for line in told.splitlines() if "bytes spill stores" in line]
+    assert len(spills) >= 3
+    for line in spills:
+        assert " 0 bytes spill stores, 0 bytes spill loads" in line, line

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tags that attention kernels have to get right, and what the dense reference says of them."""
+
+import functools
+
+import einops
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparse_lavida_jax.kernels.reference import attention_reference
+from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON
+
+S, T = 40, 70  # queries and keys; neither a whole number of any tile
+
+
+def horizons(block, num_clean):
+    return np.where(block == PAD_BLOCK, PAD_HORIZON, np.minimum(block, num_clean))
+
+
+def sorted_tags(rng):
+    block = np.sort(rng.integers(0, 7, (2, T)), axis=1)
+    return block[:, :S], horizons(block, 3)[:, :S], block, None, None
+
+
+def unsorted_tags(rng):
+    block = rng.integers(0, 7, (2, T))
+    return block[:, -S:], horizons(block, 3)[:, -S:], block, None, None
+
+
+def padded_tags(rng):
+    """Padding in the middle and at the end, a whole tile of it too, and a row of nothing else."""
+    query_block, _, block, *_ = sorted_tags(rng)
+    block[:, 5:9], block[:, -20:], query_block[:, 16:35] = PAD_BLOCK, PAD_BLOCK, PAD_BLOCK
+    query_block[1] = PAD_BLOCK
+    return query_block, horizons(query_block, 3), block, None, None
+
+
+def packed_tags(rng):
+    segment = np.sort(rng.integers(0, 3, (2, T)), axis=1)
+    block = np.concatenate([np.sort(rng.integers(0, 5, (2, T // 2)), axis=1)] * 2, axis=1)
+    return block[:, :S], horizons(block, 2)[:, :S], block, segment[:, :S], segment
+
+
+def one_block(rng):
+    del rng
+    block = np.zeros((2, T), int)
+    return block[:, :S], block[:, :S], block, None, None
+
+
+def cache_tags(rng):
+    """[cache | new | decode | registers]: empty slots, then the step's own tokens."""
+    block = np.full((2, T), PAD_BLOCK)
+    block[:, :9], block[:, 9:20], block[:, 20:30], block[:, 30:45] = 0, 1, 2, 3
+    query_block = np.concatenate([block[:, 20:45], np.full((2, S - 25), PAD_BLOCK)], axis=1)
+    return query_block, horizons(query_block, 2), block, None, None
+
+
+def nothing_seen(rng):
+    """Queries whose own block has no key and whose horizon comes before all."""
+    block = np.sort(rng.integers(2, 7, (2, T)), axis=1)
+    query_block = np.full((2, S), 9)
+    query_block[:, ::3] = 4
+    return query_block, np.full((2, S), 1), block, None, None
+
+
+TAGS = {
+    f.__name__: f
+    for f in (
+        sorted_tags, unsorted_tags, padded_tags, packed_tags, one_block, cache_tags, nothing_seen
+    )
+}  # fmt: skip
+
+
+def as_arrays(tags):
+    return tuple(None if tag is None else jnp.asarray(tag, jnp.int32) for tag in tags)
+
+
+def draw(rng, heads, kv_heads, head_dim, dtype=jnp.float32, lengths=(S, T)):
+    """Returns q, k, v and the gradient of the output."""
+    s, t = lengths
+    shapes = [(2, s, heads), (2, t, kv_heads), (2, t, kv_heads), (2, s, heads)]
+    return tuple(jnp.asarray(rng.normal(size=(b, n, h * head_dim)), dtype) for b, n, h in shapes)
+
+
+def reference(q, k, v, tags, head_dim):
+    split = functools.partial(einops.rearrange, pattern="b t (h d) -> b t h d", d=head_dim)
+    out, lse = attention_reference(split(q), split(k), split(v), *tags, head_dim**-0.5)
+    return einops.rearrange(out, "b t h d -> b t (h d)"), lse
+
+
+@functools.partial(jax.jit, static_argnames="head_dim")
+def reference_and_gradients(q, k, v, pulled, pulled_lse, tags, head_dim):
+    found, pull_back = jax.vjp(lambda *qkv: reference(*qkv, tags, head_dim), q, k, v)
+    return found, pull_back((pulled, pulled_lse))

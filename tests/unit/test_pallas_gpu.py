@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU kernels: interpreted against the reference, and lowered for a GPU that is not here."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_cases import TAGS, S, T, as_arrays, draw, reference_and_gradients, sorted_tags
+
+from sparse_lavida_jax.kernels import tables
+from sparse_lavida_jax.kernels.attention import step_causal_attention
+from sparse_lavida_jax.kernels.reference import NOTHING_SEEN_LSE
+
+HAS_KERNEL = jax.__version_info__ >= (0, 11)
+needs_kernel = pytest.mark.skipif(
+    not HAS_KERNEL, reason="the GPU kernel needs jax 0.11: run the tests with Python 3.12 or later"
+)
+TOLERANCE = 2e-2  # of bfloat16
+HEAD_DIM = 64
+
+
+def shape_of(heads, kv_heads, **interpreted):
+    from sparse_lavida_jax.kernels import pallas_gpu
+
+    interpret = pallas_gpu.interpreted(**interpreted)
+    return pallas_gpu.Shape(heads, kv_heads, HEAD_DIM, HEAD_DIM**-0.5, interpret)
+
+
+def longer(tags):
+    """Tags with every token four times, so that there are several tiles of each class."""
+    return tuple(None if tag is None else np.repeat(tag, 4, axis=1) for tag in tags)
+
+
+@needs_kernel
+@pytest.mark.parametrize("name", TAGS)
+def test_output_and_gradients_are_those_of_the_reference(name):
+    from sparse_lavida_jax.kernels import pallas_gpu
+
+    rng = np.random.default_rng(0)
+    heads, kv_heads = (2, 1) if name == "packed_tags" else (1, 1)
+    tags = as_arrays(longer(TAGS[name](rng)))
+    *qkv, pulled = draw(rng, heads, kv_heads, HEAD_DIM, jnp.bfloat16, (4 * S, 4 * T))
+    shape = shape_of(heads, kv_heads)
+
+    def attend(q, k, v):
+        return pallas_gpu.attention(q, k, v, *tags, shape=shape)
+
+    (out, lse), pull_back = jax.vjp(attend, *qkv)
+    seen = np.asarray(lse) < NOTHING_SEEN_LSE
+    pulled_lse = jnp.asarray(rng.normal(size=seen.shape) * seen, jnp.float32)
+    gradients = pull_back((pulled, pulled_lse))
+    wide = [x.astype(jnp.float32) for x in (*qkv, pulled)]
+    (wanted, wanted_lse), wanted_gradients = reference_and_gradients(
+        *wide, pulled_lse, tags, HEAD_DIM
+    )
+    np.testing.assert_allclose(lse, wanted_lse, rtol=1e-6, atol=1e-5)
+    assert not np.asarray(out)[~seen.any(axis=1)].any()
+    for found, expected in zip((out, *gradients), (wanted, *wanted_gradients), strict=True):
+        np.testing.assert_allclose(
+            found.astype(jnp.float32), expected, rtol=TOLERANCE, atol=TOLERANCE
+        )
+
+
+@needs_kernel
+def test_the_entry_runs_the_kernel_on_a_layer_of_a_stacked_cache():
+    rng = np.random.default_rng(0)
+    tags = as_arrays(sorted_tags(rng))[:3]
+    q, *_ = draw(rng, 1, 1, HEAD_DIM, jnp.bfloat16)
+    k, v = (jnp.asarray(rng.normal(size=(3, 2, T, HEAD_DIM)), jnp.bfloat16) for _ in range(2))
+    attend = functools.partial(step_causal_attention, num_heads=1, layer=jnp.int32(2))
+    found = attend(q, k, v, *tags, implementation="pallas_gpu").astype(jnp.float32)
+    wanted = attend(q, k, v, *tags, implementation="reference").astype(jnp.float32)
+    np.testing.assert_allclose(found, wanted, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@needs_kernel
+def test_it_lowers_for_a_hopper_gpu_forward_and_backward():
+    """Shared memory, layouts and barriers are checked by lowering; no GPU, no CUDA."""
+    from jax.sharding import AbstractDevice, AbstractMesh
+
+    from sparse_lavida_jax.kernels import pallas_gpu
+
+    heads, length = 4, 1024
+    shape = pallas_gpu.Shape(heads, heads, 128, 128**-0.5)
+    wide = jax.ShapeDtypeStruct((1, length, heads * 128), jnp.bfloat16)
+    tag = jax.ShapeDtypeStruct((1, length), jnp.int32)
+
+    def attend(q, k, v, tags, pulled):
+        def kernel(q, k, v):
+            return pallas_gpu.attention(q, k, v, *tags, shape=shape)
+
+        (out, lse), pull_back = jax.vjp(kernel, q, k, v)
+        return out, pull_back((pulled, jnp.zeros_like(lse)))
+
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+        program = jax.jit(attend).trace(wide, wide, wide, (tag,) * 5, wide)
+        lowered = program.lower(lowering_platforms=("cuda",)).as_text()
+    assert lowered.count("stablehlo.custom_call @mosaic_gpu") == 3
+
+
+@pytest.mark.skipif(HAS_KERNEL, reason="this jax has the GPU kernel")
+def test_without_the_kernel_the_entry_says_what_it_needs():
+    rng = np.random.default_rng(0)
+    tags = as_arrays(sorted_tags(rng))[:3]
+    *qkv, _ = draw(rng, 1, 1, HEAD_DIM, jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"needs jax 0\.11"):
+        step_causal_attention(*qkv, *tags, num_heads=1, implementation="pallas_gpu")
+
+
+@needs_kernel
+@pytest.mark.parametrize(("dtype", "head_dim"), [(jnp.float32, 64), (jnp.bfloat16, 32)])
+def test_what_the_tensor_cores_do_not_take_is_refused(dtype, head_dim):
+    rng = np.random.default_rng(0)
+    tags = as_arrays(sorted_tags(rng))[:3]
+    *qkv, _ = draw(rng, 1, 1, head_dim, dtype)
+    with pytest.raises(ValueError, match="takes bfloat16 or float16 and heads of 64 or 128"):
+        step_causal_attention(*qkv, *tags, num_heads=1, implementation="pallas_gpu")
+
+
+@pytest.mark.parametrize("name", TAGS)
+def test_rows_list_the_tiles_without_a_mask_first_and_none_twice(name):
+    tags = as_arrays(longer(TAGS[name](np.random.default_rng(0))))
+    made = tables.make_gpu_tables(*tags)
+    whole = [
+        jnp.asarray(tables.padded_tags(tag, 128, fill)) if tag is not None else None
+        for tag, fill in zip(tags, (2**30, -1, 2**30, 0, 0), strict=True)
+    ]
+    for lists, sizes, turned in (
+        (made.forward, tables.GPU_FORWARD, False),
+        (made.for_dq, tables.GPU_QUERY_GRADIENT, False),
+        (made.for_dkv, tables.GPU_KEY_GRADIENT, True),
+    ):
+        classes = np.asarray(tables.part_classes(*whole, sizes=sizes))[..., 0]
+        classes = classes.swapaxes(1, 2) if turned else classes
+        listed = np.take_along_axis(classes, np.asarray(lists.cols), axis=-1)
+        at = np.arange(classes.shape[-1])
+        full, active = (np.asarray(n)[..., None] for n in (lists.num_full, lists.num_active))
+        assert (listed[at < full] == tables.FULL).all()
+        assert (listed[(at >= full) & (at < active)] == tables.PARTIAL).all()
+        assert (listed[at >= active] == tables.SKIP).all()
+        np.testing.assert_array_equal(
+            np.sort(lists.cols, axis=-1), np.broadcast_to(at, classes.shape)
+        )
