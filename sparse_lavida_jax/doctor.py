@@ -11,7 +11,7 @@ import jax
 
 from sparse_lavida_jax import __version__, checkpoint
 
-PACKAGES = ("jax", "jaxlib", "flax", "orbax-checkpoint", "tokenizers", "pillow", "numpy")
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "tokenizers", "pillow", "numpy")
 LAVIDA_O_BYTES = 22_000_000_000  # a converted LaViDa-O in bfloat16, about
 LAVIDA_O = "LaViDa-O (convert it yourself)"
 ROOM = 1.2  # times the parameters: cache and activations want some memory too, ours
