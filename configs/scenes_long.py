@@ -3,7 +3,7 @@ r"""The bundled model "scenes": `configs/scenes.py` trained longer, and more on 
 
     python -m sparse_lavida_jax.main --config=configs/scenes_long.py
 
-About 75 minutes on one CPU core. `runs/scenes_long/model` in float16 is what lies in
+About 90 minutes on one CPU core. `runs/scenes_long/model` in float16 is what lies in
 `sparse_lavida_jax/assets/models/scenes`.
 """
 
@@ -20,8 +20,8 @@ def get_config() -> ml_collections.ConfigDict:
         edit=2.5,
         edit_plan=2.0,
         fill_plan=0.3,
-        answer=2.2,
-        point=1.5,
+        answer=3.2,
+        point=1.8,
         detect=1.5,
         arithmetic=0.6,
         caption=0.5,
@@ -33,7 +33,7 @@ def get_config() -> ml_collections.ConfigDict:
     )
     c.optimizer.warmup_steps = 200
     c.optimizer.ema = 0.9995
-    c.train.train_steps = 24_000
+    c.train.train_steps = 28_000
     c.train.seconds = 0.0
     c.train.picture_seconds = 900.0
     c.train.checkpoint_seconds = 300.0

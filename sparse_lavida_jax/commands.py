@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import pathlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -193,7 +194,7 @@ def _draw(name: str, pipe: SparseLaViDa, asked, sampling, rows: Rows) -> Result:
     }  # fmt: skip
     frames: list[pictures.Picture] = []
     if asked.save_steps is not None:
-        more["on_segment"] = functools.partial(_add_frame, pipe, frames)
+        more["on_segment"] = functools.partial(_add_frame, pipe, frames, asked.size)
     if name == "generate":
         result = pipe.generate(rows.prompts, size=asked.size, **more)
     elif rows.shown is None:
@@ -213,13 +214,19 @@ def _draw(name: str, pipe: SparseLaViDa, asked, sampling, rows: Rows) -> Result:
 
 
 def _add_frame(
-    pipe: SparseLaViDa, frames: list[pictures.Picture], canvas: np.ndarray, done: int
+    pipe: SparseLaViDa,
+    frames: list[pictures.Picture],
+    size: tuple[int, int] | None,
+    canvas: np.ndarray,
+    done: int,
 ) -> None:
     """Keeps what the first picture looks like now, and before its first step."""
+    height, width = size or (1, 1)
+    rows = math.isqrt(canvas.shape[1] * height // width)
     if not frames:
         masked = np.full_like(canvas[0], pipe.settings.model.image_mask_id)
-        frames.append(pipe.preview(masked))
-    frames.append(pipe.preview(canvas[0]))
+        frames.append(pipe.preview(masked, rows))
+    frames.append(pipe.preview(canvas[0], rows))
 
 
 def _reflect(name: str, pipe: SparseLaViDa, asked, sampling) -> Result:

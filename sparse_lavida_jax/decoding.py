@@ -2,7 +2,6 @@
 """Examples in batches through the sampler."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -95,7 +94,7 @@ def decode(
     on_segment: OnSegment | None = None,
     on_step: OnStep | None = None,
 ) -> list[Int[np.ndarray, "_l g"]]:
-    """Decodes the responses of examples of one kind; those of one length together.
+    """Decodes the responses of examples of one kind; those of one shape together.
 
     A batch that is not full is filled up, so that all batches run the same compiled programs.
 
@@ -105,14 +104,17 @@ def decode(
         on_step: called with the steps done and all steps, before the first and after each segment.
     """
     results: dict[int, np.ndarray] = {}
-    for length in sorted({len(example.response) for example in examples}):
-        members = [i for i, example in enumerate(examples) if len(example.response) == length]
+    shapes = [(len(example.response), example.grid or ()) for example in examples]
+    for shape in sorted(set(shapes)):
+        members = [i for i, other in enumerate(shapes) if other == shape]
         for start in range(0, len(members), bucket.rows):
             chunk = members[start : start + bucket.rows]
             filled = chunk + [chunk[-1]] * (bucket.rows - len(chunk))
             requests = [_request(examples[i], seeds[i]) for i in filled]
             settings = _step_settings(examples[chunk[0]], sampling, model.settings)
-            segments = _segments(requests, settings, sampling, model.settings, text_block_len)
+            segments = _segments(
+                requests, settings, sampling, model.settings, text_block_len, shape[1] or None
+            )
             decoded = sample.sample(
                 model,
                 requests,
@@ -125,10 +127,8 @@ def decode(
     return [results[i] for i in range(len(examples))]
 
 
-def _segments(requests, settings, sampling, model: config.Model, text_block_len: int):
+def _segments(requests, settings, sampling, model: config.Model, text_block_len: int, grid):
     length = len(requests[0].given)
-    if settings.kind == "image" and length != model.num_cells:
-        model = dataclasses.replace(model, grid_size=math.isqrt(length))
     return presets.plan(
         sampling,
         settings,
@@ -136,6 +136,7 @@ def _segments(requests, settings, sampling, model: config.Model, text_block_len:
         np.stack([request.given for request in requests]),
         length if length % text_block_len else text_block_len,
         seeds=[request.seed for request in requests],
+        grid=grid,
     )
 
 

@@ -178,10 +178,10 @@ def grid_of(size: Sequence[int] | None, side: int, model: config.Model) -> tuple
             f"a picture of {height}x{width} cannot be drawn: this checkpoint has learned the places"
             f" of {side}x{side} alone."
         )
-    if height != width or height % step or not step <= height <= side:
+    if height % step or width % step or not step <= min(size) <= max(size) <= side:
         raise RequestError(
-            f"a picture of {height}x{width} cannot be drawn: it must be a square of {step} to"
-            f" {side} pixels a side, a multiple of {step}."
+            f"a picture of {height}x{width} cannot be drawn: both must be {step} to {side} pixels,"
+            f" multiples of {step}."
         )
     return height // step, width // step
 

@@ -328,13 +328,17 @@ class SparseLaViDa:
         plan = False if record["plan"] is None else record["plan"]
         return self._paint(task, rows, [record["recipe"]], plan, sampling, None, bucket)
 
-    def preview(self, cells: Int[np.ndarray, "l g"]) -> Picture:
-        """Returns a square picture of which cells are still masked: those are grey."""
+    def preview(self, cells: Int[np.ndarray, "l g"], rows: int | None = None) -> Picture:
+        """Returns a picture of which cells are still masked: those are grey.
+
+        Args:
+            rows: of cells; by default the picture is a square.
+        """
         masked = (cells == self.settings.model.image_mask_id).any(axis=-1)
-        side = math.isqrt(len(cells))
-        (picture,) = self._codec.decode(np.where(masked[:, None], 0, cells)[None], side)
-        step = picture.shape[0] // side
-        hidden = masked.reshape(side, side).repeat(step, axis=0).repeat(step, axis=1)
+        rows = rows or math.isqrt(len(cells))
+        (picture,) = self._codec.decode(np.where(masked[:, None], 0, cells)[None], rows)
+        step = picture.shape[0] // rows
+        hidden = masked.reshape(rows, -1).repeat(step, axis=0).repeat(step, axis=1)
         return np.where(hidden[..., None], np.uint8(MASKED_GREY), picture)
 
     # -- tasks: text and boxes --------------------------------------------------------------
@@ -713,6 +717,9 @@ class SparseLaViDa:
         return list(self._codec.decode(np.stack(cells)))
 
     def _image_example(self, drawing: Drawing) -> Example:
+        return dataclasses.replace(self._worded(drawing), grid=drawing.cells)
+
+    def _worded(self, drawing: Drawing) -> Example:
         if drawing.canvas is None:
             blank = np.zeros(
                 (math.prod(drawing.cells), self.settings.model.codes_per_token), np.int32

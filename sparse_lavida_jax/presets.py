@@ -184,6 +184,7 @@ def plan(
     given: Bool[np.ndarray, "b l"],
     text_block_len: int,
     seeds: Sequence[int] | None = None,
+    grid: tuple[int, int] | None = None,
 ) -> list[orders.Segment]:
     """Returns the segments that a sampling configuration asks for.
 
@@ -192,6 +193,7 @@ def plan(
         given: known tokens of each response.
         text_block_len: tokens of a text block; of text only.
         seeds: of the rows, for `sampling.order_seed` -1.
+        grid: rows and columns of cells of a picture; by default the model's largest.
 
     Raises:
         ConfigError: an order that the preset or the response cannot follow.
@@ -202,7 +204,8 @@ def plan(
         seeds = [sampling.order_seed] * len(given)
     elif seeds is None:
         raise ValueError("Sampling.order_seed=-1 needs the seed of every row.")
-    segments = _image_segments(sampling, settings.preset, model, given, seeds)
+    grid = grid or (model.grid_size, model.grid_size)
+    segments = _image_segments(sampling, settings.preset, model, given, seeds, grid)
     steps = sampling.num_steps
     fewest = sampling.registers_end
     registers = settings.num_registers
@@ -234,6 +237,7 @@ def _image_segments(
     model: config.Model,
     given: Bool[np.ndarray, "b l"],
     seeds: Sequence[int],
+    grid: tuple[int, int],
 ) -> list[orders.Segment]:
     by_confidence = sampling.order == "confidence"
     by_code = chosen.full_attention and sampling.grid == "code"
@@ -242,18 +246,18 @@ def _image_segments(
             "Sampling.order='confidence' chooses after each pass among all cells that are masked:"
             " it needs a preset that passes them all, dense, none or p."
         )
-    grid, side = model.grid_size, model.codes_side if by_code else 1
+    (rows, columns), side = grid, model.codes_side if by_code else 1
     known = np.repeat(given[..., None], side**2, axis=-1)
     name = "raster" if by_confidence else sampling.order
     whole = orders.image_plan(
-        np.stack([orders.order(name, grid * side, grid * side, seed) for seed in seeds]),
+        np.stack([orders.order(name, rows * side, columns * side, seed) for seed in seeds]),
         schedule=sampling.schedule,
         num_steps=sampling.num_steps,
         shift=sampling.shift,
-        given=codes_from_cells(known, grid, side).reshape(len(given), -1),
+        given=codes_from_cells(known, rows, side).reshape(len(given), -1),
     )
     if by_code or by_confidence:
-        return orders.code_segments(whole, grid, grid, side, by_confidence=by_confidence)
+        return orders.code_segments(whole, rows, columns, side, by_confidence=by_confidence)
     return orders.segments(
         whole,
         passes_clean="newest" if chosen.cache_response else "all",

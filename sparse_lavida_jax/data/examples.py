@@ -34,6 +34,7 @@ class Example:
         reach: tokens of a text response that a sampler may decode: whole text blocks up to the
             first end-of-text.
         views: in place of `pixels`, the views of each picture that is shown (`data/images.py`).
+        grid: rows and columns of cells of an image response; None: the model's largest.
     """
 
     parts: tuple[Part, ...]
@@ -43,6 +44,7 @@ class Example:
     pixels: UInt8[np.ndarray, "h w 3"] | None
     reach: int
     views: tuple[Views, ...] = ()
+    grid: tuple[int, int] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

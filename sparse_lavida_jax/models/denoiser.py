@@ -101,6 +101,9 @@ class Denoiser(nnx.Module):
                 self.cell_row = table(settings.grid_size, settings.generation_width)
                 self.cell_column = table(settings.grid_size, settings.generation_width)
             self.vision = VisionEncoder(settings.vision, settings.width, rngs=rngs)
+            if settings.cell_positions:
+                self.seen_row = table(settings.vision.grid_side, settings.width)
+                self.seen_column = table(settings.vision.grid_side, settings.width)
             if settings.vision.newline:
                 self.image_newline = nnx.Param(
                     jax.random.normal(rngs.params(), (settings.width,)) * settings.width**-0.5
@@ -130,7 +133,14 @@ class Denoiser(nnx.Module):
         b = pixels.shape[0]
         if pixels.ndim == 5:
             pixels = einops.rearrange(pixels, "b n h w c -> (b n) h w c")
-        features = einops.rearrange(self.vision(pixels), "(b n) v e -> b (n v) e", b=b)
+        features = self.vision(pixels)
+        if self.settings.cell_positions:
+            # Features grow while training to a hundred times the size of anything that says where.
+            square = jnp.mean(jnp.square(features.astype(jnp.float32)), axis=-1, keepdims=True)
+            places = self.seen_row[:, None] + self.seen_column[None]
+            places = einops.rearrange(places, "y x e -> 1 (y x) e")
+            features = (features * jax.lax.rsqrt(square + HEAD_EPS) + places).astype(features.dtype)
+        features = einops.rearrange(features, "(b n) v e -> b (n v) e", b=b)
         if not self.settings.vision.newline:
             return features
         newline = jnp.broadcast_to(self.image_newline[...], (b, 1, features.shape[-1]))

@@ -43,13 +43,16 @@ def shown():
     return np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
 
 
-def test_pictures_of_every_square_size_are_drawn(pipe):
+def test_pictures_of_every_size_are_drawn(pipe):
     drawn = pipe.generate(["a robot", "a cat"], seed=5)
     assert [picture.shape for picture in drawn.pixels] == [(24, 24, 3)] * 2
     small = pipe.generate("a robot", size=(16, 16))
     assert small.pixels[0].shape == (16, 16, 3)
-    for size in ((20, 20), (32, 32), (24, 16), (0, 0)):
-        with pytest.raises(RequestError, match="must be a square of 8 to 24 pixels"):
+    wide = pipe.generate("a robot", size=(8, 24))
+    assert wide.pixels[0].shape == (8, 24, 3)
+    np.testing.assert_array_equal(pipe.replay(wide.records[0]).pixels[0], wide.pixels[0])
+    for size in ((20, 20), (32, 32), (24, 32), (0, 0), (-8, 8)):
+        with pytest.raises(RequestError, match="both must be 8 to 24 pixels, multiples of 8"):
             pipe.generate("a robot", size=size)
 
 
