@@ -79,7 +79,7 @@ def run_layers(
     def joint_layer(carry, layer_and_index):
         x, cache = carry
         layer, index = layer_and_index
-        return _joint_layer(layer, index, x, layouts, list(x), cache, joint_attention), None
+        return _joint_layer(layer, index, x, layouts, present, cache, joint_attention), None
 
     # The last joint layer is where an unwanted stream stops.
     stops = [name for name in present if wanted not in ("both", name)]
@@ -189,16 +189,18 @@ def _branch(layer: Layer, name: StreamName) -> Branch:
 
 def _joint_layer(layer, index, x, layouts, keep, cache, attention):
     """One attention over both streams; only the streams in `keep` go on behind it."""
-    qkv = {name: _branch(layer, name).qkv(x[name], layouts[name].position) for name in x}
+    # In the order of the tags: a dict comes out of a scan with its keys sorted.
+    names = [name for name in STREAMS if name in x]
+    qkv = {name: _branch(layer, name).qkv(x[name], layouts[name].position) for name in names}
     if cache is not None:
-        for name in x:
+        for name in names:
             cache = cache.write_joint(index, name, *qkv[name][1:])
     if not keep:
         return {}, cache
     if cache is not None and attention.cached:
         keys, values = cache.joint_keys, cache.joint_values
     else:
-        keys, values = (jnp.concatenate([qkv[name][i] for name in x], axis=1) for i in (1, 2))
+        keys, values = (jnp.concatenate([qkv[name][i] for name in names], axis=1) for i in (1, 2))
         index = None
     queries = jnp.concatenate([qkv[name][0] for name in keep], axis=1)
     attended = attention(queries, keys, values, layer.understanding.num_heads, index)

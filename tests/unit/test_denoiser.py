@@ -221,3 +221,25 @@ def test_logits_are_float32_whatever_the_activations_are():
 def test_the_model_accepts_no_mask():
     for function in (Denoiser.__call__, run_layers):
         assert not [name for name in inspect.signature(function).parameters if "mask" in name]
+
+
+def test_features_of_the_vision_tower_say_where_however_large_they_are():
+    """Without places two equal patches look alike; with them the difference is the places'."""
+    settings = tiny.model_settings(cell_positions=True)
+    model = tiny.denoiser(settings)
+    model.vision.tower.position_embedding[...] *= 0
+    side = settings.vision.grid_side
+    pixels = jnp.full(
+        (1, settings.vision.image_size, settings.vision.image_size, 3), 200, jnp.uint8
+    )
+    features = model.see(pixels)[0].reshape(side, side, -1)
+    rows, columns = model.seen_row[...], model.seen_column[...]
+    np.testing.assert_allclose(
+        features[1, 0] - features[0, 0], rows[1] - rows[0], rtol=0, atol=1e-5
+    )
+    np.testing.assert_allclose(
+        features[0, 1] - features[0, 0], columns[1] - columns[0], rtol=0, atol=1e-5
+    )
+    model.vision.projector.fc2.kernel[...] *= 1000
+    model.vision.projector.fc2.bias[...] *= 1000
+    np.testing.assert_allclose(model.see(pixels)[0].reshape(features.shape), features, atol=1e-4)
