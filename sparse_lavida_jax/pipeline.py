@@ -24,7 +24,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Int, UInt8
 
-from sparse_lavida_jax import checkpoint, config
+from sparse_lavida_jax import checkpoint, config, sharding
 from sparse_lavida_jax.codec import PictureCodec
 from sparse_lavida_jax.data.chat import ChatTokenizer
 from sparse_lavida_jax.data.chat_prompts import ChatPrompts
@@ -109,16 +109,28 @@ class SparseLaViDa:
 
     @classmethod
     def from_pretrained(
-        cls, folder_or_name: str | pathlib.Path, batch_size: int = 16
+        cls,
+        folder_or_name: str | pathlib.Path,
+        batch_size: int = 16,
+        *,
+        mesh: jax.sharding.Mesh | None = None,
+        dtype: str | None = None,
     ) -> "SparseLaViDa":
         """Loads a checkpoint folder, a run directory or a bundled model by name.
 
+        Args:
+            mesh: splits the parameters over several devices (`sharding.RULES`), each of which
+                reads its own part only; results are those of one device.
+            dtype: of the parameters, "float32" or "bfloat16"; by default as stored.
+
         Raises:
             checkpoint.CheckpointError: there is none, or it is damaged.
+            ValueError: the mesh has axes that are not ours.
         """
         _check_is_ours(pathlib.Path(folder_or_name))
         folder = checkpoint.find_model(folder_or_name)
-        loaded = checkpoint.load_model(folder)
+        split = None if mesh is None else sharding.over(mesh)
+        loaded = checkpoint.load_model(folder, sharding=split, dtype=dtype)
         settings = loaded.config
         try:
             tokenizer = _tokenizer_of(settings.model)(loaded.tokenizer_path)

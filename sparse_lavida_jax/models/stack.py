@@ -190,7 +190,7 @@ def _branch(layer: Layer, name: StreamName) -> Branch:
 def _joint_layer(layer, index, x, layouts, keep, cache, attention):
     """One attention over both streams; only the streams in `keep` go on behind it."""
     # In the order of the tags: a dict comes out of a scan with its keys sorted.
-    names = [name for name in STREAMS if name in x]
+    names: list[StreamName] = [name for name in STREAMS if name in x]
     qkv = {name: _branch(layer, name).qkv(x[name], layouts[name].position) for name in names}
     if cache is not None:
         for name in names:

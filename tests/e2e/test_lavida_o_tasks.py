@@ -4,6 +4,7 @@
 import dataclasses
 
 import chat_tokenizer
+import jax
 import numpy as np
 import pytest
 import torch_folder
@@ -54,6 +55,18 @@ def test_pictures_of_every_size_are_drawn(pipe):
     for size in ((20, 20), (32, 32), (24, 32), (0, 0), (-8, 8)):
         with pytest.raises(RequestError, match="both must be 8 to 24 pixels, multiples of 8"):
             pipe.generate("a robot", size=size)
+
+
+def test_a_model_over_eight_devices_answers_and_draws_what_one_device_does(pipe, shown):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor"))
+    spread = SparseLaViDa.from_pretrained(pipe.source.name, mesh=mesh)
+    spread = spread.with_sampling(pipe.settings.sampling)
+    kernel = spread.model.joint_layers.understanding.mlp.up.kernel[...]
+    assert len({str(shard.index) for shard in kernel.addressable_shards}) > 1
+    drawn, alone = (one.generate("a robot", seed=5) for one in (spread, pipe))
+    np.testing.assert_array_equal(drawn.tokens[0], alone.tokens[0])
+    said, expected = (one.ask(shown, "what is it?") for one in (spread, pipe))
+    assert said.texts == expected.texts
 
 
 def test_a_drawn_picture_is_replayed(pipe):

@@ -22,7 +22,7 @@ LEVELS = [
     {"models"},
     {"diffusion", "sample"},
     {"data", "optimizer", "metrics", "checkpoint", "runs", "pictures"},
-    {"results", "codec", "convert"},
+    {"results", "codec", "convert", "sharding"},
     {"drawings", "decoding"},
     {"pipeline"},
     {"evals"},

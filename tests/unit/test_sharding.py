@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every parameter has one rule, and what is split is where the rule says."""
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+
+from sparse_lavida_jax import checkpoint, config, sharding
+from sparse_lavida_jax.models.denoiser import Denoiser
+
+
+def mesh_of(**axes):
+    devices = np.array(jax.devices()[: np.prod(list(axes.values()))])
+    return Mesh(devices.reshape(*axes.values()), tuple(axes))
+
+
+def stacked_shapes(settings):
+    """Names and shapes as `checkpoint.ChooseSharding` is given them: all layers in one array."""
+    model = jax.eval_shape(lambda: Denoiser(settings, rngs=nnx.Rngs(0)))
+    return {
+        "/".join(str(part) for part in path): value.shape
+        for path, value in nnx.to_flat_state(nnx.state(model))
+    }
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        tiny.model_settings(codes_per_token=4),
+        tiny.model_settings(codes_per_token=1, image_head="embed"),
+        tiny.model_settings(understanding_only=True),
+        config.Model(),
+    ],
+    ids=["small", "embed", "text", "release"],
+)
+def test_every_parameter_matches_exactly_one_rule(settings):
+    shapes = stacked_shapes(settings)
+    split = 0
+    for name, shape in shapes.items():
+        split += np.prod(shape) * any(sharding.spec_of(name, shape, mesh_of(fsdp=2, tensor=4)))
+    if settings == config.Model():
+        assert split > 0.99 * sum(np.prod(shape) for shape in shapes.values())
+
+
+def test_an_axis_that_does_not_divide_is_left_whole():
+    mesh = mesh_of(fsdp=2, tensor=4)
+    found = sharding.spec_of("text_head/kernel", (32, 42), mesh)
+    assert found == PartitionSpec("fsdp", None)
+    found = sharding.spec_of("joint_layers/attn_out/kernel", (3, 8, 32), mesh)
+    assert found == PartitionSpec(None, "tensor", "fsdp")
+    assert sharding.spec_of("text_head/kernel", (32, 40), mesh_of(data=8)) == PartitionSpec(
+        None, None
+    )
+
+
+def test_a_parameter_without_a_rule_is_named():
+    with pytest.raises(ValueError, match=r"0 rules .* for the parameter novel/thing"):
+        sharding.rule_of("novel/thing")
+
+
+def test_a_mesh_of_other_axes_is_refused():
+    with pytest.raises(ValueError, match="axis 'rows': its axes are among data, fsdp, tensor"):
+        sharding.over(mesh_of(rows=2))
+
+
+def test_a_model_folder_is_read_into_a_mesh(tmp_path):
+    settings = config.Config(model=tiny.model_settings(codes_per_token=4))
+    model = tiny.denoiser(settings.model)
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_text("{}")
+    checkpoint.save_model(
+        tmp_path / "model", model, settings, tokenizer_path=tokenizer, vq_folder=None, readme=""
+    )
+    mesh = mesh_of(fsdp=2, tensor=4)
+    read = checkpoint.load_model(tmp_path / "model", sharding=sharding.over(mesh)).model
+    kernel = read.split_layers.generation.mlp.up.kernel[...]
+    assert kernel.sharding.spec == PartitionSpec(None, "fsdp", "tensor")
+    assert len(kernel.addressable_shards) == 8
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(read), nnx.state(model))
