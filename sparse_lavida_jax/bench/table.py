@@ -36,6 +36,30 @@ def sampling_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def attention_table(rows: list[dict[str, Any]]) -> str:
+    """Returns how many times faster our kernel is than each other method, and tile TF/s."""
+    bars = tomllib.loads(BARS.read_text())["attention"]
+    lines = [
+        "| shape | rows | method | times the kernel's time | tile TF/s of the kernel | bar | device |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    kernels = {(r["run"], r["task"], r["batch"]): r for r in rows if r["method"] == "kernel"}
+    for row in sorted(rows, key=lambda r: (r["task"], r["batch"], r["method"])):
+        kernel = kernels.get((row["run"], row["task"], row["batch"]))
+        if kernel is None or row is kernel:
+            continue
+        ratio = row["median_s"] / kernel["median_s"]
+        rate = kernel["flops"]["tile"] / kernel["median_s"] / 1e12
+        bar = bars.get(f"{row['task']}/{row['method']}")
+        held = "" if bar is None else f"{bar:.2f} {'met' if ratio >= bar else 'not met'}"
+        forward_only = f"{rate:.0f}" if row["task"].endswith("/forward") else ""
+        lines.append(
+            f"| {row['task']} | {row['batch']} | {row['method']} | {ratio:.2f} | {forward_only}"
+            f" | {held} | {row['device']['kind']} |"
+        )
+    return "\n".join(lines)
+
+
 def quality_table(rows: list[dict[str, Any]]) -> str:
     """Returns the share right of every task with its interval, beside the bar if there is one."""
     bars = tomllib.loads(BARS.read_text())["quality"]
@@ -82,6 +106,7 @@ def main() -> None:
     """Prints every table there are rows for."""
     tables = {
         "Speed": ("sampling", sampling_table),
+        "Attention": ("attention", attention_table),
         "Quality": ("quality", quality_table),
         "Sparse against dense, each trained its own way": ("quality", twins_table),
     }
