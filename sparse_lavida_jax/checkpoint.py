@@ -688,6 +688,8 @@ def _file_digests(folder: pathlib.Path, path: pathlib.Path) -> dict[str, str]:
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
     """Keeps the store from logging a page for each thing that fails; it raises that too."""
+    # A task of the store may die after this, in a thread of its own.
+    logging.getLogger("asyncio").addFilter(_is_news)
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -695,6 +697,12 @@ def _silence() -> Iterator[None]:
     finally:
         gc.collect()
         logging.disable(before)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a log record says more than that the store could not read, which was told."""
+    error = record.exc_info[1] if record.exc_info else None
+    return "never retrieved" not in record.getMessage() or "ocdbt" not in str(error).lower()
 
 
 def _write_digests(folder: pathlib.Path, digests: dict[str, str]) -> None:

@@ -381,7 +381,7 @@ def test_text_stops_at_its_first_end_with_everything_before_it_decoded():
     )[0]
     np.testing.assert_array_equal(stopped[: end + 1], whole[: end + 1])
     # What would stand behind it is never decoded; it comes out as end-of-text.
-    assert (stopped[block_end:] == tiny.denoiser(SETTINGS).settings.end_of_text_id).all()
+    assert (stopped[block_end:] == twin.settings.end_of_text_id).all()
     assert steps[-1] < sum(segment.num_steps for segment in plan)
 
 
@@ -751,7 +751,7 @@ def test_a_request_runs_a_prefill_and_a_program_a_segment_and_asks_the_host_noth
 def test_rows_have_temperature_and_guidance_of_their_own():
     """As if each were sampled by itself with these settings; and with one compiled program."""
     model, requests = tiny.denoiser(SETTINGS), image_requests(3, 12, 5)
-    own = [(0.0, 0.5), (0.9, 2.0), (0.4, 0.0)]
+    own = [(0.0, 0.5), (2.0, 3.0), (0.4, 0.0)]
     asked = [
         dataclasses.replace(request, temperature=t, guidance=g)
         for request, (t, g) in zip(requests, own, strict=True)

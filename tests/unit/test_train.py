@@ -161,7 +161,7 @@ def test_the_released_objective_is_learned_text_and_pictures_together():
 def test_a_step_counts_and_changes_every_parameter_that_was_used(steps):
     _, states, _ = steps
     assert [int(state.step) for state in states] == list(range(13))
-    unused = {"text_head", "vision"}  # drawing predicts no text and sees no picture
+    unused = {"text_head", "vision", "seen"}  # drawing predicts no text and sees no picture
     for (path, before), after in zip(
         jax.tree.leaves_with_path(states[0].params), jax.tree.leaves(states[1].params), strict=True
     ):
