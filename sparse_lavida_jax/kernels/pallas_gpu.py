@@ -119,11 +119,17 @@ def _zeros(rows: int, cols: int):
     return plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
 
 
+def _read(between, product):
+    """The interpreter has no wgmma: shared memory was read by loads, and a copy overwrites it."""
+    plgpu.commit_smem()
+    between()
+    return product
+
+
 def _product(a, b, shape: Shape, size: tuple[int, int], between=lambda: None):
     """Returns a @ b of two tiles in shared memory, float32 [rows cols]."""
     if shape.interpret:
-        between()
-        return jnp.dot(a[...], b[...], preferred_element_type=jnp.float32)
+        return _read(between, jnp.dot(a[...], b[...], preferred_element_type=jnp.float32))
 
     def compute(accumulator):
         plgpu.wgmma(accumulator, a, b)
@@ -136,8 +142,8 @@ def _product(a, b, shape: Shape, size: tuple[int, int], between=lambda: None):
 def _added(accumulator, a, b, shape: Shape, between=lambda: None):
     """Returns accumulator + a @ b, with `a` in registers and `b` in shared memory."""
     if shape.interpret:
-        between()
-        return accumulator + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
+        product = jnp.dot(a, b[...], preferred_element_type=jnp.float32)
+        return accumulator + _read(between, product)
 
     def compute(reference):
         plgpu.wgmma(reference, a, b)

@@ -7,7 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import TAGS, S, T, as_arrays, draw, reference_and_gradients, sorted_tags
+from kernel_cases import (
+    TAGS,
+    S,
+    T,
+    as_arrays,
+    draw,
+    packed_tags,
+    reference_and_gradients,
+    sorted_tags,
+)  # fmt: skip
 
 from sparse_lavida_jax.kernels import tables
 from sparse_lavida_jax.kernels.attention import step_causal_attention
@@ -144,3 +153,27 @@ def test_rows_list_the_tiles_without_a_mask_first_and_none_twice(name):
         np.testing.assert_array_equal(
             np.sort(lists.cols, axis=-1), np.broadcast_to(at, classes.shape)
         )
+
+
+@needs_kernel
+def test_nothing_is_overwritten_while_it_is_read():
+    """The interpreter follows every barrier; wgmma itself it does not know."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    from sparse_lavida_jax.kernels import pallas_gpu
+
+    rng = np.random.default_rng(0)
+    tags = as_arrays(
+        None if tag is None else np.repeat(tag, 4, axis=1)[:1] for tag in packed_tags(rng)
+    )
+    numbers = draw(rng, 1, 1, HEAD_DIM, jnp.bfloat16, (4 * S, 4 * T))
+    *qkv, pulled = (x[:1] for x in numbers)
+    shape = shape_of(1, 1, detect_races=True)
+
+    def attend(q, k, v):
+        return pallas_gpu.attention(q, k, v, *tags, shape=shape)
+
+    (_, lse), pull_back = jax.block_until_ready(jax.vjp(attend, *qkv))
+    assert not gpu_callbacks.get_races().races_found
+    jax.block_until_ready(pull_back((pulled, jnp.zeros_like(lse))))
+    assert not gpu_callbacks.get_races().races_found

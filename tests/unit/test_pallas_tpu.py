@@ -188,3 +188,21 @@ def test_a_model_samples_on_the_kernel_what_it_samples_on_the_reference(kind):
         found[name], _ = traces.moments(tiny.denoiser(settings), requests, plan, asked)
     for ours, expected in zip(found["pallas_tpu"], found["reference"], strict=True):
         np.testing.assert_allclose(ours.logits, expected.logits, rtol=0, atol=2e-5)
+
+
+def test_nothing_is_overwritten_while_it_is_read():
+    """The simulator of a TPU follows every copy and semaphore."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+    from jax.experimental.pallas import tpu as pltpu
+
+    rng = np.random.default_rng(0)
+    tags = as_arrays(packed_tags(rng))
+    *qkv, pulled = draw(rng, 1, 1, 128)
+    nothing = jnp.zeros((2, 1, S))
+    simulated = shape_of(1, 1, 128, interpret=pltpu.InterpretParams(detect_races=True))
+    found = kernel_and_gradients(*qkv, pulled, nothing, tags, simulated)
+    wanted = reference_and_gradients(*qkv, pulled, nothing, tags, 128)
+    for ours, expected in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=2e-6, atol=3 * TOLERANCE)
+    assert interpret_pallas_call.races is not None
+    assert not interpret_pallas_call.races.races_found
