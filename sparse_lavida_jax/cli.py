@@ -127,8 +127,17 @@ def _box(text: str) -> tuple[float, ...]:
     return tuple(map(float, text.split(",")))
 
 
+def _registers(text: str) -> tuple[int, int]:
+    first, _, last = text.partition(":")
+    counts = int(first), int(last) if last else -1
+    if counts[0] < 0 or (last and not 0 <= counts[1] <= counts[0]):
+        raise ValueError(text)
+    return counts
+
+
 # argparse names these in its messages.
 _size.__name__, _box.__name__ = "size such as 512x512", "box such as 16,16,48,48"
+_registers.__name__ = "number of registers such as 64 or 64:8"
 
 
 def _model(parser: argparse.ArgumentParser) -> None:
@@ -146,7 +155,10 @@ def _sampling(parser: argparse.ArgumentParser) -> None:
     presets = ", ".join((*config.PRESETS, *config.TEXT_PRESETS))
     parser.add_argument("--steps", type=int, help="of a picture, or of a text block")
     parser.add_argument("--sampler", metavar="PRESET", help=f"one of {presets}")
-    parser.add_argument("--registers", type=int, help="how many are passed; by default as trained")
+    parser.add_argument(
+        "--registers", type=_registers, metavar="M[:END]",
+        help="how many are passed; 64:8 falls from 64 to 8; by default as trained",
+    )  # fmt: skip
     parser.add_argument("--temperature", type=float, help="0: the most probable")
 
 

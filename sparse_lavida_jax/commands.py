@@ -164,7 +164,9 @@ def _sampling(name: str, asked: argparse.Namespace, pipe: SparseLaViDa) -> confi
         )
         if not draws and asked.sampler in config.PRESETS:
             changes["text_preset"] = ""
-    for option, field in (("guidance", "guidance"), ("order", "order"), ("registers", "registers")):
+    if asked.registers is not None:
+        changes |= dict(zip(("registers", "registers_end"), asked.registers, strict=True))
+    for option, field in (("guidance", "guidance"), ("order", "order")):
         if getattr(asked, option, None) is not None:
             changes[field] = getattr(asked, option)
     sampling = dataclasses.replace(pipe.settings.sampling, **changes)

@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from sparse_lavida_jax import choose, config, orders
+from sparse_lavida_jax.kernels.attention import slot_multiple
 from sparse_lavida_jax.layout import (
     GIVEN_BLOCK,
     NO_CELL,
@@ -553,7 +554,12 @@ def sample(
         rows,
         on_device,
         settings=program,
-        capacity=capacity(prompt, segments, settings),
+        capacity=capacity(
+            prompt,
+            segments,
+            settings,
+            slot_multiple(model_settings.attention_implementation or None),
+        ),
     )
     start = 0
     for segment in segments:
@@ -590,11 +596,11 @@ def sample(
 
 
 def capacity(
-    prompt: Prompt, segments: list[orders.Segment], settings: StepSettings
+    prompt: Prompt, segments: list[orders.Segment], settings: StepSettings, multiple: int = 1
 ) -> tuple[int, int]:
     """Returns the cache slots that a run needs: understanding and generation region.
 
-    Exact, because an update past the end of a buffer would silently shift and overwrite.
+    Never too few, because an update past the end of a buffer would silently shift and overwrite.
     """
     committed = furthest = 0
     for s in segments:
@@ -609,4 +615,5 @@ def capacity(
         "image": 0 if prompt.generation is None else prompt.generation.index.shape[1],
     }
     lengths[settings.kind] += furthest
-    return lengths["text"], lengths["image"]
+    text, image = (-(-lengths[kind] // multiple) * multiple for kind in ("text", "image"))
+    return text, image

@@ -17,6 +17,7 @@ from sparse_lavida_jax.visibility import AnyArray
 
 IMPLEMENTATIONS = ("reference", "pallas_tpu", "pallas_gpu")
 QUERY_TILES, KEY_TILES, PARTS = (512, 256), (1024, 512, 256), (256,)
+SMALLEST_TILE = 128
 
 
 log = logging.getLogger(__name__)
@@ -54,8 +55,13 @@ def _fits_gpu(q: Array, head_dim: int) -> bool:
     return q.dtype in (jnp.bfloat16, jnp.float16) and head_dim in (64, 128)
 
 
+def slot_multiple(implementation: str | None = None) -> int:
+    """Returns what the slots of a cache are a multiple of: a kernel would copy it to fill it up."""
+    return 1 if (implementation or default_implementation()) == "reference" else SMALLEST_TILE
+
+
 def tile_sizes(query_len: int, key_len: int) -> TileSizes:
-    """Returns the tiles of a call: the largest that fill up its lengths no further than 128 does.
+    """Returns the tiles of a call: the largest that fill it up no further than `SMALLEST_TILE`.
 
     Lengths that are whole numbers of 1024 get the largest tiles. `PARTS` were chosen so that the
     kernels fit the memory of v5e, v5p and v6e (`tests/tpu_aot`).
@@ -65,8 +71,8 @@ def tile_sizes(query_len: int, key_len: int) -> TileSizes:
 
 
 def _largest(sizes: tuple[int, ...], length: int) -> int:
-    filled = -(-length // 128) * 128
-    return next((size for size in sizes if filled % size == 0), 128)
+    filled = -(-length // SMALLEST_TILE) * SMALLEST_TILE
+    return next((size for size in sizes if filled % size == 0), SMALLEST_TILE)
 
 
 def make_tables(

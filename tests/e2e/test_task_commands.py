@@ -244,7 +244,8 @@ def complaint(model, tmp_path, capsys):
         (["a", "--seed=-1"], "the seed -1 is out of range: 0 to 2147483647"),
         (["a", "--num-images=0"], "num_images=0 is out of range"),
         (["a", "--size=100x50"], "a picture of 100x50 cannot be drawn"),
-        (["a", "--registers=-2"], "it must be -1 or more"),
+        (["a", "--registers=-2"], "number of registers such as 64 or 64:8"),
+        (["a", "--registers=2:3"], "number of registers such as 64 or 64:8"),
     ],
 )
 def test_a_request_out_of_range_is_told(complaint, words, part):

@@ -113,13 +113,19 @@ def test_a_command_line_with_a_mistake_is_told(asked, capsys, words, part):
 
 
 def test_options_become_settings(asked, capsys):
-    words = ["generate", "a", "--steps=3", "--guidance=2", "--sampler=pr", "--registers=1"]
+    words = ["generate", "a", "--steps=3", "--guidance=2", "--sampler=pr", "--registers=4:1"]
     assert run(*words, "--temperature=0", "--order=halton", "--no-plan", "--num-images=2") == 0
     (_, loaded, batch), (task, (prompts,), more) = asked
     assert (loaded, batch) == (("scenes",), {"batch_size": 16})
     assert (task, prompts) == ("generate", ["a"])
     wanted = config.Sampling(
-        num_steps=3, guidance=2.0, preset="pr", registers=1, temperature=0.0, order="halton"
+        num_steps=3,
+        guidance=2.0,
+        preset="pr",
+        registers=4,
+        registers_end=1,
+        temperature=0.0,
+        order="halton",
     )
     assert more["sampling"] == wanted
     assert (more["plan"], more["num_images"], more["seed"]) == (False, 2, 0)

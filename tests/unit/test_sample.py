@@ -222,6 +222,9 @@ def test_capacity_is_the_furthest_slot_that_any_step_writes():
                 offset += segment.clean.shape[-1]
         slots = sample.capacity(prompt, segments, settings)
         assert slots[("text", "image").index(settings.kind)] == furthest
+        # For a kernel, up to whole tiles: it would copy the cache to fill it up.
+        whole = sample.capacity(prompt, segments, settings, 128)
+        assert whole == tuple(-(-n // 128) * 128 for n in slots)
 
 
 # ---------------------------------------------------------------------------------------------
