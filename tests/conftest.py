@@ -10,6 +10,7 @@ import pytest
 
 FOLDERS = ("unit", "property", "parity", "gpu", "gpu_aot", "tpu_aot", "e2e")
 CHECKOUT = pathlib.Path(__file__).parents[1]
+MOST_MAPS = 20_000
 
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=50)
 hypothesis.settings.load_profile("ci")
@@ -28,6 +29,18 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     for item in items:
         item.add_marker(getattr(pytest.mark, item.path.parent.name))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def room_for_programs():
+    """Compiled programs hold memory maps, and XLA aborts when a process has no more of them.
+
+    Linux grants 65,530. Dropping the programs of finished modules gives theirs back.
+    """
+    yield
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and len(maps.read_bytes().splitlines()) > MOST_MAPS:
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

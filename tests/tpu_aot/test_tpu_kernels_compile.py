@@ -13,7 +13,7 @@ from sparse_lavida_jax.kernels import attention, pallas_tpu
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
-    reason="compiling for TPUs needs libtpu: pip install 'jax[tpu]' (or the libtpu of your jax)",
+    reason="compiling for TPUs needs libtpu: pip install -e '.[aot]'",
 )
 HEADS, HEAD_DIM = 32, 128
 
