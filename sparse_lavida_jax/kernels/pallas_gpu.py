@@ -27,6 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from sparse_lavida_jax.kernels import tables as tiles
+from sparse_lavida_jax.kernels.common import row_sums, whole_tiles
 from sparse_lavida_jax.kernels.reference import NOTHING_SEEN_LSE
 from sparse_lavida_jax.kernels.tables import GpuTables, RowLists
 from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON, AnyArray, visible
@@ -190,27 +191,28 @@ def _each_tile(row: _Row, compute, carry):
     return lax.fori_loop(row.full, row.active, part, carry)
 
 
-def _copy_tiles(row: _Row, copies, consumed) -> None:
+def _copy_tiles(row: _Row, size: int, arrays) -> None:
     """The third warpgroup: copies every tile of the row when its place is free.
 
     Args:
-        copies: functions of (col, slot), each of one array.
-        consumed: barriers of the same arrays.
+        size: tokens of a tile.
+        arrays: of each, the tokens to read, where tiles go, and the barriers of those that have
+            arrived and of those that were used.
     """
     plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
 
     @pl.loop(0, row.active)
     def _(step):
-        slot, col = _slot(step), row.col(step)
-        for copy, barriers in zip(copies, consumed, strict=True):
-            pl.when(step >= STAGES)(functools.partial(plgpu.barrier_wait, barriers.at[slot]))
-            copy(col, slot)
+        slot, tile = _slot(step), pl.ds(row.col(step) * size, size)
+        for source, smem, ready, consumed in arrays:
+            pl.when(step >= STAGES)(functools.partial(plgpu.barrier_wait, consumed.at[slot]))
+            plgpu.copy_gmem_to_smem(source.at[tile], smem.at[slot], ready.at[slot])
 
     # Every phase of a barrier is waited for, the last ones too.
     @pl.loop(lax.max(row.active - STAGES, jnp.int32(0)), row.active)
     def _(step):
-        for barriers in consumed:
-            plgpu.barrier_wait(barriers.at[_slot(step)])
+        for *_, consumed in arrays:
+            plgpu.barrier_wait(consumed.at[_slot(step)])
 
 
 # ---------------------------------------------------------------------------------------------
@@ -288,20 +290,10 @@ def _forward_kernel(
     @pl.when(half == HALVES)
     def _():
         lanes = shape.lanes(lax.div(head, jnp.array(shape.group, head.dtype)))
-        at = layer[0]
-
-        def copies(source, smem, ready):
-            def copy(col, slot):
-                tile = source.at[at, batch, pl.ds(col * keys, keys), lanes]
-                plgpu.copy_gmem_to_smem(tile, smem.at[slot], ready.at[slot])
-
-            return copy
-
-        _copy_tiles(
-            work,
-            (copies(k, k_smem, k_ready), copies(v, v_smem, v_ready)),
-            (k_consumed, v_consumed),
-        )
+        own_k, own_v = (x.at[layer[0], batch, :, lanes] for x in (k, v))
+        _copy_tiles(work, keys, (
+            (own_k, k_smem, k_ready, k_consumed), (own_v, v_smem, v_ready, v_consumed),
+        ))  # fmt: skip
 
 
 def _query_gradient_kernel(
@@ -362,19 +354,10 @@ def _query_gradient_kernel(
     @pl.when(half == HALVES)
     def _():
         lanes = shape.lanes(lax.div(head, jnp.array(shape.group, head.dtype)))
-
-        def copies(source, smem, barriers):
-            def copy(col, slot):
-                tile = source.at[batch, pl.ds(col * keys, keys), lanes]
-                plgpu.copy_gmem_to_smem(tile, smem.at[slot], barriers.at[slot])
-
-            return copy
-
-        _copy_tiles(
-            work,
-            (copies(k, k_smem, k_ready), copies(v, v_smem, v_ready)),
-            (k_consumed, v_consumed),
-        )
+        own_k, own_v = (x.at[batch, :, lanes] for x in (k, v))
+        _copy_tiles(work, keys, (
+            (own_k, k_smem, k_ready, k_consumed), (own_v, v_smem, v_ready, v_consumed),
+        ))  # fmt: skip
 
 
 def _key_gradient_kernel(
@@ -442,30 +425,13 @@ def _key_gradient_kernel(
 
     @pl.when(half == HALVES)
     def _():
-        def wide(source, smem, barriers):
-            def copy(col, slot):
-                tile = source.at[batch, pl.ds(col * queries, queries), shape.lanes(head)]
-                plgpu.copy_gmem_to_smem(tile, smem.at[slot], barriers.at[slot])
-
-            return copy
-
-        def narrow(source, smem, barriers):
-            def copy(col, slot):
-                tile = source.at[batch, head, pl.ds(col * queries, queries)]
-                plgpu.copy_gmem_to_smem(tile, smem.at[slot], barriers.at[slot])
-
-            return copy
-
-        _copy_tiles(
-            work,
-            (
-                wide(q, q_smem, q_ready),
-                narrow(lse, lse_smem, lse_ready),
-                wide(pulled, pulled_smem, pulled_ready),
-                narrow(delta, delta_smem, delta_ready),
-            ),
-            (q_consumed, lse_consumed, pulled_consumed, delta_consumed),
-        )
+        lanes = shape.lanes(head)
+        _copy_tiles(work, queries, (
+            (q.at[batch, :, lanes], q_smem, q_ready, q_consumed),
+            (lse.at[batch, head], lse_smem, lse_ready, lse_consumed),
+            (pulled.at[batch, :, lanes], pulled_smem, pulled_ready, pulled_consumed),
+            (delta.at[batch, head], delta_smem, delta_ready, delta_consumed),
+        ))  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------
@@ -530,10 +496,7 @@ def backward(q, k, v, tags: Tags, tables: GpuTables, out, lse, pulled, shape: Sh
         pulled: gradients of the output and of its log-sum-exp.
     """
     pulled, pulled_lse = pulled
-    products = (out.astype(jnp.float32) * pulled.astype(jnp.float32)).reshape(
-        *q.shape[:2], shape.num_heads, shape.head_dim
-    )
-    delta = products.sum(axis=-1).swapaxes(1, 2) - pulled_lse  # [b h s]
+    delta = row_sums(out, pulled, pulled_lse, shape.num_heads)  # [b h s]
     inputs = (q, k, v, pulled, lse, delta, tags.arrays)
     wide = (HALVES, HALF, shape.head_dim)
     keys = tiles.GPU_QUERY_GRADIENT.keys
@@ -619,19 +582,13 @@ def attention(
         if tag is not None
     ))  # fmt: skip
     length = q.shape[1]
-    q, k, v = (_whole(x, tile) for x in (q, k, v))
+    q, k, v = (whole_tiles(x, tile) for x in (q, k, v))
     if layer is not None:
         out, lse = forward(q, k, v, layer, tags, tables.forward, shape)
     else:
         leaves, structure = jax.tree.flatten(tables)
         out, lse = _differentiable(shape, structure, q, k, v, (tags.arrays, leaves))
     return out[:, :length], lse[:, :, :length]
-
-
-def _whole(x: Array, multiple: int) -> Array:
-    """Fills the tokens of [... t (h d)] up to whole tiles."""
-    missing = -x.shape[-2] % multiple
-    return jnp.pad(x, ((0, 0),) * (x.ndim - 2) + ((0, missing), (0, 0))) if missing else x
 
 
 def _forward_of(shape, structure, q, k, v, integers):

@@ -23,6 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from sparse_lavida_jax.kernels import tables as tiles
+from sparse_lavida_jax.kernels.common import row_sums, whole_tiles
 from sparse_lavida_jax.kernels.reference import NOTHING_SEEN_LSE
 from sparse_lavida_jax.kernels.tables import TileList, TileSizes
 from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON, AnyArray, is_padding, visible
@@ -423,10 +424,7 @@ def backward(
         pulled: gradients of the output and of its log-sum-exp.
     """
     pulled, pulled_lse = pulled
-    products = (out.astype(jnp.float32) * pulled.astype(jnp.float32)).reshape(
-        *q.shape[:2], shape.num_heads, shape.head_dim
-    )
-    delta = products.sum(axis=-1).swapaxes(1, 2)[:, :, None] - pulled_lse  # [b h 1 s]
+    delta = row_sums(out, pulled, pulled_lse, shape.num_heads)  # [b h 1 s]
 
     def inputs(blocks: _Blocks):
         return [
@@ -501,20 +499,14 @@ def attention(
     query_tags = tags_of(query_block, query_horizon, query_segment, sizes.queries)
     key_tags = tags_of(key_block, None, key_segment, sizes.keys)
     length = q.shape[1]
-    q = _whole(q, sizes.queries)
-    k, v = (_whole(x, sizes.keys) for x in (k, v))
+    q = whole_tiles(q, sizes.queries)
+    k, v = (whole_tiles(x, sizes.keys) for x in (k, v))
     if layer is not None:
         out, lse = forward(q, k, v, layer, query_tags, key_tags, tables.by_query, shape)
     else:
         tags, structure = jax.tree.flatten((query_tags, key_tags, tables))
         out, lse = _differentiable(shape, structure, q, k, v, tags)
     return out[:, :length], lse[:, :, 0, :length]
-
-
-def _whole(x: Array, multiple: int) -> Array:
-    """Fills the tokens of [... t (h d)] up to whole tiles."""
-    missing = -x.shape[-2] % multiple
-    return jnp.pad(x, ((0, 0),) * (x.ndim - 2) + ((0, missing), (0, 0))) if missing else x
 
 
 def _forward_of(shape, structure, q, k, v, tags):
