@@ -187,10 +187,6 @@ def _prompt(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="?", help="in words")
 
 
-def _needed_prompt(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", help="in words")
-
-
 def _picture(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("picture", nargs="?", help="PNG, JPEG or WebP")
 
@@ -233,11 +229,7 @@ def _ground(parser: argparse.ArgumentParser) -> None:
 
 
 def _reflect(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", help="in words")
-    parser.add_argument("--rounds", type=int, default=3, help="most pictures drawn")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out.png"))
-    parser.add_argument("--guidance", type=float, help="scale of classifier-free guidance; 0: none")
-    parser.add_argument("--order", help="in which cells are decoded: stratified, halton, ...")
+    parser.add_argument("--rounds", type=int, default=3, help="most attempts at a picture")
 
 
 def _replay(parser: argparse.ArgumentParser) -> None:
@@ -269,16 +261,16 @@ COMMANDS = {
     "inpaint": Command(
         "draw a part of a picture anew",
         f"inpaint out.png {_CIRCLE} --box 0,0,48,48 --out inpainted.png",
-        (_needed_picture, _needed_prompt, _inpaint, _drawing, _sampling, _model),
+        (_picture, _prompt, _inpaint, _drawing, _batch, _sampling, _model),
     ),
     "outpaint": Command(
         "draw what surrounds a picture",
         f"outpaint cut.png {_CIRCLE} --box 16,16,80,80 --out outpainted.png",
-        (_needed_picture, _needed_prompt, _outpaint, _drawing, _sampling, _model),
+        (_picture, _prompt, _outpaint, _drawing, _batch, _sampling, _model),
     ),
     "reflect": Command(
         "draw, judge what was drawn, and draw again", f"reflect {_CIRCLE} --rounds 3 --out out.png",
-        (_reflect, _sampling, _model),
+        (_prompt, _reflect, _drawing, _batch, _sampling, _model),
     ),
     "ask": Command(
         "answer a question about a picture", 'ask out.png "how many squares are there?"',
@@ -296,7 +288,7 @@ COMMANDS = {
     ),
     "infill": Command(
         "fill the gaps of a text", 'infill "a red circle is ___ {2} blue square" --picture out.png',
-        (_needed_prompt, _shown, _sampling, _model),
+        (_prompt, _shown, _batch, _sampling, _model),
     ),
     "ground": Command(
         "find things in a picture", 'ground out.png "red circle" "blue square" --out boxes.png',

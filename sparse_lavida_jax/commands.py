@@ -4,7 +4,6 @@
 import argparse
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 import pathlib
@@ -13,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 import rich.console
 import rich.progress
 
@@ -23,6 +21,7 @@ from sparse_lavida_jax.data.task_prompts import RequestError, check_words
 from sparse_lavida_jax.main import DEFAULT_MODEL, UsageError
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.results import Result
+from sparse_lavida_jax.sample import Progress
 
 BATCH_KEYS = {"prompt": str, "picture": str, "seed": int}
 
@@ -43,7 +42,7 @@ def run(name: str, asked: argparse.Namespace) -> int:
         return _replay(asked)
     _check_files(name, asked)
     does = DOES[name]
-    rows = _rows(name, asked) if does in (_draw, _answer) else None
+    rows = _rows(name, asked) if does in (_draw, _answer, _infill) else None
     pipe = _load(asked, asked.checkpoint or DEFAULT_MODEL)
     sampling = _sampling(name, asked, pipe)
     with _progress(pipe):
@@ -194,11 +193,13 @@ def _draw(name: str, pipe: SparseLaViDa, asked, sampling, rows: Rows) -> Result:
         "num_images": copies, "seed": seed, "sampling": sampling,
         "plan": False if asked.no_plan else asked.plan,
     }  # fmt: skip
-    frames: list[pictures.Picture] = []
+    film = _Film(pipe, getattr(asked, "size", None))
     if asked.save_steps is not None:
-        more["on_segment"] = functools.partial(_add_frame, pipe, frames, asked.size)
+        more["on_segment"] = film.add
     if name == "generate":
         result = pipe.generate(rows.prompts, size=asked.size, **more)
+    elif name == "reflect":
+        result = pipe.reflect(rows.prompts, rounds=asked.rounds, **more)
     elif rows.shown is None:
         raise RequestError(f"`sparse-lavida {name}` is about a picture: give one.")
     elif name == "edit":
@@ -211,28 +212,34 @@ def _draw(name: str, pipe: SparseLaViDa, asked, sampling, rows: Rows) -> Result:
     else:
         result = pipe.outpaint(rows.shown, rows.prompts, box=asked.box, **more)
     if asked.save_steps is not None:
-        pictures.write_animation(asked.save_steps, [*frames, result.pixels[0]])
+        drawn = len(result.attempts[0]) if result.attempts else 1
+        pictures.write_animation(asked.save_steps, film.first(drawn))
     return result
 
 
-def _add_frame(
-    pipe: SparseLaViDa,
-    frames: list[pictures.Picture],
-    size: tuple[int, int] | None,
-    canvas: np.ndarray,
-    done: int,
-) -> None:
-    """Keeps what the first picture looks like now, and before its first step."""
-    height, width = size or (1, 1)
-    rows = math.isqrt(canvas.shape[1] * height // width)
-    if not frames:
-        masked = np.full_like(canvas[0], pipe.settings.model.image_mask_id)
-        frames.append(pipe.preview(masked, rows))
-    frames.append(pipe.preview(canvas[0], rows))
+class _Film:
+    """What the first picture of each batch looks like before its first step and after each."""
 
+    def __init__(self, pipe: SparseLaViDa, size: tuple[int, int] | None):
+        self.pipe = pipe
+        self.height, self.width = size or (1, 1)
+        self.takes: list[list[pictures.Picture]] = []
+        self.steps = 0
 
-def _reflect(name: str, pipe: SparseLaViDa, asked, sampling) -> Result:
-    return pipe.reflect(asked.prompt, rounds=asked.rounds, seed=asked.seed or 0, sampling=sampling)
+    def add(self, progress: Progress) -> None:
+        """Adds a frame for each step of a segment."""
+        if not self.takes or progress.steps <= self.steps:  # another batch has begun
+            self.takes.append([self._frame(progress, progress.blocks[0] - 1)])
+        self.takes[-1] += [self._frame(progress, block) for block in progress.blocks]
+        self.steps = progress.steps
+
+    def first(self, count: int) -> list[pictures.Picture]:
+        """Returns the frames of the first `count` batches: of the attempts at one picture."""
+        return [frame for take in self.takes[:count] for frame in take]
+
+    def _frame(self, progress: Progress, block: int) -> pictures.Picture:
+        canvas = progress.after(block)[0]
+        return self.pipe.preview(canvas, math.isqrt(len(canvas) * self.height // self.width))
 
 
 def _answer(name: str, pipe: SparseLaViDa, asked, sampling, rows: Rows) -> Result:
@@ -252,8 +259,8 @@ def _caption(name: str, pipe: SparseLaViDa, asked, sampling) -> Result:
     )
 
 
-def _infill(name: str, pipe: SparseLaViDa, asked, sampling) -> Result:
-    return pipe.infill(asked.prompt, asked.picture, seed=asked.seed or 0, sampling=sampling)
+def _infill(name: str, pipe: SparseLaViDa, asked, sampling, rows: Rows) -> Result:
+    return pipe.infill(rows.prompts, rows.shown, seed=rows.seed, sampling=sampling)
 
 
 def _ground(name: str, pipe: SparseLaViDa, asked, sampling) -> Result:
@@ -296,7 +303,7 @@ def _replay(asked: argparse.Namespace) -> int:
 
 
 DOES: dict[str, Callable[..., Result | None]] = {
-    "generate": _draw, "edit": _draw, "inpaint": _draw, "outpaint": _draw, "reflect": _reflect,
+    "generate": _draw, "edit": _draw, "inpaint": _draw, "outpaint": _draw, "reflect": _draw,
     "ask": _answer, "reason": _answer, "caption": _caption, "infill": _infill, "ground": _ground,
     "chat": _chat,
 }  # fmt: skip

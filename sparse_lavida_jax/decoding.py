@@ -12,8 +12,8 @@ from sparse_lavida_jax.data.examples import Example
 from sparse_lavida_jax.data.task_prompts import RequestError
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.prompts import Request, prepare
+from sparse_lavida_jax.sample import OnSegment, Progress
 
-OnSegment = Callable[[Int[np.ndarray, "b l g"], int], None]
 OnStep = Callable[[int, int], None]
 
 LARGEST_SEED = 2**31 - 1
@@ -100,7 +100,7 @@ def decode(
 
     Args:
         text_block_len: tokens of a text block; a text that is no whole blocks is one.
-        on_segment: called with the canvas and the steps done after each segment.
+        on_segment: called with what is there after each segment.
         on_step: called with the steps done and all steps, before the first and after each segment.
     """
     results: dict[int, np.ndarray] = {}
@@ -146,10 +146,10 @@ def _between(segments, on_segment: OnSegment | None, on_step: OnStep | None) -> 
     total = sum(segment.num_steps for segment in segments)
     on_step(0, total)
 
-    def between(canvas, done: int) -> None:
-        on_step(done, total)
+    def between(progress: Progress) -> None:
+        on_step(progress.steps, total)
         if on_segment is not None:
-            on_segment(canvas, done)
+            on_segment(progress)
 
     return between
 

@@ -420,6 +420,32 @@ def _repeat(values: Array, rows: int) -> Array:
 # Compiled programs.
 
 
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """A batch between two segments.
+
+    Attributes:
+        canvas: the responses; `mask_id` where nothing is decoded yet.
+        decoded_at: the block that decoded each token (`SamplerState`).
+        steps: forward passes done.
+        blocks: of the segment that has ended.
+    """
+
+    canvas: Int[np.ndarray, "b l g"]
+    decoded_at: Int[np.ndarray, "b l"]
+    steps: int
+    blocks: range
+    mask_id: int
+
+    def after(self, block: int) -> Int[np.ndarray, "b l g"]:
+        """Returns the canvas as it was after a block, whole tokens at a time."""
+        later = self.decoded_at > block
+        return np.where(later[..., None], self.mask_id, self.canvas)
+
+
+OnSegment = Callable[[Progress], None]
+
+
 @functools.partial(jax.jit, static_argnames=("settings", "capacity"))
 def prefill(
     model: Denoiser,
@@ -499,7 +525,7 @@ def sample(
     settings: StepSettings,
     prompt_len: tuple[int, int] = (0, 0),
     stop_early: bool = True,
-    on_segment: Callable[[Int[np.ndarray, "b l g"], int], None] | None = None,
+    on_segment: OnSegment | None = None,
     draws: Draws | None = None,
 ) -> Int[np.ndarray, "b l g"]:
     """Decodes a batch of requests of one kind and one response length.
@@ -509,7 +535,7 @@ def sample(
         prompt_len: least padded prompt lengths (`prepare`).
         stop_early: for text, leave out segments once every row holds an end-of-text with
             everything before it decoded (never with `settings.released`).
-        on_segment: called with the canvas and the number of steps done after each segment.
+        on_segment: called with what is there after each segment.
         draws: recorded random numbers of every step of the plan.
 
     Returns:
@@ -579,7 +605,15 @@ def sample(
         state = run_segment(model, state, steps, on_device, settings=now, **recorded)
         start = stop
         if on_segment is not None:
-            on_segment(np.asarray(state.canvas), int(state.passes))
+            on_segment(
+                Progress(
+                    np.asarray(state.canvas),
+                    np.asarray(state.decoded_at),
+                    int(state.passes),
+                    range(int(segment.block[0]), int(segment.block[-1]) + 1),
+                    mask_id,
+                )
+            )
         if stop_early and ends:
             decoded = np.asarray(state.decoded_at) != NOT_DECODED
             ended = (np.asarray(state.canvas)[..., 0] == model_settings.end_of_text_id) & decoded

@@ -61,12 +61,12 @@ def run(model, capsys):
 
 def test_generate_writes_what_replay_draws_again(run, tmp_path, capsys):
     out, steps = tmp_path / "out" / "one.png", tmp_path / "steps.gif"
-    told = run("generate", PROMPT, "--seed=3", f"--out={out}", f"--save-steps={steps}")
+    told = run("generate", PROMPT, "--seed=3", "--steps=4", f"--out={out}", f"--save-steps={steps}")
     assert told == f"{out}: {PROMPT}\n"
     first = pictures.read(out)
     assert first.shape == (96, 96, 3)
     with Image.open(steps) as animation:
-        assert animation.n_frames >= 2
+        assert animation.n_frames == 1 + 4  # nothing, and what each step adds
     record = pictures.read_record(out)
     assert (record["prompt"], record["seed"], record["task"]) == (PROMPT, 3, "generate")
     again = tmp_path / "again.png"
@@ -129,8 +129,16 @@ def test_inpaint_and_outpaint_keep_what_is_known(run, tmp_path, picture, model):
 
 def test_reflect_draws_until_it_is_content(run, tmp_path):
     out, again = tmp_path / "out.png", tmp_path / "again.png"
-    told = run("reflect", "a red circle", "--rounds=2", f"--out={out}")
+    batch, steps = tmp_path / "prompts.txt", tmp_path / "steps.gif"
+    batch.write_text("a red circle\ntwo crosses\n")
+    words = [f"--batch={batch}", "--rounds=2", "--steps=4", f"--save-steps={steps}"]
+    told = run("reflect", *words, f"--out={tmp_path / 'all.png'}").splitlines()
+    assert [line.split(": ")[1].split(" (")[0] for line in told] == ["a red circle", "two crosses"]
+    with Image.open(steps) as animation:
+        assert animation.n_frames % 5 == 0
+    told = run("reflect", "a red circle", "--rounds=2", "--steps=4", f"--out={out}")
     assert told.startswith(f"{out}: a red circle")
+    np.testing.assert_array_equal(pictures.read(tmp_path / "all-0.png"), pictures.read(out))
     assert cli.main(["sparse-lavida", "replay", str(out), f"--out={again}"]) == 0
     np.testing.assert_array_equal(pictures.read(again), pictures.read(out))
 

@@ -173,11 +173,11 @@ def history(model, request, segments, settings, draws=None):
     """Returns the canvas after each step [k l g], the last one, and how many passes there were."""
     shown, passes = [], 0
 
-    def show(canvas, done):
+    def show(now):
         nonlocal passes
-        if done > passes:  # a step with nothing left to decode makes no pass
-            shown.append(canvas[0])
-        passes = done
+        if now.steps > passes:  # a step with nothing left to decode makes no pass
+            shown.append(now.canvas[0])
+        passes = now.steps
 
     last = traces.finished(
         model, [request], one_by_one(segments), settings, draws=draws, on_segment=show

@@ -24,6 +24,7 @@ LEVELS = [
     {"data", "optimizer", "metrics", "checkpoint", "runs", "pictures"},
     {"results", "codec", "convert", "sharding"},
     {"drawings", "decoding"},
+    {"engine"},
     {"pipeline"},
     {"evals"},
     {"report", "bench", "train_vq"},

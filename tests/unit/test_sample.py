@@ -258,13 +258,20 @@ def test_compiled_loops_take_the_same_steps_and_callbacks_keep_their_pictures():
         requests,
         segments,
         settings=image_settings(),
-        on_segment=lambda canvas, done: shown.append((canvas, done)),
+        on_segment=shown.append,
     )
     steps, expected = traces.moments(model, requests, segments, image_settings())
     np.testing.assert_array_equal(canvas, expected)
-    assert [done for _, done in shown] == [2, 4]
-    np.testing.assert_array_equal(shown[0][0], steps[2].canvas)
-    np.testing.assert_array_equal(shown[1][0], canvas)
+    assert [now.steps for now in shown] == [2, 4]
+    np.testing.assert_array_equal(shown[0].canvas, steps[2].canvas)
+    np.testing.assert_array_equal(shown[1].canvas, canvas)
+    # What was there after each step of a segment can be told when it has ended.
+    blocks = [(now, block) for now in shown for block in now.blocks]
+    assert len(blocks) == 4
+    for (now, block), after in zip(blocks, [*steps[1:4], steps[-1]], strict=True):
+        wanted = canvas if block == blocks[-1][1] else after.canvas
+        np.testing.assert_array_equal(now.after(block), wanted)
+    np.testing.assert_array_equal(shown[0].after(blocks[0][1] - 1), steps[0].canvas)
     assert (canvas < SETTINGS.codebook_size).all()
 
 
@@ -380,7 +387,7 @@ def test_text_stops_at_its_first_end_with_everything_before_it_decoded():
     block_end = (end // tiny.TEXT_BLOCK_LEN + 1) * tiny.TEXT_BLOCK_LEN
     twin, steps = ends_at(model, whole, end), []
     stopped = traces.finished(
-        twin, requests, plan, settings, on_segment=lambda _, done: steps.append(done)
+        twin, requests, plan, settings, on_segment=lambda now: steps.append(now.steps)
     )[0]
     np.testing.assert_array_equal(stopped[: end + 1], whole[: end + 1])
     # What would stand behind it is never decoded; it comes out as end-of-text.
@@ -397,7 +404,7 @@ def test_a_batch_goes_on_until_its_last_row_has_ended():
         tokens[end], given[end] = SETTINGS.end_of_text_id, True
         requests[row] = dataclasses.replace(requests[row], tokens=tokens, given=given)
     plan = traces.plan(requests, settings, 2)
-    traces.finished(model, requests, plan, settings, on_segment=lambda _, done: shown.append(done))
+    traces.finished(model, requests, plan, settings, on_segment=lambda now: shown.append(now.steps))
     steps, _ = traces.moments(model, requests, plan, settings)
     bounds = np.cumsum([segment.num_steps for segment in plan])[:-1].tolist()
     over = [bound for bound in bounds if all(has_ended(steps[bound], row) for row in (0, 1))]
@@ -451,7 +458,7 @@ def canvases(model, requests, plan, settings, **options):
     shown = []
     traces.finished(
         model, requests, steps_apart(plan), settings,
-        on_segment=lambda canvas, _: shown.append(canvas), **options,
+        on_segment=lambda now: shown.append(now.canvas), **options,
     )  # fmt: skip
     return np.stack(shown)
 
@@ -965,7 +972,7 @@ def test_sure_text_blocks_end_early():
         done = []
         canvas = traces.finished(
             model, requests, plan, settings, stop_early=False,
-            on_segment=lambda _, passes, seen=done: seen.append(passes),
+            on_segment=lambda now, seen=done: seen.append(now.steps),
         )  # fmt: skip
         assert done[-1] == passes
         assert (canvas != SETTINGS.text_mask_id).all()
