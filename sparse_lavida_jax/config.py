@@ -255,7 +255,7 @@ class VQ:
 class Data:
     """Where examples come from and in which proportions."""
 
-    source: str = "scenes"  # scenes | digits
+    source: str = "scenes"  # scenes | digits | none: a model that is not trained here
     # Weight of each task; a batch holds tasks of one shape group.
     tasks: dict[str, float] = dataclasses.field(default_factory=lambda: {"draw": 1.0})
     picture_codec: str = "scenes_g1"  # a folder of `assets/vq`, a path, or "grey" (digits)
@@ -269,7 +269,7 @@ class Data:
     workers: int = 0  # processes that make batches, for accelerators; 0: one thread
 
     def __post_init__(self):
-        _check_choice(self, "source", ("scenes", "digits"))
+        _check_choice(self, "source", ("scenes", "digits", "none"))
         _check_positive(self, "text_block_len", "max_prompt_len", "max_answer_len")
         _check(
             self,

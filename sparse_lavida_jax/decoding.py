@@ -83,6 +83,18 @@ def check_steps(
         )
 
 
+def tokens_passed(
+    model: config.Model, sampling: config.Sampling, example: Example, text_block_len: int
+) -> int:
+    """Returns how many tokens all steps of one example pass, prompt included, padding not."""
+    settings, request = _step_settings(example, sampling, model), _request(example, 0)
+    segments = _segments([request], settings, sampling, model, text_block_len, example.grid)
+    prompt = prepare([request], example.kind, model)
+    streams = [stream for stream in (prompt.understanding, prompt.generation) if stream is not None]
+    prompt_tokens = sum(int((stream.layout.horizon >= 0).sum()) for stream in streams)
+    return presets.tokens_passed(segments, settings, prompt_tokens)
+
+
 def decode(
     model: Denoiser,
     examples: Sequence[Example],

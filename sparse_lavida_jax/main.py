@@ -17,7 +17,6 @@ that the message explains, 130 and 143 stopped by a signal with everything saved
 
 import contextlib
 import dataclasses
-import importlib.util
 import pathlib
 import signal
 import sys
@@ -28,7 +27,7 @@ import rich.progress
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from sparse_lavida_jax import checkpoint, config, pictures, runs
+from sparse_lavida_jax import checkpoint, config, config_files, pictures, runs
 from sparse_lavida_jax.data.task_prompts import RequestError
 
 MODES = ("train", "sample", "evaluate", "convert", "export", "verify")
@@ -92,6 +91,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(command: Command) -> int:
+    if command.config.data.source == "none":
+        raise UsageError(
+            f"the config {command.config.name} has no data to train on (data.source='none'):"
+            " choose scenes or digits."
+        )
     with runs.Run(command.workdir, command.config) as run:
         if command.config.train.stage == "denoiser":
             from sparse_lavida_jax import train
@@ -277,7 +281,7 @@ def _base_config(values: flags.FlagValues) -> config.Config:
     if values.mode == "train":
         if not values.config:
             raise UsageError(f"training needs --config=FILE. {_files(pathlib.Path('configs'))}")
-        return read_config_file(pathlib.Path(values.config))
+        return config_files.read(pathlib.Path(values.config))
     if not values.checkpoint:
         raise UsageError(
             f"--mode={values.mode} needs --checkpoint: a model folder, a run directory, or the"
@@ -288,53 +292,8 @@ def _base_config(values: flags.FlagValues) -> config.Config:
     if values.mode == "sample" and values.task != "draw" and not values.picture:
         raise UsageError(f"--task={values.task} needs --picture=FILE, the picture it is about.")
     if values.config:
-        return read_config_file(pathlib.Path(values.config))
+        return config_files.read(pathlib.Path(values.config))
     return checkpoint.read_config(checkpoint.find_model(values.checkpoint))
-
-
-def read_config_file(path: pathlib.Path) -> config.Config:
-    """Runs a config file and returns what its `get_config` gave, checked.
-
-    It may import the config files beside it: `import scenes`.
-
-    Raises:
-        UsageError: there is no such file, or it cannot be run.
-        ConfigError: it sets what does not exist or is out of range.
-    """
-    if not path.is_file() or path.suffix != ".py":
-        raise UsageError(f"there is no config file {path}. {_files(path.parent)}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise UsageError(f"{path} is no Python file.")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        with _importable(path.parent):
-            spec.loader.exec_module(module)
-            given = module.get_config()
-    except config.ConfigError:
-        raise
-    except Exception as error:  # the file may do anything
-        raise UsageError(f"{path} failed: {type(error).__name__}: {error}") from error
-    return config.build(config.Config, given)
-
-
-@contextlib.contextmanager
-def _importable(folder: pathlib.Path) -> Iterator[None]:
-    """Lets the files of a folder be imported by name, and forgets them afterwards."""
-    before = set(sys.modules)
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(folder))
-        for name in set(sys.modules) - before:
-            if (folder / f"{name}.py").is_file():
-                del sys.modules[name]
-
-
-def _files(folder: pathlib.Path) -> str:
-    names = ", ".join(sorted(str(path) for path in folder.glob("*.py")))
-    return f"There are: {names}." if names else f"There is none in {folder.resolve()}."
 
 
 def _override(base: config.Config, words: list[str]) -> config.Config:

@@ -11,13 +11,12 @@ import jax
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from sparse_lavida_jax import config, metrics, presets
+from sparse_lavida_jax import config, metrics
 from sparse_lavida_jax.bench import record
 from sparse_lavida_jax.data import digits, grammar, scenes, scoring, tasks
-from sparse_lavida_jax.data.examples import Example
+from sparse_lavida_jax.decoding import tokens_passed
 from sparse_lavida_jax.evals import scenes as exact
 from sparse_lavida_jax.pipeline import SparseLaViDa
-from sparse_lavida_jax.prompts import Request, prepare
 
 CHECK_PROMPTS = 48  # drawing prompts scored while training
 SHEET_COLUMNS = 6
@@ -180,7 +179,11 @@ def _speed(pipe: SparseLaViDa) -> str:
     sparse, dense = (
         1000 * statistics.median(times[name]) / len(examples) for name in ("sparse", "dense")
     )
-    passed = {name: tokens_passed(pipe, samplings[name], examples[0]) for name in samplings}
+    block = pipe.prompts.text_block_len
+    passed = {
+        name: tokens_passed(settings.model, sampling, examples[0], block)
+        for name, sampling in samplings.items()
+    }
     return (
         f"{settings.sampling.num_steps} steps, batch {len(examples)}, median of {SPEED_RUNS} on"
         f" this machine: sparse {sparse:.1f} ms a picture, dense {dense:.1f} ms:"
@@ -207,20 +210,6 @@ def _measured() -> list[str]:
         )
     title = "## Measured before: the models of `configs/`, 'g4' with four codes a cell"
     return [title, "\n".join(lines)]
-
-
-def tokens_passed(pipe: SparseLaViDa, sampling: config.Sampling, example: Example) -> int:
-    """Returns how many tokens all steps of one example pass, prompt included, padding not."""
-    model = pipe.settings.model
-    settings = presets.step_settings(sampling, model, example.kind)
-    request = Request(example.parts, example.response, example.given, example.pixels, 0)
-    segments = presets.plan(
-        sampling, settings, model, example.given[None], pipe.settings.data.text_block_len, [0]
-    )
-    prompt = prepare([request], example.kind, model)
-    streams = [stream for stream in (prompt.understanding, prompt.generation) if stream is not None]
-    prompt_tokens = sum(int((stream.layout.horizon >= 0).sum()) for stream in streams)
-    return presets.tokens_passed(segments, settings, prompt_tokens)
 
 
 def _shown(pixels: np.ndarray) -> np.ndarray:

@@ -2,114 +2,198 @@
 r"""Speed of sampling: every preset of the ablation, and Fast-dLLM for text, against dense.
 
     python -m sparse_lavida_jax.bench.sampling --checkpoint=scenes --batch=16
+    python -m sparse_lavida_jax.bench.sampling --config=configs/lavida_o.py --random-weights
 
 All presets run in turn on the same weights, so that a drifting machine drifts for all. What is
 timed is plan, prefill and decoding of a picture, or of a text response of the longest length; the
-VQ decoder is not. Quality is not measured here. The rows are read by `bench/table.py`, which forms
-the ratios.
+VQ decoder is not. Quality is not measured here: the values of the weights change no time, so a
+model may be of random ones. The rows are read by `bench/table.py`, which forms the ratios.
 """
 
 import dataclasses
+import pathlib
 import random
 import statistics
 import sys
 import time
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
+from flax import nnx
 
-from sparse_lavida_jax import checkpoint, config, presets, report, sample
+from sparse_lavida_jax import checkpoint, config, config_files, presets, sample
 from sparse_lavida_jax.bench.record import Bench
-from sparse_lavida_jax.data.examples import Example
+from sparse_lavida_jax.data.examples import Example, Kind
+from sparse_lavida_jax.decoding import tokens_passed
+from sparse_lavida_jax.layout import Response, Text
+from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.prompts import Request
 
 CHECKPOINT = flags.DEFINE_string(
     "checkpoint", "scenes", "A model folder, a run, or a bundled name."
 )
+CONFIG = flags.DEFINE_string("config", "", "A config file, in place of a checkpoint.")
+RANDOM = flags.DEFINE_boolean("random-weights", False, "Of the model of --config.")
 BATCH = flags.DEFINE_integer("batch", 16, "Pictures at a time.", lower_bound=1)
 RUNS = flags.DEFINE_integer("runs", 7, "Timed runs of each preset.", lower_bound=5)
 STEPS = flags.DEFINE_integer(
     "steps", 0, "Steps a picture and a text block; by default those of the config."
 )
+GUIDANCE = flags.DEFINE_float("guidance", None, "Scale; by default that of the config.")
+PRESETS = flags.DEFINE_list("presets", [], "Which to time; by default all.")
+
+RANDOM_PROMPT = 128  # tokens of the prompt of a model of random weights
+RANDOM_SCALE = 0.02  # of its weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """What is timed: a model with one example of a picture and one of a text."""
+
+    model: Denoiser
+    settings: config.Config
+    examples: dict[str, Example]
+    text_block_len: int
+
+
+def of_checkpoint(folder_or_name: str) -> Subject:
+    """Returns a trained model, asked for a picture and for a text of its longest length."""
+    pipe = SparseLaViDa.from_pretrained(folder_or_name, batch_size=BATCH.value)
+    model, prompts = pipe.settings.model, pipe.prompts
+    words = "a red circle above a blue square"
+    examples = {"text": prompts.ask(words, (), prompts.long_answer_tokens)}
+    if not model.understanding_only:
+        blank = np.zeros((model.num_cells, model.codes_per_token), np.int32)
+        examples = {"draw": prompts.draw(words, blank), **examples}
+    return Subject(pipe.model, pipe.settings, examples, prompts.text_block_len)
+
+
+def of_random_weights(settings: config.Config) -> Subject:
+    """Returns a model of any size whose weights are random, made on the device as they are used."""
+    model = settings.model
+    ids = np.arange(RANDOM_PROMPT, dtype=np.int32) % min(model.text_mask_id, model.end_of_text_id)
+
+    def example(kind: Kind, length: int, width: int) -> Example:
+        parts = (Text(ids), Response(length))
+        tokens, given = np.zeros((length, width), np.int32), np.zeros(length, bool)
+        return Example(parts, tokens, given, kind, None, length)
+
+    examples = {
+        "draw": example("image", model.num_cells, model.codes_per_token),
+        "text": example("text", settings.data.max_answer_len, 1),
+    }
+    return Subject(_random_model(model), settings, examples, settings.data.text_block_len)
+
+
+def _random_model(settings: config.Model) -> Denoiser:
+    leaves, tree = jax.tree.flatten(jax.eval_shape(lambda: Denoiser(settings, rngs=nnx.Rngs(0))))
+    dtype = jnp.dtype(settings.compute_dtype)
+    normal = jax.jit(
+        lambda key, shape: RANDOM_SCALE * jax.random.normal(key, shape, dtype), static_argnums=1
+    )
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    made = [
+        normal(key, leaf.shape) if leaf.ndim > 1 else jnp.ones(leaf.shape, dtype)
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(tree, made)
 
 
 def main(argv: list[str]) -> None:
     """Times all presets, of pictures and then of text, and writes a row for each."""
     del argv
     logging.set_verbosity(logging.WARNING)  # of the array store
+    known = (*config.PRESETS, *config.TEXT_PRESETS)
+    if unknown := [name for name in PRESETS.value if name not in known]:
+        sys.exit(f"bench.sampling: there is no preset {unknown[0]!r}: {', '.join(known)}.")
+    if bool(CONFIG.value) != RANDOM.value:
+        sys.exit(
+            "bench.sampling: --config and --random-weights go together, as a file has no weights."
+        )
     try:
-        pipe = SparseLaViDa.from_pretrained(CHECKPOINT.value, batch_size=BATCH.value)
-    except checkpoint.CheckpointError as error:
+        if RANDOM.value:
+            subject = of_random_weights(config_files.read(pathlib.Path(CONFIG.value)))
+        else:
+            subject = of_checkpoint(CHECKPOINT.value)
+    except (checkpoint.CheckpointError, config.ConfigError) as error:
         sys.exit(f"bench.sampling: {error}")
-    settings, bench = pipe.settings, Bench("sampling")
-    blank = np.zeros((settings.model.num_cells, settings.model.codes_per_token), np.int32)
-    picture = pipe.encoder.image_example("a red circle above a blue square", blank)
-    text = pipe.encoder.text_example(
-        "a red circle above a blue square", length=settings.data.max_answer_len
-    )
-    steps = STEPS.value or settings.sampling.num_steps
-    _measure(pipe, bench, "draw", picture, {
-        name: dataclasses.replace(settings.sampling, preset=name, num_steps=steps)
-        for name in config.PRESETS
-    }, steps)  # fmt: skip
-    steps = STEPS.value or settings.sampling.text_steps
-    _measure(pipe, bench, "text", text, {
-        name: dataclasses.replace(settings.sampling, text_preset=name, text_steps=steps)
-        for name in (*config.PRESETS, *config.TEXT_PRESETS)
-    }, steps)  # fmt: skip
+    sampling, bench = subject.settings.sampling, Bench("sampling")
+    if GUIDANCE.value is not None:
+        sampling = dataclasses.replace(sampling, guidance=GUIDANCE.value)
+    for task in subject.examples:
+        names = config.PRESETS if task == "draw" else known
+        field, default = (
+            ("num_steps", sampling.num_steps) if task == "draw"
+            else ("text_steps", sampling.text_steps)
+        )  # fmt: skip
+        steps = {field: STEPS.value or default}
+        kind = "preset" if task == "draw" else "text_preset"
+        samplings = {
+            name: dataclasses.replace(sampling, **{kind: name}, **steps)
+            for name in names
+            if name in (PRESETS.value or known)
+        }
+        _measure(subject, bench, task, samplings, *steps.values())
 
 
 def _measure(
-    pipe: SparseLaViDa,
-    bench: Bench,
-    task: str,
-    example: Example,
-    samplings: dict[str, config.Sampling],
-    steps: int,
+    subject: Subject, bench: Bench, task: str, samplings: dict[str, config.Sampling], steps: int
 ) -> None:
     """Times a batch of one example under every preset in turn, and writes a row for each.
 
     Args:
         steps: of a picture, or of a text block.
     """
-    settings = pipe.settings
+    settings, example = subject.settings, subject.examples[task]
     compile_s, times = {}, {name: [] for name in samplings}
     for name, sampling in samplings.items():
-        compile_s[name] = _seconds(pipe, example, sampling)
+        compile_s[name], _ = _seconds(subject, example, sampling)
     for turn in range(RUNS.value):
         names = list(samplings)
         random.Random(turn).shuffle(names)
         for name in names:
-            times[name].append(_seconds(pipe, example, samplings[name]))
+            taken, _ = _seconds(subject, example, samplings[name])
+            times[name].append(taken)
     for name, taken in times.items():
+        how = presets.step_settings(samplings[name], settings.model, example.kind)
+        tokens = tokens_passed(settings.model, samplings[name], example, subject.text_block_len)
         path = bench.write(
-            f"{settings.name}/{task}/{name}/b{BATCH.value}/k{steps}",
+            f"{settings.name}/{task}/{name}/b{BATCH.value}/k{steps}/g{how.guidance_rows}",
             {
                 "task": task,
                 "method": name,
                 "model": settings.name,
                 "dtype": settings.model.compute_dtype,
                 "batch": BATCH.value,
-                "guidance_rows": 1,
+                "guidance_rows": how.guidance_rows,
                 "steps": steps,
                 "steps_timed": steps,
                 "registers": settings.model.num_registers,
+                "random_weights": RANDOM.value,
                 "times_s": taken,
                 "median_s": statistics.median(taken),
                 "min_s": min(taken),
                 "max_s": max(taken),
                 "compile_s": compile_s[name],
-                "tokens": {"useful": report.tokens_passed(pipe, samplings[name], example)},
+                "tokens": {"useful": tokens},
                 "note": "prefill and decoding loop; no VQ decoder, quality not measured",
             },
         )
-        print(f"{path.name}: median {statistics.median(taken):.4f} s")
+        print(f"{path.name}: median {statistics.median(taken):.4f} s", flush=True)
 
 
-def _seconds(pipe: SparseLaViDa, example: Example, sampling: config.Sampling) -> float:
-    """Times one batch; a text is decoded to its last block, whether or not it has ended."""
-    model, batch = pipe.settings.model, BATCH.value
+def _seconds(
+    subject: Subject, example: Example, sampling: config.Sampling
+) -> tuple[float, np.ndarray]:
+    """Times one batch; a text is decoded to its last block, whether or not it has ended.
+
+    Returns:
+        Seconds, and what was decoded.
+    """
+    model, batch = subject.settings.model, BATCH.value
     settings = presets.step_settings(sampling, model, example.kind)
     requests = [
         Request(example.parts, example.response, example.given, example.pixels, seed)
@@ -117,11 +201,9 @@ def _seconds(pipe: SparseLaViDa, example: Example, sampling: config.Sampling) ->
     ]
     begin = time.perf_counter()
     given = np.stack([request.given for request in requests])
-    plan = presets.plan(
-        sampling, settings, model, given, pipe.settings.data.text_block_len, range(batch)
-    )
-    sample.sample(pipe.model, requests, plan, settings=settings, stop_early=False)
-    return time.perf_counter() - begin
+    plan = presets.plan(sampling, settings, model, given, subject.text_block_len, range(batch))
+    decoded = sample.sample(subject.model, requests, plan, settings=settings, stop_early=False)
+    return time.perf_counter() - begin, decoded
 
 
 if __name__ == "__main__":

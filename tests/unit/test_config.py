@@ -8,7 +8,7 @@ import pathlib
 import ml_collections
 import pytest
 
-from sparse_lavida_jax import config, main
+from sparse_lavida_jax import config, config_files
 
 CONFIGS = sorted((pathlib.Path(__file__).parents[2] / "configs").glob("*.py"))
 
@@ -89,5 +89,5 @@ def test_settings_cannot_be_changed():
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_builds(path):
-    settings = main.read_config_file(path)
+    settings = config_files.read(path)
     assert settings.name != "unnamed"

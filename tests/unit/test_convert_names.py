@@ -4,6 +4,7 @@
 import dataclasses
 import itertools
 import math
+import pathlib
 import re
 
 import jax
@@ -13,7 +14,7 @@ import pytest
 import torch_folder
 from flax import nnx
 
-from sparse_lavida_jax import checkpoint, config
+from sparse_lavida_jax import checkpoint, config, config_files
 from sparse_lavida_jax.convert import names, settings
 from sparse_lavida_jax.convert.settings import ConvertError
 from sparse_lavida_jax.models import vq
@@ -59,6 +60,14 @@ def test_the_release_has_as_many_tensors_and_parameters_as_it_should(release):
     required = [name for name in release.values() if not name.optional]
     assert len(required) == 1266
     assert f"{sum(name.size for name in required) / 1e9:.3f}" == "11.094"
+
+
+def test_the_config_of_the_release_has_its_sizes():
+    """`configs/lavida_o.py`, whose model differs in how it was trained alone."""
+    theirs = settings.settings_from(RELEASE)
+    ours = config_files.read(pathlib.Path(__file__).parents[2] / "configs/lavida_o.py")
+    assert dataclasses.replace(ours.model, trained_attention="full") == theirs.model
+    assert ours.vq == theirs.vq
 
 
 def tensors_of_the_specification():

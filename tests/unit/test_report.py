@@ -8,7 +8,7 @@ import pytest
 import stand_ins
 from PIL import Image
 
-from sparse_lavida_jax import config, metrics, report
+from sparse_lavida_jax import config, decoding, metrics, report
 from sparse_lavida_jax.data import digits, scenes, tasks
 from sparse_lavida_jax.evals import scenes as exact
 
@@ -144,6 +144,11 @@ def counted():
     )
 
 
+def passed_by(pipe, sampling, example):
+    block = pipe.settings.data.text_block_len
+    return decoding.tokens_passed(pipe.settings.model, sampling, example, block)
+
+
 @pytest.mark.parametrize(
     ("preset", "passed"),
     [
@@ -163,14 +168,12 @@ def test_passed_tokens_are_counted_as_by_hand(counted, preset, passed):
     # user, three words, end of turn, assistant; end of turn behind the response
     assert len(counted.tokenizer.encode("a red circle")) == 3
     sampling = dataclasses.replace(counted.settings.sampling, preset=preset)
-    assert report.tokens_passed(counted, sampling, drawn) == passed(1 + 3 + 2 + 1)
+    assert passed_by(counted, sampling, drawn) == passed(1 + 3 + 2 + 1)
     picture = stand_ins.EMPTY[::2, ::2]
     edited = counted.encoder.image_example("remove the", blank, picture=picture, source=blank)
     vision = counted.settings.model.vision.num_tokens
     words = len(counted.tokenizer.encode("remove the"))
-    assert report.tokens_passed(counted, sampling, edited) == passed(
-        1 + words + 2 + 1 + vision + 36
-    )
+    assert passed_by(counted, sampling, edited) == passed(1 + words + 2 + 1 + vision + 36)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +192,7 @@ def test_passed_tokens_of_a_text_are_counted_as_by_hand(counted, preset, passed)
     block = counted.settings.data.text_block_len
     asked = counted.encoder.text_example("a red circle", length=2 * block)
     sampling = dataclasses.replace(counted.settings.sampling, text_preset=preset, text_steps=3)
-    assert report.tokens_passed(counted, sampling, asked) == passed(1 + 3 + 2, block)
+    assert passed_by(counted, sampling, asked) == passed(1 + 3 + 2, block)
 
 
 def test_the_model_card_says_how_it_was_made():

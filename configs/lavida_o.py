@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""LaViDa-O at its full size, 10.4 B parameters, trained sparsely: to measure without its weights.
+
+    python -m sparse_lavida_jax.bench.sampling --config=configs/lavida_o.py --random-weights
+
+Sizes and sampling settings are those of the release (spec Sec. 2, 6). A converted checkpoint
+carries its own settings and needs no config file.
+"""
+
+import ml_collections
+
+
+def get_config() -> ml_collections.ConfigDict:
+    c = ml_collections.ConfigDict()
+    c.name = "lavida_o"
+
+    c.model = dict(
+        vocab_size=127_378,
+        end_of_text_id=126_081,
+        text_mask_id=126_336,
+        width=4096,
+        mlp_hidden=12_288,
+        num_layers=32,
+        dual_tower_layers=16,
+        num_heads=32,
+        head_dim=128,
+        rope_theta=500_000.0,
+        norm_eps=1e-5,
+        generation_width=2048,
+        generation_mlp_hidden=8192,
+        codebook_size=8192,
+        codes_per_token=4,
+        grid_size=32,
+        image_head="dit2",
+        image_table_rows=8448,
+        num_registers=64,
+        compute_dtype="bfloat16",
+        vision=dict(
+            image_size=384,
+            patch_size=14,
+            width=1152,
+            num_layers=26,
+            num_heads=16,
+            mlp_hidden=4304,
+            pool=2,
+            newline=True,
+            grid_sizes=((384, 768), (768, 384), (768, 768), (1152, 384), (384, 1152)),
+            unused_post_norm=True,
+        ),
+    )
+
+    c.vq = dict(
+        image_size=1024,
+        channels=(128, 256, 256, 512, 768),
+        layers_per_block=2,
+        mid_attention=False,
+        latent_channels=64,
+        codebook_size=8192,
+        norm_groups=32,
+    )
+
+    c.data = dict(source="none", text_block_len=32, max_answer_len=256)
+
+    c.sampling = dict(
+        num_steps=64,
+        shift=5.0,
+        temperature=0.8,
+        guidance=4.0,
+        guidance_image=1.4,
+        edit_guidance="source",
+        text_steps=16,
+        plan=False,
+    )
+    return c

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Config files: Python programs whose `get_config` returns the settings. Run only your own."""
+
+import contextlib
+import importlib.util
+import pathlib
+import sys
+from collections.abc import Iterator
+
+from sparse_lavida_jax import config
+
+
+def read(path: pathlib.Path) -> config.Config:
+    """Runs a config file and returns what its `get_config` gave, checked.
+
+    It may import the config files beside it: `import scenes`.
+
+    Raises:
+        ConfigError: there is no such file, it cannot be run, or it sets what does not exist or is
+            out of range.
+    """
+    if not path.is_file() or path.suffix != ".py":
+        raise config.ConfigError(f"there is no config file {path}. {_files(path.parent)}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise config.ConfigError(f"{path} is no Python file.")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        with _importable(path.parent):
+            spec.loader.exec_module(module)
+            given = module.get_config()
+    except config.ConfigError:
+        raise
+    except Exception as error:  # the file may do anything
+        raise config.ConfigError(f"{path} failed: {type(error).__name__}: {error}") from error
+    return config.build(config.Config, given)
+
+
+@contextlib.contextmanager
+def _importable(folder: pathlib.Path) -> Iterator[None]:
+    """Lets the files of a folder be imported by name, and forgets them afterwards."""
+    before = set(sys.modules)
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        for name in set(sys.modules) - before:
+            if (folder / f"{name}.py").is_file():
+                del sys.modules[name]
+
+
+def _files(folder: pathlib.Path) -> str:
+    names = ", ".join(sorted(str(path) for path in folder.glob("*.py")))
+    return f"There are: {names}." if names else f"There is none in {folder.resolve()}."

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sampling bench on a model of random weights, without a checkpoint or a tokenizer."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from sparse_lavida_jax.bench import table
+
+CONFIG = """
+import ml_collections
+
+def get_config():
+    c = ml_collections.ConfigDict()
+    c.name = "small"
+    c.model = dict(
+        vocab_size=64, text_mask_id=1, end_of_text_id=50, width=32, mlp_hidden=32, num_layers=2,
+        dual_tower_layers=0, num_heads=2, head_dim=16, generation_width=16,
+        generation_mlp_hidden=16, codebook_size=8, codes_per_token=4, grid_size=4,
+        num_registers=2, compute_dtype="bfloat16",
+    )
+    c.data = dict(source="none", text_block_len=4, max_answer_len=8)
+    c.sampling = dict(num_steps=4, text_steps=2, guidance=1.5, plan=False)
+    return c
+"""
+# Rows go where the test says, and not among those of the project.
+PROGRAM = """
+import pathlib, sys
+from absl import app
+from sparse_lavida_jax.bench import record, sampling
+record.RESULTS = pathlib.Path(sys.argv.pop())
+app.run(sampling.main)
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    def done(*words):
+        return subprocess.run(
+            [sys.executable, "-c", PROGRAM, *words, str(tmp_path / "results")],
+            capture_output=True, text=True, check=False, env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        )  # fmt: skip
+
+    return done
+
+
+def test_random_weights_are_timed_by_every_preset_that_is_asked_for(run, tmp_path):
+    config = tmp_path / "small.py"
+    config.write_text(CONFIG)
+    done = run(
+        f"--config={config}", "--random-weights", "--batch=1", "--runs=5", "--presets=dense,sparse"
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(path.read_text()) for path in (tmp_path / "results").rglob("*.json")]
+    assert {(row["task"], row["method"]) for row in rows} == {
+        (task, method) for task in ("draw", "text") for method in ("dense", "sparse")
+    }
+    for row in rows:
+        assert row["random_weights"] and len(row["times_s"]) == 5
+        assert row["guidance_rows"] == (2 if row["task"] == "draw" else 1)
+    passed = {row["method"]: row["tokens"]["useful"] for row in rows if row["task"] == "draw"}
+    # The prompt and 16 cells four times; the prompt once, each step's cells, 2 registers, newest.
+    assert passed["dense"] == 4 * (128 + 16)
+    assert passed["sparse"] < 128 + 4 * 2 + 2 * 16
+    assert "| small, draw, 1, 4 | sparse |" in table.sampling_table(rows)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--config=configs/none.py", "--random-weights"], "there is no config file"),
+        (["--config=configs/none.py"], "--config and --random-weights go together"),
+        (["--presets=fast"], "there is no preset 'fast'"),
+        (["--checkpoint=nowhere"], "nowhere"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(run, words, told):
+    done = run(*words)
+    assert done.returncode == 1
+    assert told in done.stderr and "Traceback" not in done.stderr
