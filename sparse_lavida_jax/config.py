@@ -364,6 +364,8 @@ class Train:
     stage: str = "denoiser"  # denoiser | vq
     train_steps: int = 1000
     batch_size: int = 16  # rows
+    # Tokens of a row whose logits exist at a time, for large vocabularies; 0: all of them.
+    loss_chunk: int = 0
     # The run ends, and the learning rate reaches its end, after this many seconds of training
     # if that comes first; 0: steps alone decide.
     seconds: float = 0.0
@@ -376,7 +378,7 @@ class Train:
     def __post_init__(self):
         _check_choice(self, "stage", ("denoiser", "vq"))
         _check_positive(self, "train_steps", "batch_size", "checkpoint_seconds", "log_every")
-        for name in ("seconds", "picture_seconds", "eval_prompts"):
+        for name in ("seconds", "picture_seconds", "eval_prompts", "loss_chunk"):
             _check(self, name, getattr(self, name) >= 0, "it must be 0 or more")
 
 

@@ -26,10 +26,8 @@ import math
 from typing import Literal
 
 import flax.struct
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, UInt8
+from jaxtyping import Bool, Float, Int, UInt8
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.layout import (
@@ -639,19 +637,3 @@ def mask_below(policy: str, time: float, noise: Float[np.ndarray, "*s"]) -> Bool
         noise: uniform in [0, 1).
     """
     return noise <= max(mask_probability(policy, time), noise.min(initial=np.inf))
-
-
-# ---------------------------------------------------------------------------------------------
-# Loss.
-
-
-def weighted_cross_entropy(
-    logits: Float[Array, "*b v"], target: Int[AnyArray, "*b"], weight: Float[AnyArray, "*b"]
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Returns the weighted sum of the cross-entropy, and the plain sum where the weight is not 0.
-
-    Float32. The second is what a person reads: divide it by the number of weights above 0.
-    """
-    log_probability = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-    nll = -jnp.take_along_axis(log_probability, target[..., None], axis=-1)[..., 0]
-    return jnp.sum(nll * weight), jnp.sum(jnp.where(weight > 0, nll, 0.0))

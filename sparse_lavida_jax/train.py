@@ -17,7 +17,8 @@ from jaxtyping import Array, Float, Int, PyTree
 from sparse_lavida_jax import checkpoint, config, metrics, optimizer, report, runs
 from sparse_lavida_jax.data import pipeline as batches
 from sparse_lavida_jax.data.text import SHIPPED, Tokenizer
-from sparse_lavida_jax.diffusion import Corrupted, weighted_cross_entropy
+from sparse_lavida_jax.diffusion import Corrupted
+from sparse_lavida_jax.losses import linear_cross_entropy, weighted_cross_entropy
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.pipeline import PictureCodec, SparseLaViDa
 
@@ -43,42 +44,62 @@ class TrainState:
     opt_state: PyTree
 
 
-def loss(params: Denoiser, batch: Corrupted) -> tuple[Float[Array, ""], dict[str, Array]]:
+def loss(
+    params: Denoiser, batch: Corrupted, chunk: int = 0
+) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Returns the training loss and what is logged (diffusion.py says what the weights mean).
 
     Text and image are averaged apart and added, each over the whole batch.
+
+    Args:
+        chunk: tokens of a row whose logits exist at a time; 0: all of them.
     """
     features = None if batch.pixels is None else params.see(batch.pixels)
     hidden, _ = params(batch.understanding, batch.generation, features, wanted=batch.predicts)
     total, logged = jnp.float32(0), {}
     if "understanding" in hidden and batch.text_weight is not None:
         assert batch.text_target is not None
-        logits = params.text_logits(hidden["understanding"])
-        weighted, plain = weighted_cross_entropy(logits, batch.text_target, batch.text_weight)
+        target, weight = batch.text_target, batch.text_weight
+        if chunk:
+            kernel = params.text_head.kernel[...]
+            weighted, plain = linear_cross_entropy(
+                hidden["understanding"], kernel, target, weight, chunk
+            )
+        else:
+            logits = params.text_logits(hidden["understanding"])
+            weighted, plain = weighted_cross_entropy(logits, target, weight)
         total += weighted / jnp.maximum(batch.text_total.sum(), 1)
         logged["text_nll"] = plain / jnp.maximum((batch.text_weight > 0).sum(), 1)
     if "generation" in hidden and batch.image_weight is not None:
         assert batch.image_target is not None
-        logits = params.image_logits(hidden["generation"])
-        weight = batch.image_weight
+        target, weight = batch.image_target, batch.image_weight
         if weight.ndim == 2:
-            weight = jnp.broadcast_to(weight[..., None], logits.shape[:-1])
-        weighted, plain = weighted_cross_entropy(logits, batch.image_target, weight)
-        total += weighted / jnp.maximum(batch.image_total.sum() * logits.shape[2], 1)
+            weight = jnp.broadcast_to(weight[..., None], target.shape)
+        if chunk:
+            head = params.image_head
+            codes, kernel = head.codes(hidden["generation"]), head.logits.kernel[...]
+            flat = (x.reshape(x.shape[0], -1) for x in (target, weight))
+            weighted, plain = linear_cross_entropy(codes, kernel, *flat, chunk)
+        else:
+            logits = params.image_logits(hidden["generation"])
+            weighted, plain = weighted_cross_entropy(logits, target, weight)
+        total += weighted / jnp.maximum(batch.image_total.sum() * target.shape[2], 1)
         logged["image_nll"] = plain / jnp.maximum((weight > 0).sum(), 1)
     return total, logged
 
 
-@functools.partial(jax.jit, static_argnames=("settings",), donate_argnames=("state",))
+@functools.partial(jax.jit, static_argnames=("settings", "loss_chunk"), donate_argnames=("state",))
 def train_step(
     state: TrainState,
     batch: Corrupted,
     learning_rate: Float[Array, ""],
     *,
     settings: config.Optimizer,
+    loss_chunk: int = 0,
 ) -> tuple[TrainState, dict[str, Array]]:
     """Returns the state after one optimizer step, and scalars to log."""
-    (value, logged), gradient = jax.value_and_grad(loss, has_aux=True)(state.params, batch)
+    of_batch = functools.partial(loss, chunk=loss_chunk)
+    (value, logged), gradient = jax.value_and_grad(of_batch, has_aux=True)(state.params, batch)
     update, opt_state = optimizer.update(settings, gradient, state.opt_state, state.params)
     params = jax.tree.map(lambda p, u: p - learning_rate * u, state.params, update)
     ema = state.ema
@@ -162,7 +183,11 @@ def train(settings: config.Config, run: runs.Run) -> None:
         while progress() < 1:
             rate = optimizer.learning_rate(settings.optimizer, step, progress())
             state, logged = train_step(
-                state, next(batch_iterator), np.float32(rate), settings=settings.optimizer
+                state,
+                next(batch_iterator),
+                np.float32(rate),
+                settings=settings.optimizer,
+                loss_chunk=settings.train.loss_chunk,
             )
             step += 1
             # The numbers of the step before: fetching this step's would wait for it.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from sparse_lavida_jax import config, layout, prompts
+from sparse_lavida_jax import config, diffusion, layout, prompts
 from sparse_lavida_jax.models.denoiser import Denoiser
 
 # A tiny program is run a few times: what it costs is its compilation.
@@ -130,3 +130,17 @@ def lay_out(
         drop_prompt=drop_prompt,
         drop_source=drop_source,
     )
+
+
+def batch(kinds: list[layout.Kind], settings: config.Model) -> diffusion.Corrupted:
+    """Returns a training batch of arbitrary responses of these kinds, cut into uniform blocks."""
+    asked = [request(kind, settings, i, words=3) for i, kind in enumerate(kinds)]
+    mean = config.Diffusion(blocks="uniform", weighting="mean")
+    rng = np.random.default_rng(0)
+    blocks = [diffusion.uniform_blocks(rng, one.given, mean) for one in asked]
+    rows = [
+        diffusion.corrupt(lay_out(one, settings), one.tokens, kind, cut, settings)
+        for one, kind, cut in zip(asked, kinds, blocks, strict=True)
+    ]
+    shape = diffusion.RowShape(*(max(len(row[i].block) for row in rows) for i in (0, 1)))
+    return diffusion.batch_rows(rows, blocks, kinds, [None] * len(kinds), shape, settings)

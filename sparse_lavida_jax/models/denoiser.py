@@ -69,6 +69,11 @@ class ImageHead(nnx.Module):
         self.codes_per_token = settings.codes_per_token
 
     def __call__(self, x: Float[Array, "b s e"]) -> Float[Array, "b s g c"]:
+        logits = self.logits(self.codes(x)).astype(jnp.float32)
+        return einops.rearrange(logits, "b (s g) c -> b s g c", g=self.codes_per_token)
+
+    def codes(self, x: Float[Array, "b s e"]) -> Float[Array, "b sg e"]:
+        """Returns what the logits of every code are a linear function of."""
         if self.codes_per_token > 1:
             x = einops.rearrange(
                 self.spread(self.spread_norm(x)), "b s (g e) -> b (s g) e", g=self.codes_per_token
@@ -77,8 +82,7 @@ class ImageHead(nnx.Module):
             x = self.cell(self.cell_norm(x))
         if self.kind != "embed":
             x = self.code_norm(self.code(x))
-        logits = self.logits(x).astype(jnp.float32)
-        return einops.rearrange(logits, "b (s g) c -> b s g c", g=self.codes_per_token)
+        return x
 
 
 class Denoiser(nnx.Module):

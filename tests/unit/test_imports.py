@@ -20,7 +20,7 @@ LEVELS = [
     {"kernels", "orders", "choose", "prompts"},
     {"presets"},
     {"models"},
-    {"diffusion", "sample"},
+    {"diffusion", "losses", "sample"},
     {"data", "optimizer", "metrics", "checkpoint", "runs", "pictures"},
     {"results", "codec", "convert", "sharding"},
     {"drawings", "decoding"},

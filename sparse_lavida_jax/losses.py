@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cross-entropy: plain, and over a vocabulary so large that its logits must never exist as a whole.
+
+The logits of a batch of the full model would be larger than the model: 4,096 tokens of 16 rows
+times 127,378 words are 33 GB in float32. What matters of them is one number a token and a gradient
+of the size of the hidden states, and a few tokens at a time are enough to get both.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from sparse_lavida_jax.visibility import AnyArray
+
+Sums = tuple[Float[Array, ""], Float[Array, ""]]
+
+
+def weighted_cross_entropy(
+    logits: Float[Array, "*b v"], target: Int[AnyArray, "*b"], weight: Float[AnyArray, "*b"]
+) -> Sums:
+    """Returns the weighted sum of the cross-entropy, and the plain sum where the weight is not 0.
+
+    Float32. The second is what a person reads: divide it by the number of weights above 0.
+    """
+    nll = _nll(logits, target)
+    return jnp.sum(nll * weight), jnp.sum(jnp.where(weight > 0, nll, 0.0))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def linear_cross_entropy(
+    hidden: Float[Array, "b s e"],
+    kernel: Float[Array, "e v"],
+    target: Int[AnyArray, "b s"],
+    weight: Float[AnyArray, "b s"],
+    chunk: int,
+) -> Sums:
+    """`weighted_cross_entropy` of `hidden @ kernel`, of `chunk` tokens of every row at a time.
+
+    Tokens with a loss are moved to the front of their row, and chunks without any are left out.
+    The gradient is computed with the value, so that no logits are computed twice; it flows to
+    `hidden` and `kernel`, from the first sum alone. Memory: `b * chunk * v` numbers.
+
+    Raises:
+        ValueError: `chunk` is below 1.
+    """
+    chunks, _ = _in_chunks(hidden, target, weight, chunk)
+
+    def add(sums: Sums, part) -> tuple[Sums, None]:
+        hidden, target, weight = part
+
+        def those() -> Sums:
+            logits = hidden @ kernel.astype(hidden.dtype)
+            return weighted_cross_entropy(logits, target, weight)
+
+        new = jax.lax.cond(jnp.any(weight > 0), those, _no_sums)
+        return (sums[0] + new[0], sums[1] + new[1]), None
+
+    return jax.lax.scan(add, _no_sums(), chunks)[0]
+
+
+def _forward(hidden, kernel, target, weight, chunk: int):
+    chunks, back = _in_chunks(hidden, target, weight, chunk)
+
+    def add(carry, part):
+        (weighted, plain), to_kernel = carry
+        hidden, target, weight = part
+
+        def those():
+            logits = hidden @ kernel.astype(hidden.dtype)
+            sums = weighted_cross_entropy(logits, target, weight)
+            pulled = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+            pulled -= jax.nn.one_hot(target, kernel.shape[1])
+            pulled = (pulled * weight[..., None]).astype(hidden.dtype)
+            return (
+                sums,
+                pulled @ kernel.astype(hidden.dtype).T,
+                jnp.einsum("bce,bcv->ev", hidden, pulled, preferred_element_type=jnp.float32),
+            )
+
+        def none():
+            return _no_sums(), jnp.zeros_like(hidden), jnp.zeros(kernel.shape, jnp.float32)
+
+        new, to_hidden, more = jax.lax.cond(jnp.any(weight > 0), those, none)
+        return ((weighted + new[0], plain + new[1]), to_kernel + more), to_hidden
+
+    start = (_no_sums(), jnp.zeros(kernel.shape, jnp.float32))
+    (sums, to_kernel), to_hidden = jax.lax.scan(add, start, chunks)
+    to_hidden = jnp.moveaxis(to_hidden, 0, 1).reshape(hidden.shape[0], -1, hidden.shape[2])
+    to_hidden = jnp.take_along_axis(to_hidden, back[..., None], axis=1)
+    return sums, (to_hidden, to_kernel.astype(kernel.dtype))
+
+
+def _backward(chunk: int, gradients, pulled):
+    del chunk
+    to_hidden, to_kernel = gradients
+    scale, _ = pulled
+    return (to_hidden * scale).astype(to_hidden.dtype), to_kernel * scale, None, None
+
+
+linear_cross_entropy.defvjp(_forward, _backward)
+
+
+def _in_chunks(hidden, target, weight, chunk: int):
+    """Returns chunks [n b c ...] of tokens, those with a loss first, and the way back [b s]."""
+    if chunk < 1:
+        raise ValueError(f"{chunk=} is out of range: 1 or more tokens at a time.")
+    target, weight = jnp.asarray(target), jnp.asarray(weight)
+    first = jnp.argsort(weight <= 0, axis=1, stable=True)
+
+    def cut(x):
+        x = jnp.take_along_axis(x, first.reshape(first.shape + (1,) * (x.ndim - 2)), axis=1)
+        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % chunk)) + ((0, 0),) * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
+
+    return tuple(map(cut, (hidden, target, weight))), jnp.argsort(first, axis=1)
+
+
+def _nll(logits: Float[Array, "*b v"], target: Int[AnyArray, "*b"]) -> Float[Array, "*b"]:
+    log_probability = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    return -jnp.take_along_axis(log_probability, target[..., None], axis=-1)[..., 0]
+
+
+def _no_sums() -> Sums:
+    return jnp.float32(0), jnp.float32(0)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cross-entropy of a few tokens at a time is that of all, in value and in gradient."""
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from sparse_lavida_jax import losses, train
+
+B, S, E, V = 2, 11, 8, 301
+
+
+def test_cross_entropy_is_minus_log_softmax_in_loops():
+    rng = np.random.default_rng(0)
+    logits, target = rng.normal(size=(2, 3, 5)), rng.integers(0, 5, (2, 3))
+    weight = np.array([[0.5, 0.0, 2.0], [0.0, 0.0, 1.0]])
+    weighted = plain = 0.0
+    for b, s in np.ndindex(2, 3):
+        nll = np.log(np.exp(logits[b, s]).sum()) - logits[b, s, target[b, s]]
+        weighted += weight[b, s] * nll
+        plain += nll * (weight[b, s] > 0)
+    ours = losses.weighted_cross_entropy(
+        jnp.asarray(logits, jnp.bfloat16), jnp.asarray(target), jnp.asarray(weight, jnp.float32)
+    )
+    assert ours[0].dtype == jnp.float32
+    np.testing.assert_allclose(ours, [weighted, plain], rtol=1e-2)
+    exact = losses.weighted_cross_entropy(
+        jnp.asarray(logits, jnp.float32), jnp.asarray(target), jnp.asarray(weight, jnp.float32)
+    )
+    np.testing.assert_allclose(exact, [weighted, plain], rtol=1e-5)
+
+
+def given(dtype=jnp.float32, seed=0, share=0.5):
+    """Hidden states, kernel, targets and weights, of which a share is not 0."""
+    rng = np.random.default_rng(seed)
+    weight = rng.uniform(0.2, 3.0, (B, S)) * (rng.random((B, S)) < share)
+    return (
+        jnp.asarray(rng.normal(size=(B, S, E)), dtype),
+        jnp.asarray(rng.normal(size=(E, V)), jnp.float32),
+        jnp.asarray(rng.integers(0, V, (B, S)), jnp.int32),
+        jnp.asarray(weight, jnp.float32),
+    )
+
+
+def whole(hidden, kernel, target, weight):
+    return losses.weighted_cross_entropy(hidden @ kernel.astype(hidden.dtype), target, weight)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 11, 64])
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_chunks_give_the_value_and_the_gradient_of_the_whole(chunk, share):
+    hidden, kernel, target, weight = given(share=share)
+
+    def value(of):
+        def weighted(hidden, kernel):
+            weighted, plain = of(hidden, kernel)
+            return 3 * weighted, plain
+
+        return jax.value_and_grad(weighted, argnums=(0, 1), has_aux=True)(hidden, kernel)
+
+    (ours, plain), gradients = value(
+        lambda h, k: losses.linear_cross_entropy(h, k, target, weight, chunk)
+    )
+    (expected, expected_plain), wanted = value(lambda h, k: whole(h, k, target, weight))
+    np.testing.assert_allclose(ours, expected, rtol=1e-6)
+    np.testing.assert_allclose(plain, expected_plain, rtol=1e-6)
+    for mine, theirs in zip(gradients, wanted, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=2e-6 * max(1, np.abs(theirs).max()))
+    alone = losses.linear_cross_entropy(hidden, kernel, target, weight, chunk)
+    np.testing.assert_allclose(alone, (expected / 3, expected_plain), rtol=1e-6)
+
+
+def test_bfloat16_gradients_are_summed_in_float32():
+    hidden, kernel, target, weight = given(jnp.bfloat16)
+
+    def ours(kernel, chunk):
+        return losses.linear_cross_entropy(hidden, kernel, target, weight, chunk)[0]
+
+    fine, coarse = (jax.grad(ours)(kernel, chunk) for chunk in (1, 11))
+    assert fine.dtype == jnp.float32
+    np.testing.assert_allclose(fine, coarse, atol=2e-2 * float(jnp.abs(coarse).max()))
+
+
+def sizes(jaxpr):
+    """Elements of everything that is computed, inner programs included."""
+    for equation in jaxpr.eqns:
+        yield from (variable.aval.size for variable in equation.outvars)
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from sizes(inner)
+
+
+def test_the_logits_never_exist_as_a_whole():
+    hidden, kernel, target, weight = given()
+
+    def step(hidden, kernel):
+        return losses.linear_cross_entropy(hidden, kernel, target, weight, 2)[0]
+
+    program = jax.make_jaxpr(jax.grad(step, argnums=(0, 1)))(hidden, kernel)
+    assert max(sizes(program.jaxpr)) <= E * V  # the gradient of the kernel
+    assert E * V < B * S * V
+
+
+def test_a_chunk_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="chunk=0 is out of range"):
+        losses.linear_cross_entropy(*given(), 0)
+
+
+def test_the_training_loss_is_the_same_in_chunks():
+    settings = tiny.model_settings(codes_per_token=4)
+    model, batch = tiny.denoiser(settings), tiny.batch(["image", "text"], settings)
+    of = jax.value_and_grad(train.loss, has_aux=True)
+    (value, logged), gradient = tiny.quick_jit(of)(model, batch)
+    (chunked, same), pulled = tiny.quick_jit(lambda *given: of(*given, 3))(model, batch)
+    np.testing.assert_allclose(chunked, value, rtol=1e-6)
+    for name, number in logged.items():
+        np.testing.assert_allclose(same[name], number, rtol=1e-6)
+    for mine, theirs in zip(*map(jax.tree.leaves, (pulled, gradient)), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=2e-6)
