@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+import traces
 from jax.sharding import Mesh, PartitionSpec
 from kernel_cases import as_arrays, horizons
 
@@ -16,6 +17,7 @@ from sparse_lavida_jax import layout, sharding
 from sparse_lavida_jax.kernels import shapes, sharded, tables
 from sparse_lavida_jax.kernels.attention import make_tables, query_tile, step_causal_attention
 from sparse_lavida_jax.kernels.deal import Deal, in_order, joined, parted
+from sparse_lavida_jax.models import stack
 from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON
 
 HEAD_DIM = 8
@@ -231,31 +233,69 @@ def streams_of(settings, rows, text_len, image_len):
     return stream(text_len, text), stream(image_len, codes)
 
 
-@pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2}, {"data": 2, "sequence": 2}])
-def test_a_model_over_a_mesh_learns_what_it_learns_on_one_device(axes):
-    settings = tiny.model_settings(attention_implementation="pallas_tpu")
-    model, streams = tiny.denoiser(settings), streams_of(settings, 2, 8, 12)
-
-    def loss(model, streams):
-        hidden, _ = model(*streams, wanted="generation")
-        # A number for each token, so that an order that is not undone shows.
-        weight = jnp.arange(1, 13)[None, :, None] / 12
-        return (jnp.sin(hidden["generation"]) * weight).mean(), hidden
-
-    run = tiny.quick_jit(jax.grad(loss, has_aux=True))
-    mesh = mesh_of(**axes)
+def spread_over(mesh, model):
     choose = sharding.over(mesh)
-    spread = jax.tree_util.tree_map_with_path(
+    return jax.tree_util.tree_map_with_path(
         lambda path, x: jax.device_put(
             x, choose("/".join(part.name for part in path[:-1]), x.shape)
         ),
         model,
     )
-    with sharded.mesh_in_use(spread):
-        found = run(spread, streams)
-    wanted = run(model, streams)
+
+
+def settings_of(implementation):
+    return tiny.model_settings(attention_implementation=implementation)
+
+
+def test_a_model_over_a_mesh_learns_what_it_learns_on_one_device(monkeypatch):
+    """Tokens of both streams are dealt out in stripes of 2, joined, parted and taken back."""
+    monkeypatch.setattr(stack, "query_tile", lambda length, implementation: 2)
+    model, alone = (tiny.denoiser(settings_of(name)) for name in ("pallas_tpu", "reference"))
+    streams = streams_of(model.settings, 2, 8, 12)
+    mesh = mesh_of(fsdp=2, sequence=2, tensor=2)
+
+    @tiny.quick_jit
+    @functools.partial(jax.grad, has_aux=True)
+    def run(model, streams):
+        hidden, _ = model(*streams, wanted="generation")
+        # A number for each token, so that an order that is not undone shows.
+        weight = jnp.arange(1, 13)[None, :, None] / 12
+        return (jnp.sin(hidden["generation"]) * weight).mean(), hidden
+
+    with jax.set_mesh(mesh):
+        gradient, hidden = run(spread_over(mesh, model), streams)
+    wanted, wanted_hidden = run(alone, streams)
     np.testing.assert_allclose(
-        found[1]["generation"], wanted[1]["generation"], rtol=0, atol=10 * TOLERANCE
+        hidden["generation"], wanted_hidden["generation"], rtol=0, atol=10 * TOLERANCE
     )
-    for ours, expected in zip(jax.tree.leaves(found[0]), jax.tree.leaves(wanted[0]), strict=True):
+    for ours, expected in zip(jax.tree.leaves(gradient), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=10 * TOLERANCE)
+
+
+def test_a_model_over_a_mesh_samples_what_it_samples_on_one_device(monkeypatch):
+    """The sampler finds the mesh by the parameters; prefill, steps and cache are split over it."""
+    found, splits = {}, []
+    attend = sharded.attend
+    monkeypatch.setattr(
+        sharded, "attend", lambda *a, **kw: (splits.append(kw["split"]), attend(*a, **kw))[1]
+    )
+    for name in ("pallas_tpu", "reference"):
+        model = tiny.denoiser(settings_of(name))
+        if name == "pallas_tpu":
+            model = spread_over(mesh_of(data=2, tensor=2), model)
+        requests = [tiny.request("image", model.settings, seed, words=3) for seed in range(2)]
+        asked = traces.settings_of("sparse", "image", model.settings)
+        plan = traces.plan(requests, asked, num_steps=2)
+        found[name] = traces.finished(model, requests, plan, asked)
+    np.testing.assert_array_equal(found["pallas_tpu"], found["reference"])
+    assert splits
+    assert {split.rows for split in splits} == {("data",)}
+
+
+def test_parameters_on_one_device_are_on_no_mesh():
+    with sharded.mesh_in_use({"kernel": jnp.zeros(2)}):
+        assert jax.sharding.get_abstract_mesh().empty
+    mesh = mesh_of(fsdp=2)
+    whole = jax.device_put(jnp.zeros(2), jax.sharding.NamedSharding(mesh, PartitionSpec()))
+    with sharded.mesh_in_use({"kernel": whole}):
+        assert jax.sharding.get_abstract_mesh().shape == {"fsdp": 2}
