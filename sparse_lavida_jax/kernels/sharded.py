@@ -60,10 +60,20 @@ class Split:
 
 
 def split_of(rows: int, queries: int) -> Split | None:
-    """Returns how a call is split by the mesh of `jax.set_mesh`; None on a single device."""
+    """Returns how a call is split by the mesh of `jax.set_mesh`; None on a single device.
+
+    Raises:
+        ValueError: the mesh has explicit axes, under which nothing may be split unasked.
+    """
     free = _free_axes()
     if math.prod(free.values()) == 1:
         return None
+    explicit = set(free) & set(jax.sharding.get_abstract_mesh().explicit_axes)
+    if explicit:
+        raise ValueError(
+            f"the mesh has explicit axes {sorted(explicit)}, attention splits over automatic ones:"
+            " make it with jax.sharding.Mesh(devices, names), or with axis_types=AxisType.Auto."
+        )
     return Split(_rows_axes(rows, free), _divides(TOKENS_AXIS, free, queries), frozenset(free))
 
 

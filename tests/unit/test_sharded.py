@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny
 import traces
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, PartitionSpec
 from kernel_cases import as_arrays, horizons
 
 from sparse_lavida_jax import layout, sharding
@@ -141,6 +141,47 @@ def test_inside_a_shard_map_the_kernel_is_left_alone():
         )(q, k, v, tags)
     wanted = tiny.quick_jit(attend)(q, k, v, tags)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE)
+
+
+def test_a_mesh_of_explicit_axes_is_refused():
+    call, rng = Call({}, 2, (130, 130)), np.random.default_rng(0)
+    tags, (q, k, v, _) = call.tags(rng)[:3], call.arrays(rng)
+    with (
+        jax.set_mesh(jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))),
+        pytest.raises(ValueError, match=r"explicit axes \['data'\]"),
+    ):
+        step_causal_attention(q, k, v, *tags, num_heads=2, implementation="pallas_tpu")
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="the GPU kernel needs jax 0.11: Python 3.12"
+)
+def test_the_gpu_kernel_lowers_for_four_chips():
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    mesh = AbstractMesh(
+        (2, 2), ("sequence", "tensor"), (AxisType.Auto,) * 2, abstract_device=device
+    )
+    wide = jax.ShapeDtypeStruct((1, 1024, 4 * 128), jnp.bfloat16)
+    tag = jax.ShapeDtypeStruct((1, 1024), jnp.int32)
+
+    def attend(q, k, v, tags, pulled):
+        made = make_tables(*tags, implementation="pallas_gpu")
+
+        def kernel(q, k, v):
+            return step_causal_attention(
+                q, k, v, *tags, num_heads=4, tables=made, implementation="pallas_gpu"
+            )
+
+        out, pull_back = jax.vjp(kernel, q, k, v)
+        return out, pull_back(pulled)
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        program = jax.jit(attend).trace(wide, wide, wide, (tag,) * 3, wide)
+        lowered = program.lower(lowering_platforms=("cuda",)).as_text()
+    # The forward kernel runs once; keys, values and their tags are gathered for each direction.
+    assert lowered.count("stablehlo.custom_call @mosaic_gpu") == 3
+    assert lowered.count("stablehlo.all_gather") == 6
+    assert lowered.count("stablehlo.reduce_scatter") == 2
 
 
 # ---------------------------------------------------------------------------------------------
@@ -274,11 +315,14 @@ def test_a_model_over_a_mesh_learns_what_it_learns_on_one_device(monkeypatch):
 
 def test_a_model_over_a_mesh_samples_what_it_samples_on_one_device(monkeypatch):
     """The sampler finds the mesh by the parameters; prefill, steps and cache are split over it."""
-    found, splits = {}, []
-    attend = sharded.attend
-    monkeypatch.setattr(
-        sharded, "attend", lambda *a, **kw: (splits.append(kw["split"]), attend(*a, **kw))[1]
-    )
+    found, placed, prefill = {}, [], traces._prefill
+
+    def watched(*given, **settings):
+        state = prefill(*given, **settings)
+        placed.append(state.cache.joint_keys.sharding)
+        return state
+
+    monkeypatch.setattr(traces, "_prefill", watched)
     for name in ("pallas_tpu", "reference"):
         model = tiny.denoiser(settings_of(name))
         if name == "pallas_tpu":
@@ -288,8 +332,7 @@ def test_a_model_over_a_mesh_samples_what_it_samples_on_one_device(monkeypatch):
         plan = traces.plan(requests, asked, num_steps=2)
         found[name] = traces.finished(model, requests, plan, asked)
     np.testing.assert_array_equal(found["pallas_tpu"], found["reference"])
-    assert splits
-    assert {split.rows for split in splits} == {("data",)}
+    assert placed[0].spec == PartitionSpec(None, "data", None, "tensor")
 
 
 def test_parameters_on_one_device_are_on_no_mesh():
