@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from sparse_lavida_jax import choose, config, orders
+from sparse_lavida_jax.kernels import sharded
 from sparse_lavida_jax.kernels.attention import slot_multiple
 from sparse_lavida_jax.layout import (
     GIVEN_BLOCK,
@@ -573,20 +574,21 @@ def sample(
     )
     on_device, rows = jax.tree.map(jnp.asarray, (prompt, rows_of(requests, settings)))
     program = settings.program(greedy=not np.any(rows.temperature))
-    state = prefill(
-        model,
-        canvas,
-        decoded_at,
-        rows,
-        on_device,
-        settings=program,
-        capacity=capacity(
-            prompt,
-            segments,
-            settings,
-            slot_multiple(model_settings.attention_implementation or None),
-        ),
-    )
+    with sharded.mesh_in_use(model):
+        state = prefill(
+            model,
+            canvas,
+            decoded_at,
+            rows,
+            on_device,
+            settings=program,
+            capacity=capacity(
+                prompt,
+                segments,
+                settings,
+                slot_multiple(model_settings.attention_implementation or None),
+            ),
+        )
     start = 0
     for segment in segments:
         steps = StepTokens(
@@ -602,7 +604,8 @@ def sample(
             refreshing=bool(segment.refresh[0]),
             num_registers=num_registers(segment, settings),
         )
-        state = run_segment(model, state, steps, on_device, settings=now, **recorded)
+        with sharded.mesh_in_use(model):
+            state = run_segment(model, state, steps, on_device, settings=now, **recorded)
         start = stop
         if on_segment is not None:
             on_segment(

@@ -12,8 +12,9 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sparse_lavida_jax.checkpoint import ChooseSharding
+from sparse_lavida_jax.kernels.sharded import BATCH_AXES, HEADS_AXIS, TOKENS_AXIS
 
-AXES = ("data", "fsdp", "tensor", "sequence")
+AXES = (*BATCH_AXES, HEADS_AXIS, TOKENS_AXIS)
 
 # The last axes of a parameter, by its path in the model; what stands before them (layers) is whole.
 # Every parameter matches exactly one rule.
@@ -64,6 +65,7 @@ def over(mesh: Mesh) -> ChooseSharding:
         raise ValueError(
             f"the mesh has an axis {unknown[0]!r}: its axes are among {', '.join(AXES)}."
         )
+    mesh = Mesh(mesh.devices, mesh.axis_names)  # `jax.make_mesh` leaves nothing to the compiler
 
     def choose(name: str, shape: tuple[int, ...]) -> jax.sharding.Sharding:
         return NamedSharding(mesh, spec_of(name, shape, mesh))

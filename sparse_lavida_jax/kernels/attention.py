@@ -3,15 +3,23 @@
 
 import functools
 import logging
+from collections.abc import Sequence
 
 import einops
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from sparse_lavida_jax.kernels import pallas_tpu
+from sparse_lavida_jax.kernels import pallas_tpu, sharded
+from sparse_lavida_jax.kernels.deal import Deal
 from sparse_lavida_jax.kernels.reference import attention_reference
-from sparse_lavida_jax.kernels.tables import GpuTables, Tables, TileSizes, make_gpu_tables
+from sparse_lavida_jax.kernels.tables import (
+    GPU_FORWARD,
+    GpuTables,
+    Tables,
+    TileSizes,
+    make_gpu_tables,
+)
 from sparse_lavida_jax.kernels.tables import make_tables as tile_tables
 from sparse_lavida_jax.visibility import AnyArray
 
@@ -55,9 +63,13 @@ def _fits_gpu(q: Array, head_dim: int) -> bool:
     return q.dtype in (jnp.bfloat16, jnp.float16) and head_dim in (64, 128)
 
 
+def is_kernel(implementation: str | None = None) -> bool:
+    return (implementation or default_implementation()) != "reference"
+
+
 def slot_multiple(implementation: str | None = None) -> int:
     """Returns what the slots of a cache are a multiple of: a kernel would copy it to fill it up."""
-    return 1 if (implementation or default_implementation()) == "reference" else SMALLEST_TILE
+    return SMALLEST_TILE if is_kernel(implementation) else 1
 
 
 def tile_sizes(query_len: int, key_len: int) -> TileSizes:
@@ -75,6 +87,13 @@ def _largest(sizes: tuple[int, ...], length: int) -> int:
     return next((size for size in sizes if filled % size == 0), SMALLEST_TILE)
 
 
+def query_tile(length: int, implementation: str | None = None) -> int:
+    """Returns the queries of a tile, of a call of so many."""
+    if (implementation or default_implementation()) == "pallas_gpu":
+        return GPU_FORWARD.queries
+    return tile_sizes(length, length).queries
+
+
 def make_tables(
     query_block: Int[AnyArray, "b s"],
     query_horizon: Int[AnyArray, "b s"],
@@ -83,13 +102,22 @@ def make_tables(
     key_segment: Int[Array, "b t"] | None = None,
     *,
     implementation: str | None = None,
+    key_deals: Sequence[Deal] = (),
 ) -> Tables | GpuTables | None:
-    """Returns the tile tables of one set of tags, for all layers; None where none are needed."""
-    implementation = implementation or default_implementation()
-    if implementation == "reference":
+    """Returns the tile tables of one set of tags, for all layers; None where none are needed.
+
+    Under a mesh they have a first axis more, which counts devices (`kernels.sharded`).
+    """
+    if not is_kernel(implementation):
         return None
-    if implementation == "pallas_gpu":
-        return make_gpu_tables(query_block, query_horizon, key_block, query_segment, key_segment)
+    tags = (query_block, query_horizon, key_block, query_segment, key_segment)
+    chosen = implementation or default_implementation()
+    make = make_gpu_tables if chosen == "pallas_gpu" else _tpu_tables
+    split = sharded.split_of(*query_block.shape)
+    return make(*tags) if split is None else sharded.make_tables(make, tags, key_deals, split)
+
+
+def _tpu_tables(query_block, query_horizon, key_block, query_segment, key_segment) -> Tables:
     sizes = tile_sizes(query_block.shape[1], key_block.shape[1])
     return tile_tables(
         query_block, query_horizon, key_block, query_segment, key_segment, sizes=sizes
@@ -113,11 +141,13 @@ def step_causal_attention(
     tables: Tables | GpuTables | None = None,
     implementation: str | None = None,
     return_lse: bool = False,
+    key_deals: Sequence[Deal] = (),
 ) -> Float[Array, "b s hd"] | tuple[Float[Array, "b s hd"], Float[Array, "b h s"]]:
     """Attends under the step-causal rule of `visibility.visible`; no mask is ever an argument.
 
     Heads are merged in the last axis, the layout in which a projection leaves them and in which
-    the cache holds them. Queries and keys are already rotated.
+    the cache holds them. Queries and keys are already rotated. Under a mesh (`jax.set_mesh`) a
+    kernel runs on every device's part (`kernels.sharded`); the reference the compiler partitions.
 
     Args:
         k, v: keys and values, or the stacked cache of all layers together with `layer`.
@@ -130,6 +160,8 @@ def step_causal_attention(
         implementation: one of `IMPLEMENTATIONS`; by default the best for the platform. A kernel
             asked for elsewhere than on its device is interpreted: right, and slow.
         return_lse: also return the log-sum-exp of the scaled logits, 1e30 where nothing is seen.
+        key_deals: how the streams that were joined to the keys were dealt out to the devices of a
+            mesh; none if they were not.
 
     Raises:
         ValueError: an unknown implementation, a width that is not a whole number of heads, or a
@@ -159,8 +191,26 @@ def step_causal_attention(
     if chosen == "pallas_gpu" and implementation is None and not _fits_gpu(q, head_dim):
         chosen = "reference"
     if chosen != "reference":
-        run = _on_tpu if chosen == "pallas_tpu" else _on_gpu
-        out, lse = run(q, k, v, tags, num_heads, num_kv_heads, head_dim, logit_scale, layer, tables)
+        kernel = functools.partial(
+            _on_tpu if chosen == "pallas_tpu" else _on_gpu, head_dim=head_dim, scale=logit_scale
+        )
+        over = sharded.split_of(*q.shape[:2])
+        if over is None:
+            out, lse = kernel(q, k, v, tags, num_heads, num_kv_heads, layer, tables)
+        else:
+            out, lse = sharded.attend(
+                kernel,
+                q,
+                k,
+                v,
+                tags,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                layer=layer,
+                tables=tables,
+                key_deals=key_deals,
+                split=over,
+            )
         return (out, lse) if return_lse else out
     if layer is not None:
         k, v = (jax.lax.dynamic_index_in_dim(x, layer, axis=0, keepdims=False) for x in (k, v))
@@ -183,7 +233,7 @@ def step_causal_attention(
     return (out, lse) if return_lse else out
 
 
-def _on_tpu(q, k, v, tags, num_heads, num_kv_heads, head_dim, scale, layer, tables):
+def _on_tpu(q, k, v, tags, num_heads, num_kv_heads, layer, tables, *, head_dim, scale):
     sizes = tables.sizes if tables else tile_sizes(q.shape[1], k.shape[-2])
     shape = pallas_tpu.Shape(
         num_heads, num_kv_heads, head_dim, scale, sizes, interpret=_is_elsewhere("tpu")
@@ -191,7 +241,7 @@ def _on_tpu(q, k, v, tags, num_heads, num_kv_heads, head_dim, scale, layer, tabl
     return pallas_tpu.attention(q, k, v, *tags, shape=shape, layer=layer, tables=tables)
 
 
-def _on_gpu(q, k, v, tags, num_heads, num_kv_heads, head_dim, scale, layer, tables):
+def _on_gpu(q, k, v, tags, num_heads, num_kv_heads, layer, tables, *, head_dim, scale):
     if not _has_mosaic_gpu():
         raise ValueError(f"the GPU kernel needs jax 0.11, this is jax {jax.__version__}.")
     if not _fits_gpu(q, head_dim):

@@ -595,7 +595,8 @@ def _forward_of(shape, structure, q, k, v, integers):
     """Tags come as leaves: as gradients of integers JAX puts what no annotated class would hold."""
     tags, leaves = integers
     tables = jax.tree.unflatten(structure, leaves)
-    return forward(q, k[None], v[None], 0, Tags(*tags), tables.forward, shape)
+    out, lse = forward(q, k[None], v[None], 0, Tags(*tags), tables.forward, shape)
+    return out, lse  # a pair, as the rule below returns: inside a loop JAX compares the two
 
 
 def _remembered(shape, structure, q, k, v, integers):

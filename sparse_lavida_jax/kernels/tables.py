@@ -49,17 +49,19 @@ class TileSizes:
 class TileList:
     """The tiles to compute, row by row, as many as `count`; the arrays have room for all.
 
+    Under a mesh all arrays of a table have an axis in front, which counts devices.
+
     Attributes:
         batch, row, col: where each tile lies.
         flags: FIRST and LAST of its row, and the classes of its parts.
         count: entries that are used. Every row has at least one, so that its output is written.
     """
 
-    batch: Int[Array, " a"]
-    row: Int[Array, " a"]
-    col: Int[Array, " a"]
-    flags: Int[Array, " a"]
-    count: Int[Array, ""]
+    batch: Int[Array, "*devices a"]
+    row: Int[Array, "*devices a"]
+    col: Int[Array, "*devices a"]
+    flags: Int[Array, "*devices a"]
+    count: Int[Array, "*devices"]
 
 
 @flax.struct.dataclass
@@ -199,9 +201,9 @@ class RowLists:
         num_full, num_active: how many there are without a mask, and at all.
     """
 
-    cols: Int[Array, "b rows cols"]
-    num_full: Int[Array, "b rows"]
-    num_active: Int[Array, "b rows"]
+    cols: Int[Array, "*devices b rows cols"]
+    num_full: Int[Array, "*devices b rows"]
+    num_active: Int[Array, "*devices b rows"]
 
 
 @flax.struct.dataclass

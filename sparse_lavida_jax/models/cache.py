@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from sparse_lavida_jax.kernels.sharded import place_cache
 from sparse_lavida_jax.visibility import PAD_BLOCK, AnyArray
 
 StreamName = Literal["understanding", "generation"]
@@ -50,6 +51,13 @@ class KVCache:
 
     def _end(self, stream: StreamName) -> int:
         return self.understanding_len if stream == "understanding" else self.block.shape[1]
+
+    def placed(self, num_heads: int) -> "KVCache":
+        """Lays keys and values out over the mesh as attention reads them."""
+        names = ("joint_keys", "joint_values", "split_keys", "split_values")
+        return dataclasses.replace(
+            self, **{name: place_cache(getattr(self, name), num_heads) for name in names}
+        )
 
     def begin(self, stream: StreamName, block: Int[AnyArray, "b s"]) -> "KVCache":
         """Tags the slots that this pass writes, and empties the rest of the region behind them."""

@@ -7,6 +7,7 @@ tags, so concatenating streams is all that "mixture of transformers" takes: no s
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeVar
 
@@ -15,9 +16,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from sparse_lavida_jax.kernels.attention import make_tables, step_causal_attention
+from sparse_lavida_jax.kernels import sharded
+from sparse_lavida_jax.kernels.attention import (
+    is_kernel,
+    make_tables,
+    query_tile,
+    step_causal_attention,
+)
+from sparse_lavida_jax.kernels.deal import Deal, joined, parted
 from sparse_lavida_jax.kernels.tables import GpuTables, Tables
-from sparse_lavida_jax.layout import TokenLayout, concatenate
+from sparse_lavida_jax.layout import TokenLayout
 from sparse_lavida_jax.models.cache import KVCache, StreamName
 from sparse_lavida_jax.models.layers import Branch, Layer
 
@@ -26,6 +34,7 @@ from sparse_lavida_jax.models.layers import Branch, Layer
 Wanted = Literal["understanding", "generation", "both"]
 Residuals = dict[StreamName, Float[Array, "b _s _e"]]  # each of its own length and width
 Layouts = dict[StreamName, TokenLayout]
+Deals = dict[StreamName, Deal]
 
 STREAMS: tuple[StreamName, ...] = ("understanding", "generation")
 
@@ -72,14 +81,24 @@ def run_layers(
     if cache is not None:
         for name in present:
             cache = cache.begin(name, layouts[name].block)
+        if is_kernel(implementation):
+            cache = cache.placed(joint.understanding.num_heads)
+    # The slots of a cache are in the order of its steps, and the reference needs no balance.
+    in_turn = cache is None and is_kernel(implementation)
+    deals: Deals = sharded.deals_of(
+        {name: x[name].shape[1] for name in present},
+        functools.partial(query_tile, implementation=implementation) if in_turn else None,
+    )
+    x = sharded.dealt_out(x, deals)
+    layouts = {name: jax.tree.map(deals[name].out, layouts[name]) for name in present}
 
     seen = cache if attend_cache else None  # whose tags the keys have
-    joint_attention = _Attention.joint(layouts, present, present, seen, implementation)
+    joint_attention = _Attention.joint(layouts, present, present, seen, implementation, deals)
 
     def joint_layer(carry, layer_and_index):
         x, cache = carry
         layer, index = layer_and_index
-        return _joint_layer(layer, index, x, layouts, present, cache, joint_attention), None
+        return _joint_layer(layer, index, x, layouts, deals, present, cache, joint_attention), None
 
     # The last joint layer is where an unwanted stream stops.
     stops = [name for name in present if wanted not in ("both", name)]
@@ -92,14 +111,14 @@ def run_layers(
         last = jax.tree.map(lambda p: p[-1], joint)
         keep: list[StreamName] = [name for name in present if name not in stops]
         last_attention = (
-            _Attention.joint(layouts, keep, present, seen, implementation) if keep else None
+            _Attention.joint(layouts, keep, present, seen, implementation, deals) if keep else None
         )
         x, cache = _joint_layer(
-            last, jnp.int32(num_joint - 1), x, layouts, keep, cache, last_attention
+            last, jnp.int32(num_joint - 1), x, layouts, deals, keep, cache, last_attention
         )
 
     split_attention = {
-        name: _Attention.split(layouts[name], name, seen, implementation) for name in x
+        name: _Attention.split(layouts, name, seen, implementation, deals) for name in x
     }
 
     def split_layer(carry, layer_and_index):
@@ -110,7 +129,7 @@ def run_layers(
     if num_split and x:
         xs = (split, jnp.arange(num_split))
         (x, cache), _ = jax.lax.scan(split_layer, (x, cache), xs, unroll=unroll)
-    return x, cache
+    return sharded.taken_back(x, deals), cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +142,7 @@ class _Attention:
         tables: of these tags, or None where the implementation needs none.
         cached: whether the keys are those of the cache.
         implementation: of attention.
+        key_deals: how the streams of the keys are dealt out over a mesh.
     """
 
     queries: TokenLayout
@@ -130,6 +150,7 @@ class _Attention:
     tables: Tables | GpuTables | None
     cached: bool
     implementation: str | None
+    key_deals: list[Deal]
 
     @classmethod
     def joint(
@@ -139,32 +160,45 @@ class _Attention:
         present: Sequence[StreamName],
         cache: KVCache | None,
         implementation: str | None,
+        deals: Deals,
     ) -> "_Attention":
         """All tokens attend to all, or to the whole cache."""
-        queries = concatenate(*(layouts[name] for name in asking))
-        keys = concatenate(*(layouts[name] for name in present)).block
-        return cls._of(queries, keys, cache and cache.block, implementation)
+
+        def joint(names):
+            streams = (layouts[name] for name in names)
+            own = [deals[name] for name in names]
+            return jax.tree.map(lambda *tags: joined(tags, own), *streams), own
+
+        queries, _ = joint(asking)
+        keys, key_deals = joint(present)
+        return cls._of(queries, keys.block, cache and cache.block, implementation, key_deals)
 
     @classmethod
     def split(
         cls,
-        queries: TokenLayout,
+        layouts: Layouts,
         name: StreamName,
         cache: KVCache | None,
         implementation: str | None,
+        deals: Deals,
     ) -> "_Attention":
         """A stream attends to itself, or to its region of the cache."""
         own = cache is not None and cache.decodes == name
         stored = cache.split_block if cache is not None and own else None
-        return cls._of(queries, queries.block, stored, implementation)
+        queries = layouts[name]
+        return cls._of(queries, queries.block, stored, implementation, [deals[name]])
 
     @classmethod
-    def _of(cls, queries, keys, stored, implementation) -> "_Attention":
+    def _of(cls, queries, keys, stored, implementation, key_deals) -> "_Attention":
         key_block = keys if stored is None else stored
         tables = make_tables(
-            queries.block, queries.horizon, key_block, implementation=implementation
+            queries.block,
+            queries.horizon,
+            key_block,
+            implementation=implementation,
+            key_deals=key_deals,
         )
-        return cls(queries, key_block, tables, stored is not None, implementation)
+        return cls(queries, key_block, tables, stored is not None, implementation, key_deals)
 
     def __call__(self, q, keys, values, num_heads: int, layer: Int[Array, ""] | None):
         attended = step_causal_attention(
@@ -178,6 +212,7 @@ class _Attention:
             layer=layer,
             tables=self.tables,
             implementation=self.implementation,
+            key_deals=self.key_deals,
         )
         assert isinstance(attended, jax.Array)
         return attended
@@ -187,7 +222,7 @@ def _branch(layer: Layer, name: StreamName) -> Branch:
     return layer.understanding if name == "understanding" else layer.generation
 
 
-def _joint_layer(layer, index, x, layouts, keep, cache, attention):
+def _joint_layer(layer, index, x, layouts, deals, keep, cache, attention):
     """One attention over both streams; only the streams in `keep` go on behind it."""
     # In the order of the tags: a dict comes out of a scan with its keys sorted.
     names: list[StreamName] = [name for name in STREAMS if name in x]
@@ -200,15 +235,17 @@ def _joint_layer(layer, index, x, layouts, keep, cache, attention):
     if cache is not None and attention.cached:
         keys, values = cache.joint_keys, cache.joint_values
     else:
-        keys, values = (jnp.concatenate([qkv[name][i] for name in names], axis=1) for i in (1, 2))
+        keys, values = (
+            joined([qkv[name][i] for name in names], attention.key_deals) for i in (1, 2)
+        )
         index = None
-    queries = jnp.concatenate([qkv[name][0] for name in keep], axis=1)
+    own = [deals[name] for name in keep]
+    queries = joined([qkv[name][0] for name in keep], own)
     attended = attention(queries, keys, values, layer.understanding.num_heads, index)
-    result, start = {}, 0
-    for name in keep:
-        stop = start + x[name].shape[1]
-        result[name] = layer.finish(_branch(layer, name), x[name], attended[:, start:stop])
-        start = stop
+    result = {
+        name: layer.finish(_branch(layer, name), x[name], part)
+        for name, part in zip(keep, parted(attended, own), strict=True)
+    }
     return result, cache
 
 

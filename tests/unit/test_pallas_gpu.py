@@ -110,6 +110,30 @@ def test_it_lowers_for_a_hopper_gpu_forward_and_backward():
     assert lowered.count("stablehlo.custom_call @mosaic_gpu") == 3
 
 
+@needs_kernel
+def test_gradients_go_through_a_loop_over_layers():
+    """JAX traces a loop's body on its own, and then compares the kernel with its rule."""
+    from jax.sharding import AbstractDevice, AbstractMesh
+
+    from sparse_lavida_jax.kernels import pallas_gpu
+
+    shape = pallas_gpu.Shape(2, 2, 128, 128**-0.5)
+    wide = jax.ShapeDtypeStruct((1, 256, 256), jnp.bfloat16)
+    tag = jax.ShapeDtypeStruct((1, 256), jnp.int32)
+
+    def loss(x, tags):
+        def layer(x, _):
+            return pallas_gpu.attention(x, x, x, *tags, None, None, shape=shape)[0], None
+
+        return jax.lax.scan(layer, x, None, length=3)[0].astype(jnp.float32).sum()
+
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+        program = jax.jit(jax.grad(loss)).trace(wide, (tag,) * 3)
+        lowered = program.lower(lowering_platforms=("cuda",)).as_text()
+    assert lowered.count("stablehlo.custom_call @mosaic_gpu") == 3
+
+
 @pytest.mark.skipif(HAS_KERNEL, reason="this jax has the GPU kernel")
 def test_without_the_kernel_the_entry_says_what_it_needs():
     rng = np.random.default_rng(0)

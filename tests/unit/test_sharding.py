@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tiny
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sparse_lavida_jax import checkpoint, config, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
@@ -64,6 +64,13 @@ def test_a_parameter_without_a_rule_is_named():
 def test_a_mesh_of_other_axes_is_refused():
     with pytest.raises(ValueError, match="axis 'rows': its axes are among data, fsdp, tensor"):
         sharding.over(mesh_of(rows=2))
+
+
+def test_a_mesh_of_explicit_axes_is_left_to_the_compiler():
+    """The model says nowhere how its arrays are split, as such a mesh would want."""
+    mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"))
+    found = sharding.over(mesh)("text_head/kernel", (32, 40))
+    assert found == NamedSharding(mesh_of(fsdp=2, tensor=2), PartitionSpec("fsdp", "tensor"))
 
 
 def test_a_model_folder_is_read_into_a_mesh(tmp_path):
