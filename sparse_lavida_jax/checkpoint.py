@@ -269,7 +269,7 @@ def _fill_module(
     for names in _batches({name: leaf.size * leaf.dtype.itemsize for name, leaf in wanted.items()}):
         filled |= read({name: wanted[name] for name in names})
     nnx.replace_by_pure_dict(
-        state, jax.tree_util.tree_map_with_path(lambda path, _: filled[_leaf_name(path)], abstract)
+        state, jax.tree_util.tree_map_with_path(lambda path, _: filled[leaf_name(path)], abstract)
     )
     return nnx.merge(graph, state)
 
@@ -402,7 +402,7 @@ class ParamsReader:
         """Returns arrays by name, of the dtype and in the sharding of their `ShapeDtypeStruct`."""
 
         def target(path: tuple, _: Any) -> Any:
-            return targets.get(_leaf_name(path), ocp.PLACEHOLDER)
+            return targets.get(leaf_name(path), ocp.PLACEHOLDER)
 
         if not targets:
             return {}
@@ -540,10 +540,10 @@ def _differences(wanted: dict[str, Any], found: dict[str, Any]) -> str:
 
 
 def _flatten(tree: Any) -> dict[str, Any]:
-    return {_leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    return {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def _leaf_name(path: tuple) -> str:
+def leaf_name(path: tuple) -> str:
     # The last step into an nnx.Param is not part of a name anybody wants to read.
     return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
 
@@ -943,7 +943,7 @@ def _fill(template: T, leaves: dict[str, np.ndarray], folder: pathlib.Path) -> T
     def place(path: tuple, leaf: Any) -> Any:
         if not np.size(leaf):
             return leaf
-        saved = leaves[_leaf_name(path)]
+        saved = leaves[leaf_name(path)]
         if isinstance(leaf, bool | int | float):
             return type(leaf)(saved)
         if _is_key(leaf):

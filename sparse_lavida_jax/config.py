@@ -364,8 +364,14 @@ class Train:
     stage: str = "denoiser"  # denoiser | vq
     train_steps: int = 1000
     batch_size: int = 16  # rows
+    microbatches: int = 1  # parts of a batch, one after another; the gradient is that of the whole
     # Tokens of a row whose logits exist at a time, for large vocabularies; 0: all of them.
     loss_chunk: int = 0
+    # Steps in a row whose gradient is not finite that are left out; one more ends the run.
+    skip_steps: int = 0
+    # Sizes of the mesh's axes, of data, fsdp, tensor and sequence; -1: all devices that are left.
+    # Without any the run is one device's.
+    mesh: dict[str, int] = dataclasses.field(default_factory=dict)
     # The run ends, and the learning rate reaches its end, after this many seconds of training
     # if that comes first; 0: steps alone decide.
     seconds: float = 0.0
@@ -377,8 +383,23 @@ class Train:
 
     def __post_init__(self):
         _check_choice(self, "stage", ("denoiser", "vq"))
-        _check_positive(self, "train_steps", "batch_size", "checkpoint_seconds", "log_every")
-        for name in ("seconds", "picture_seconds", "eval_prompts", "loss_chunk"):
+        _check_positive(
+            self, "train_steps", "batch_size", "checkpoint_seconds", "log_every", "microbatches"
+        )
+        _check(
+            self,
+            "microbatches",
+            self.batch_size % self.microbatches == 0,
+            f"it must divide {self.batch_size=}",
+        )
+        _check(
+            self,
+            "mesh",
+            all(size > 0 or size == -1 for size in self.mesh.values())
+            and list(self.mesh.values()).count(-1) <= 1,
+            "sizes above 0, at most one of them -1",
+        )
+        for name in ("seconds", "picture_seconds", "eval_prompts", "loss_chunk", "skip_steps"):
             _check(self, name, getattr(self, name) >= 0, "it must be 0 or more")
 
 

@@ -6,15 +6,21 @@ hidden widths, so that a layer needs two sums over chips; `fsdp` splits what is 
 when it is used.
 """
 
+import math
 import re
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from sparse_lavida_jax.checkpoint import ChooseSharding
+from sparse_lavida_jax.checkpoint import ChooseSharding, leaf_name
 from sparse_lavida_jax.kernels.sharded import BATCH_AXES, HEADS_AXIS, TOKENS_AXIS
 
 AXES = (*BATCH_AXES, HEADS_AXIS, TOKENS_AXIS)
+
+T = TypeVar("T")
+AnyMesh = Mesh | AbstractMesh
 
 # The last axes of a parameter, by its path in the model; what stands before them (layers) is whole.
 # Every parameter matches exactly one rule.
@@ -45,7 +51,7 @@ def rule_of(name: str) -> tuple[str | None, ...]:
     return found[0]
 
 
-def spec_of(name: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+def spec_of(name: str, shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSpec:
     """Returns how a parameter is split: where an axis of the mesh divides it."""
     axes = rule_of(name)
     own = (None,) * (len(shape) - len(axes)) + axes
@@ -61,13 +67,89 @@ def over(mesh: Mesh) -> ChooseSharding:
     Raises:
         ValueError: the mesh has other axes.
     """
-    if unknown := [axis for axis in mesh.axis_names if axis not in AXES]:
-        raise ValueError(
-            f"the mesh has an axis {unknown[0]!r}: its axes are among {', '.join(AXES)}."
-        )
+    _check_axes(mesh.axis_names)
     mesh = Mesh(mesh.devices, mesh.axis_names)  # `jax.make_mesh` leaves nothing to the compiler
 
     def choose(name: str, shape: tuple[int, ...]) -> jax.sharding.Sharding:
         return NamedSharding(mesh, spec_of(name, shape, mesh))
 
     return choose
+
+
+# ---------------------------------------------------------------------------------------------
+# Training.
+
+
+def make_mesh(sizes: Mapping[str, int]) -> Mesh | None:
+    """Returns a mesh of all devices, with automatic axes; None without sizes: one device alone.
+
+    Args:
+        sizes: of the axes; -1 for the devices that are left.
+
+    Raises:
+        ValueError: an axis that is not ours, or sizes that do not make up the devices.
+    """
+    if not sizes:
+        return None
+    _check_axes(sizes)
+    count, known = jax.device_count(), math.prod(size for size in sizes.values() if size > 0)
+    whole = {axis: count // known if size == -1 else size for axis, size in sizes.items()}
+    if math.prod(whole.values()) != count:
+        asked = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+        raise ValueError(f"a mesh of {asked} does not make up the {count} devices there are.")
+    names = tuple(axis for axis in AXES if axis in whole)
+    automatic = (jax.sharding.AxisType.Auto,) * len(names)
+    return jax.make_mesh(tuple(whole[axis] for axis in names), names, axis_types=automatic)
+
+
+def spec_of_state(name: str, shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSpec:
+    """Returns how a leaf of a training state is split: as the parameter whose name ends its own."""
+    parts = name.split("/")
+    for start in range(len(parts)):
+        own = "/".join(parts[start:])
+        found = [axes for pattern, axes in RULES if re.search(pattern, own)]
+        if len(found) == 1 and len(found[0]) <= len(shape):
+            return spec_of(own, shape, mesh)
+    return PartitionSpec()
+
+
+def place_state(state: T, mesh: Mesh) -> T:
+    """Lays a training state out over a mesh."""
+
+    def place(path, leaf):
+        spec = spec_of_state(leaf_name(path), leaf.shape, mesh)
+        return jax.device_put(leaf, NamedSharding(mesh, spec))
+
+    return jax.tree_util.tree_map_with_path(place, state)
+
+
+def place_batch(batch: T, mesh: Mesh) -> T:
+    """Splits the rows of a batch over data and fsdp; whole where they do not divide."""
+    axes = tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
+    parts = math.prod(mesh.shape[axis] for axis in axes)
+
+    def place(x):
+        spec = PartitionSpec(axes) if axes and x.shape[0] % parts == 0 else PartitionSpec()
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    return jax.tree.map(place, batch)
+
+
+def constrained(state: T) -> T:
+    """Keeps a training state where `place_state` laid it, inside a program."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return state
+
+    def keep(path, leaf):
+        spec = spec_of_state(leaf_name(path), leaf.shape, mesh)
+        return jax.lax.with_sharding_constraint(leaf, spec)
+
+    return jax.tree_util.tree_map_with_path(keep, state)
+
+
+def _check_axes(names: Iterable[str]) -> None:
+    if unknown := [axis for axis in names if axis not in AXES]:
+        raise ValueError(
+            f"the mesh has an axis {unknown[0]!r}: its axes are among {', '.join(AXES)}."
+        )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training of the denoiser: the state, one step, and the loop that reads top to bottom."""
 
+import contextlib
 import dataclasses
 import functools
-import math
 import time
 
 import flax.struct
@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, PyTree
 
-from sparse_lavida_jax import checkpoint, config, metrics, optimizer, report, runs
+from sparse_lavida_jax import checkpoint, config, metrics, optimizer, report, runs, sharding
 from sparse_lavida_jax.data import pipeline as batches
 from sparse_lavida_jax.data.text import SHIPPED, Tokenizer
 from sparse_lavida_jax.diffusion import Corrupted
@@ -36,24 +37,60 @@ class TrainState:
         params: the model.
         ema: moving average of the model, or None.
         opt_state: of the optimizer.
+        skipped: steps that were left out in a row until now, their gradient not being finite.
     """
 
     step: Int[Array, ""]
     params: Denoiser
     ema: Denoiser | None
     opt_state: PyTree
+    skipped: Int[Array, ""]
+
+
+@flax.struct.dataclass
+class Denominators:
+    """What the sums of a loss are divided by: of a whole batch, however it is cut.
+
+    Attributes:
+        text, image: of the weighted sums; in tokens and in codes.
+        text_count, image_count: targets with a loss.
+    """
+
+    text: Float[Array, ""]
+    image: Float[Array, ""]
+    text_count: Float[Array, ""]
+    image_count: Float[Array, ""]
+
+    @classmethod
+    def of(cls, batch: Corrupted) -> "Denominators":
+        codes = 1 if batch.image_target is None else batch.image_target.shape[2]
+
+        def count(weight, each: int):
+            if weight is None:
+                return jnp.float32(1)
+            each = each if weight.ndim == 2 else 1
+            return jnp.maximum((weight > 0).sum() * each, 1).astype(jnp.float32)
+
+        return cls(
+            jnp.maximum(batch.text_total.sum(), 1),
+            jnp.maximum(batch.image_total.sum() * codes, 1),
+            count(batch.text_weight, 1),
+            count(batch.image_weight, codes),
+        )
 
 
 def loss(
-    params: Denoiser, batch: Corrupted, chunk: int = 0
+    params: Denoiser, batch: Corrupted, over: Denominators | None = None, chunk: int = 0
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Returns the training loss and what is logged (diffusion.py says what the weights mean).
 
     Text and image are averaged apart and added, each over the whole batch.
 
     Args:
+        over: of the batch that this one is a part of; by default this one is whole.
         chunk: tokens of a row whose logits exist at a time; 0: all of them.
     """
+    over = over or Denominators.of(batch)
     features = None if batch.pixels is None else params.see(batch.pixels)
     hidden, _ = params(batch.understanding, batch.generation, features, wanted=batch.predicts)
     total, logged = jnp.float32(0), {}
@@ -68,8 +105,8 @@ def loss(
         else:
             logits = params.text_logits(hidden["understanding"])
             weighted, plain = weighted_cross_entropy(logits, target, weight)
-        total += weighted / jnp.maximum(batch.text_total.sum(), 1)
-        logged["text_nll"] = plain / jnp.maximum((batch.text_weight > 0).sum(), 1)
+        total += weighted / over.text
+        logged["text_nll"] = plain / over.text_count
     if "generation" in hidden and batch.image_weight is not None:
         assert batch.image_target is not None
         target, weight = batch.image_target, batch.image_weight
@@ -83,32 +120,82 @@ def loss(
         else:
             logits = params.image_logits(hidden["generation"])
             weighted, plain = weighted_cross_entropy(logits, target, weight)
-        total += weighted / jnp.maximum(batch.image_total.sum() * target.shape[2], 1)
-        logged["image_nll"] = plain / jnp.maximum((weight > 0).sum(), 1)
+        total += weighted / over.image
+        logged["image_nll"] = plain / over.image_count
     return total, logged
 
 
-@functools.partial(jax.jit, static_argnames=("settings", "loss_chunk"), donate_argnames=("state",))
+def gradient(
+    params: Denoiser, batch: Corrupted, *, microbatches: int = 1, chunk: int = 0
+) -> tuple[Float[Array, ""], dict[str, Array], Denoiser]:
+    """Returns loss, what is logged, and the gradient, of a few rows at a time.
+
+    However a batch is cut, every part is divided by what the whole would be (design of the loss in
+    `diffusion.py`), so the parts add up to the same. Rows are dealt to the microbatches in turn,
+    so that each has rows of every device.
+
+    Args:
+        microbatches: parts that the batch is cut into, one after another; they divide its rows.
+    """
+    over = Denominators.of(batch)
+    part_of = jax.value_and_grad(functools.partial(loss, chunk=chunk), has_aux=True)
+    if microbatches == 1:
+        (value, logged), found = part_of(params, batch, over)
+        return value, logged, found
+
+    leaves, tree = jax.tree.flatten(batch)
+    parts = [jnp.asarray(x).reshape(-1, microbatches, *x.shape[1:]).swapaxes(0, 1) for x in leaves]
+
+    def part(leaves):
+        return part_of(params, tree.unflatten(leaves), over)
+
+    def add(sums, leaves):
+        return jax.tree.map(jnp.add, sums, part(leaves)), None
+
+    like = jax.eval_shape(part, [x[0] for x in parts])
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+    ((value, logged), found), _ = jax.lax.scan(add, zeros, parts)
+    return value, logged, found
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("settings", "microbatches", "loss_chunk"),
+    donate_argnames=("state",),
+)
 def train_step(
     state: TrainState,
     batch: Corrupted,
     learning_rate: Float[Array, ""],
     *,
     settings: config.Optimizer,
+    microbatches: int = 1,
     loss_chunk: int = 0,
 ) -> tuple[TrainState, dict[str, Array]]:
-    """Returns the state after one optimizer step, and scalars to log."""
-    of_batch = functools.partial(loss, chunk=loss_chunk)
-    (value, logged), gradient = jax.value_and_grad(of_batch, has_aux=True)(state.params, batch)
-    update, opt_state = optimizer.update(settings, gradient, state.opt_state, state.params)
+    """Returns the state after one optimizer step, and scalars to log.
+
+    A step whose gradient is not finite leaves parameters and optimizer as they were.
+    """
+    value, logged, found = gradient(
+        state.params, batch, microbatches=microbatches, chunk=loss_chunk
+    )
+    norm = optax.tree.norm(found)
+    update, opt_state = optimizer.update(settings, found, state.opt_state, state.params)
     params = jax.tree.map(lambda p, u: p - learning_rate * u, state.params, update)
     ema = state.ema
     if ema is not None:
         # An average that starts from scratch forgets its start as fast as it has seen steps.
         decay = jnp.minimum(settings.ema, (1 + state.step) / (10 + state.step))
         ema = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, ema, params)
-    logged |= {"loss": value, "gradient_norm": optax.tree.norm(gradient)}
-    return TrainState(state.step + 1, params, ema, opt_state), logged
+    finite = jnp.isfinite(value) & jnp.isfinite(norm)
+    before = (state.params, state.ema, state.opt_state)
+    params, ema, opt_state = jax.tree.map(
+        functools.partial(jnp.where, finite), (params, ema, opt_state), before
+    )
+    skipped = jnp.where(finite, 0, state.skipped + 1)
+    logged |= {"loss": value, "gradient_norm": norm, "skipped": skipped}
+    after = TrainState(state.step + 1, params, ema, opt_state, skipped)
+    return sharding.constrained(after), logged
 
 
 def init_state(settings: config.Config, params: Denoiser) -> TrainState:
@@ -126,7 +213,7 @@ def init_state(settings: config.Config, params: Denoiser) -> TrainState:
         params = jax.tree.map(jnp.copy, params)  # the first step donates its state
     ema = jax.tree.map(jnp.copy, params) if settings.optimizer.ema else None
     opt_state = optimizer.init(settings.optimizer, params)
-    return TrainState(jnp.int32(0), params, ema, opt_state)
+    return TrainState(jnp.int32(0), params, ema, opt_state, jnp.int32(0))
 
 
 def train(settings: config.Config, run: runs.Run) -> None:
@@ -147,10 +234,17 @@ def train(settings: config.Config, run: runs.Run) -> None:
         PictureCodec(settings.data.picture_codec, settings.model),
     )
     data = batches.GroupedBatches(settings, pipe.encoder)
-    kept = run.restore({"state": init_state(settings, pipe.model), "seconds": np.float64(0)})
-    if kept is None:
-        state, seconds = init_state(settings, pipe.model), 0.0
-    else:
+    mesh = _mesh(settings)
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        _train(settings, run, pipe, data, mesh)
+
+
+def _train(settings, run: runs.Run, pipe: SparseLaViDa, data, mesh: Mesh | None) -> None:
+    state, seconds = init_state(settings, pipe.model), 0.0
+    if mesh is not None:
+        state = sharding.place_state(state, mesh)
+    kept = run.restore({"state": state, "seconds": np.float64(0)})
+    if kept is not None:
         state, seconds = kept[1]["state"], float(kept[1]["seconds"])
     start = step = int(state.step)
 
@@ -161,7 +255,7 @@ def train(settings: config.Config, run: runs.Run) -> None:
     def record(every: int = settings.train.log_every) -> None:
         nonlocal pending
         if pending is not None:
-            _record(log, bar, *pending, every=every)
+            _record(log, bar, *pending, every=every, allowed=settings.train.skip_steps)
         pending = None
 
     def save() -> None:
@@ -182,11 +276,13 @@ def train(settings: config.Config, run: runs.Run) -> None:
         batch_iterator = batches.iterate(data.dataset(), start, settings.data.workers)
         while progress() < 1:
             rate = optimizer.learning_rate(settings.optimizer, step, progress())
+            batch = next(batch_iterator)
             state, logged = train_step(
                 state,
-                next(batch_iterator),
+                batch if mesh is None else sharding.place_batch(batch, mesh),
                 np.float32(rate),
                 settings=settings.optimizer,
+                microbatches=settings.train.microbatches,
                 loss_chunk=settings.train.loss_chunk,
             )
             step += 1
@@ -224,6 +320,13 @@ def train(settings: config.Config, run: runs.Run) -> None:
     print(f"{report.write(pipe, run.folder, step=step, seconds=seconds)}: what it can do")
 
 
+def _mesh(settings: config.Config) -> Mesh | None:
+    try:
+        return sharding.make_mesh(settings.train.mesh)
+    except ValueError as error:
+        raise config.ConfigError(f"Train.mesh: {error}") from error
+
+
 def trained_settings(settings: config.Config) -> config.Model:
     """Returns the model's settings with the attention it was trained with written in."""
     return dataclasses.replace(settings.model, trained_attention=settings.diffusion.attention)
@@ -242,16 +345,22 @@ def _check(pipe, state, run, log, bar, step: int, seconds: float) -> None:
     bar.say(f"step {step}: {told} ({path})")
 
 
-def _record(log, bar, step: int, logged: dict[str, Array], rate: float, *, every: int) -> None:
-    value, norm = float(logged["loss"]), float(logged["gradient_norm"])
-    if not (math.isfinite(value) and math.isfinite(norm)):
+def _record(
+    log, bar, step: int, logged: dict[str, Array], rate: float, *, every: int, allowed: int
+) -> None:
+    values = {name: float(value) for name, value in logged.items()}
+    skipped = int(values.pop("skipped"))
+    if skipped > allowed:
         raise DivergedError(
-            f"the loss is {value} and its gradient {norm} long at step {step}, of which nothing is"
+            f"the loss is {values['loss']} and its gradient {values['gradient_norm']} long at step"
+            f" {step}; steps {step - skipped + 1} to {step} were left out and nothing of them is"
             " saved. Start anew in another --workdir, with a lower optimizer.learning_rate or"
             " optimizer.clip_norm."
         )
+    if skipped:
+        bar.say(f"step {step}: the gradient is not finite, so the step was left out")
+        return
     if step % every:
         return
-    values = {name: float(value) for name, value in logged.items()}
     log.write(step, values | {"learning_rate": rate})
-    bar.update(step, loss=value)
+    bar.update(step, loss=values["loss"])

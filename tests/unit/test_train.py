@@ -19,7 +19,16 @@ import pytest
 import stand_ins
 import tiny
 
-from sparse_lavida_jax import checkpoint, config, diffusion, metrics, report, runs, train
+from sparse_lavida_jax import (
+    checkpoint,
+    config,
+    diffusion,
+    metrics,
+    report,
+    runs,
+    sharding,
+    train,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -115,6 +124,20 @@ def test_codes_may_have_weights_of_their_own():
     np.testing.assert_allclose(weighted, total / (4 * tiny.IMAGE_LEN), rtol=1e-5)
 
 
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_a_batch_in_parts_has_the_gradient_of_the_whole(microbatches):
+    """Texts and pictures of different lengths, so that every part has sums of its own."""
+    model = tiny.model_settings(codes_per_token=4)
+    params = tiny.denoiser(model)
+    batch = tiny.batch(["text", "image", "image", "text"], model)
+    whole = tiny.quick_jit(train.gradient)(params, batch)
+    parts = tiny.quick_jit(
+        lambda *given: train.gradient(*given, microbatches=microbatches, chunk=3)
+    )(params, batch)
+    for one, other in zip(*map(jax.tree.leaves, (parts, whole)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=2e-6)
+
+
 # ---------------------------------------------------------------------------------------------
 # One step.
 
@@ -141,6 +164,48 @@ def test_steps_on_one_batch_lower_its_loss(steps):
     losses = [logged["loss"] for logged in steps[2]]
     assert losses[-1] < 0.7 * losses[0]
     assert all("image_nll" in logged and "text_nll" not in logged for logged in steps[2])
+
+
+def test_a_step_without_a_finite_gradient_changes_nothing():
+    settings = stand_ins.settings()
+    batch = stand_ins.batches(settings).batch("draw", 0)
+    state = train.init_state(settings, tiny.denoiser(settings.model))
+    before = jax.tree.map(jnp.copy, state)
+    broken = dataclasses.replace(batch, image_weight=batch.image_weight * np.nan)
+    for expected in (1, 2):
+        state, logged = train.train_step(state, broken, 1e-2, settings=settings.optimizer)
+        assert int(logged["skipped"]) == int(state.skipped) == expected
+    for name in ("params", "ema", "opt_state"):
+        stand_ins.assert_equal(getattr(state, name), getattr(before, name))
+    state, logged = train.train_step(state, batch, 1e-2, settings=settings.optimizer)
+    assert (int(state.step), int(state.skipped), int(logged["skipped"])) == (3, 0, 0)
+    assert not np.array_equal(
+        state.params.image_embedding.table[...], before.params.image_embedding.table[...]
+    )
+
+
+def test_a_step_over_a_mesh_is_that_of_one_device():
+    """Rows over `fsdp`, parameters over `fsdp` and `tensor`; all stay where they were put."""
+    settings = stand_ins.settings()
+    batch = stand_ins.batches(settings).batch("draw", 0)
+    alone = train.init_state(settings, tiny.denoiser(settings.model))
+    mesh = sharding.make_mesh({"fsdp": 2, "tensor": -1})
+    spread = sharding.place_state(jax.tree.map(jnp.copy, alone), mesh)
+    split = [not x.sharding.is_fully_replicated for x in jax.tree.leaves(spread.opt_state)]
+    assert sum(split) > len(split) / 3
+    where = [x.sharding for x in jax.tree.leaves(spread)]
+    alone, logged = train.train_step(alone, batch, 1e-2, settings=settings.optimizer)
+    with jax.set_mesh(mesh):
+        spread, same = train.train_step(
+            spread, sharding.place_batch(batch, mesh), 1e-2, settings=settings.optimizer
+        )
+    np.testing.assert_allclose(same["loss"], logged["loss"], rtol=1e-6)
+    np.testing.assert_allclose(same["gradient_norm"], logged["gradient_norm"], rtol=1e-5)
+    # Moments, since a first step is as large where the gradient is nothing but rounding.
+    for one, other in zip(*(jax.tree.leaves(s.opt_state) for s in (spread, alone)), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5 * max(np.abs(other).max(initial=0), 1e-6))
+    for leaf, place in zip(jax.tree.leaves(spread), where, strict=True):
+        assert leaf.sharding.is_equivalent_to(place, leaf.ndim)
 
 
 def test_the_released_objective_is_learned_text_and_pictures_together():
@@ -230,13 +295,15 @@ def loop(monkeypatch, tmp_path):
     ours = types.SimpleNamespace(losses={}, batches=[], rates=[], pictures=[], written=[])
     ours.before_step = lambda step: None
 
-    def step(state, batch, learning_rate, *, settings):
+    def step(state, batch, learning_rate, *, settings, microbatches, loss_chunk):
         done = int(state.step) + 1
         ours.before_step(done)
         ours.batches.append(batch)
         ours.rates.append(float(learning_rate))
         value = jnp.float32(ours.losses.get(done, 1.0))
-        return state.replace(step=jnp.int32(done)), {"loss": value, "gradient_norm": 2 * value}
+        skipped = jnp.where(jnp.isfinite(value), 0, state.skipped + 1)
+        logged = {"loss": value, "gradient_norm": 2 * value, "skipped": skipped}
+        return state.replace(step=jnp.int32(done), skipped=skipped), logged
 
     def check(pipe, path):
         ours.pictures.append(path.name)
@@ -335,6 +402,16 @@ def test_a_diverged_run_says_so_and_keeps_the_last_good_state(loop):
     loop.losses = {}
     loop.run(train_steps=4)
     assert len(loop.batches) == 3 + 2
+
+
+def test_steps_that_diverge_may_be_left_out_a_few_in_a_row(loop, capsys):
+    loop.losses = {2: np.nan, 3: np.inf, 6: np.nan}
+    loop.run(train_steps=7, skip_steps=2, log_every=1)
+    assert logged_steps(loop) == [1, 4, 5, 7]
+    assert capsys.readouterr().out.count("so the step was left out") == 3
+    loop.losses = dict.fromkeys((8, 9, 10), np.nan)
+    with pytest.raises(train.DivergedError, match="steps 8 to 10 were left out"):
+        loop.run(train_steps=12, skip_steps=2)
 
 
 def test_a_diverged_run_that_is_stopped_keeps_the_last_good_state_too(loop):
