@@ -19,13 +19,10 @@ pytestmark = pytest.mark.skipif(
     " pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt of the same version",
 )
 
-COMPILE = textwrap.dedent('''
+DEVICE = textwrap.dedent('''
     import jax
-    import jax.numpy as jnp
     import numpy as np
     from jax.experimental import topologies
-
-    from sparse_lavida_jax.kernels import pallas_gpu
 
     H200 = """
         platform_name: "CUDA"
@@ -47,6 +44,12 @@ COMPILE = textwrap.dedent('''
     ).devices
     mesh = jax.sharding.Mesh(np.array(devices[:1]), ("one",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+''')
+KERNELS = DEVICE + textwrap.dedent("""
+    import jax.numpy as jnp
+
+    from sparse_lavida_jax.kernels import pallas_gpu
+
     heads, head_dim, length = 32, 128, 4096
     shape = pallas_gpu.Shape(heads, heads, head_dim, head_dim**-0.5)
 
@@ -63,21 +66,46 @@ COMPILE = textwrap.dedent('''
         traced = jax.jit(attend).trace(wide, wide, wide, (tag,) * 3, wide)
         traced.lower(lowering_platforms=("cuda",)).compile()
     print("compiled")
-''')
+""")
+SEGMENT = DEVICE + textwrap.dedent("""
+    import sys
+
+    import segment_programs
+
+    model = segment_programs.settings(attention_implementation="pallas_gpu")
+    program = segment_programs.compiled(sys.argv[1], model, sharding, "cuda")
+    assert segment_programs.in_place(program.hlo, program.cache_shapes)
+    for copy in segment_programs.copies(program.hlo, program.cache_shapes):
+        print("copied:", copy)
+    print("compiled")
+""")
+
+
+def run(source, *words):
+    """Runs a program in a process that starts with the plugin; returns what it printed."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "MOSAIC_GPU_DUMP_PTXAS": "1",
+        "PYTHONPATH": os.pathsep.join([*sys.path[1:], os.environ.get("PYTHONPATH", "")]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", source, *words],
+        capture_output=True, text=True, env=environment, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and "compiled" in done.stdout, (done.stdout + done.stderr)[-3000:]
+    return done.stdout, done.stderr
 
 
 def test_forward_and_backward_compile_for_hopper_and_spill_nothing():
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    told = done.stdout + done.stderr
-    assert done.returncode == 0 and "compiled" in told, told[-3000:]
+    told = "".join(run(KERNELS))
     spills = [line for line in told.splitlines() if "bytes spill stores" in line]
     assert len(spills) >= 3
     for line in spills:
         assert " 0 bytes spill stores, 0 bytes spill loads" in line, line
+
+
+@pytest.mark.parametrize("kind", ["image", "text"])
+def test_no_loop_of_the_sampler_copies_the_cache_or_a_layer_of_it(kind):
+    """The segment program of `sample.py` at the release's widths, kernels and all."""
+    told, _ = run(SEGMENT, kind)
+    assert "copied:" not in told, told
