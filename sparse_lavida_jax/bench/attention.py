@@ -32,6 +32,7 @@ from sparse_lavida_jax.kernels import attention, shapes
 
 SHAPES = flags.DEFINE_list("shapes", list(shapes.names()), "Of kernels/shapes.py.")
 BATCHES = flags.DEFINE_list("batches", ["1", "2"], "Rows of each shape, all with the same tags.")
+FLAGS = flags.FLAGS
 RUNS = flags.DEFINE_integer("runs", 20, "Timed runs of each method.", lower_bound=5)
 MINUTES = flags.DEFINE_float("minutes", 9.0, "No further case is begun after this long.")
 DRY = flags.DEFINE_boolean("dry-run", False, "Two heads, the kernel interpreted, nothing timed.")
@@ -47,10 +48,10 @@ def main(argv: list[str]) -> None:
     del argv
     logging.set_verbosity(logging.WARNING)
     if TUNE.value:
-        tune.main(RUNS.value, dry=DRY.value)
+        tune.main(1 if DRY.value else RUNS.value, dry=DRY.value)
         return
     if DRY.value:
-        for case in _cases(heads=2):
+        for case in _cases(heads=2, timed=False):
             _check(case)
         return
     if attention.default_implementation() == "reference":
@@ -79,10 +80,10 @@ def main(argv: list[str]) -> None:
     print(f"\n{table.attention_table(rows)}\n\n{table.attention_bars(rows)}")
 
 
-def _cases(heads: int) -> list[Case]:
+def _cases(heads: int, *, timed: bool = True) -> list[Case]:
     """All of one row before those of two: a run that is cut has every shape."""
     return [
-        Case(name, batch, shapes.tags(name), heads, backward)
+        Case(name, batch, shapes.tags(name), heads, backward, timed)
         for batch in map(int, BATCHES.value)
         for backward in (False, True)
         for name in SHAPES.value

@@ -20,13 +20,19 @@ CHECKED_HEADS = (0, -1)  # heads do not know of each other, and a float32 refere
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One shape at one batch size, all rows with the same tags; forward, or with the gradients."""
+    """One shape at one batch size, all rows with the same tags.
+
+    Attributes:
+        backward: with the gradients.
+        timed: whether calls of a short shape are chained to be timed; otherwise there is one.
+    """
 
     name: str
     batch: int
     tags: shapes.Tags
     heads: int = HEADS
     backward: bool = False
+    timed: bool = True
 
     @property
     def task(self) -> str:
@@ -39,7 +45,7 @@ class Case:
 
     @property
     def calls(self) -> int:
-        return CALLS if len(self.tags.query_block) < SHORT else 1
+        return CALLS if self.timed and len(self.tags.query_block) < SHORT else 1
 
     @property
     def mask(self) -> np.ndarray:

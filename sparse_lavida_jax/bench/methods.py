@@ -9,7 +9,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ LAYERS, LAYER = 3, 1  # of the stacked cache, and the one that is read
 UNMASKED = ("cudnn", "cudnn_segments", "cudnn_packed", "tokamax")
 
 Numbers = tuple[np.ndarray, ...]  # q, k, v and the gradient of the output, [b s h d]
+Key = TypeVar("Key")
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], jax.Array]
 
 
@@ -184,21 +185,23 @@ def compiled(case: Case, attend: Attend, numbers: Numbers, data: Any) -> Program
     before: on a device that takes less time than the host needs to start it, a call alone would
     measure the host.
     """
+    leaves, structure = jax.tree.flatten(data)
 
-    def once(q, k, v, pulled, data):
+    def once(q, k, v, pulled, leaves):
+        data = jax.tree.unflatten(structure, leaves)
         if not case.backward:
             return (attend(q, k, v, data),)
         out, pull_back = jax.vjp(lambda q, k, v: attend(q, k, v, data), q, k, v)
         return (out, *pull_back(pulled))
 
-    def all_calls(q, k, v, pulled, data):
-        found = first = once(q, k, v, pulled, data)
+    def all_calls(q, k, v, pulled, leaves):
+        found = first = once(q, k, v, pulled, leaves)
         for _ in range(case.calls - 1):
             q, k, v = found[1:] if case.backward else (found[0], k, v)
-            found = once(q, k, v, pulled, data)
+            found = once(q, k, v, pulled, leaves)
         return [x[:, :, jnp.array(CHECKED_HEADS)].astype(jnp.float32) for x in first], found
 
-    arguments = (*(jnp.asarray(x, jnp.bfloat16) for x in numbers), data)
+    arguments = (*(jnp.asarray(x, jnp.bfloat16) for x in numbers), leaves)
     program = jax.jit(all_calls).lower(*arguments).compile()
     memory = program.memory_analysis()
     return Program(
@@ -210,15 +213,17 @@ def compiled(case: Case, attend: Attend, numbers: Numbers, data: Any) -> Program
     )
 
 
-def timed(programs: dict[str, Program], runs: int) -> dict[str, list[float]]:
+def timed(
+    programs: dict[Key, Program], runs: int, in_flight: int = IN_FLIGHT
+) -> dict[Key, list[float]]:
     """Returns seconds a call, `runs` of each program, in another random order every turn."""
-    times: dict[str, list[float]] = {method: [] for method in programs}
+    times: dict[Key, list[float]] = {method: [] for method in programs}
     for turn in range(-1, runs):  # the first is to warm up
         order = list(programs)
         random.Random(turn).shuffle(order)
         for method in order:
             program = programs[method]
-            starts = max(1, IN_FLIGHT // program.calls)
+            starts = max(1, in_flight // program.calls)
             begin = time.perf_counter()
             for _ in range(starts):
                 last = program.run()

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 
-from sparse_lavida_jax.bench import table
+from sparse_lavida_jax.kernels import sizes
 
 
 def run(*words):
@@ -27,14 +27,15 @@ def test_without_a_kernel_there_is_nothing_to_measure():
     assert done.returncode == 1 and "nothing to measure" in done.stderr
 
 
-def row(method, seconds, run="a", task="t2i_1536/forward"):
-    return {
-        "run": run, "task": task, "batch": 1, "method": method, "median_s": seconds,
-        "flops": {"tile": 2e9}, "device": {"kind": "H200"},
-    }  # fmt: skip
+def test_tiles_go_the_whole_way_dry_and_nothing_is_written():
+    before = sizes.TABLE.read_bytes()
+    done = run("--tune", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert sum(line.endswith(": runs") for line in done.stdout.splitlines()) >= 2
+    assert "nothing is written" in done.stdout
+    assert sizes.TABLE.read_bytes() == before
 
 
-def test_ratios_are_formed_within_a_run_and_held_against_the_bars():
-    rows = [row("kernel", 1e-5), row("cudnn", 1.2e-5), row("tokamax", 2e-5, run="b")]
-    lines = table.attention_table(rows).splitlines()[2:]
-    assert lines == ["| t2i_1536/forward | 1 | cudnn | 1.20 | 200 | 1.15 met | H200 |"]
+def test_without_a_kernel_there_are_no_tiles_to_measure():
+    done = run("--tune")
+    assert done.returncode == 1 and "there are no tiles" in done.stderr

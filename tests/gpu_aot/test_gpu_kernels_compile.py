@@ -46,14 +46,26 @@ DEVICE = textwrap.dedent('''
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 ''')
 KERNELS = DEVICE + textwrap.dedent("""
+    import dataclasses
+    import itertools
+    import sys
+
     import jax.numpy as jnp
 
-    from sparse_lavida_jax.kernels import pallas_gpu
+    from sparse_lavida_jax.kernels import pallas_gpu, sizes
+    from sparse_lavida_jax.kernels.tables import GpuSizes
 
-    heads, head_dim, length = 32, 128, 4096
-    shape = pallas_gpu.Shape(heads, heads, head_dim, head_dim**-0.5)
+    heads, head_dim, length = 32, int(sys.argv[1]), 4096
 
-    def attend(q, k, v, tags, pulled):
+    def choices(direction, kernel):
+        # Of one kernel, as fields of `GpuSizes`.
+        found = [
+            {name: n for name, n in dataclasses.asdict(c).items() if name.startswith(kernel)}
+            for c in sizes.gpu_candidates(head_dim)[direction]
+        ]
+        return [choice for i, choice in enumerate(found) if choice not in found[:i]]
+
+    def attend(q, k, v, tags, pulled, shape):
         def kernel(q, k, v):
             return pallas_gpu.attention(q, k, v, *tags, None, None, shape=shape)
 
@@ -62,10 +74,15 @@ KERNELS = DEVICE + textwrap.dedent("""
 
     wide = jax.ShapeDtypeStruct((1, length, heads * head_dim), jnp.bfloat16, sharding=sharding)
     tag = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=sharding)
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        traced = jax.jit(attend).trace(wide, wide, wide, (tag,) * 3, wide)
-        traced.lower(lowering_platforms=("cuda",)).compile()
-    print("compiled")
+    kernels = choices("forward", "forward"), choices("backward", "dq"), choices("backward", "dkv")
+    for forward, dq, dkv in itertools.zip_longest(*kernels, fillvalue={}):
+        tiles = GpuSizes(**forward, **dq, **dkv)
+        shape = pallas_gpu.Shape(heads, heads, head_dim, head_dim**-0.5, sizes=tiles)
+        program = jax.jit(attend, static_argnames="shape")
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            traced = program.trace(wide, wide, wide, (tag,) * 3, wide, shape=shape)
+            traced.lower(lowering_platforms=("cuda",)).compile()
+        print("compiled")
 """)
 SEGMENT = DEVICE + textwrap.dedent("""
     import sys
@@ -96,10 +113,12 @@ def run(source, *words):
     return done.stdout, done.stderr
 
 
-def test_forward_and_backward_compile_for_hopper_and_spill_nothing():
-    told = "".join(run(KERNELS))
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_forward_and_backward_compile_for_hopper_and_spill_nothing(head_dim):
+    """With the tiles of the rule, and with all that may be measured in their place."""
+    told = "".join(run(KERNELS, str(head_dim)))
     spills = [line for line in told.splitlines() if "bytes spill stores" in line]
-    assert len(spills) >= 3
+    assert len(spills) >= {64: 3 * 6, 128: 4 + 4 + 2}[head_dim]  # choices for all three kernels
     for line in spills:
         assert " 0 bytes spill stores, 0 bytes spill loads" in line, line
 
