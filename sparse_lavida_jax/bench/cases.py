@@ -2,6 +2,7 @@
 """What attention is measured on: a shape at a batch size, its numbers, what it costs at least."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -47,19 +48,16 @@ class Case:
     def calls(self) -> int:
         return CALLS if self.timed and len(self.tags.query_block) < SHORT else 1
 
-    @property
+    @functools.cached_property
     def mask(self) -> np.ndarray:
         """Who sees whom [s t]; padding sees nobody."""
         t = self.tags
-        segments = (
-            () if t.query_segment is None else (t.query_segment[:, None], t.key_segment[None])
-        )
-        sees = visible(
-            t.query_block[:, None], t.query_horizon[:, None], t.key_block[None], *segments
-        )
+        sees = visible(t.query_block[:, None], t.query_horizon[:, None], t.key_block[None])
+        if t.query_segment is not None and t.key_segment is not None:
+            sees &= t.query_segment[:, None] == t.key_segment[None]
         return np.asarray(sees) & (t.query_block != PAD_BLOCK)[:, None]
 
-    @property
+    @functools.cached_property
     def flops(self) -> dict[str, float]:
         """Of pairs that see each other, of the tiles that hold any, and of all pairs."""
         queries, keys = len(self.tags.query_block), len(self.tags.key_block)
@@ -129,6 +127,9 @@ def difference(found: tuple[np.ndarray, ...], wanted: tuple[np.ndarray, ...], ca
     Gradients that are larger than 1 count in proportion.
     """
     seen = case.mask.any(axis=1).reshape(1, -1, 1, 1)
-    pairs = list(zip(found, wanted, strict=True))
-    pairs[0] = tuple(np.where(seen, x, 0) for x in pairs[0])
+    (out, *gradients), (wanted_out, *wanted_gradients) = found, wanted
+    pairs = [
+        (np.where(seen, out, 0), np.where(seen, wanted_out, 0)),
+        *zip(gradients, wanted_gradients, strict=True),
+    ]
     return max(float(np.abs(x - y).max() / max(np.abs(y).max(), 1)) for x, y in pairs)

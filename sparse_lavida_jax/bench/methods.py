@@ -187,19 +187,21 @@ def compiled(case: Case, attend: Attend, numbers: Numbers, data: Any) -> Program
     """
     leaves, structure = jax.tree.flatten(data)
 
-    def once(q, k, v, pulled, leaves):
+    def once(q, k, v, pulled, leaves) -> tuple[jax.Array, tuple]:
         data = jax.tree.unflatten(structure, leaves)
         if not case.backward:
-            return (attend(q, k, v, data),)
+            return attend(q, k, v, data), ()
         out, pull_back = jax.vjp(lambda q, k, v: attend(q, k, v, data), q, k, v)
-        return (out, *pull_back(pulled))
+        return out, pull_back(pulled)
 
     def all_calls(q, k, v, pulled, leaves):
-        found = first = once(q, k, v, pulled, leaves)
+        out, gradients = first = once(q, k, v, pulled, leaves)
         for _ in range(case.calls - 1):
-            q, k, v = found[1:] if case.backward else (found[0], k, v)
-            found = once(q, k, v, pulled, leaves)
-        return [x[:, :, jnp.array(CHECKED_HEADS)].astype(jnp.float32) for x in first], found
+            q, k, v = gradients or (out, k, v)
+            out, gradients = once(q, k, v, pulled, leaves)
+        heads = jnp.array(CHECKED_HEADS)
+        checked = [x[:, :, heads].astype(jnp.float32) for x in jax.tree.leaves(first)]
+        return checked, (out, *gradients)
 
     arguments = (*(jnp.asarray(x, jnp.bfloat16) for x in numbers), leaves)
     program = jax.jit(all_calls).lower(*arguments).compile()

@@ -6,10 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparse_lavida_jax.bench import attention, cases, flex, methods, record
-from sparse_lavida_jax.bench.calibration import copy_gbps, launch_us, matmul_tflops
+from sparse_lavida_jax.bench import attention, cases, flex, methods
 from sparse_lavida_jax.bench.cases import Case
-from sparse_lavida_jax.kernels import attention as kernel_entry
 from sparse_lavida_jax.kernels import shapes
 from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON
 
@@ -101,49 +99,3 @@ def test_the_kernel_decodes_from_a_layer_of_the_stacked_cache():
     assert program.run.args[1].shape == (methods.LAYERS, 1, 128, 128)
     wanted = cases.reference(case, numbers)
     assert cases.difference(program.outputs(), wanted, case) < attention.AGREES
-
-
-def test_a_run_writes_every_row_as_it_is_measured_and_ends_with_the_bars(
-    tmp_path, monkeypatch, capsys
-):
-    """Times of this machine, in a folder that is thrown away; a method that fails is left out."""
-
-    def fails(numbers):
-        raise RuntimeError("no such device")
-
-    def small():
-        return {
-            "matmul_tflops": {"8x8x8": matmul_tflops(8, 8, 8, runs=2)},
-            "copy_gbps": copy_gbps(1024, runs=2),
-            "launch_us": launch_us(3, runs=2),
-        }
-
-    everywhere, results = methods.methods, tmp_path / "package" / "bench" / "results"
-    results.mkdir(parents=True)
-    monkeypatch.setattr(kernel_entry, "default_implementation", lambda: "pallas_tpu")
-    monkeypatch.setattr(record, "RESULTS", results)
-    monkeypatch.setattr(cases, "HEADS", 1)
-    monkeypatch.setattr(cases, "CALLS", 2)
-    monkeypatch.setattr(methods, "IN_FLIGHT", 2)
-    monkeypatch.setattr(attention, "calibrate", small)
-    monkeypatch.setattr(attention, "MEMORY_LENS", (128, 256))
-    monkeypatch.setattr(
-        methods, "methods", lambda case: everywhere(case, dry=True) | {"cudnn": fails}
-    )
-    attention.FLAGS(["bench", "--runs=5", "--shapes=decode_mid", "--batches=1"])
-    attention.main([])
-    rows = {(row["task"], row["method"]): row for row in record.read_rows("attention")}
-    task, told = "decode_mid/forward", capsys.readouterr().out
-    kernel = rows[task, "kernel"]
-    assert {name for name in rows if name[0] == task} == {(task, "kernel"), (task, "xla_mask")}
-    assert f"| {task} | 1 | xla_mask |" in told and "cudnn: left out, RuntimeError" in told
-    for row in (kernel, rows[task, "xla_mask"], rows["tables_8192", "kernel"]):
-        assert len(row["times_s"]) == 5 and 0 < row["min_s"] <= row["median_s"] <= row["max_s"]
-        assert row["run"] == kernel["run"] and min(row["calibration"]["matmul_tflops"].values()) > 0
-    assert kernel["ids_sha256"] == shapes.tags("decode_mid").sha256 and kernel["compile_s"] > 0
-    assert kernel["flops"]["useful"] < kernel["flops"]["tile"] < kernel["flops"]["dense"]
-    assert kernel["software"]["tokamax"] == record._version("tokamax")
-    assert (
-        f"| at most growth: memory | 1 | <= 2.1 | {rows['memory', 'kernel']['growth']:.3g}" in told
-    )
-    assert "| at most us: tables_8192 | 4 | <= 60 |" in told
