@@ -17,6 +17,7 @@ import functools
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -63,8 +64,8 @@ def main(argv: list[str]) -> None:
     calibration = calibrate()
     print(f"this device: {calibration}", flush=True)
     shared = {"calibration": calibration}
-    _measure_tables(bench, shared)
-    _measure_memory(bench, shared)
+    _or_left_out("tables", lambda: _measure_tables(bench, shared))
+    _or_left_out("memory", lambda: _measure_memory(bench, shared))
     left = _cases(heads=cases.HEADS)
     for at, case in enumerate(left):
         minutes = (time.perf_counter() - begin) / 60
@@ -75,9 +76,17 @@ def main(argv: list[str]) -> None:
         print(
             f"[{minutes:.1f} min, {at} of {len(left)}] {case.task}, {case.batch} rows", flush=True
         )
-        _measure(bench, case, shared)
+        _or_left_out(case.task, lambda case=case: _measure(bench, case, shared))
     rows = [row for row in read_rows(bench.suite) if row["run"] == bench.run]
     print(f"\n{table.attention_table(rows)}\n\n{table.attention_bars(rows)}")
+
+
+def _or_left_out(what: str, measure: Callable[[], None]) -> None:
+    """Goes on where one measurement fails: the others are worth having."""
+    try:
+        measure()
+    except Exception as error:
+        print(f"{what}: left out, {type(error).__name__}: {error}"[:300], flush=True)
 
 
 def _cases(heads: int, *, timed: bool = True) -> list[Case]:

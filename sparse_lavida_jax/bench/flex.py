@@ -26,16 +26,15 @@ def rule(tags: tuple[Any, ...]) -> Callable[..., Any]:
     return sees
 
 
-def program(
-    case: Case, numbers: tuple[np.ndarray, ...], *, builds: bool
-) -> tuple[Callable[[], Any], Callable[[Any], None], Callable[[], tuple[np.ndarray, ...]], str]:
-    """Returns run, wait, outputs and a note, as `methods.Program` has them.
+Made = tuple[Callable[[], Any], Callable[[Any], None], Callable[[], tuple[np.ndarray, ...]], str]
 
-    Heads stand before tokens, as it likes them; all rows have the same tags, so that one BlockMask
-    serves them all. The calls of a short shape are one CUDA graph.
 
-    Args:
-        builds: makes the BlockMask (compiled too) in every call, as tags that are new data need.
+def prepare(case: Case, numbers: tuple[np.ndarray, ...]) -> Callable[[bool], Made]:
+    """Returns what makes run, wait, outputs and a note, as `methods.Program` has them.
+
+    It takes whether the BlockMask is made (compiled too) in every call, as tags that are new data
+    need. Heads stand before tokens, as FlexAttention likes them; all rows have the same tags, so
+    that one BlockMask serves them all. The calls of a short shape are one CUDA graph.
 
     Raises:
         ModuleNotFoundError: there is no PyTorch.
@@ -59,7 +58,7 @@ def program(
     block_mask = functools.partial(make, rule(tags), None, None, *lengths, device="cuda")
     made = block_mask()
 
-    def once(q, k, v):
+    def once(q, k, v, builds):
         mask = block_mask() if builds else made
         if not case.backward:
             with torch.no_grad():
@@ -69,24 +68,27 @@ def program(
         return (out, *torch.autograd.grad(out, (q, k, v), pulled))
 
     def all_calls():
-        found = once(q, k, v)
-        for _ in range(0 if builds else case.calls - 1):
-            found = once(*found[1:]) if case.backward else once(found[0], k, v)
+        found = once(q, k, v, builds=False)
+        for _ in range(case.calls - 1):
+            found = once(*(found[1:] if case.backward else (found[0], k, v)), builds=False)
         return found
 
-    run, note = all_calls, ""
-    if case.calls > 1 and not builds:
-        run, note = _graph(torch, all_calls)
-
     def outputs():
-        heads = [x.transpose(1, 2)[:, :, list(CHECKED_HEADS)] for x in once(q, k, v)]
+        found = once(q, k, v, builds=False)
+        heads = (x.transpose(1, 2)[:, :, list(CHECKED_HEADS)] for x in found)
         return tuple(x.detach().float().cpu().numpy() for x in heads)
 
     def wait(found):
         del found
         torch.cuda.synchronize()
 
-    return run, wait, outputs, note
+    def program(builds: bool) -> Made:
+        if builds:
+            return functools.partial(once, q, k, v, builds=True), wait, outputs, ""
+        run, note = _graph(torch, all_calls) if case.calls > 1 else (all_calls, "")
+        return run, wait, outputs, note
+
+    return program
 
 
 def _graph(torch: Any, run: Callable[[], Any]) -> tuple[Callable[[], Any], str]:
