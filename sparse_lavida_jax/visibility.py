@@ -42,7 +42,7 @@ def visible(
     """
     sees = (key_block <= query_horizon) | (key_block == query_block)
     if query_segment is not None and key_segment is not None:
-        sees &= query_segment == key_segment
+        sees = sees & (query_segment == key_segment)
     return sees
 
 

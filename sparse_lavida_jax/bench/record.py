@@ -31,7 +31,7 @@ class Bench:
 
     suite: str
     run: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex[:12])
-    source: dict[str, Any] = dataclasses.field(default_factory=lambda: _commit())
+    source: dict[str, Any] = dataclasses.field(default_factory=lambda: commit())
 
     def write(self, row_id: str, values: dict[str, Any]) -> pathlib.Path:
         """Writes a row; an older row of the same id on the same device is replaced."""
@@ -47,18 +47,25 @@ class Bench:
             "software": {
                 "python": platform.python_version(),
                 "jax": jax.__version__,
-                "jaxlib": importlib.metadata.version("jaxlib"),
+                "jaxlib": _version("jaxlib"),
                 "xla_flags": os.environ.get("XLA_FLAGS", ""),
+                "tokamax": _version("tokamax"),
+                "torch": _version("torch"),
             },
             **values,
         }
         device = re.sub(r"[^a-z0-9]+", "-", row["device"]["kind"].lower()).strip("-")
         path = RESULTS / device / self.suite / f"{row_id.replace('/', '.')}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_suffix(".writing")
-        fresh.write_text(json.dumps(row, indent=1) + "\n")
-        os.replace(fresh, path)
+        write_json(path, row)
         return path
+
+
+def write_json(path: pathlib.Path, values: Any) -> None:
+    """Writes a file as a whole or not at all."""
+    fresh = path.with_suffix(".writing")
+    fresh.write_text(json.dumps(values, indent=1) + "\n")
+    os.replace(fresh, path)
 
 
 def read_rows(suite: str) -> list[dict[str, Any]]:
@@ -67,12 +74,22 @@ def read_rows(suite: str) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in paths]
 
 
+def _version(package: str) -> str | None:
+    """Of a package, None where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def _device() -> dict[str, Any]:
     device = jax.devices()[0]
     return {"kind": device.device_kind, "count": jax.device_count(), "host_cores": os.cpu_count()}
 
 
-def _commit() -> dict[str, Any]:
+def commit() -> dict[str, Any]:
+    """Returns the commit of the code, and whether it was changed since."""
+
     def git(*words):
         return subprocess.run(
             ["git", *words], cwd=RESULTS.parent, capture_output=True, text=True, check=False

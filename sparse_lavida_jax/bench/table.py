@@ -6,6 +6,7 @@ r"""Tables from the committed rows, held against the bars.
 Ratios are formed only between rows of one run.
 """
 
+import fnmatch
 import pathlib
 import tomllib
 from typing import Any
@@ -37,27 +38,99 @@ def sampling_table(rows: list[dict[str, Any]]) -> str:
 
 
 def attention_table(rows: list[dict[str, Any]]) -> str:
-    """Returns how many times faster our kernel is than each other method, and tile TF/s."""
-    bars = tomllib.loads(BARS.read_text())["attention"]
+    """Returns times, rates on useful pairs and on tiles, and how many times as slow others are."""
     lines = [
-        "| shape | rows | method | times the kernel's time | kernel, tile TF/s | bar | device |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| shape | rows | method | us | times ours | useful TF/s | tile TF/s | device |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    kernels = {(r["run"], r["task"], r["batch"]): r for r in rows if r["method"] == "kernel"}
-    for row in sorted(rows, key=lambda r: (r["task"], r["batch"], r["method"])):
-        kernel = kernels.get((row["run"], row["task"], row["batch"]))
-        if kernel is None or row is kernel:
-            continue
-        ratio = row["median_s"] / kernel["median_s"]
-        rate = kernel["flops"]["tile"] / kernel["median_s"] / 1e12
-        bar = bars.get(f"{row['task']}/{row['method']}")
-        held = "" if bar is None else f"{bar:.2f} {'met' if ratio >= bar else 'not met'}"
-        forward_only = f"{rate:.0f}" if row["task"].endswith("/forward") else ""
+    timed = [row for row in rows if "flops" in row]
+    for row in sorted(timed, key=lambda r: (r["run"], r["task"], r["batch"], r["median_s"])):
+        kernel = _beside(rows, row, "kernel")
+        ratio = f"{row['median_s'] / kernel['median_s']:.2f}" if kernel else ""
+        useful, tile = (f"{_rate(row, of):.0f}" for of in ("useful", "tile"))
+        tile = tile if row is kernel else ""  # the others compute all of them
         lines.append(
-            f"| {row['task']} | {row['batch']} | {row['method']} | {ratio:.2f} | {forward_only}"
-            f" | {held} | {row['device']['kind']} |"
+            f"| {row['task']} | {row['batch']} | {row['method']} | {row['median_s'] * 1e6:.1f}"
+            f" | {ratio} | {useful} | {tile} | {row['device']['kind']} |"
         )
     return "\n".join(lines)
+
+
+def attention_bars(rows: list[dict[str, Any]]) -> str:
+    """Returns every bar beside what was measured; a missed one with the floor of its work."""
+    lines = ["| bar | rows | wanted | measured | held |", "| --- | --- | --- | --- | --- |"]
+    missed = []
+    for kind, bars in tomllib.loads(BARS.read_text())["attention"].items():
+        for pattern, bar in bars.items():
+            found = [(row, _value(kind, rows, row)) for row in rows if _is_of(row, pattern)]
+            found = [(row, value) for row, value in found if value is not None]
+            wanted = f"{'<=' if kind.startswith('at_most') else '>='} {bar:g}"
+            name = f"{kind.replace('_', ' ')}: {pattern}"
+            if not found:
+                lines.append(f"| {name} | | {wanted} | | not measured |")
+            for row, value in sorted(found, key=lambda pair: (pair[0]["run"], pair[0]["id"])):
+                held = value <= bar if kind.startswith("at_most") else value >= bar
+                name = f"{kind.replace('_', ' ')}: {_full_name(row)}"
+                lines.append(
+                    f"| {name} | {row['batch']} | {wanted} | {value:.3g}"
+                    f" | {'met' if held else 'not met'} |"
+                )
+                kernel = _beside(rows, row, "kernel")
+                if not held and kernel is not None and "flops" in kernel:
+                    missed.append(_roofline(kernel))
+    return "\n".join(lines + ([""] if missed else []) + list(dict.fromkeys(missed)))
+
+
+def _full_name(row: dict[str, Any]) -> str:
+    return f"{row['task']}/{row['method']}" if "flops" in row else row["task"]
+
+
+def _is_of(row: dict[str, Any], pattern: str) -> bool:
+    return fnmatch.fnmatchcase(_full_name(row), pattern)
+
+
+def _value(kind: str, rows: list[dict[str, Any]], row: dict[str, Any]) -> float | None:
+    """Returns what a bar of this kind asks of a row; None where ours was not measured beside it."""
+    if kind == "at_most_us":
+        return row["median_s"] * 1e6
+    if kind == "at_most_growth":
+        return row["growth"]
+    kernel = _beside(rows, row, "kernel")
+    if kernel is None:
+        return None
+    if kind == "tile_rate":
+        return _rate(kernel, "tile") / _rate(row, "dense")
+    return row["median_s"] / kernel["median_s"]
+
+
+def _beside(rows: list[dict[str, Any]], row: dict[str, Any], method: str) -> dict[str, Any] | None:
+    """Returns the row of a method on the same case in the same run."""
+    same = ("run", "task", "batch")
+    return next(
+        (
+            other
+            for other in rows
+            if other["method"] == method and all(other[name] == row[name] for name in same)
+        ),
+        None,
+    )
+
+
+def _rate(row: dict[str, Any], of: str) -> float:
+    return row["flops"][of] / row["median_s"] / 1e12
+
+
+def _roofline(row: dict[str, Any]) -> str:
+    """Returns how long the work takes at the rates that this run reached at best."""
+    reached = row["calibration"]
+    fastest = max(reached["matmul_tflops"].values()) * 1e12
+    useful, tile = (row["flops"][of] / fastest * 1e6 for of in ("useful", "tile"))
+    moved = row["bytes"]["least"] / reached["copy_gbps"] / 1e3
+    return (
+        f"* {row['task']}, {row['batch']} rows: ours {row['median_s'] * 1e6:.1f} us. At the rate of"
+        f" a matrix product {useful:.1f} us for the pairs that see each other, {tile:.1f} us for"
+        f" their tiles; {moved:.1f} us to move q, k, v and the results once."
+    )
 
 
 def quality_table(rows: list[dict[str, Any]]) -> str:
@@ -107,6 +180,7 @@ def main() -> None:
     tables = {
         "Speed": ("sampling", sampling_table),
         "Attention": ("attention", attention_table),
+        "Attention, held against its bars": ("attention", attention_bars),
         "Quality": ("quality", quality_table),
         "Sparse against dense, each trained its own way": ("quality", twins_table),
     }

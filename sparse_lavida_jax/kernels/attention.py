@@ -13,20 +13,19 @@ from jaxtyping import Array, Float, Int
 from sparse_lavida_jax.kernels import pallas_tpu, sharded
 from sparse_lavida_jax.kernels.deal import Deal
 from sparse_lavida_jax.kernels.reference import attention_reference
-from sparse_lavida_jax.kernels.tables import (
-    GPU_FORWARD,
-    GpuTables,
-    Tables,
-    TileSizes,
-    make_gpu_tables,
+from sparse_lavida_jax.kernels.sizes import (
+    RELEASE_HEAD_DIM,
+    SMALLEST_TILE,
+    device_kind,
+    gpu_sizes,
+    rule,
+    tile_sizes,
 )
+from sparse_lavida_jax.kernels.tables import GPU_ROWS, GpuTables, Tables, make_gpu_tables
 from sparse_lavida_jax.kernels.tables import make_tables as tile_tables
 from sparse_lavida_jax.visibility import AnyArray
 
 IMPLEMENTATIONS = ("reference", "pallas_tpu", "pallas_gpu")
-QUERY_TILES, KEY_TILES, PARTS = (512, 256), (1024, 512, 256), (256,)
-SMALLEST_TILE = 128
-
 
 log = logging.getLogger(__name__)
 
@@ -72,26 +71,11 @@ def slot_multiple(implementation: str | None = None) -> int:
     return SMALLEST_TILE if is_kernel(implementation) else 1
 
 
-def tile_sizes(query_len: int, key_len: int) -> TileSizes:
-    """Returns the tiles of a call: the largest that fill it up no further than `SMALLEST_TILE`.
-
-    Lengths that are whole numbers of 1024 get the largest tiles. `PARTS` were chosen so that the
-    kernels fit the memory of v5e, v5p and v6e (`tests/tpu_aot`).
-    """
-    keys = _largest(KEY_TILES, key_len)
-    return TileSizes(_largest(QUERY_TILES, query_len), keys, _largest(PARTS, keys))
-
-
-def _largest(sizes: tuple[int, ...], length: int) -> int:
-    filled = -(-length // SMALLEST_TILE) * SMALLEST_TILE
-    return next((size for size in sizes if filled % size == 0), SMALLEST_TILE)
-
-
 def query_tile(length: int, implementation: str | None = None) -> int:
     """Returns the queries of a tile, of a call of so many."""
     if (implementation or default_implementation()) == "pallas_gpu":
-        return GPU_FORWARD.queries
-    return tile_sizes(length, length).queries
+        return GPU_ROWS
+    return rule(length, length).queries
 
 
 def make_tables(
@@ -101,6 +85,7 @@ def make_tables(
     query_segment: Int[Array, "b s"] | None = None,
     key_segment: Int[Array, "b t"] | None = None,
     *,
+    head_dim: int = RELEASE_HEAD_DIM,
     implementation: str | None = None,
     key_deals: Sequence[Deal] = (),
 ) -> Tables | GpuTables | None:
@@ -111,17 +96,20 @@ def make_tables(
     if not is_kernel(implementation):
         return None
     tags = (query_block, query_horizon, key_block, query_segment, key_segment)
-    chosen = implementation or default_implementation()
-    make = make_gpu_tables if chosen == "pallas_gpu" else _tpu_tables
+    on_gpu = (implementation or default_implementation()) == "pallas_gpu"
+    make = functools.partial(_gpu_tables if on_gpu else _tpu_tables, head_dim)
     split = sharded.split_of(*query_block.shape)
     return make(*tags) if split is None else sharded.make_tables(make, tags, key_deals, split)
 
 
-def _tpu_tables(query_block, query_horizon, key_block, query_segment, key_segment) -> Tables:
-    sizes = tile_sizes(query_block.shape[1], key_block.shape[1])
-    return tile_tables(
-        query_block, query_horizon, key_block, query_segment, key_segment, sizes=sizes
-    )
+def _tpu_tables(head_dim: int, query_block, query_horizon, key_block, *segments) -> Tables:
+    sizes = tile_sizes(query_block.shape[1], key_block.shape[1], head_dim)
+    return tile_tables(query_block, query_horizon, key_block, *segments, sizes=sizes)
+
+
+def _gpu_tables(head_dim: int, query_block, query_horizon, key_block, *segments) -> GpuTables:
+    sizes = gpu_sizes(query_block.shape[1], key_block.shape[1], head_dim)
+    return make_gpu_tables(query_block, query_horizon, key_block, *segments, sizes=sizes)
 
 
 def step_causal_attention(
@@ -234,7 +222,7 @@ def step_causal_attention(
 
 
 def _on_tpu(q, k, v, tags, num_heads, num_kv_heads, layer, tables, *, head_dim, scale):
-    sizes = tables.sizes if tables else tile_sizes(q.shape[1], k.shape[-2])
+    sizes = tables.sizes if tables else tile_sizes(q.shape[1], k.shape[-2], head_dim)
     shape = pallas_tpu.Shape(
         num_heads, num_kv_heads, head_dim, scale, sizes, interpret=_is_elsewhere("tpu")
     )
@@ -252,18 +240,13 @@ def _on_gpu(q, k, v, tags, num_heads, num_kv_heads, layer, tables, *, head_dim, 
     from sparse_lavida_jax.kernels import pallas_gpu
 
     interpret = pallas_gpu.interpreted() if _is_elsewhere("gpu", "nvidia") else False
-    shape = pallas_gpu.Shape(num_heads, num_kv_heads, head_dim, scale, interpret)
+    sizes = tables.sizes if tables else gpu_sizes(q.shape[1], k.shape[-2], head_dim)
+    shape = pallas_gpu.Shape(num_heads, num_kv_heads, head_dim, scale, interpret, sizes)
     return pallas_gpu.attention(q, k, v, *tags, shape=shape, layer=layer, tables=tables)
 
 
 def _is_elsewhere(platform: str, vendor: str = "") -> bool:
-    """Whether programs are compiled for another platform than a kernel's.
-
-    A described topology (`jax.experimental.topologies`) is named by the abstract mesh.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    device = None if mesh.empty else mesh.abstract_device
-    described = "" if device is None else device.device_kind
-    return jax.default_backend() != platform and not described.lower().startswith(
+    """Whether programs are compiled for another platform than a kernel's."""
+    return jax.default_backend() != platform and not device_kind().lower().startswith(
         vendor or platform
     )

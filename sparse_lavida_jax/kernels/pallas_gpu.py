@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, Int
 from sparse_lavida_jax.kernels import tables as tiles
 from sparse_lavida_jax.kernels.common import row_sums, whole_tiles
 from sparse_lavida_jax.kernels.reference import NOTHING_SEEN_LSE
-from sparse_lavida_jax.kernels.tables import GpuTables, RowLists
+from sparse_lavida_jax.kernels.tables import GpuSizes, GpuTables, RowLists
 from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON, AnyArray, visible
 
 LOWEST = -1e30  # of a logit under the mask
@@ -37,7 +37,6 @@ START = -5e29  # of the running maximum: exp2(LOWEST - START) is 0, so no row ne
 LOG2_E = math.log2(math.e)
 HALVES = 2  # warpgroups that compute
 HALF = 64  # rows of each: what one wgmma takes
-STAGES = 2  # tiles on their way while one is computed
 COMPUTE_REGISTERS, COPY_REGISTERS = 240, 24
 
 
@@ -49,6 +48,7 @@ class Shape:
         num_heads, num_kv_heads, head_dim: of the call.
         scale: of the logits.
         interpret: False, or parameters of the interpreter.
+        sizes: tiles.
     """
 
     num_heads: int
@@ -56,6 +56,7 @@ class Shape:
     head_dim: int
     scale: float
     interpret: Any = False
+    sizes: GpuSizes = dataclasses.field(default_factory=GpuSizes)
 
     @property
     def group(self) -> int:
@@ -157,8 +158,9 @@ def _transposed(ref, shape: Shape):
     return ref[...].T if shape.interpret else ref.transpose((1, 0))
 
 
-def _slot(step):
-    return lax.rem(step, jnp.array(STAGES, step.dtype))
+def _slot(step, stages: int):
+    """Where a tile goes: there are `stages` places, one is computed while the others are filled."""
+    return lax.rem(step, jnp.array(stages, step.dtype))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,11 +193,12 @@ def _each_tile(row: _Row, compute, carry):
     return lax.fori_loop(row.full, row.active, part, carry)
 
 
-def _copy_tiles(row: _Row, size: int, arrays) -> None:
+def _copy_tiles(row: _Row, size: int, stages: int, arrays) -> None:
     """The third warpgroup: copies every tile of the row when its place is free.
 
     Args:
         size: tokens of a tile.
+        stages: places for tiles.
         arrays: of each, the tokens to read, where tiles go, and the barriers of those that have
             arrived and of those that were used.
     """
@@ -203,16 +206,16 @@ def _copy_tiles(row: _Row, size: int, arrays) -> None:
 
     @pl.loop(0, row.active)
     def _(step):
-        slot, tile = _slot(step), pl.ds(row.col(step) * size, size)
+        slot, tile = _slot(step, stages), pl.ds(row.col(step) * size, size)
         for source, smem, ready, consumed in arrays:
-            pl.when(step >= STAGES)(functools.partial(plgpu.barrier_wait, consumed.at[slot]))
+            pl.when(step >= stages)(functools.partial(plgpu.barrier_wait, consumed.at[slot]))
             plgpu.copy_gmem_to_smem(source.at[tile], smem.at[slot], ready.at[slot])
 
     # Every phase of a barrier is waited for, the last ones too.
-    @pl.loop(lax.max(row.active - STAGES, jnp.int32(0)), row.active)
+    @pl.loop(lax.max(row.active - stages, jnp.int32(0)), row.active)
     def _(step):
         for *_, consumed in arrays:
-            plgpu.barrier_wait(consumed.at[_slot(step)])
+            plgpu.barrier_wait(consumed.at[_slot(step, stages)])
 
 
 # ---------------------------------------------------------------------------------------------
@@ -221,13 +224,14 @@ def _copy_tiles(row: _Row, size: int, arrays) -> None:
 
 def _forward_kernel(
     q, k, v, layer, tags, cols, num_full, num_active, out, lse, q_smem, k_smem, v_smem, lse_smem,
-    q_ready, k_ready, v_ready, k_consumed, v_consumed, turn, *, shape: Shape, keys: int,
+    q_ready, k_ready, v_ready, k_consumed, v_consumed, turn, *, shape: Shape,
 ):  # fmt: skip
     batch, head, row = lax.axis_index("batch"), lax.axis_index("heads"), lax.axis_index("row")
     half = lax.axis_index("wg")
     tags = Tags(*tags)
     work = _Row(cols, num_full, num_active, batch, row)
     dtype = q.dtype
+    keys, stages = shape.sizes.forward_keys, shape.sizes.forward_stages
 
     def take_turns():
         plgpu.barrier_arrive(turn)
@@ -248,7 +252,7 @@ def _forward_kernel(
 
         def compute(step, carry, masked):
             summed, peak, total = carry
-            slot = _slot(step)
+            slot = _slot(step, stages)
             plgpu.barrier_wait(k_ready.at[slot])
             logits = _product(
                 own, _transposed(k_smem.at[slot], shape), shape, (HALF, keys), take_turns
@@ -291,7 +295,7 @@ def _forward_kernel(
     def _():
         lanes = shape.lanes(lax.div(head, jnp.array(shape.group, head.dtype)))
         own_k, own_v = (x.at[layer[0], batch, :, lanes] for x in (k, v))
-        _copy_tiles(work, keys, (
+        _copy_tiles(work, keys, stages, (
             (own_k, k_smem, k_ready, k_consumed), (own_v, v_smem, v_ready, v_consumed),
         ))  # fmt: skip
 
@@ -299,13 +303,14 @@ def _forward_kernel(
 def _query_gradient_kernel(
     q, k, v, pulled, lse, delta, tags, cols, num_full, num_active, dq,
     q_smem, pulled_smem, lse_smem, delta_smem, k_smem, v_smem,
-    ready, k_ready, v_ready, k_consumed, v_consumed, *, shape: Shape, keys: int,
+    ready, k_ready, v_ready, k_consumed, v_consumed, *, shape: Shape,
 ):  # fmt: skip
     batch, head, row = lax.axis_index("batch"), lax.axis_index("heads"), lax.axis_index("row")
     half = lax.axis_index("wg")
     tags = Tags(*tags)
     work = _Row(cols, num_full, num_active, batch, row)
     dtype = q.dtype
+    keys, stages = shape.sizes.dq_keys, shape.sizes.dq_stages
 
     @pl.when(half < HALVES)
     def _():
@@ -328,7 +333,7 @@ def _query_gradient_kernel(
         own_delta = plgpu.load(delta_smem.at[half], layout=down)
 
         def compute(step, summed, masked):
-            slot = _slot(step)
+            slot = _slot(step, stages)
             plgpu.barrier_wait(k_ready.at[slot])
             logits = _product(own, _transposed(k_smem.at[slot], shape), shape, size)
             logits = logits * (shape.scale * LOG2_E) - lax.broadcast_in_dim(own_lse, size, [0])
@@ -355,7 +360,7 @@ def _query_gradient_kernel(
     def _():
         lanes = shape.lanes(lax.div(head, jnp.array(shape.group, head.dtype)))
         own_k, own_v = (x.at[batch, :, lanes] for x in (k, v))
-        _copy_tiles(work, keys, (
+        _copy_tiles(work, keys, stages, (
             (own_k, k_smem, k_ready, k_consumed), (own_v, v_smem, v_ready, v_consumed),
         ))  # fmt: skip
 
@@ -364,7 +369,7 @@ def _key_gradient_kernel(
     q, k, v, pulled, lse, delta, tags, cols, num_full, num_active, dk, dv,
     k_smem, v_smem, q_smem, pulled_smem, lse_smem, delta_smem,
     ready, q_ready, pulled_ready, lse_ready, delta_ready,
-    q_consumed, pulled_consumed, lse_consumed, delta_consumed, *, shape: Shape, queries: int,
+    q_consumed, pulled_consumed, lse_consumed, delta_consumed, *, shape: Shape,
 ):  # fmt: skip
     """For every query head: the heads of a group are added up outside."""
     batch, head, row = lax.axis_index("batch"), lax.axis_index("heads"), lax.axis_index("row")
@@ -372,6 +377,7 @@ def _key_gradient_kernel(
     tags = Tags(*tags)
     work = _Row(cols, num_full, num_active, batch, row)
     dtype = q.dtype
+    queries, stages = shape.sizes.dkv_queries, shape.sizes.dkv_stages
 
     @pl.when(half < HALVES)
     def _():
@@ -388,7 +394,7 @@ def _key_gradient_kernel(
 
         def compute(step, carry, masked):
             summed_k, summed_v = carry
-            slot = _slot(step)
+            slot = _slot(step, stages)
             plgpu.barrier_wait(q_ready.at[slot])
             logits = _product(own_k, _transposed(q_smem.at[slot], shape), shape, size)
             plgpu.barrier_wait(lse_ready.at[slot])
@@ -426,7 +432,7 @@ def _key_gradient_kernel(
     @pl.when(half == HALVES)
     def _():
         lanes = shape.lanes(head)
-        _copy_tiles(work, queries, (
+        _copy_tiles(work, queries, stages, (
             (q.at[batch, :, lanes], q_smem, q_ready, q_consumed),
             (lse.at[batch, head], lse_smem, lse_ready, lse_consumed),
             (pulled.at[batch, :, lanes], pulled_smem, pulled_ready, pulled_consumed),
@@ -464,10 +470,10 @@ def forward(q, k, v, layer, tags: Tags, lists: RowLists, shape: Shape):
     Args:
         k, v: stacked, [n b t (h d)].
     """
-    keys = tiles.GPU_FORWARD.keys
+    keys, stages = shape.sizes.forward_keys, shape.sizes.forward_stages
     batch, length, _ = q.shape
     return _call(
-        functools.partial(_forward_kernel, shape=shape, keys=keys),
+        functools.partial(_forward_kernel, shape=shape),
         shape,
         lists,
         (q, k, v, jnp.asarray(layer, jnp.int32).reshape(1), tags.arrays),
@@ -477,12 +483,12 @@ def forward(q, k, v, layer, tags: Tags, lists: RowLists, shape: Shape):
         ],
         [
             tiled((HALVES, HALF, shape.head_dim), q.dtype),
-            tiled((STAGES, keys, shape.head_dim), q.dtype),
-            tiled((STAGES, keys, shape.head_dim), q.dtype),
+            tiled((stages, keys, shape.head_dim), q.dtype),
+            tiled((stages, keys, shape.head_dim), q.dtype),
             plgpu.SMEM((HALVES, HALF), jnp.float32),
             _barriers(HALVES),
-            *[_barriers(STAGES)] * 2,
-            *[_barriers(STAGES, HALVES)] * 2,
+            *[_barriers(stages)] * 2,
+            *[_barriers(stages, HALVES)] * 2,
             plgpu.Barrier(num_arrivals=HALVES),
         ],
         "step_causal_attention",
@@ -499,9 +505,9 @@ def backward(q, k, v, tags: Tags, tables: GpuTables, out, lse, pulled, shape: Sh
     delta = row_sums(out, pulled, pulled_lse, shape.num_heads)  # [b h s]
     inputs = (q, k, v, pulled, lse, delta, tags.arrays)
     wide = (HALVES, HALF, shape.head_dim)
-    keys = tiles.GPU_QUERY_GRADIENT.keys
+    keys, stages = shape.sizes.dq_keys, shape.sizes.dq_stages
     (dq,) = _call(
-        functools.partial(_query_gradient_kernel, shape=shape, keys=keys),
+        functools.partial(_query_gradient_kernel, shape=shape),
         shape,
         tables.for_dq,
         inputs,
@@ -509,28 +515,28 @@ def backward(q, k, v, tags: Tags, tables: GpuTables, out, lse, pulled, shape: Sh
         [
             *[tiled(wide, q.dtype)] * 2,
             *[plgpu.SMEM((HALVES, HALF), jnp.float32)] * 2,
-            *[tiled((STAGES, keys, shape.head_dim), q.dtype)] * 2,
+            *[tiled((stages, keys, shape.head_dim), q.dtype)] * 2,
             _barriers(4 * HALVES),
-            *[_barriers(STAGES)] * 2,
-            *[_barriers(STAGES, HALVES)] * 2,
+            *[_barriers(stages)] * 2,
+            *[_barriers(stages, HALVES)] * 2,
         ],
         "step_causal_attention_dq",
     )
-    queries = tiles.GPU_KEY_GRADIENT.queries
+    queries, stages = shape.sizes.dkv_queries, shape.sizes.dkv_stages
     every_head = (*k.shape[:2], shape.num_heads * shape.head_dim)
     dk, dv = _call(
-        functools.partial(_key_gradient_kernel, shape=shape, queries=queries),
+        functools.partial(_key_gradient_kernel, shape=shape),
         shape,
         tables.for_dkv,
         inputs,
         [jax.ShapeDtypeStruct(every_head, q.dtype)] * 2,
         [
             *[tiled(wide, q.dtype)] * 2,
-            *[tiled((STAGES, queries, shape.head_dim), q.dtype)] * 2,
-            *[plgpu.SMEM((STAGES, queries), jnp.float32)] * 2,
+            *[tiled((stages, queries, shape.head_dim), q.dtype)] * 2,
+            *[plgpu.SMEM((stages, queries), jnp.float32)] * 2,
             _barriers(2 * HALVES),
-            *[_barriers(STAGES)] * 4,
-            *[_barriers(STAGES, HALVES)] * 4,
+            *[_barriers(stages)] * 4,
+            *[_barriers(stages, HALVES)] * 4,
         ],
         "step_causal_attention_dkv",
     )
@@ -567,11 +573,13 @@ def attention(
     Differentiable in q, k and v, but for a stacked cache.
 
     Args:
-        tables: `tables.make_gpu_tables` of the same tags; made here if there are none.
+        tables: `tables.make_gpu_tables` of the same tags and sizes; made here if there are none.
     """
     tables = tables or tiles.make_gpu_tables(
-        query_block, query_horizon, key_block, query_segment, key_segment
+        query_block, query_horizon, key_block, query_segment, key_segment, sizes=shape.sizes
     )
+    if tables.sizes != shape.sizes:
+        raise ValueError(f"the tables are of {tables.sizes}, the call is of {shape.sizes}.")
     tile = HALVES * HALF
 
     given = (query_block, query_horizon, key_block, query_segment, key_segment)

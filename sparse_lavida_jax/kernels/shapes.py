@@ -43,7 +43,7 @@ class Tags:
 def names() -> tuple[str, ...]:
     return (
         "t2i_1536", "edit_3456", "single_8152", "packed_8192",
-        "decode_early", "decode_mid", "decode_late",
+        "decode_early", "decode_mid", "decode_late", "full_8192",
     )  # fmt: skip
 
 
@@ -63,6 +63,9 @@ def tags(name: str) -> Tags:
         return _packed(8192)
     if name in ("decode_early", "decode_mid", "decode_late"):
         return _decode({"early": 8, "mid": 32, "late": 56}[name.removeprefix("decode_")])
+    if name == "full_8192":  # one block: what the generality costs where nothing is skipped
+        nothing = np.zeros(8192, np.int32)
+        return Tags(nothing, nothing, nothing)
     raise ValueError(f"there is no shape {name!r}; choose one of {', '.join(names())}.")
 
 

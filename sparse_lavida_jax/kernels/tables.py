@@ -187,9 +187,47 @@ def _tile_list(classes: Int[Array, "b rows cols parts"]) -> TileList:
 # For GPUs: a list for every row, since a program has one row and no dynamic grid.
 
 
-GPU_FORWARD = TileSizes(queries=128, keys=128, part=128)
-GPU_QUERY_GRADIENT = TileSizes(queries=128, keys=64, part=64)
-GPU_KEY_GRADIENT = TileSizes(queries=64, keys=128, part=128)
+GPU_ROWS = 128  # of a program: two warpgroups of 64
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuSizes:
+    """Tiles that the three kernels read, and how many of them are on their way at a time.
+
+    Larger ones do not fit the shared memory of Hopper or spill registers (`tests/gpu_aot`).
+
+    Attributes:
+        forward_keys, forward_stages: keys of a tile in the forward pass; places for tiles.
+        dq_keys, dq_stages: the same for the gradient of the queries.
+        dkv_queries, dkv_stages: queries of a tile for the gradient of keys and values.
+    """
+
+    forward_keys: int = 128
+    forward_stages: int = 2
+    dq_keys: int = 64
+    dq_stages: int = 2
+    dkv_queries: int = 64
+    dkv_stages: int = 2
+
+    def __post_init__(self):
+        for name in ("forward_keys", "dq_keys", "dkv_queries"):
+            if (size := getattr(self, name)) not in (64, GPU_ROWS):
+                raise ValueError(f"{name}={size}: a tile has 64 or {GPU_ROWS} tokens.")
+        for name in ("forward_stages", "dq_stages", "dkv_stages"):
+            if (stages := getattr(self, name)) < 2:
+                raise ValueError(f"{name}={stages}: one tile is read while another arrives.")
+
+    @property
+    def forward(self) -> TileSizes:
+        return TileSizes(GPU_ROWS, self.forward_keys, self.forward_keys)
+
+    @property
+    def dq(self) -> TileSizes:
+        return TileSizes(GPU_ROWS, self.dq_keys, self.dq_keys)
+
+    @property
+    def dkv(self) -> TileSizes:
+        return TileSizes(self.dkv_queries, GPU_ROWS, GPU_ROWS)
 
 
 @flax.struct.dataclass
@@ -213,6 +251,7 @@ class GpuTables:
     forward: RowLists
     for_dq: RowLists
     for_dkv: RowLists
+    sizes: GpuSizes = flax.struct.field(pytree_node=False)
 
 
 def make_gpu_tables(
@@ -221,9 +260,11 @@ def make_gpu_tables(
     key_block: Int[AnyArray, "b t"],
     query_segment: Int[AnyArray, "b s"] | None = None,
     key_segment: Int[AnyArray, "b t"] | None = None,
+    *,
+    sizes: GpuSizes = GpuSizes(),
 ) -> GpuTables:
     """Returns the row lists of one set of tags. Lengths need not be whole numbers of tiles."""
-    tile = GPU_FORWARD.queries  # all arrays are filled up to whole tiles of the forward pass
+    tile = GPU_ROWS  # all arrays are filled up to whole numbers of rows
     query_block = padded_tags(query_block, tile, PAD_BLOCK)
     query_horizon = padded_tags(query_horizon, tile, PAD_HORIZON)
     key_block = padded_tags(key_block, tile, PAD_BLOCK)
@@ -232,14 +273,15 @@ def make_gpu_tables(
         for segment in (query_segment, key_segment)
     )
 
-    def lists(sizes: TileSizes) -> Int[Array, "b rows cols"]:
+    def classes(tile: TileSizes) -> Int[Array, "b rows cols"]:
         tags = (query_block, query_horizon, key_block, query_segment, key_segment)
-        return part_classes(*tags, sizes=sizes)[..., 0]
+        return part_classes(*tags, sizes=tile)[..., 0]
 
     return GpuTables(
-        _row_lists(lists(GPU_FORWARD)),
-        _row_lists(lists(GPU_QUERY_GRADIENT)),
-        _row_lists(lists(GPU_KEY_GRADIENT).swapaxes(1, 2)),
+        _row_lists(classes(sizes.forward)),
+        _row_lists(classes(sizes.dq)),
+        _row_lists(classes(sizes.dkv).swapaxes(1, 2)),
+        sizes,
     )
 
 

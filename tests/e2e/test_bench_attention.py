@@ -5,7 +5,10 @@ import os
 import subprocess
 import sys
 
-from sparse_lavida_jax.bench import table
+from sparse_lavida_jax.bench import attention, cases, methods, record
+from sparse_lavida_jax.bench.calibration import copy_gbps, launch_us, matmul_tflops
+from sparse_lavida_jax.kernels import attention as kernel_entry
+from sparse_lavida_jax.kernels import shapes, sizes
 
 
 def run(*words):
@@ -27,14 +30,61 @@ def test_without_a_kernel_there_is_nothing_to_measure():
     assert done.returncode == 1 and "nothing to measure" in done.stderr
 
 
-def row(method, seconds, run="a", task="t2i_1536/forward"):
-    return {
-        "run": run, "task": task, "batch": 1, "method": method, "median_s": seconds,
-        "flops": {"tile": 2e9}, "device": {"kind": "H200"},
-    }  # fmt: skip
+def test_tiles_go_the_whole_way_dry_and_nothing_is_written():
+    before = sizes.TABLE.read_bytes()
+    done = run("--tune", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert sum(line.endswith(": runs") for line in done.stdout.splitlines()) >= 2
+    assert "nothing is written" in done.stdout
+    assert sizes.TABLE.read_bytes() == before
 
 
-def test_ratios_are_formed_within_a_run_and_held_against_the_bars():
-    rows = [row("kernel", 1e-5), row("cudnn", 1.2e-5), row("tokamax", 2e-5, run="b")]
-    lines = table.attention_table(rows).splitlines()[2:]
-    assert lines == ["| t2i_1536/forward | 1 | cudnn | 1.20 | 200 | 1.15 met | H200 |"]
+def test_without_a_kernel_there_are_no_tiles_to_measure():
+    done = run("--tune")
+    assert done.returncode == 1 and "there are no tiles" in done.stderr
+
+
+def test_a_run_writes_every_row_as_it_is_measured_and_ends_with_the_bars(
+    tmp_path, monkeypatch, capsys
+):
+    """Times of this machine, in a folder that is thrown away; a method that fails is left out."""
+
+    def fails(numbers):
+        raise RuntimeError("no such device")
+
+    def small():
+        return {
+            "matmul_tflops": {"8x8x8": matmul_tflops(8, 8, 8, runs=2)},
+            "copy_gbps": copy_gbps(1024, runs=2),
+            "launch_us": launch_us(3, runs=2),
+        }
+
+    everywhere, results = methods.methods, tmp_path / "package" / "bench" / "results"
+    results.mkdir(parents=True)
+    monkeypatch.setattr(kernel_entry, "default_implementation", lambda: "pallas_tpu")
+    monkeypatch.setattr(record, "RESULTS", results)
+    monkeypatch.setattr(cases, "HEADS", 1)
+    monkeypatch.setattr(cases, "CALLS", 2)
+    monkeypatch.setattr(methods, "IN_FLIGHT", 2)
+    monkeypatch.setattr(attention, "calibrate", small)
+    monkeypatch.setattr(attention, "MEMORY_LENS", (128, 256))
+    monkeypatch.setattr(
+        methods, "methods", lambda case: everywhere(case, dry=True) | {"cudnn": fails}
+    )
+    attention.FLAGS(["bench", "--runs=5", "--shapes=decode_mid", "--batches=1"])
+    attention.main([])
+    rows = {(row["task"], row["method"]): row for row in record.read_rows("attention")}
+    task, told = "decode_mid/forward", capsys.readouterr().out
+    kernel = rows[task, "kernel"]
+    assert {name for name in rows if name[0] == task} == {(task, "kernel"), (task, "xla_mask")}
+    assert f"| {task} | 1 | xla_mask |" in told and "cudnn: left out, RuntimeError" in told
+    for row in (kernel, rows[task, "xla_mask"], rows["tables_8192", "kernel"]):
+        assert len(row["times_s"]) == 5 and 0 < row["min_s"] <= row["median_s"] <= row["max_s"]
+        assert row["run"] == kernel["run"] and min(row["calibration"]["matmul_tflops"].values()) > 0
+    assert kernel["ids_sha256"] == shapes.tags("decode_mid").sha256 and kernel["compile_s"] > 0
+    assert kernel["flops"]["useful"] < kernel["flops"]["tile"] < kernel["flops"]["dense"]
+    assert kernel["software"]["tokamax"] == record._version("tokamax")
+    assert (
+        f"| at most growth: memory | 1 | <= 2.1 | {rows['memory', 'kernel']['growth']:.3g}" in told
+    )
+    assert "| at most us: tables_8192 | 4 | <= 60 |" in told

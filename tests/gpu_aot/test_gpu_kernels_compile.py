@@ -19,13 +19,10 @@ pytestmark = pytest.mark.skipif(
     " pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt of the same version",
 )
 
-COMPILE = textwrap.dedent('''
+DEVICE = textwrap.dedent('''
     import jax
-    import jax.numpy as jnp
     import numpy as np
     from jax.experimental import topologies
-
-    from sparse_lavida_jax.kernels import pallas_gpu
 
     H200 = """
         platform_name: "CUDA"
@@ -47,10 +44,28 @@ COMPILE = textwrap.dedent('''
     ).devices
     mesh = jax.sharding.Mesh(np.array(devices[:1]), ("one",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    heads, head_dim, length = 32, 128, 4096
-    shape = pallas_gpu.Shape(heads, heads, head_dim, head_dim**-0.5)
+''')
+KERNELS = DEVICE + textwrap.dedent("""
+    import dataclasses
+    import itertools
+    import sys
 
-    def attend(q, k, v, tags, pulled):
+    import jax.numpy as jnp
+
+    from sparse_lavida_jax.kernels import pallas_gpu, sizes
+    from sparse_lavida_jax.kernels.tables import GpuSizes
+
+    heads, head_dim, length = 32, int(sys.argv[1]), 4096
+
+    def choices(direction, kernel):
+        # Of one kernel, as fields of `GpuSizes`.
+        found = [
+            {name: n for name, n in dataclasses.asdict(c).items() if name.startswith(kernel)}
+            for c in sizes.gpu_candidates(head_dim)[direction]
+        ]
+        return [choice for i, choice in enumerate(found) if choice not in found[:i]]
+
+    def attend(q, k, v, tags, pulled, shape):
         def kernel(q, k, v):
             return pallas_gpu.attention(q, k, v, *tags, None, None, shape=shape)
 
@@ -59,25 +74,57 @@ COMPILE = textwrap.dedent('''
 
     wide = jax.ShapeDtypeStruct((1, length, heads * head_dim), jnp.bfloat16, sharding=sharding)
     tag = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=sharding)
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        traced = jax.jit(attend).trace(wide, wide, wide, (tag,) * 3, wide)
-        traced.lower(lowering_platforms=("cuda",)).compile()
+    kernels = choices("forward", "forward"), choices("backward", "dq"), choices("backward", "dkv")
+    for forward, dq, dkv in itertools.zip_longest(*kernels, fillvalue={}):
+        tiles = GpuSizes(**forward, **dq, **dkv)
+        shape = pallas_gpu.Shape(heads, heads, head_dim, head_dim**-0.5, sizes=tiles)
+        program = jax.jit(attend, static_argnames="shape")
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            traced = program.trace(wide, wide, wide, (tag,) * 3, wide, shape=shape)
+            traced.lower(lowering_platforms=("cuda",)).compile()
+        print("compiled")
+""")
+SEGMENT = DEVICE + textwrap.dedent("""
+    import sys
+
+    import segment_programs
+
+    model = segment_programs.settings(attention_implementation="pallas_gpu")
+    program = segment_programs.compiled(sys.argv[1], model, sharding, "cuda")
+    assert segment_programs.in_place(program.hlo, program.cache_shapes)
+    for copy in segment_programs.copies(program.hlo, program.cache_shapes):
+        print("copied:", copy)
     print("compiled")
-''')
+""")
 
 
-def test_forward_and_backward_compile_for_hopper_and_spill_nothing():
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1"}
+def run(source, *words):
+    """Runs a program in a process that starts with the plugin; returns what it printed."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "MOSAIC_GPU_DUMP_PTXAS": "1",
+        "PYTHONPATH": os.pathsep.join([*sys.path[1:], os.environ.get("PYTHONPATH", "")]),
+    }
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    told = done.stdout + done.stderr
-    assert done.returncode == 0 and "compiled" in told, told[-3000:]
+        [sys.executable, "-c", source, *words],
+        capture_output=True, text=True, env=environment, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and "compiled" in done.stdout, (done.stdout + done.stderr)[-3000:]
+    return done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_forward_and_backward_compile_for_hopper_and_spill_nothing(head_dim):
+    """With the tiles of the rule, and with all that may be measured in their place."""
+    told = "".join(run(KERNELS, str(head_dim)))
     spills = [line for line in told.splitlines() if "bytes spill stores" in line]
-    assert len(spills) >= 3
+    assert len(spills) >= {64: 3 * 6, 128: 4 + 4 + 2}[head_dim]  # choices for all three kernels
     for line in spills:
         assert " 0 bytes spill stores, 0 bytes spill loads" in line, line
+
+
+@pytest.mark.parametrize("kind", ["image", "text"])
+def test_no_loop_of_the_sampler_copies_the_cache_or_a_layer_of_it(kind):
+    """The segment program of `sample.py` at the release's widths, kernels and all."""
+    told, _ = run(SEGMENT, kind)
+    assert "copied:" not in told, told

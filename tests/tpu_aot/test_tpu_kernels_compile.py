@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import segment_programs
 
 from sparse_lavida_jax.kernels import attention, pallas_tpu
 
@@ -74,3 +75,13 @@ def test_a_decode_step_reads_its_layer_of_the_cache_in_place():
         given((1, queries, wide)), cache, cache, tags, given((), jnp.int32)
     ).compile()  # fmt: skip
     assert program.memory_analysis().temp_size_in_bytes < slots * wide * 2
+
+
+@pytest.mark.parametrize("kind", ["image", "text"])
+def test_no_loop_of_the_sampler_copies_the_cache_or_a_layer_of_it(kind):
+    """The segment program of `sample.py` at the release's widths, kernels and all."""
+    sharding = described("v5p:2x2x1")
+    model = segment_programs.settings(attention_implementation="pallas_tpu")
+    program = segment_programs.compiled(kind, model, sharding, "tpu")
+    assert segment_programs.in_place(program.hlo, program.cache_shapes)
+    assert not segment_programs.copies(program.hlo, program.cache_shapes)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GPU kernels: interpreted against the reference, and lowered for a GPU that is not here."""
 
+import dataclasses
 import functools
 
 import jax
@@ -28,6 +29,7 @@ needs_kernel = pytest.mark.skipif(
 )
 TOLERANCE = 2e-2  # of bfloat16
 HEAD_DIM = 64
+OTHER_SIZES = tables.GpuSizes(64, 3, 128, 3, 128, 4)
 
 
 def shape_of(heads, kv_heads, **interpreted):
@@ -162,9 +164,9 @@ def test_rows_list_the_tiles_without_a_mask_first_and_none_twice(name):
         for tag, fill in zip(tags, (2**30, -1, 2**30, 0, 0), strict=True)
     ]
     for lists, sizes, turned in (
-        (made.forward, tables.GPU_FORWARD, False),
-        (made.for_dq, tables.GPU_QUERY_GRADIENT, False),
-        (made.for_dkv, tables.GPU_KEY_GRADIENT, True),
+        (made.forward, made.sizes.forward, False),
+        (made.for_dq, made.sizes.dq, False),
+        (made.for_dkv, made.sizes.dkv, True),
     ):
         classes = np.asarray(tables.part_classes(*whole, sizes=sizes))[..., 0]
         classes = classes.swapaxes(1, 2) if turned else classes
@@ -180,7 +182,20 @@ def test_rows_list_the_tiles_without_a_mask_first_and_none_twice(name):
 
 
 @needs_kernel
-def test_nothing_is_overwritten_while_it_is_read():
+def test_tables_of_other_tiles_are_refused():
+    from sparse_lavida_jax.kernels import pallas_gpu
+
+    rng = np.random.default_rng(0)
+    tags = as_arrays(sorted_tags(rng))
+    other = tables.make_gpu_tables(*tags, sizes=OTHER_SIZES)
+    *qkv, _ = draw(rng, 1, 1, HEAD_DIM, jnp.bfloat16)
+    with pytest.raises(ValueError, match="the tables are of"):
+        pallas_gpu.attention(*qkv, *tags, shape=shape_of(1, 1), tables=other)
+
+
+@needs_kernel
+@pytest.mark.parametrize("sizes", [tables.GpuSizes(), OTHER_SIZES])
+def test_nothing_is_overwritten_while_it_is_read(sizes):
     """The interpreter follows every barrier; wgmma itself it does not know."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
@@ -192,12 +207,20 @@ def test_nothing_is_overwritten_while_it_is_read():
     )
     numbers = draw(rng, 1, 1, HEAD_DIM, jnp.bfloat16, (4 * S, 4 * T))
     *qkv, pulled = (x[:1] for x in numbers)
-    shape = shape_of(1, 1, detect_races=True)
+    shape = dataclasses.replace(shape_of(1, 1, detect_races=True), sizes=sizes)
 
     def attend(q, k, v):
         return pallas_gpu.attention(q, k, v, *tags, shape=shape)
 
-    (_, lse), pull_back = jax.block_until_ready(jax.vjp(attend, *qkv))
+    (out, lse), pull_back = jax.block_until_ready(jax.vjp(attend, *qkv))
     assert not gpu_callbacks.get_races().races_found
-    jax.block_until_ready(pull_back((pulled, jnp.zeros_like(lse))))
+    gradients = jax.block_until_ready(pull_back((pulled, jnp.zeros_like(lse))))
     assert not gpu_callbacks.get_races().races_found
+    wide = [x.astype(jnp.float32) for x in (*qkv, pulled)]
+    (wanted, _), wanted_gradients = reference_and_gradients(
+        *wide, jnp.zeros_like(lse), tags, HEAD_DIM
+    )
+    for found, expected in zip((out, *gradients), (wanted, *wanted_gradients), strict=True):
+        np.testing.assert_allclose(
+            found.astype(jnp.float32), expected, rtol=TOLERANCE, atol=TOLERANCE
+        )

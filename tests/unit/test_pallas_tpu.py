@@ -28,7 +28,7 @@ from kernel_cases import (
 )  # fmt: skip
 
 from sparse_lavida_jax.kernels import pallas_tpu, tables
-from sparse_lavida_jax.kernels.attention import step_causal_attention, tile_sizes
+from sparse_lavida_jax.kernels.attention import step_causal_attention
 from sparse_lavida_jax.kernels.reference import NOTHING_SEEN_LSE
 from sparse_lavida_jax.visibility import PAD_BLOCK, is_padding, visible
 
@@ -165,15 +165,6 @@ def test_tables_of_other_tiles_are_refused():
 def test_tiles_that_do_not_fit_together_are_refused(sizes):
     with pytest.raises(ValueError, match="parts"):
         tables.TileSizes(*sizes)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "sizes"),
-    [((1024, 2048), (512, 1024, 256)), ((96, 1400), (128, 128, 128)),
-     ((200, 1536), (256, 512, 256))],
-)  # fmt: skip
-def test_tiles_are_the_largest_that_fill_up_no_further(lengths, sizes):
-    assert tile_sizes(*lengths) == tables.TileSizes(*sizes)
 
 
 @pytest.mark.parametrize("kind", ["image", "text"])

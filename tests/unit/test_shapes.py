@@ -16,6 +16,7 @@ PINNED = {
     "decode_early": ("59a726ceb1051435", 0.25),
     "decode_mid": ("d9f4c72b40995ea9", 0.333),
     "decode_late": ("a0d9182d8bb4b962", 0.667),
+    "full_8192": ("3a3ed164e42500a1", 1.0),
 }
 
 

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this device reaches at all, measured in every run: matrix products, copies, launches."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+MATMULS = ((8192, 8192, 8192), (2048, 4096, 12288))  # a large one; an MLP of the model
+COPIED_BYTES = 2**30
+LAUNCHES = 200
+
+
+def calibrate(runs: int = 10) -> dict[str, Any]:
+    """Returns medians: TFLOP/s in bfloat16, GB/s read and written, microseconds a launch."""
+    return {
+        "matmul_tflops": {
+            "x".join(map(str, shape)): matmul_tflops(*shape, runs=runs) for shape in MATMULS
+        },
+        "copy_gbps": copy_gbps(COPIED_BYTES, runs=runs),
+        "launch_us": launch_us(LAUNCHES, runs=runs),
+    }
+
+
+def matmul_tflops(rows: int, inner: int, cols: int, *, runs: int) -> float:
+    """[rows inner] @ [inner cols]."""
+    keys = jax.random.split(jax.random.key(0))
+    a = jax.random.normal(keys[0], (rows, inner), jnp.bfloat16)
+    b = jax.random.normal(keys[1], (inner, cols), jnp.bfloat16)
+    product = jax.jit(jnp.matmul)
+    return 2 * rows * inner * cols / _seconds(lambda: product(a, b), runs) / 1e12
+
+
+def copy_gbps(size: int, *, runs: int) -> float:
+    """An array of `size` bytes is read, changed and written."""
+    array = jnp.zeros(size // 4, jnp.float32)
+    change = jax.jit(lambda x: x + 1)
+    return 2 * size / _seconds(lambda: change(array), runs) / 1e9
+
+
+def launch_us(launches: int, *, runs: int) -> float:
+    """Programs of one small kernel, one behind the other: what the host needs to start each."""
+    step = jax.jit(lambda x: x + 1)
+
+    def chain():
+        x = jnp.float32(0)
+        for _ in range(launches):
+            x = step(x)
+        return x
+
+    return _seconds(chain, runs) / launches * 1e6
+
+
+def _seconds(run: Callable[[], jax.Array], runs: int) -> float:
+    jax.block_until_ready(run())
+    taken = []
+    for _ in range(runs):
+        begin = time.perf_counter()
+        jax.block_until_ready(run())
+        taken.append(time.perf_counter() - begin)
+    return statistics.median(taken)

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiles measured on this device: `python -m sparse_lavida_jax.bench.attention --tune`.
+
+Every candidate of `kernels/sizes.py` is timed on the frozen shapes, together with what the rule
+chooses, in random order. Lengths that share an entry of the table share the choice: the candidate
+of the least time on all their shapes, in proportion to that of the rule. The rule stays where
+nothing beats it by `WORTH`. On a GPU forward and backward kernels are chosen each by itself.
+"""
+
+import dataclasses
+import json
+import math
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from sparse_lavida_jax.bench import methods
+from sparse_lavida_jax.bench.cases import HEAD_DIM, Case
+from sparse_lavida_jax.bench.record import commit, write_json
+from sparse_lavida_jax.kernels import attention, shapes, sizes
+from sparse_lavida_jax.kernels.tables import GpuSizes, TileSizes
+
+DRY_CANDIDATES = 2  # of each direction: an interpreted kernel takes seconds to compile
+WORTH = 0.02  # share of the rule's time: less may be noise
+Sizes = TileSizes | GpuSizes
+Timed = dict[Sizes, float]  # median seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What was found for the lengths of one entry.
+
+    Attributes:
+        bucket: of the table.
+        sizes: the best, or None where the rule is as good.
+        median_us: of the best, by shape and direction; `rule_us` of the rule.
+    """
+
+    bucket: str
+    sizes: Sizes | None
+    median_us: dict[str, float]
+    rule_us: dict[str, float]
+
+
+def main(runs: int, *, dry: bool) -> None:
+    """Measures, rewrites the entries of this device, and says what changed.
+
+    Args:
+        dry: goes the whole way on a tiny shape with the kernel interpreted, and writes nothing.
+    """
+    implementation = attention.default_implementation()
+    if dry:
+        implementation = "pallas_gpu" if jax.__version_info__ >= (0, 11) else "pallas_tpu"
+    if implementation == "reference":
+        raise SystemExit(
+            "bench.attention --tune: there is no kernel for this device, so there are no tiles;"
+            " --dry-run goes the whole way without measuring."
+        )
+    on_gpu = implementation == "pallas_gpu"
+
+    def times(case: Case, candidates: list[Sizes]) -> Timed:
+        few = slice(DRY_CANDIDATES if dry else None)
+        return _times(case, list(dict.fromkeys(candidates))[few], implementation, runs, dry)
+
+    choices = [choose(entry, members, on_gpu, times) for entry, members in _entries(dry).items()]
+    before = json.loads(sizes.TABLE.read_text())
+    after = rewritten(before, sizes.device_kind(), HEAD_DIM, choices)
+    if dry:
+        print(f"{len(choices)} entry went the whole way; nothing is written")
+        return
+    write_json(sizes.TABLE, after)
+    print(changes(before, after) or "nothing changed")
+
+
+def choose(
+    bucket: str, members: list[Case], on_gpu: bool, times: Callable[[Case, list[Sizes]], Timed]
+) -> Choice:
+    """Returns the best tiles of one entry of the table.
+
+    Args:
+        members: its shapes, forward.
+        times: returns the median seconds of every candidate that runs on a case.
+    """
+    median_us: dict[str, float] = {}
+    rule_us: dict[str, float] = {}
+    best: dict[str, Sizes] = {}
+    for what, candidates in _candidates(members, on_gpu).items():
+        measured, rules = {}, {}
+        for member in members:
+            if what == "backward" and member.decodes:
+                continue
+            case = dataclasses.replace(member, backward=what != "forward" and not member.decodes)
+            rules[case.task] = rule = _rule(case, on_gpu)
+            measured[case.task] = times(case, [rule, *candidates])
+        ratios = {
+            size: statistics.fmean(
+                math.log(timed[size] / timed[rules[task]]) for task, timed in measured.items()
+            )
+            for size in candidates
+            if measured and all(size in timed for timed in measured.values())
+        }
+        winner = min(ratios, key=lambda size: ratios[size], default=None)
+        if winner is not None and ratios[winner] < math.log(1 - WORTH):
+            best[what] = winner
+        for task, timed in measured.items():
+            median_us[task] = timed[best.get(what, rules[task])] * 1e6
+            rule_us[task] = timed[rules[task]] * 1e6
+    return Choice(bucket, _joined(best), median_us, rule_us)
+
+
+def _entries(dry: bool) -> dict[str, list[Case]]:
+    """The frozen shapes by the entry of the table that serves them; one tiny shape to go dry."""
+    names = [name for name in shapes.names() if not name.startswith("full")]
+    cases = [_tiny()] if dry else [Case(name, 1, shapes.tags(name)) for name in names]
+    entries: dict[str, list[Case]] = {}
+    for case in cases:
+        entries.setdefault(sizes.bucket(*_lengths(case)), []).append(case)
+    return entries
+
+
+def _lengths(case: Case) -> tuple[int, int]:
+    return len(case.tags.query_block), len(case.tags.key_block)
+
+
+def _rule(case: Case, on_gpu: bool) -> Sizes:
+    return GpuSizes() if on_gpu else sizes.rule(*_lengths(case))
+
+
+def _candidates(members: list[Case], on_gpu: bool) -> dict[str, list[Any]]:
+    """By what is timed; on a TPU both passes share their tiles."""
+    if on_gpu:
+        return sizes.gpu_candidates(HEAD_DIM)
+    of_each = [set(sizes.tpu_candidates(*_lengths(case))) for case in members]
+    return {"both": sorted(set.intersection(*of_each), key=dataclasses.astuple)}
+
+
+def _joined(best: dict[str, Any]) -> Sizes | None:
+    """Returns the forward tiles of the one and the backward tiles of the other."""
+    if "forward" not in best or "backward" not in best:
+        return next(iter(best.values()), None)
+    own = {
+        name: value
+        for name, value in dataclasses.asdict(best["forward"]).items()
+        if name.startswith("forward")
+    }
+    return dataclasses.replace(best["backward"], **own)
+
+
+def _times(case: Case, candidates: list[Sizes], implementation: str, runs: int, dry: bool) -> Timed:
+    numbers, programs = case.numbers(), {}
+    for candidate in candidates:
+        try:
+            programs[candidate] = methods.ours(
+                case, numbers, implementation=implementation, sizes=candidate
+            )
+            jax.block_until_ready(programs[candidate].run())
+        except Exception as error:  # too much memory, mostly
+            print(f"  {case.task} {candidate}: {type(error).__name__}: {error}"[:200], flush=True)
+    found = {
+        candidate: statistics.median(taken)
+        for candidate, taken in methods.timed(
+            programs, runs, 1 if dry else methods.IN_FLIGHT
+        ).items()
+    }
+    for candidate, seconds in sorted(found.items(), key=lambda pair: pair[1]):
+        told = "runs" if dry else f"{seconds * 1e6:.1f} us"
+        print(f"  {case.task} {candidate}: {told}", flush=True)
+    return found
+
+
+def rewritten(
+    table: dict[str, Any], device: str, head_dim: int, choices: list[Choice]
+) -> dict[str, Any]:
+    """Returns the table with these choices for this device, those of others as they were."""
+    entries = dict(table.get(device, {}).get(str(head_dim), {}))
+    for choice in choices:
+        if choice.sizes is None:
+            entries.pop(choice.bucket, None)
+            continue
+        entries[choice.bucket] = {
+            "sizes": dataclasses.asdict(choice.sizes),
+            "median_us": choice.median_us,
+            "rule_us": choice.rule_us,
+            "jax": jax.__version__,
+            **commit(),
+        }
+    of_device = {**table.get(device, {}), str(head_dim): dict(sorted(entries.items()))}
+    return {**table, device: of_device}
+
+
+def changes(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """Returns a line for every entry whose sizes are others than before."""
+    lines = []
+    for device, by_head_dim in after.items():
+        for head_dim, entries in by_head_dim.items():
+            old = before.get(device, {}).get(head_dim, {})
+            for bucket in sorted({*old, *entries}):
+                was, now = (x.get(bucket, {}).get("sizes", "the rule") for x in (old, entries))
+                if was != now:
+                    lines.append(f"{device}, heads of {head_dim}, {bucket}: {was} -> {now}")
+    return "\n".join(lines)
+
+
+def _tiny() -> Case:
+    """Every sixth token of a shape, one head: a few tiles of every class."""
+    tags, few = shapes.tags("t2i_1536"), slice(None, None, 6)
+    own = shapes.Tags(tags.query_block[few], tags.query_horizon[few], tags.key_block[few])
+    return Case("tiny", 1, own, heads=1, timed=False)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tiles a call gets: those measured best for this device and these lengths, or a rule.
+
+`tile_sizes.json` beside this file holds what `python -m sparse_lavida_jax.bench.attention --tune`
+measured: device kind, width of a head, lengths, sizes. What it does not hold follows the rule.
+"""
+
+import functools
+import itertools
+import json
+import pathlib
+from typing import Any
+
+import jax
+
+from sparse_lavida_jax.kernels.tables import GpuSizes, TileSizes
+
+TABLE = pathlib.Path(__file__).with_name("tile_sizes.json")
+QUERY_TILES, KEY_TILES, PARTS = (512, 256), (1024, 512, 256), (256,)
+SMALLEST_TILE = 128
+RELEASE_HEAD_DIM = 128
+
+
+def tile_sizes(
+    query_len: int, key_len: int, head_dim: int = RELEASE_HEAD_DIM, *, device: str | None = None
+) -> TileSizes:
+    """Returns the tiles of a call on a TPU.
+
+    By the rule they are the largest that fill it up no further than `SMALLEST_TILE`: lengths that
+    are whole numbers of 1024 get the largest. `PARTS` were chosen so that the kernels fit the
+    memory of v5e, v5p and v6e (`tests/tpu_aot`). Measured tiles that would fill up further are not
+    for these lengths either.
+
+    Args:
+        device: kind of the device; by default the one that programs are compiled for.
+    """
+    measured = _measured(query_len, key_len, head_dim, device)
+    if measured is not None:
+        sizes = TileSizes(**measured)
+        if _divides(sizes.queries, query_len) and _divides(sizes.keys, key_len):
+            return sizes
+    return rule(query_len, key_len)
+
+
+def gpu_sizes(
+    query_len: int, key_len: int, head_dim: int = RELEASE_HEAD_DIM, *, device: str | None = None
+) -> GpuSizes:
+    """Returns the tiles of a call on a GPU; the rule is the defaults of `GpuSizes`."""
+    return GpuSizes(**(_measured(query_len, key_len, head_dim, device) or {}))
+
+
+def rule(query_len: int, key_len: int) -> TileSizes:
+    """Returns the tiles of a call on a TPU of which nothing was measured."""
+    keys = _largest(KEY_TILES, key_len)
+    return TileSizes(_largest(QUERY_TILES, query_len), keys, _largest(PARTS, keys))
+
+
+def bucket(query_len: int, key_len: int) -> str:
+    """Returns the lengths that share an entry: each up to the next power of two."""
+    return "x".join(
+        str(max(SMALLEST_TILE, 1 << (n - 1).bit_length())) for n in (query_len, key_len)
+    )
+
+
+def device_kind() -> str:
+    """Returns the kind of the device that programs are compiled for.
+
+    A described topology (`jax.experimental.topologies`) is named by the abstract mesh.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    described = None if mesh.empty else mesh.abstract_device
+    return jax.devices()[0].device_kind if described is None else described.device_kind
+
+
+def tpu_candidates(query_len: int, key_len: int) -> list[TileSizes]:
+    """Returns the tiles that may be measured for a call on a TPU; not all of them need compile."""
+    return [
+        TileSizes(queries, keys, part)
+        for queries, keys, part in itertools.product(
+            (*QUERY_TILES, SMALLEST_TILE), (*KEY_TILES, SMALLEST_TILE), (512, 256, SMALLEST_TILE)
+        )
+        if keys % part == 0 and _divides(queries, query_len) and _divides(keys, key_len)
+    ]
+
+
+def gpu_candidates(head_dim: int) -> dict[str, list[GpuSizes]]:
+    """Returns the tiles that may be measured on a GPU, those of the backward pass by themselves.
+
+    All of them compile for Hopper without spilling registers (`tests/gpu_aot`); the others do not.
+    """
+    if head_dim == RELEASE_HEAD_DIM:
+        forward = dq = [(128, 2), (64, 2), (64, 3), (64, 4)]
+        dkv = [(64, 2), (64, 3)]
+    else:
+        forward = dq = dkv = list(itertools.product((128, 64), (2, 3, 4)))
+    return {
+        "forward": [GpuSizes(forward_keys=size, forward_stages=n) for size, n in forward],
+        "backward": [
+            GpuSizes(dq_keys=size, dq_stages=n, dkv_queries=queries, dkv_stages=m)
+            for (size, n), (queries, m) in itertools.product(dq, dkv)
+        ],
+    }
+
+
+def _measured(query_len, key_len, head_dim, device) -> dict[str, int] | None:
+    of_device = _table().get(device or device_kind(), {})
+    entry = of_device.get(str(head_dim), {}).get(bucket(query_len, key_len))
+    return None if entry is None else entry["sizes"]
+
+
+@functools.cache
+def _table() -> dict[str, Any]:
+    return json.loads(TABLE.read_text())
+
+
+def _filled(length: int) -> int:
+    return -(-length // SMALLEST_TILE) * SMALLEST_TILE
+
+
+def _divides(size: int, length: int) -> bool:
+    return _filled(length) % size == 0
+
+
+def _largest(sizes: tuple[int, ...], length: int) -> int:
+    return next((size for size in sizes if _divides(size, length)), SMALLEST_TILE)

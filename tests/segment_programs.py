@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sampler's own segment program at the release's widths, for compilers without their device.
+
+No array is made: the program is lowered from shapes. What a loop does to the cache is read from
+the optimised HLO.
+"""
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+from flax import nnx
+
+from sparse_lavida_jax import config, layout, presets, prompts, sample
+from sparse_lavida_jax.kernels.attention import slot_multiple
+from sparse_lavida_jax.models.denoiser import Denoiser
+
+CELLS, TEXT_LEN, TEXT_BLOCK_LEN = 1024, 256, 32
+WORDS = 250  # of the prompt
+# Instructions that pass a buffer on, or change it where it lies. A fusion is judged by what is in
+# it. Whatever else has the cache for its result has made another one.
+IN_PLACE = {
+    "parameter", "get-tuple-element", "tuple", "bitcast", "dynamic-update-slice", "fusion",
+    "while", "conditional", "call", "optimization-barrier", "opt-barrier",
+}  # fmt: skip
+
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\) -> .* \{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.-]+ = (.*?) ([a-z][\w-]*)\(")
+_CALLED = re.compile(r"(?:calls|to_apply|body|condition)=%?([\w.-]+)")
+_BODY = re.compile(r"\bbody=%?([\w.-]+)")
+
+
+def settings(**changes) -> config.Model:
+    """Returns the widths of the release (spec Sec. 10.5), three joint layers and two split ones."""
+    values = {
+        "vocab_size": 126_464,
+        "end_of_text_id": 126_081,
+        "text_mask_id": 126_336,
+        "width": 4096,
+        "mlp_hidden": 12_288,
+        "num_layers": 5,
+        "dual_tower_layers": 2,
+        "num_heads": 32,
+        "head_dim": 128,
+        "generation_width": 2048,
+        "generation_mlp_hidden": 8192,
+        "codebook_size": 8192,
+        "codes_per_token": 4,
+        "grid_size": 32,
+        "compute_dtype": "bfloat16",
+    }
+    return config.Model(**(values | changes))
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled segment program.
+
+    Attributes:
+        hlo: optimised.
+        cache_shapes: dimensions of the two buffers, of one layer of each, and with a leading 1.
+    """
+
+    hlo: str
+    cache_shapes: frozenset[tuple[int, ...]]
+
+
+@contextlib.contextmanager
+def unchecked() -> Iterator[None]:
+    """Trees of shapes stand where annotations ask for arrays."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@unchecked()
+def compiled(
+    kind: layout.Kind, model: config.Model, sharding: jax.sharding.NamedSharding, platform: str
+) -> Program:
+    """Compiles the longest segment of a response: two rows, of guidance or of a batch."""
+
+    def given(tree):
+        """The same arrays on the described device; parameters in the width they are stored in."""
+
+        def leaf(x):
+            wide = x.dtype == jnp.float32 and tree is model_shapes
+            return jax.ShapeDtypeStruct(
+                x.shape, jnp.bfloat16 if wide else x.dtype, sharding=sharding
+            )
+
+        return jax.tree.map(leaf, tree)
+
+    model_shapes = jax.eval_shape(lambda: Denoiser(model, rngs=nnx.Rngs(0)))
+    asked = config.Sampling(preset="sparse", guidance=4.0, num_steps=64, shift=5.0)
+    chosen = presets.step_settings(asked, model, kind)
+    requests = _requests(kind, model, 1 if kind == "image" else 2)
+    known = np.stack([request.given for request in requests])
+    plan = presets.plan(asked, chosen, model, known, TEXT_BLOCK_LEN, [0] * len(requests))
+    prompt = prompts.prepare(requests, kind, model, chosen.guidance_rows)
+    segment = max(plan, key=lambda part: len(part.block))
+    steps = sample.StepTokens(
+        *(jnp.asarray(getattr(segment, f.name)) for f in dataclasses.fields(sample.StepTokens))
+    )
+    program = chosen.program(greedy=False)
+    own = given(model_shapes)
+    room = sample.capacity(prompt, plan, chosen, slot_multiple(model.attention_implementation))
+    canvas = np.zeros((len(requests), known.shape[1], model.codes_per_token), np.int32)
+    with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
+        state = jax.eval_shape(
+            lambda *arrays: sample.prefill(*arrays, settings=program, capacity=room),
+            own, canvas, known.astype(np.int32), sample.rows_of(requests, chosen), prompt,
+        )  # fmt: skip
+        now = dataclasses.replace(program, guided=bool(segment.guided[0]))
+        arrays = own, given(state), given(steps), given(jax.tree.map(jnp.asarray, prompt))
+        lowered = sample.run_segment.trace(*arrays, settings=now).lower(
+            lowering_platforms=(platform,)
+        )
+        hlo = lowered.compile().as_text()
+    shapes = {x.shape for x in (state.cache.joint_keys, state.cache.split_keys)}
+    layers = {shape[1:] for shape in shapes}
+    return Program(hlo, frozenset(shapes | layers | {(1, *shape) for shape in layers}))
+
+
+def _requests(kind: layout.Kind, model: config.Model, number: int) -> list[prompts.Request]:
+    length, codes = (CELLS, model.codes_per_token) if kind == "image" else (TEXT_LEN, 1)
+    parts = (layout.Text(np.arange(WORDS)), layout.Response(length))
+    nothing = np.zeros((length, codes), np.int32)
+    one = prompts.Request(parts, nothing, np.zeros(length, bool), None, seed=0)
+    return [one] * number
+
+
+def loop_bodies(hlo: str) -> dict[str, list[tuple[str, str]]]:
+    """Returns (result, opcode) of every instruction that some loop runs, by computation."""
+    computations: dict[str, list[tuple[str, str]]] = {}
+    calls: dict[str, set[str]] = {}
+    bodies: set[str] = set()
+    name = ""
+    for line in hlo.splitlines():
+        if opened := _COMPUTATION.match(line):
+            name = opened[1]
+            computations[name], calls[name] = [], set()
+        elif found := _INSTRUCTION.match(line):
+            computations[name].append((found[1], found[2]))
+            calls[name].update(_CALLED.findall(line))
+            bodies.update(_BODY.findall(line))
+    inside, waiting = set(), list(bodies)
+    while waiting:
+        name = waiting.pop()
+        if name not in inside:
+            inside.add(name)
+            waiting += calls[name]
+    return {name: computations[name] for name in sorted(inside)}
+
+
+def copies(hlo: str, shapes: frozenset[tuple[int, ...]]) -> list[str]:
+    """Returns every instruction inside a loop that makes another array of one of `shapes`."""
+    return [
+        f"{name}: {result} {opcode}"
+        for name, result, opcode in _of_shapes(hlo, shapes)
+        if opcode not in IN_PLACE
+    ]
+
+
+def in_place(hlo: str, shapes: frozenset[tuple[int, ...]]) -> list[str]:
+    """Returns the writes into such arrays inside a loop; without any there was nothing to see."""
+    return [
+        f"{name}: {result} {opcode}"
+        for name, result, opcode in _of_shapes(hlo, shapes)
+        if opcode == "dynamic-update-slice"
+    ]
+
+
+def _of_shapes(hlo: str, shapes) -> Iterator[tuple[str, str, str]]:
+    texts = [f"[{','.join(map(str, shape))}]" for shape in shapes]
+    for name, instructions in loop_bodies(hlo).items():
+        for result, opcode in instructions:
+            if any(text in result for text in texts):
+                yield name, result, opcode

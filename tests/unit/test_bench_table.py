@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ratios and bars of attention, from rows that nobody measured and nobody writes."""
+
+import tomllib
+
+import pytest
+
+from sparse_lavida_jax.bench import table
+from sparse_lavida_jax.kernels import shapes
+
+CALIBRATION = {"matmul_tflops": {"a": 400.0, "b": 800.0}, "copy_gbps": 4000.0, "launch_us": 5.0}
+
+
+def row(task, method, seconds, run="a", batch=1, **others):
+    return {
+        "run": run, "task": task, "batch": batch, "method": method, "median_s": seconds,
+        "flops": {"useful": 1e9, "tile": 2e9, "dense": 4e9}, "device": {"kind": "H200"},
+        "bytes": {"least": 8_000_000}, "calibration": CALIBRATION, "id": f"{task}/{method}/{batch}",
+    } | others  # fmt: skip
+
+
+def measured(rows):
+    """Held or not, by bar and rows."""
+    lines = table.attention_bars(rows).splitlines()[2:]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "|" in line]
+    return {(name, batch): (value, held) for name, batch, _, value, held in cells if value}
+
+
+def test_every_bar_of_the_suite_is_listed_even_if_nothing_was_measured():
+    bars = tomllib.loads(table.BARS.read_text())["attention"]
+    lines = table.attention_bars([]).splitlines()[2:]
+    assert len(lines) == sum(len(of_kind) for of_kind in bars.values()) == 16
+    assert all(line.endswith("| not measured |") for line in lines)
+
+
+def test_bars_name_shapes_and_methods_that_there_are():
+    from sparse_lavida_jax.bench import cases, methods
+
+    known = {"tables_8192", "memory"}
+    for name in shapes.names():
+        case = cases.Case(name, 1, shapes.tags(name))
+        for what in ("forward", "forward_backward"):
+            known |= {f"{name}/{what}/{method}" for method in methods.methods(case)}
+    for bars in tomllib.loads(table.BARS.read_text())["attention"].values():
+        for pattern in bars:
+            assert any(table.fnmatch.fnmatchcase(name, pattern) for name in known), pattern
+
+
+def test_times_are_compared_within_a_run_and_a_batch_size():
+    rows = [
+        row("t2i_1536/forward", "kernel", 1e-5),
+        row("t2i_1536/forward", "cudnn", 1.2e-5),
+        row("t2i_1536/forward", "cudnn", 2e-5, run="b"),
+        row("t2i_1536/forward", "cudnn", 3e-5, batch=2),
+    ]
+    assert measured(rows) == {("times faster: t2i_1536/forward/cudnn", "1"): ("1.2", "met")}
+
+
+def test_a_missed_bar_comes_with_what_the_work_takes_at_least():
+    rows = [row("t2i_1536/forward", "kernel", 1e-5), row("t2i_1536/forward", "cudnn", 1.1e-5)]
+    assert [held for _, held in measured(rows).values()] == ["not met"]
+    told = table.attention_bars(rows).splitlines()[-1]
+    # 1e9 and 2e9 at 800 TFLOP/s; 8 MB at 4,000 GB/s
+    assert "ours 10.0 us" in told and "1.2 us for the pairs" in told
+    assert "2.5 us for their tiles; 2.0 us to move" in told
+
+
+@pytest.mark.parametrize(("seconds", "held"), [(1.7e-5, "not met"), (1.8e-5, "met")])
+def test_the_rate_on_tiles_is_held_against_theirs_on_all_pairs(seconds, held):
+    """Half of the tiles are active: at the same rate ours takes half of their time."""
+    rows = [row("x/forward", "kernel", 1e-5), row("x/forward", "tokamax", seconds)]
+    share = 0.5 * seconds / 1e-5
+    assert measured(rows) == {
+        ("tile rate: x/forward/tokamax", "1"): (f"{share:.3g}", held)
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("growth", "held"), [(2.0, "met"), (3.9, "not met")])
+def test_memory_grows_with_the_length_and_not_with_its_square(growth, held):
+    one = {
+        "run": "a",
+        "task": "memory",
+        "method": "kernel",
+        "batch": 1,
+        "growth": growth,
+        "id": "m",
+    }
+    assert measured([one]) == {("at most growth: memory", "1"): (f"{growth:.3g}", held)}
+
+
+@pytest.mark.parametrize(("seconds", "held"), [(59e-6, "met"), (61e-6, "not met")])
+def test_tables_take_microseconds(seconds, held):
+    one = {"run": "a", "task": "tables_8192", "method": "kernel", "batch": 4, "id": "tables"}
+    found = measured([one | {"median_s": seconds}])
+    assert found == {("at most us: tables_8192", "4"): (f"{seconds * 1e6:.3g}", held)}
+
+
+def test_the_table_has_every_row_with_its_rates():
+    rows = [row("x/forward", "kernel", 1e-5), row("x/forward", "cudnn", 2e-5)]
+    lines = table.attention_table(rows).splitlines()[2:]
+    assert lines == [
+        "| x/forward | 1 | kernel | 10.0 | 1.00 | 100 | 200 | H200 |",
+        "| x/forward | 1 | cudnn | 20.0 | 2.00 | 50 |  | H200 |",
+    ]

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiles come from the table where they were measured, and from the rule elsewhere."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from sparse_lavida_jax.kernels import attention, sizes
+from sparse_lavida_jax.kernels.tables import GpuSizes, TileSizes
+
+MEASURED = {"queries": 256, "keys": 512, "part": 128}
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """A table of one TPU and one GPU that were never measured."""
+    held = {
+        "TPU of a test": {"128": {"1024x2048": {"sizes": MEASURED}}},
+        "GPU of a test": {"64": {"1024x1024": {"sizes": {"dq_keys": 128, "dq_stages": 3}}}},
+    }
+    monkeypatch.setattr(sizes, "_table", lambda: held)
+    return held
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [((1024, 2048), (512, 1024, 256)), ((96, 1400), (128, 128, 128)),
+     ((200, 1536), (256, 512, 256))],
+)  # fmt: skip
+def test_the_rule_takes_the_largest_tiles_that_fill_up_no_further(lengths, expected):
+    assert sizes.rule(*lengths) == TileSizes(*expected)
+    assert sizes.tile_sizes(*lengths, device="never measured") == TileSizes(*expected)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [((1, 128), "128x128"), ((129, 1536), "256x2048"), ((8152, 8192), "8192x8192")],
+)
+def test_lengths_share_an_entry_up_to_the_next_power_of_two(lengths, expected):
+    assert sizes.bucket(*lengths) == expected
+
+
+def test_what_was_measured_comes_before_the_rule(table):
+    found = sizes.tile_sizes(1024, 1536, device="TPU of a test")
+    assert found == TileSizes(**MEASURED) != sizes.rule(1024, 1536)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"head_dim": 64},
+        {"device": "another"},
+        {"query_len": 512},
+        {"key_len": 1152},  # no whole number of 512
+    ],
+)
+def test_other_calls_follow_the_rule(table, asked):
+    given = {"query_len": 1024, "key_len": 1536, "head_dim": 128, "device": "TPU of a test"} | asked
+    assert sizes.tile_sizes(**given) == sizes.rule(given["query_len"], given["key_len"])
+
+
+def test_a_gpu_has_the_measured_tiles_and_the_defaults_of_the_others(table):
+    found = sizes.gpu_sizes(1000, 1000, 64, device="GPU of a test")
+    assert found == GpuSizes(dq_keys=128, dq_stages=3)
+    assert sizes.gpu_sizes(1000, 1000, 128, device="GPU of a test") == GpuSizes()
+
+
+def test_attention_asks_for_the_device_that_it_is_compiled_for(table):
+    own = table["TPU of a test"]["128"]["1024x2048"]
+    table[jax.devices()[0].device_kind] = {"128": {"1024x2048": own}}
+    tags = (jnp.zeros((1, 1024), jnp.int32),) * 2 + (jnp.zeros((1, 2048), jnp.int32),)
+    made = attention.make_tables(*tags, implementation="pallas_tpu")
+    assert made.sizes == TileSizes(**MEASURED)
+
+
+def test_the_shipped_table_holds_only_what_was_measured():
+    table = json.loads(sizes.TABLE.read_text())
+    for by_head_dim in table.values():
+        for entries in by_head_dim.values():
+            for name, entry in entries.items():
+                lengths = [int(length) for length in name.split("x")]
+                assert sizes.bucket(*lengths) == name
+                assert {*entry} >= {"sizes", "median_us", "rule_us", "commit", "jax"}
+                assert {*entry["median_us"]} == {*entry["rule_us"]} != set()
+
+
+def test_candidates_hold_the_rule_and_divide_the_lengths():
+    for lengths in ((1536, 1536), (8152, 8152), (192, 1536)):
+        found = sizes.tpu_candidates(*lengths)
+        assert sizes.rule(*lengths) in found and len(found) == len(set(found)) > 5
+    for head_dim in (64, 128):
+        for candidates in sizes.gpu_candidates(head_dim).values():
+            assert GpuSizes() in candidates and len(candidates) == len(set(candidates)) > 3
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"forward_keys": 96}, "forward_keys=96: a tile has 64 or 128"),
+        ({"dkv_stages": 1}, "dkv_stages=1: one tile is read"),
+    ],
+)
+def test_tiles_that_no_gpu_kernel_has_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        GpuSizes(**wrong)
