@@ -7,6 +7,7 @@ of the size of the hidden states, and a few tokens at a time are enough to get b
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,6 @@ def weighted_cross_entropy(
     return jnp.sum(nll * weight), jnp.sum(jnp.where(weight > 0, nll, 0.0))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def linear_cross_entropy(
     hidden: Float[Array, "b s e"],
     kernel: Float[Array, "e v"],
@@ -45,6 +45,12 @@ def linear_cross_entropy(
     Raises:
         ValueError: `chunk` is below 1.
     """
+    sums: Any = _in_parts(hidden, kernel, target, weight, chunk)
+    return sums
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _in_parts(hidden, kernel, target, weight, chunk: int) -> Sums:
     chunks, _ = _in_chunks(hidden, target, weight, chunk)
 
     def add(sums: Sums, part) -> tuple[Sums, None]:
@@ -99,7 +105,7 @@ def _backward(chunk: int, gradients, pulled):
     return (to_hidden * scale).astype(to_hidden.dtype), to_kernel * scale, None, None
 
 
-linear_cross_entropy.defvjp(_forward, _backward)
+_in_parts.defvjp(_forward, _backward)
 
 
 def _in_chunks(hidden, target, weight, chunk: int):
