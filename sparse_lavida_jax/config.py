@@ -258,6 +258,10 @@ class Data:
     source: str = "scenes"  # scenes | digits | none: a model that is not trained here
     # Weight of each task; a batch holds tasks of one shape group.
     tasks: dict[str, float] = dataclasses.field(default_factory=lambda: {"draw": 1.0})
+    # The first batches of a run are of these tasks alone. A small model learns to look things up in
+    # a picture from nothing else or not at all.
+    first_tasks: dict[str, float] = dataclasses.field(default_factory=dict)
+    first_batches: int = 0
     picture_codec: str = "scenes_g1"  # a folder of `assets/vq`, a path, or "grey" (digits)
     text_block_len: int = 8  # S: tokens decoded together in a text answer
     max_prompt_len: int = 96  # understanding tokens of the longest prompt, vision included
@@ -284,6 +288,18 @@ class Data:
             "tasks",
             len(self.tasks) > 0 and all(weight > 0 for weight in self.tasks.values()),
             "at least one task, every weight greater than 0",
+        )
+        _check(
+            self,
+            "first_batches",
+            self.first_batches >= 0 and (self.first_batches == 0 or len(self.first_tasks) > 0),
+            "0, or a number of batches of `first_tasks`, which must then hold a task",
+        )
+        _check(
+            self,
+            "first_tasks",
+            all(weight > 0 for weight in self.first_tasks.values()),
+            "every weight greater than 0",
         )
 
 

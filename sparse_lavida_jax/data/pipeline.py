@@ -23,7 +23,10 @@ from sparse_lavida_jax.layout import Answer, prompt_row
 GROUPS = {
     "write": ("plan",),
     "answer": ("answer", "arithmetic", "point", "reflect"),
-    "tell": ("caption", "constrained_caption", "infill", "detect", "edit_plan", "fill_plan"),
+    "tell": (
+        "caption", "constrained_caption", "infill", "detect", "locate", "name", "edit_plan",
+        "fill_plan",
+    ),
     "draw": ("draw", "digit"),
     "edit": ("edit", "inpaint", "outpaint"),
 }
@@ -63,13 +66,20 @@ class GroupedBatches:
 
     def dataset(self) -> grain.MapDataset:
         """Returns batch i at index i; a slice from step s resumes there."""
-        weights = self.settings.data.tasks
+        weights, first = self.settings.data.tasks, self.settings.data.first_batches
         batches = [
             grain.MapDataset.range(2**40).map(functools.partial(self.batch, group))
             for group in self.groups
         ]
         totals = [sum(weights[task] for task in members) for members in self.groups.values()]
-        return grain.MapDataset.mix(batches, weights=[t / sum(totals) for t in totals])
+        mixed = grain.MapDataset.mix(batches, weights=[t / sum(totals) for t in totals])
+        if not first:
+            return mixed
+        data = dataclasses.replace(
+            self.settings.data, tasks=self.settings.data.first_tasks, first_batches=0
+        )
+        before = GroupedBatches(dataclasses.replace(self.settings, data=data), self.encoder)
+        return grain.MapDataset.concatenate([before.dataset()[:first], mixed])
 
     def batch(self, group: str, index: int) -> Corrupted:
         """Returns the batch number `index` of a group."""

@@ -232,6 +232,8 @@ _TEXT_FAULTS: dict[str, Callable[[Sample, str], str]] = {
     "arithmetic": _arithmetic_fault,
     "point": _point_fault,
     "detect": _detect_fault,
+    "locate": _detect_fault,
+    "name": _detect_fault,
     "caption": _caption_fault,
     "constrained_caption": _constrained_caption_fault,
     "infill": _infill_fault,

@@ -33,6 +33,8 @@ _MAKERS: dict[str, Callable[[Dice], Sample | None]] = {
     "arithmetic": text_tasks.arithmetic,
     "point": text_tasks.point,
     "detect": text_tasks.detect,
+    "locate": text_tasks.locate,
+    "name": text_tasks.name,
     "caption": text_tasks.caption,
     "constrained_caption": text_tasks.constrained_caption,
     "infill": text_tasks.infill,

@@ -4,6 +4,7 @@
 import dataclasses
 import functools
 import itertools
+import re
 
 from sparse_lavida_jax.data.dice import MOST_OBJECTS, PAIRS, Dice
 from sparse_lavida_jax.data.grammar import (
@@ -151,6 +152,33 @@ def detect(dice: Dice) -> Sample:
     """
     scene = dice.scene(high=MOST_DETECTED)
     return Sample("", "list the objects", scene, str(Plan(tuple(scene.objects()))))
+
+
+def locate(dice: Dice) -> Sample:
+    """Names every object, in any order, and asks where each is: many boxes in parallel.
+
+    A box stands right behind what it is of, so that looking things up is learned from all of them.
+    """
+    scene = dice.scene(high=MOST_DETECTED)
+    listed = _listed(dice, scene)
+    given = [place.span() for place in re.finditer(r",? [a-z ]+", listed)]
+    return Sample("", "where are these?", scene, listed, given=join_spans(given))
+
+
+def name(dice: Dice) -> Sample:
+    """Gives the box of every object and asks what is there: `locate` the other way round."""
+    scene = dice.scene(high=MOST_DETECTED)
+    listed = _listed(dice, scene)
+    given = [place.span() for place in re.finditer(r"(<LOC_\d+>)+,?", listed)]
+    return Sample("", "what is there?", scene, listed, given=join_spans(given))
+
+
+def _listed(dice: Dice, scene: Scene) -> str:
+    """Lists the objects with their cells in any order; those that look alike in raster order."""
+    objects = list(scene.objects())
+    looks = sorted({thing.index for _, thing in objects})
+    order = {look: place for place, look in enumerate(dice.several(looks, len(looks)))}
+    return str(Plan(tuple(sorted(objects, key=lambda one: (order[one[1].index], one[0])))))
 
 
 def caption(dice: Dice) -> Sample:

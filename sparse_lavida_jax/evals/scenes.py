@@ -13,7 +13,7 @@ from sparse_lavida_jax.data import scenes, scoring, tasks
 from sparse_lavida_jax.pipeline import ANSWER_TOKENS, SparseLaViDa
 
 Output = np.ndarray | str
-LONG_ANSWERS = ("plan", "edit_plan", "caption", "detect")
+LONG_ANSWERS = ("plan", "edit_plan", "caption", "detect", "locate", "name")
 EVAL_SEED = 2026  # of the prompts; the test stream is disjoint from training whatever the seed
 
 
