@@ -208,6 +208,20 @@ def test_tasks_come_in_their_proportions():
     assert 200 * 5 / 7 == pytest.approx(boxes, abs=25)
 
 
+def test_the_first_batches_are_of_their_own_tasks():
+    first = {"first_tasks": {"point": 1.0}, "first_batches": 3}
+    batches = make_batches(data={"tasks": {"draw": 1.0}, **first}).dataset()
+    predicted = [batches[step].predicts for step in range(6)]
+    assert predicted == ["understanding"] * 3 + ["generation"] * 3
+    resumed = batches[2:]
+    stand_ins.assert_equal(resumed[0], batches[2])
+    stand_ins.assert_equal(resumed[1], batches[3])
+    alone = make_batches(data={"tasks": {"draw": 1.0}}).dataset()
+    stand_ins.assert_equal(batches[3], alone[0])
+    with pytest.raises(config.ConfigError, match="first_batches=3 is out of range"):
+        config.Data(first_batches=3)
+
+
 def test_an_unknown_task_lists_the_known_ones():
     with pytest.raises(config.ConfigError, match=r"no drawing, painting\. It has: answer, arith"):
         make_batches(data={"tasks": {"drawing": 1.0, "painting": 1.0, "draw": 1.0}})

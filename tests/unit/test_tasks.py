@@ -13,7 +13,7 @@ import pytest
 
 from sparse_lavida_jax.data import dice, picture_tasks, scenes, tasks, text
 
-FIRST_THOUSAND = "b693131d50fe0d5ba903367849a152a40962befb54d8f54b2e0df139e91c0b4a"
+FIRST_THOUSAND = "7ac344391234397ed7662b64166f8db9ad4f017fb46572fa37a6fe2894b19c53"
 
 
 @functools.cache
