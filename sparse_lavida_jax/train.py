@@ -115,8 +115,8 @@ def loss(
         if chunk:
             head = params.image_head
             codes, kernel = head.codes(hidden["generation"]), head.logits.kernel[...]
-            flat = (x.reshape(x.shape[0], -1) for x in (target, weight))
-            weighted, plain = linear_cross_entropy(codes, kernel, *flat, chunk)
+            target_of, weight_of = (x.reshape(x.shape[0], -1) for x in (target, weight))
+            weighted, plain = linear_cross_entropy(codes, kernel, target_of, weight_of, chunk)
         else:
             logits = params.image_logits(hidden["generation"])
             weighted, plain = weighted_cross_entropy(logits, target, weight)

@@ -178,7 +178,8 @@ def _listed(dice: Dice, scene: Scene) -> str:
     objects = list(scene.objects())
     looks = sorted({thing.index for _, thing in objects})
     order = {look: place for place, look in enumerate(dice.several(looks, len(looks)))}
-    return str(Plan(tuple(sorted(objects, key=lambda one: (order[one[1].index], one[0])))))
+    objects.sort(key=lambda one: (order[one[1].index], one[0]))
+    return str(Plan(tuple(objects)))
 
 
 def caption(dice: Dice) -> Sample:
