@@ -113,7 +113,7 @@ def test_the_training_loss_is_the_same_in_chunks():
     model, batch = tiny.denoiser(settings), tiny.batch(["image", "text"], settings)
     of = jax.value_and_grad(train.loss, has_aux=True)
     (value, logged), gradient = tiny.quick_jit(of)(model, batch)
-    (chunked, same), pulled = tiny.quick_jit(lambda *given: of(*given, 3))(model, batch)
+    (chunked, same), pulled = tiny.quick_jit(lambda *given: of(*given, chunk=3))(model, batch)
     np.testing.assert_allclose(chunked, value, rtol=1e-6)
     for name, number in logged.items():
         np.testing.assert_allclose(same[name], number, rtol=1e-6)
