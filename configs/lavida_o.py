@@ -59,6 +59,8 @@ def get_config() -> ml_collections.ConfigDict:
         norm_groups=32,
     )
 
+    c.train = dict(loss_chunk=512)
+
     c.data = dict(source="none", text_block_len=32, max_answer_len=256)
 
     c.sampling = dict(

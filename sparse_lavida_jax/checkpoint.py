@@ -13,6 +13,13 @@ A model folder is complete in itself:
     TENSORS.sha256    of every array in params/, and in the safetensors files
     MANIFEST.sha256   of all of the above
 
+So is a folder of adapters, but for the base model that it names:
+
+    config.json       settings of the run that trained them
+    adapters.safetensors  what was trained: adapters, all layers in one array, and what else was
+    base.json         where the base lay, and the SHA-256 of its manifest
+    TENSORS.sha256, MANIFEST.sha256
+
 The array store does not notice a flipped bit, so both kinds carry a SHA-256 of their own. The only
 file that knows the array store, and the only one that takes modules apart.
 """
@@ -38,9 +45,10 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 import safetensors
+import safetensors.numpy
 from flax import nnx
 
-from sparse_lavida_jax import config
+from sparse_lavida_jax import config, lora, parameters
 from sparse_lavida_jax.models.denoiser import Denoiser
 
 T = TypeVar("T")
@@ -49,8 +57,12 @@ T = TypeVar("T")
 # one array) and its shape.
 ChooseSharding = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
 
+ChooseDtype = Callable[[str], str]  # of a parameter, by its path in the model
+
 FORMAT = "sparse-lavida-jax/1"
 BUNDLED = pathlib.Path(__file__).parent / "assets" / "models"
+ADAPTERS = "adapters.safetensors"
+BASE = "base.json"
 MANIFEST = "MANIFEST.sha256"
 TENSORS = "TENSORS.sha256"
 STACKED = ("joint_layers", "split_layers", "layers")  # what `models.stack.init_stack` made
@@ -92,15 +104,18 @@ def save_model(
 ) -> None:
     """Writes a model folder, replacing an older one. It is whole or not there at all.
 
+    Adapters are added to their matrices; `save_adapters` keeps them.
+
     Args:
         vq_folder: the image tokenizer to copy; None for a model without one.
         readme: source, licence and commit, in Markdown.
-        dtype: float16 or float32, of the parameters on disk.
+        dtype: float16, bfloat16 or float32, of the parameters on disk.
 
     Raises:
         CheckpointError: the folder holds something else, or the disk is full.
     """
-    leaves = {name: np.asarray(leaf, dtype) for name, leaf in _layer_leaves(model).items()}
+    model, stored = lora.merged(model), jnp.dtype(dtype)
+    leaves = {name: np.asarray(leaf, stored) for name, leaf in _layer_leaves(model).items()}
     with new_model_folder(folder, settings, sum(leaf.nbytes for leaf in leaves.values())) as new:
         ocp.save(str(new / "params"), _nest(leaves))
         _write_digests(new, {name: _tensor_digest(name, leaf) for name, leaf in leaves.items()})
@@ -155,11 +170,14 @@ def load_model(
     *,
     make_model: Callable[[config.Config], nnx.Module] | None = None,
     sharding: ChooseSharding | None = None,
-    dtype: str | None = None,
+    dtype: str | ChooseDtype | None = None,
+    adapters: pathlib.Path | str | None = None,
 ) -> LoadedModel:
     """Reads a model folder, a run directory with a finished model, or a bundled model by name.
 
     Args:
+        adapters: a folder of `save_adapters`, trained beside this model: they are added to it, and
+            what was trained whole is replaced. Its matrices then lie on the host.
         make_model: makes the model whose parameters to fill in; the denoiser by default. Only its
             shapes are used.
         sharding, dtype: see `load_params`.
@@ -174,8 +192,80 @@ def load_model(
     model = load_params(
         folder / "params", lambda: make_model(settings), sharding=sharding, dtype=dtype
     )
+    if adapters is not None:
+        model, settings = _with_adapters(model, settings, *load_adapters(adapters, folder))
     vq = folder / "vq"
     return LoadedModel(model, settings, folder / "tokenizer.json", vq if vq.is_dir() else None)
+
+
+def save_adapters(
+    folder: pathlib.Path | str,
+    trained: Any,
+    settings: config.Config,
+    *,
+    base: pathlib.Path | str,
+) -> None:
+    """Writes what was trained beside a frozen base, replacing an older folder of the same kind.
+
+    Args:
+        trained: the trained part of a model, as `parameters.parted` returns it.
+        base: the model folder that the rest is of; a run directory or a bundled name will do.
+
+    Raises:
+        CheckpointError: the folder holds something else, there is no base, or the disk is full.
+    """
+    leaves = {name: np.asarray(leaf) for name, leaf in _flatten(trained).items() if np.size(leaf)}
+    model = find_model(base)
+    known = {"model": str(model.resolve()), "manifest_sha256": _manifest_sha256(model)}
+    with new_model_folder(folder, settings, sum(leaf.nbytes for leaf in leaves.values())) as new:
+        safetensors.numpy.save_file(leaves, new / ADAPTERS)
+        _write_digests(new, {})  # those of the file are added to them
+        (new / BASE).write_text(json.dumps(known, indent=2) + "\n")
+
+
+def load_adapters(
+    folder: pathlib.Path | str, base: pathlib.Path | str
+) -> tuple[dict[str, np.ndarray], config.Lora]:
+    """Returns what was trained, by name, and the settings of the adapters.
+
+    Raises:
+        CheckpointError: no adapters there, a damaged file, or they were trained beside another
+            base.
+    """
+    folder, model = pathlib.Path(folder), find_model(base)
+    if not (folder / ADAPTERS).is_file():
+        raise CheckpointError(f"there are no adapters in {folder}: it has no {ADAPTERS}.")
+    verify(folder)
+    try:
+        known = json.loads((folder / BASE).read_text())
+        digest, where = known["manifest_sha256"], known["model"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder / BASE} is missing or damaged: {error}") from error
+    if digest != _manifest_sha256(model):
+        raise CheckpointError(
+            f"the adapters in {folder} were trained beside the model that lay in {where}, and"
+            f" {model} is another one: its {MANIFEST} has another SHA-256 than {digest[:12]}... ."
+        )
+    return safetensors.numpy.load_file(folder / ADAPTERS), read_config(folder).lora
+
+
+def _with_adapters(
+    model: Any, settings: config.Config, leaves: dict[str, np.ndarray], low_rank: config.Lora
+) -> tuple[Any, config.Config]:
+    """Returns a base model with the adapters added, and settings that tell of them."""
+    try:
+        if low_rank.rank:
+            model = lora.attach(model, low_rank, jax.random.key(0))
+        model = lora.merged(parameters.replaced(model, leaves))
+    except ValueError as error:
+        raise CheckpointError(f"the adapters do not fit the model: {error}") from error
+    return model, dataclasses.replace(settings, lora=low_rank)
+
+
+def _manifest_sha256(model: pathlib.Path) -> str:
+    if not (model / MANIFEST).is_file():
+        raise CheckpointError(f"{model} has no {MANIFEST}: it was not written to its end.")
+    return _sha256(model / MANIFEST)
 
 
 def find_model(folder_or_name: pathlib.Path | str) -> pathlib.Path:
@@ -206,14 +296,15 @@ def load_params(
     make_module: Callable[[], nnx.Module],
     *,
     sharding: ChooseSharding | None = None,
-    dtype: str | None = None,
+    dtype: str | ChooseDtype | None = None,
 ) -> Any:
     """Fills the parameters in `folder` into the module that `make_module` would make.
 
     Args:
         sharding: where each parameter goes; every device reads only its part. Without it, to the
             default device.
-        dtype: of the parameters in memory; that of the module by default.
+        dtype: of the parameters in memory, or what chooses it by name (stacked, as for `sharding`);
+            that of the module by default.
 
     Raises:
         CheckpointError: lists every missing, unknown or misshapen parameter.
@@ -257,19 +348,24 @@ def leaf_shapes(module: Any) -> dict[str, jax.ShapeDtypeStruct]:
 def _fill_module(
     module: Any,
     read: Callable[[dict[str, jax.ShapeDtypeStruct]], dict[str, jax.Array]],
-    dtype: str | None,
+    dtype: str | ChooseDtype | None,
 ) -> Any:
     graph, state = nnx.split(module)
     abstract = nnx.to_pure_dict(state)
     wanted = {
-        name: jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype)
+        name: jax.ShapeDtypeStruct(
+            leaf.shape, (dtype(name) if callable(dtype) else dtype) or leaf.dtype
+        )
         for name, leaf in _flatten(abstract).items()
     }
     filled: dict[str, jax.Array] = {}
     for names in _batches({name: leaf.size * leaf.dtype.itemsize for name, leaf in wanted.items()}):
         filled |= read({name: wanted[name] for name in names})
     nnx.replace_by_pure_dict(
-        state, jax.tree_util.tree_map_with_path(lambda path, _: filled[leaf_name(path)], abstract)
+        state,
+        jax.tree_util.tree_map_with_path(
+            lambda path, _: filled[parameters.leaf_name(path)], abstract
+        ),
     )
     return nnx.merge(graph, state)
 
@@ -402,7 +498,7 @@ class ParamsReader:
         """Returns arrays by name, of the dtype and in the sharding of their `ShapeDtypeStruct`."""
 
         def target(path: tuple, _: Any) -> Any:
-            return targets.get(leaf_name(path), ocp.PLACEHOLDER)
+            return targets.get(parameters.leaf_name(path), ocp.PLACEHOLDER)
 
         if not targets:
             return {}
@@ -540,12 +636,7 @@ def _differences(wanted: dict[str, Any], found: dict[str, Any]) -> str:
 
 
 def _flatten(tree: Any) -> dict[str, Any]:
-    return {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-
-
-def leaf_name(path: tuple) -> str:
-    # The last step into an nnx.Param is not part of a name anybody wants to read.
-    return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
+    return parameters.by_name(tree)
 
 
 def _nest(leaves: dict[str, T]) -> dict[str, Any]:
@@ -943,7 +1034,7 @@ def _fill(template: T, leaves: dict[str, np.ndarray], folder: pathlib.Path) -> T
     def place(path: tuple, leaf: Any) -> Any:
         if not np.size(leaf):
             return leaf
-        saved = leaves[leaf_name(path)]
+        saved = leaves[parameters.leaf_name(path)]
         if isinstance(leaf, bool | int | float):
             return type(leaf)(saved)
         if _is_key(leaf):

@@ -6,6 +6,7 @@ else; `build(Config, given)` turns it into these frozen dataclasses.
 """
 
 import dataclasses
+import re
 import types
 import typing
 from typing import Any, TypeVar
@@ -44,6 +45,20 @@ def _check_positive(owner: Any, *names: str) -> None:
 def _check_fraction(owner: Any, *names: str) -> None:
     for name in names:
         _check(owner, name, 0 <= getattr(owner, name) <= 1, "it must lie in [0, 1]")
+
+
+def _is_pattern(text: Any) -> bool:
+    try:
+        re.compile(text)
+    except (re.error, TypeError):
+        return False
+    return True
+
+
+def _is_group(group: Any) -> bool:
+    if not (isinstance(group, tuple) and len(group) == 2 and _is_pattern(group[0])):
+        return False
+    return isinstance(group[1], int | float) and group[1] >= 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,6 +145,10 @@ class Model:
     # Writes the layers out instead of scanning over them: for a few small layers on a CPU about
     # half the time a step, for many layers much longer to compile.
     unroll_layers: bool = False
+    # What training keeps of a layer for the way back, the rest being computed again: "none", every
+    # layer keeps all; "attention", its input and the output of a kernel of attention; "layer", its
+    # input.
+    remat: str = "none"
     # "": the fastest for the platform; reference | pallas_tpu | pallas_gpu (elsewhere interpreted).
     attention_implementation: str = ""
 
@@ -169,6 +188,7 @@ class Model:
             self, "attention_implementation", ("", "reference", "pallas_tpu", "pallas_gpu")
         )
         _check_choice(self, "compute_dtype", ("float32", "bfloat16"))
+        _check_choice(self, "remat", ("none", "attention", "layer"))
 
     @property
     def num_joint_layers(self) -> int:
@@ -358,19 +378,60 @@ class Optimizer:
     learning_rate: float = 2e-5
     final_fraction: float = 0.05  # of learning_rate, reached at the last step
     warmup_steps: int = 100
-    b1: float = 0.99
+    b1: float = 0.99  # the released scripts: 0.9
     b2: float = 0.999
+    eps: float = 1e-8
     weight_decay: float = 0.0
     clip_norm: float = 1.0  # global norm of the gradient
     ema: float = 0.0  # decay of the parameter average a step; 0 keeps none
+    # Of both moments of Adam; "bfloat16" halves them: they are rounded up or down at random.
+    moments_dtype: str = "float32"
+    # Parameters with a learning rate of their own: (regular expression, rate). The first that is
+    # found in the path of a parameter, such as `vision/tower/layers/q/kernel`, is for it. A rate of
+    # 0 freezes: no gradient and no moments are kept. The release: ((r"^vision/tower/", 2e-6),).
+    groups: tuple[Any, ...] = ()
+    frozen_dtype: str = "float32"  # of what is not trained; "bfloat16" halves it
 
     def __post_init__(self):
         _check_choice(self, "kind", ("adamw", "muon"))
-        _check_positive(self, "learning_rate", "clip_norm")
+        _check_choice(self, "moments_dtype", ("float32", "bfloat16"))
+        _check_choice(self, "frozen_dtype", ("float32", "bfloat16"))
+        _check(
+            self,
+            "moments_dtype",
+            self.kind == "adamw" or self.moments_dtype == "float32",
+            'kind "muon" keeps float32',
+        )
+        _check(
+            self,
+            "groups",
+            all(_is_group(group) for group in self.groups),
+            'pairs of a regular expression and a rate of 0 or more, such as (("^vision/", 2e-6),)',
+        )
+        _check_positive(self, "learning_rate", "clip_norm", "eps")
         _check_fraction(self, "final_fraction", "b1", "b2")
         _check(self, "ema", 0 <= self.ema < 1, "it must lie in [0, 1)")
         _check(self, "warmup_steps", self.warmup_steps >= 0, "it must be 0 or more")
         _check(self, "weight_decay", self.weight_decay >= 0, "it must be 0 or more")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Low-rank adapters (arXiv:2106.09685): all else is frozen, but for `also` and the groups."""
+
+    rank: int = 0  # 0: no adapters
+    alpha: float = 32.0  # an adapter adds (alpha / rank) (x A) B
+    # Regular expression that is found in the paths of the matrices that get an adapter, such as
+    # `joint_layers/generation/q`: all matrices inside the layers of both branches.
+    targets: str = "^(joint|split)_layers/"
+    # Likewise, of parameters that are trained whole: the base model has no registers of use.
+    also: str = "^register_"
+
+    def __post_init__(self):
+        _check(self, "rank", self.rank >= 0, "it must be 0 or more")
+        _check_positive(self, "alpha")
+        for name in ("targets", "also"):
+            _check(self, name, _is_pattern(getattr(self, name)), "a regular expression")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -559,8 +620,16 @@ class Config:
     data: Data = dataclasses.field(default_factory=Data)
     diffusion: Diffusion = dataclasses.field(default_factory=Diffusion)
     optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)
+    lora: Lora = dataclasses.field(default_factory=Lora)
     train: Train = dataclasses.field(default_factory=Train)
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
+
+    def __post_init__(self):
+        if self.train.stage == "vq" and (self.lora.rank or self.optimizer.groups):
+            raise ConfigError(
+                "Train.stage='vq' trains the whole image tokenizer: it takes neither Lora.rank nor"
+                " Optimizer.groups."
+            )
 
 
 def build(schema: type[T], given: ml_collections.ConfigDict | dict[str, Any]) -> T:

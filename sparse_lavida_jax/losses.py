@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
 from sparse_lavida_jax.visibility import AnyArray
@@ -40,7 +41,8 @@ def linear_cross_entropy(
 
     Tokens with a loss are moved to the front of their row, and chunks without any are left out.
     The gradient is computed with the value, so that no logits are computed twice; it flows to
-    `hidden` and `kernel`, from the first sum alone. Memory: `b * chunk * v` numbers.
+    `hidden` and `kernel`, from the first sum alone. Memory: `b * chunk * v` numbers, and a gradient
+    of the kernel in float32 if anybody wants one.
 
     Raises:
         ValueError: `chunk` is below 1.
@@ -67,6 +69,8 @@ def _in_parts(hidden, kernel, target, weight, chunk: int) -> Sums:
 
 
 def _forward(hidden, kernel, target, weight, chunk: int):
+    with_kernel = kernel.perturbed  # a frozen head needs no gradient
+    hidden, kernel, target, weight = (x.value for x in (hidden, kernel, target, weight))
     chunks, back = _in_chunks(hidden, target, weight, chunk)
 
     def add(carry, part):
@@ -79,33 +83,40 @@ def _forward(hidden, kernel, target, weight, chunk: int):
             pulled = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
             pulled -= jax.nn.one_hot(target, kernel.shape[1])
             pulled = (pulled * weight[..., None]).astype(hidden.dtype)
-            return (
-                sums,
-                pulled @ kernel.astype(hidden.dtype).T,
-                jnp.einsum("bce,bcv->ev", hidden, pulled, preferred_element_type=jnp.float32),
-            )
+            more = None
+            if with_kernel:
+                more = jnp.einsum("bce,bcv->ev", hidden, pulled, preferred_element_type=jnp.float32)
+            return sums, pulled @ kernel.astype(hidden.dtype).T, more
 
         def none():
-            return _no_sums(), jnp.zeros_like(hidden), jnp.zeros(kernel.shape, jnp.float32)
+            return _no_sums(), jnp.zeros_like(hidden), no_gradient()
 
         new, to_hidden, more = jax.lax.cond(jnp.any(weight > 0), those, none)
-        return ((weighted + new[0], plain + new[1]), to_kernel + more), to_hidden
+        to_kernel = jax.tree.map(jnp.add, to_kernel, more)
+        return ((weighted + new[0], plain + new[1]), to_kernel), to_hidden
 
-    start = (_no_sums(), jnp.zeros(kernel.shape, jnp.float32))
+    def no_gradient():
+        return jnp.zeros(kernel.shape, jnp.float32) if with_kernel else None
+
+    start = (_no_sums(), no_gradient())
     (sums, to_kernel), to_hidden = jax.lax.scan(add, start, chunks)
     to_hidden = jnp.moveaxis(to_hidden, 0, 1).reshape(hidden.shape[0], -1, hidden.shape[2])
     to_hidden = jnp.take_along_axis(to_hidden, back[..., None], axis=1)
-    return sums, (to_hidden, to_kernel.astype(kernel.dtype))
+    return sums, (to_hidden, jax.tree.map(lambda x: x.astype(kernel.dtype), to_kernel))
 
 
 def _backward(chunk: int, gradients, pulled):
     del chunk
     to_hidden, to_kernel = gradients
     scale, _ = pulled
-    return (to_hidden * scale).astype(to_hidden.dtype), to_kernel * scale, None, None
+    if isinstance(scale, SymbolicZero):
+        return None, None, None, None
+    to_kernel = jax.tree.map(lambda x: x * scale, to_kernel)
+    return (to_hidden * scale).astype(to_hidden.dtype), to_kernel, None, None
 
 
-_in_parts.defvjp(_forward, _backward)
+# With symbolic zeros, the rule is told what is differentiated.
+_in_parts.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _in_chunks(hidden, target, weight, chunk: int):

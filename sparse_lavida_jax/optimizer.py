@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW, or Muon for matrices, with a learning rate that follows the progress of the run."""
+"""AdamW, or Muon for matrices, with a learning rate that follows the progress of the run.
+
+Parameters may be put into groups with a learning rate of their own, or be frozen: what is frozen is
+taken out of the model before it comes here (`parted`).
+"""
 
 import math
-from typing import TypeVar, cast
+import re
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar, cast
 
 import jax
+import jax.numpy as jnp
 import optax
-from jaxtyping import PyTree
+from jaxtyping import Array, Float, Int, PyTree
 from optax.contrib import MuonDimensionNumbers, muon
 
-from sparse_lavida_jax import config
+from sparse_lavida_jax import config, lora, parameters
 
 T = TypeVar("T")  # a module: a pytree of parameters, or of their gradients
 
@@ -23,11 +30,13 @@ def make_optimizer(settings: config.Optimizer) -> optax.GradientTransformation:
     """Returns clipping, preconditioning and decoupled weight decay; the caller scales by -rate.
 
     Norms, biases and registers are not decayed, nor is what Muon leaves to Adam. A stacked layer
-    has one axis more, so they are told by their names.
+    has one axis more, so they are told by their names. The direction of a group is scaled by what
+    its rate is of `learning_rate`.
     """
     if settings.kind == "adamw":
+        adam = optax.scale_by_adam if settings.moments_dtype == "float32" else _narrow_adam
         step = optax.chain(
-            optax.scale_by_adam(settings.b1, settings.b2),
+            adam(settings.b1, settings.b2, settings.eps),
             optax.add_decayed_weights(settings.weight_decay, mask=_decays),
         )
     else:
@@ -38,10 +47,60 @@ def make_optimizer(settings: config.Optimizer) -> optax.GradientTransformation:
             weight_decay_mask=_decays,
             adam_b1=settings.b1,
             adam_b2=settings.b2,
+            eps=settings.eps,
             muon_weight_dimension_numbers=_matrices,
             consistent_rms=MUON_RMS,
         )
-    return optax.chain(optax.clip_by_global_norm(settings.clip_norm), step)
+    clip = optax.clip_by_global_norm(settings.clip_norm)
+    if not settings.groups:
+        return optax.chain(clip, step)
+    scales: dict[Hashable, optax.GradientTransformation] = {
+        str(rate): optax.scale(rate / settings.learning_rate) for rate in _rates(settings)
+    }
+    return optax.chain(clip, step, optax.partition(scales, _labels(settings)))
+
+
+def parted(settings: config.Config, params: T) -> tuple[T, T | None]:
+    """Returns the part of a model that is trained, and the frozen part in its own dtype.
+
+    Groups decide, in their order. A model with adapters is frozen but for them, `lora.also`, and
+    what a group names. The frozen part is None where all is trained.
+
+    Raises:
+        ConfigError: nothing is trained, or a regular expression is found in no parameter.
+    """
+    names = parameters.by_name(params)
+    for pattern, _ in settings.optimizer.groups:
+        if not any(re.search(pattern, name) for name in names):
+            raise config.ConfigError(
+                f"Optimizer.groups has {pattern!r}, which is found in no parameter. Parameters have"
+                f" names such as {', '.join(list(names)[::20])}."
+            )
+    is_trained = _trained(settings)
+    if not any(map(is_trained, names)):
+        raise config.ConfigError(
+            f"Optimizer.groups={settings.optimizer.groups!r} freezes every parameter: give a group"
+            " before them a rate above 0."
+        )
+    return parameters.parted(params, is_trained, settings.optimizer.frozen_dtype)
+
+
+def dtypes(settings: config.Config) -> Callable[[str], str]:
+    """Returns what chooses the dtype of a parameter by its name."""
+    is_trained = _trained(settings)
+    return lambda name: "float32" if is_trained(name) else settings.optimizer.frozen_dtype
+
+
+def _trained(settings: config.Config) -> Callable[[str], bool]:
+    def is_trained(name: str) -> bool:
+        own = _group_rate(settings.optimizer, name)
+        if own is not None:
+            return own > 0
+        if not settings.lora.rank:
+            return True
+        return bool(lora.NAME.search(name) or re.search(settings.lora.also, name))
+
+    return is_trained
 
 
 def init(settings: config.Optimizer, params: PyTree) -> optax.OptState:
@@ -69,6 +128,68 @@ def learning_rate(settings: config.Optimizer, step: int, progress: float) -> flo
     decay = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
     fraction = settings.final_fraction + (1 - settings.final_fraction) * decay
     return settings.learning_rate * warm * fraction
+
+
+def _group_rate(settings: config.Optimizer, name: str) -> float | None:
+    rates = (float(rate) for pattern, rate in settings.groups if re.search(pattern, name))
+    return next(rates, None)
+
+
+def _rates(settings: config.Optimizer) -> set[float]:
+    return {settings.learning_rate, *(float(rate) for _, rate in settings.groups)}
+
+
+def _labels(settings: config.Optimizer) -> Callable[[Any], Any]:
+    def label(path, _):
+        rate = _group_rate(settings, parameters.leaf_name(path))
+        return str(settings.learning_rate if rate is None else rate)
+
+    return lambda params: jax.tree_util.tree_map_with_path(label, params)
+
+
+def _narrow_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
+    """Adam with both moments kept in bfloat16, computed in float32.
+
+    In eight bits, moments that are rounded to the nearest number would stand still: 1 % of the
+    first, 0.1 % of the second is what b1 = 0.99 and b2 = 0.999 change in a step, and neighbours are
+    0.4 to 0.8 % apart. (`mu_dtype` of optax rounds so.) So both are rounded up or down at random,
+    right on average, by a key that is the number of the step.
+    """
+    wide = optax.scale_by_adam(b1, b2, eps)
+
+    def init(params):
+        state = cast(optax.ScaleByAdamState, wide.init(params))
+        return state._replace(mu=_cast(state.mu, jnp.bfloat16), nu=_cast(state.nu, jnp.bfloat16))
+
+    def update(updates, state, params=None):
+        mu, nu = _cast(state.mu, jnp.float32), _cast(state.nu, jnp.float32)
+        updates, after = wide.update(updates, state._replace(mu=mu, nu=nu), params)
+        after = cast(optax.ScaleByAdamState, after)
+        mu, nu = _rounded((after.mu, after.nu), jnp.asarray(after.count))
+        return updates, after._replace(mu=mu, nu=nu)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _cast(tree: Any, dtype: Any) -> Any:
+    return optax.tree.cast(tree, dtype)
+
+
+def _rounded(tree: PyTree, step: Int[Array, ""]) -> PyTree:
+    """Returns float32 numbers in bfloat16, each rounded to a neighbour at random.
+
+    A carry into the upper half of the bits takes a number to the next one away from zero.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    keys = jax.random.split(jax.random.fold_in(jax.random.key(0), step), len(leaves))
+
+    def one(leaf: Float[Array, "*b"], key) -> Float[Array, "*b"]:
+        bits = jax.lax.bitcast_convert_type(leaf, jnp.uint32)
+        carry = jax.random.bits(key, leaf.shape, jnp.uint16).astype(jnp.uint32)
+        kept = ((bits + carry) >> 16).astype(jnp.uint16)
+        return jax.lax.bitcast_convert_type(kept, jnp.bfloat16)
+
+    return jax.tree.unflatten(structure, [one(*each) for each in zip(leaves, keys, strict=True)])
 
 
 def _decays(params):

@@ -14,8 +14,9 @@ from typing import TypeVar
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from sparse_lavida_jax.checkpoint import ChooseSharding, leaf_name
+from sparse_lavida_jax.checkpoint import ChooseSharding
 from sparse_lavida_jax.kernels.sharded import BATCH_AXES, HEADS_AXIS, TOKENS_AXIS
+from sparse_lavida_jax.parameters import leaf_name
 
 AXES = (*BATCH_AXES, HEADS_AXIS, TOKENS_AXIS)
 
@@ -31,6 +32,11 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"^text_head/kernel$|^image_head/logits/kernel$", ("fsdp", "tensor")),
     (r"^image_(embedding/(merge|cell|code)|head/(spread|cell|code))/kernel$", ("fsdp", "tensor")),
     (r"^vision/(pool|tower/patch_embedding)/kernel$", ("fsdp", "tensor")),
+    # Adapters: split like the matrix they stand beside, whole along the rank.
+    (r"(^|/)(q|k|v|gate|up|merge|spread|cell|code)/lora_a$", ("fsdp", None)),
+    (r"(^|/)(q|k|v|gate|up|merge|spread|cell|code)/lora_b$", (None, "tensor")),
+    (r"(^|/)(attn_out|down)/lora_a$", ("tensor", None)),
+    (r"(^|/)(attn_out|down)/lora_b$", (None, "fsdp")),
     # Vectors, and tables of a few rows.
     (r"/(weight|scale|bias)$", ()),
     (r"^(register_\w+|image_newline|(cell|seen)_(row|column))$|position_embedding$", ()),

@@ -15,7 +15,17 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, PyTree
 
-from sparse_lavida_jax import checkpoint, config, metrics, optimizer, report, runs, sharding
+from sparse_lavida_jax import (
+    checkpoint,
+    config,
+    lora,
+    metrics,
+    optimizer,
+    parameters,
+    report,
+    runs,
+    sharding,
+)
 from sparse_lavida_jax.data import pipeline as batches
 from sparse_lavida_jax.data.text import SHIPPED, Tokenizer
 from sparse_lavida_jax.diffusion import Corrupted
@@ -34,10 +44,11 @@ class TrainState:
 
     Attributes:
         step: optimizer steps done; also the next batch.
-        params: the model.
-        ema: moving average of the model, or None.
+        params: the model, or the trained part of it.
+        ema: moving average of `params`, or None.
         opt_state: of the optimizer.
         skipped: steps that were left out in a row until now, their gradient not being finite.
+        frozen: the part that is not trained, or None. Not saved: `init_state` makes it again.
     """
 
     step: Int[Array, ""]
@@ -45,6 +56,12 @@ class TrainState:
     ema: Denoiser | None
     opt_state: PyTree
     skipped: Int[Array, ""]
+    frozen: Denoiser | None = None
+
+    @property
+    def saved(self) -> "TrainState":
+        """What is written to disk."""
+        return dataclasses.replace(self, frozen=None)
 
 
 @flax.struct.dataclass
@@ -126,7 +143,12 @@ def loss(
 
 
 def gradient(
-    params: Denoiser, batch: Corrupted, *, microbatches: int = 1, chunk: int = 0
+    params: Denoiser,
+    batch: Corrupted,
+    *,
+    frozen: Denoiser | None = None,
+    microbatches: int = 1,
+    chunk: int = 0,
 ) -> tuple[Float[Array, ""], dict[str, Array], Denoiser]:
     """Returns loss, what is logged, and the gradient, of a few rows at a time.
 
@@ -135,10 +157,15 @@ def gradient(
     so that each has rows of every device.
 
     Args:
+        frozen: the part of the model that gets no gradient, if `params` are not all of it.
         microbatches: parts that the batch is cut into, one after another; they divide its rows.
     """
     over = Denominators.of(batch)
-    part_of = jax.value_and_grad(functools.partial(loss, chunk=chunk), has_aux=True)
+
+    def loss_of(params: Denoiser, batch: Corrupted, over: Denominators):
+        return loss(parameters.joined(params, frozen), batch, over, chunk)
+
+    part_of = jax.value_and_grad(loss_of, has_aux=True)
     if microbatches == 1:
         (value, logged), found = part_of(params, batch, over)
         return value, logged, found
@@ -177,7 +204,7 @@ def train_step(
     A step whose gradient is not finite leaves parameters and optimizer as they were.
     """
     value, logged, found = gradient(
-        state.params, batch, microbatches=microbatches, chunk=loss_chunk
+        state.params, batch, frozen=state.frozen, microbatches=microbatches, chunk=loss_chunk
     )
     norm = optax.tree.norm(found)
     update, opt_state = optimizer.update(settings, found, state.opt_state, state.params)
@@ -194,26 +221,39 @@ def train_step(
     )
     skipped = jnp.where(finite, 0, state.skipped + 1)
     logged |= {"loss": value, "gradient_norm": norm, "skipped": skipped}
-    after = TrainState(state.step + 1, params, ema, opt_state, skipped)
+    after = TrainState(state.step + 1, params, ema, opt_state, skipped, state.frozen)
     return sharding.constrained(after), logged
 
 
 def init_state(settings: config.Config, params: Denoiser) -> TrainState:
     """Returns the state of a run at step 0, from these parameters or those of `init_from`.
 
+    Args:
+        params: not looked at where there is an `init_from`.
+
     Raises:
         CheckpointError: `init_from` is no checkpoint, or of a model of other shapes.
+        ConfigError: adapters without a base, or groups that train nothing.
     """
     if settings.train.init_from:
         params = checkpoint.load_model(
             settings.train.init_from,
             make_model=lambda _: Denoiser(settings.model, rngs=nnx.Rngs(0)),
+            dtype=optimizer.dtypes(settings),
         ).model
+    elif settings.lora.rank:
+        raise config.ConfigError(
+            f"Lora.rank={settings.lora.rank} needs a base model: name its folder in"
+            " train.init_from."
+        )
     else:
         params = jax.tree.map(jnp.copy, params)  # the first step donates its state
+    if settings.lora.rank:
+        params = lora.attach(params, settings.lora, jax.random.key(settings.seed))
+    params, frozen = optimizer.parted(settings, params)
     ema = jax.tree.map(jnp.copy, params) if settings.optimizer.ema else None
     opt_state = optimizer.init(settings.optimizer, params)
-    return TrainState(jnp.int32(0), params, ema, opt_state, jnp.int32(0))
+    return TrainState(jnp.int32(0), params, ema, opt_state, jnp.int32(0), frozen)
 
 
 def train(settings: config.Config, run: runs.Run) -> None:
@@ -228,7 +268,7 @@ def train(settings: config.Config, run: runs.Run) -> None:
     """
     settings = dataclasses.replace(settings, model=trained_settings(settings))
     pipe = SparseLaViDa(
-        Denoiser(settings.model, rngs=nnx.Rngs(settings.seed)),
+        _first_model(settings),
         settings,
         Tokenizer(SHIPPED),
         PictureCodec(settings.data.picture_codec, settings.model),
@@ -243,9 +283,10 @@ def _train(settings, run: runs.Run, pipe: SparseLaViDa, data, mesh: Mesh | None)
     state, seconds = init_state(settings, pipe.model), 0.0
     if mesh is not None:
         state = sharding.place_state(state, mesh)
-    kept = run.restore({"state": state, "seconds": np.float64(0)})
+    kept = run.restore({"state": state.saved, "seconds": np.float64(0)})
     if kept is not None:
-        state, seconds = kept[1]["state"], float(kept[1]["seconds"])
+        state = kept[1]["state"].replace(frozen=state.frozen)
+        seconds = float(kept[1]["seconds"])
     start = step = int(state.step)
 
     def progress() -> float:
@@ -260,7 +301,7 @@ def _train(settings, run: runs.Run, pipe: SparseLaViDa, data, mesh: Mesh | None)
 
     def save() -> None:
         record()  # raises before a diverged state could replace a good one
-        run.save(step, {"state": state, "seconds": np.float64(seconds)})
+        run.save(step, {"state": state.saved, "seconds": np.float64(seconds)})
 
     clock = time.monotonic() - seconds
     last_saved = last_drawn = time.monotonic()
@@ -293,7 +334,7 @@ def _train(settings, run: runs.Run, pipe: SparseLaViDa, data, mesh: Mesh | None)
             seconds = now - clock
             if run.stop_signal is not None:
                 record()
-                run.stop_if_asked(step, {"state": state, "seconds": np.float64(seconds)})
+                run.stop_if_asked(step, {"state": state.saved, "seconds": np.float64(seconds)})
             if now - last_saved > settings.train.checkpoint_seconds:
                 save()
                 last_saved = now
@@ -315,8 +356,13 @@ def _train(settings, run: runs.Run, pipe: SparseLaViDa, data, mesh: Mesh | None)
         tokenizer_path=SHIPPED,
         vq_folder=None if pipe.codec is None else pipe.codec.folder,
         readme=report.model_card(settings, step, seconds),
+        dtype="float32" if state.frozen is None else settings.optimizer.frozen_dtype,
     )
     print(f"{run.model_folder}: the trained model")
+    if settings.lora.rank:
+        adapters, trained = run.folder / "adapters", _averaged_part(state)
+        checkpoint.save_adapters(adapters, trained, settings, base=settings.train.init_from)
+        print(f"{adapters}: what was trained of it")
     print(f"{report.write(pipe, run.folder, step=step, seconds=seconds)}: what it can do")
 
 
@@ -334,7 +380,20 @@ def trained_settings(settings: config.Config) -> config.Model:
 
 def averaged(state: TrainState) -> Denoiser:
     """Returns the parameters to sample with: the average, if one is kept."""
+    return parameters.joined(_averaged_part(state), state.frozen)
+
+
+def _averaged_part(state: TrainState) -> Denoiser:
     return state.params if state.ema is None else state.ema
+
+
+def _first_model(settings: config.Config) -> Denoiser:
+    """Returns random parameters, or their shapes alone where they come from a checkpoint."""
+
+    def make():
+        return Denoiser(settings.model, rngs=nnx.Rngs(settings.seed))
+
+    return jax.eval_shape(make) if settings.train.init_from else make()
 
 
 def _check(pipe, state, run, log, bar, step: int, seconds: float) -> None:

@@ -209,6 +209,7 @@ class Denoiser(nnx.Module):
             cache=cache,
             attend_cache=attend_cache,
             unroll=self.settings.unroll_layers,
+            remat=self.settings.remat,
             implementation=self.settings.attention_implementation or None,
         )
         return {name: self.final_norm(h, self.settings.width) for name, h in x.items()}, cache

@@ -36,7 +36,14 @@ class RmsNorm(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """A matrix without bias, in the input's dtype. `kernel` is [in, out]."""
+    """A matrix without bias, in the input's dtype. `kernel` is [in, out].
+
+    `lora.attach` gives it an adapter: `lora_a` [in, rank] and `lora_b` [rank, out].
+    """
+
+    lora_scale = 0.0  # of the adapter; 0: there is none
+    lora_a: nnx.Param
+    lora_b: nnx.Param
 
     def __init__(self, in_width: int, out_width: int, *, rngs: nnx.Rngs):
         normal = jax.random.truncated_normal(rngs.params(), -3, 3, (in_width, out_width))
@@ -46,7 +53,11 @@ class Linear(nnx.Module):
         self, x: Float[Array, "*b i"], out_width: int | None = None
     ) -> Float[Array, "*b o"]:
         """Multiplies; `out_width` keeps only the first outputs and computes no others."""
-        return x @ self.kernel[:, :out_width].astype(x.dtype)
+        y = x @ self.kernel[:, :out_width].astype(x.dtype)
+        if self.lora_scale:
+            low = x @ self.lora_a.astype(x.dtype)
+            y += self.lora_scale * (low @ self.lora_b[:, :out_width].astype(x.dtype))
+        return y
 
 
 class SwiGlu(nnx.Module):

@@ -59,6 +59,7 @@ def run_layers(
     cache: KVCache | None = None,
     attend_cache: bool = True,
     unroll: bool = False,
+    remat: str = "none",
     implementation: str | None = None,
 ) -> tuple[Residuals, KVCache | None]:
     """Feeds the streams through all layers.
@@ -72,6 +73,7 @@ def run_layers(
         attend_cache: False where the cache holds nothing else (prefill): tokens then attend to
             this pass only, which is the same thing and cheaper.
         unroll: write the layers out instead of looping over them.
+        remat: what a pass without a cache keeps for its gradient (`config.Model.remat`).
         implementation: of attention; by default the best for the platform.
 
     Returns:
@@ -100,13 +102,19 @@ def run_layers(
         layer, index = layer_and_index
         return _joint_layer(layer, index, x, layouts, deals, present, cache, joint_attention), None
 
-    # The last joint layer is where an unwanted stream stops.
-    stops = [name for name in present if wanted not in ("both", name)]
+    # The last joint layer is where an unwanted stream stops. Taking that layer out of the stack
+    # copies the others; where memory is short this layer is computed whole instead.
+    unwanted = [name for name in present if wanted not in ("both", name)]
+    saving = remat != "none" and cache is None
+    stops = [] if saving else unwanted
     whole = num_joint - 1 if stops else num_joint
     if whole:
-        layers = jax.tree.map(lambda p: p[:whole], joint)
+        layers = jax.tree.map(lambda p: p[:whole], joint) if stops else joint
         xs = (layers, jnp.arange(whole))
-        (x, cache), _ = jax.lax.scan(joint_layer, (x, cache), xs, unroll=unroll)
+        body = _rematerialized(joint_layer, remat, unroll) if saving else joint_layer
+        (x, cache), _ = jax.lax.scan(body, (x, cache), xs, unroll=unroll)
+    if saving:
+        x = {name: x[name] for name in x if name not in unwanted}
     if stops:
         last = jax.tree.map(lambda p: p[-1], joint)
         keep: list[StreamName] = [name for name in present if name not in stops]
@@ -128,8 +136,18 @@ def run_layers(
 
     if num_split and x:
         xs = (split, jnp.arange(num_split))
-        (x, cache), _ = jax.lax.scan(split_layer, (x, cache), xs, unroll=unroll)
+        body = _rematerialized(split_layer, remat, unroll) if saving else split_layer
+        (x, cache), _ = jax.lax.scan(body, (x, cache), xs, unroll=unroll)
     return sharded.taken_back(x, deals), cache
+
+
+def _rematerialized(layer, remat: str, unroll: bool):
+    """Returns a layer that keeps little for its gradient and computes the rest again."""
+    policy = None
+    if remat == "attention":
+        policy = jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse")
+    # A loop is a barrier already: the compiler finds nothing in it that it computed before.
+    return jax.checkpoint(layer, policy=policy, prevent_cse=unroll)
 
 
 @dataclasses.dataclass(frozen=True)

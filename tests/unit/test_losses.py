@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cross-entropy of a few tokens at a time is that of all, in value and in gradient."""
 
+import math
+
 import jax
 import jax.extend.core
 import jax.numpy as jnp
@@ -84,12 +86,12 @@ def test_bfloat16_gradients_are_summed_in_float32():
     np.testing.assert_allclose(fine, coarse, atol=2e-2 * float(jnp.abs(coarse).max()))
 
 
-def sizes(jaxpr):
-    """Elements of everything that is computed, inner programs included."""
+def shapes(jaxpr):
+    """Shapes of everything that is computed, inner programs included."""
     for equation in jaxpr.eqns:
-        yield from (variable.aval.size for variable in equation.outvars)
+        yield from (variable.aval.shape for variable in equation.outvars)
         for inner in jax.extend.core.jaxprs_in_params(equation.params):
-            yield from sizes(inner)
+            yield from shapes(inner)
 
 
 def test_the_logits_never_exist_as_a_whole():
@@ -99,8 +101,31 @@ def test_the_logits_never_exist_as_a_whole():
         return losses.linear_cross_entropy(hidden, kernel, target, weight, 2)[0]
 
     program = jax.make_jaxpr(jax.grad(step, argnums=(0, 1)))(hidden, kernel)
-    assert max(sizes(program.jaxpr)) <= E * V  # the gradient of the kernel
+    assert max(map(math.prod, shapes(program.jaxpr))) <= E * V  # the gradient of the kernel
     assert E * V < B * S * V
+
+
+def test_a_frozen_kernel_has_no_gradient():
+    hidden, kernel, target, weight = given()
+
+    def of(hidden, kernel):
+        return losses.linear_cross_entropy(hidden, kernel, target, weight, 2)[0]
+
+    alone, both = (jax.make_jaxpr(jax.grad(of, n))(hidden, kernel) for n in (0, (0, 1)))
+    assert (E, V) in shapes(both.jaxpr)
+    assert (E, V) not in shapes(alone.jaxpr)
+    np.testing.assert_array_equal(
+        jax.grad(of)(hidden, kernel), jax.grad(of, argnums=(0, 1))(hidden, kernel)[0]
+    )
+
+
+def test_the_sum_that_is_read_has_no_gradient():
+    hidden, kernel, target, weight = given()
+
+    def read(hidden):
+        return losses.linear_cross_entropy(hidden, kernel, target, weight, 2)[1]
+
+    np.testing.assert_array_equal(jax.grad(read)(hidden), jnp.zeros_like(hidden))
 
 
 def test_a_chunk_of_nothing_is_refused():

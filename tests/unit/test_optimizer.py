@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny
 
-from sparse_lavida_jax import config, optimizer
+from sparse_lavida_jax import config, lora, optimizer
 
 
 def named(tree):
@@ -134,3 +134,125 @@ def test_the_learning_rate_falls_by_a_half_cosine_to_its_final_fraction(settings
     assert optimizer.learning_rate(settings, late, 1.5) == pytest.approx(1.0)
     rates = [optimizer.learning_rate(settings, late, share / 20) for share in range(21)]
     assert rates == sorted(rates, reverse=True)
+
+
+# ---------------------------------------------------------------------------------------------
+# Groups, frozen parameters, narrow moments.
+
+VISION_AND_REST = (("^vision/tower/", 0.25), ("understanding", 0.0))
+
+
+@pytest.fixture(scope="module")
+def grouped():
+    """Settings whose groups slow the vision tower down and freeze half of the rest."""
+    return config.Config(
+        model=tiny.model_settings(),
+        optimizer=config.Optimizer(
+            learning_rate=1.0, groups=VISION_AND_REST, weight_decay=0.5, frozen_dtype="bfloat16"
+        ),
+    )
+
+
+def test_a_group_takes_steps_of_its_own_size(grouped):
+    params, _ = optimizer.parted(grouped, tiny.denoiser(grouped.model))
+    gradient = jax.tree.map(jnp.ones_like, params)
+    plain = dataclasses.replace(grouped.optimizer, groups=())
+    with_groups = named(first_update(grouped.optimizer, params, gradient))
+    without = named(first_update(plain, params, gradient))
+    slowed = [name for name in without if "vision.tower" in name]
+    assert 5 < len(slowed) < len(without)
+    for name, update in without.items():
+        factor = 0.25 if name in slowed else 1.0
+        np.testing.assert_allclose(with_groups[name], factor * update, rtol=1e-6, err_msg=name)
+
+
+def test_what_is_frozen_has_no_gradient_and_no_moments(grouped):
+    whole = tiny.denoiser(grouped.model)
+    params, frozen = optimizer.parted(grouped, whole)
+    assert frozen is not None
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(frozen)} == {"bfloat16"}
+    assert all("understanding" in name for name in named(frozen))
+    # The tower is named by the first group that fits, whatever the second one says.
+    assert any("vision.tower" in name for name in named(params))
+    state = jax.eval_shape(lambda p: optimizer.init(grouped.optimizer, p), params)
+    size = sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert sum(leaf.size for leaf in jax.tree.leaves(state)) - 1 == 2 * size
+    assert size < 0.7 * sum(leaf.size for leaf in jax.tree.leaves(whole))
+
+
+def test_with_adapters_everything_else_is_frozen_but_registers_and_groups():
+    settings = config.Config(
+        model=tiny.model_settings(),
+        lora=config.Lora(rank=2),
+        optimizer=config.Optimizer(groups=(("^vision/projector/", 1e-6),)),
+    )
+    model = lora.attach(tiny.denoiser(settings.model), settings.lora, jax.random.key(0))
+    params, _ = optimizer.parted(settings, model)
+    words = ("lora_", "register_", "vision.projector")
+    assert all(any(word in name for word in words) for name in named(params))
+    assert all(any(word in name for name in named(params)) for word in words)
+    chosen = optimizer.dtypes(dataclasses.replace(
+        settings, optimizer=config.Optimizer(frozen_dtype="bfloat16")
+    ))  # fmt: skip
+    assert chosen("register_generation") == "float32"
+    assert chosen("joint_layers/attn_out/kernel") == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("groups", "complaint"),
+    [
+        ((("^vison/", 1e-6),), r"'\^vison/', which is found in no parameter"),
+        ((("", 0.0),), "freezes every parameter"),
+    ],
+)
+def test_groups_that_cannot_be_meant_are_refused(groups, complaint):
+    settings = config.Config(model=tiny.model_settings(), optimizer=config.Optimizer(groups=groups))
+    with pytest.raises(config.ConfigError, match=complaint):
+        optimizer.parted(settings, tiny.denoiser(settings.model))
+
+
+@pytest.mark.parametrize("groups", [(("(", 1.0),), ("^vision/", 1.0), (("a", -1.0),), (("a",),)])
+def test_groups_are_pairs(groups):
+    with pytest.raises(config.ConfigError, match=r"Optimizer\.groups=.* pairs of a regular"):
+        config.build(config.Optimizer, {"groups": groups})
+
+
+def test_narrow_moments_are_half_as_large_and_follow_the_wide_ones():
+    """A thousand gradients: the oracle is Adam's own moments, in float64."""
+    narrow = config.Optimizer(moments_dtype="bfloat16", clip_norm=1e9)
+    params = {"kernel": jnp.zeros((64, 64))}
+    rng, b1, b2 = np.random.default_rng(0), narrow.b1, narrow.b2
+    gradients = rng.normal(1.0, 0.3, (50, 64, 64)).astype(np.float32)
+
+    @jax.jit
+    def twenty_times(params):
+        def step(state, gradient):
+            direction, state = optimizer.update(narrow, {"kernel": gradient}, state, params)
+            return state, direction["kernel"]
+
+        start = optimizer.init(narrow, params)
+        return jax.lax.scan(step, start, jnp.tile(gradients, (20, 1, 1)))
+
+    state, directions = twenty_times(params)
+    adam = state[1][0]
+    assert adam.mu["kernel"].dtype == adam.nu["kernel"].dtype == jnp.bfloat16
+    mu = nu = np.zeros((64, 64))
+    for gradient in np.tile(gradients.astype(np.float64), (20, 1, 1)):
+        mu, nu = b1 * mu + (1 - b1) * gradient, b2 * nu + (1 - b2) * gradient**2
+    # Rounded to the nearest, the second moment would stop on its way: at about a quarter.
+    np.testing.assert_allclose(np.mean(np.float64(adam.nu["kernel"])), nu.mean(), rtol=0.01)
+    assert np.abs(np.float64(adam.nu["kernel"]) / nu - 1).mean() < 0.1
+    expected = (mu / (1 - b1**1000)) / np.sqrt(nu / (1 - b2**1000))
+    np.testing.assert_allclose(np.mean(directions[-1]), expected.mean(), rtol=0.02)
+
+
+def test_narrow_moments_have_the_same_bits_twice():
+    narrow = config.Optimizer(moments_dtype="bfloat16")
+    params = {"kernel": jnp.ones((16, 16))}
+    gradient = {"kernel": jnp.linspace(0.1, 1.0, 256).reshape(16, 16)}
+    states = [
+        optimizer.update(narrow, gradient, optimizer.init(narrow, params), params)[1]
+        for _ in range(2)
+    ]
+    for one, two in zip(*map(jax.tree.leaves, states), strict=True):
+        np.testing.assert_array_equal(one, two)

@@ -8,7 +8,7 @@ import tiny
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sparse_lavida_jax import checkpoint, config, sharding
+from sparse_lavida_jax import checkpoint, config, lora, parameters, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
 
 
@@ -43,6 +43,23 @@ def test_every_parameter_matches_exactly_one_rule(settings):
         split += np.prod(shape) * any(sharding.spec_of(name, shape, mesh_of(fsdp=2, tensor=4)))
     if settings == config.Model():
         assert split > 0.99 * sum(np.prod(shape) for shape in shapes.values())
+
+
+def test_adapters_match_one_rule_and_are_split_like_their_matrix():
+    settings = config.Model(codes_per_token=4)
+    low_rank = config.Lora(rank=8, targets="")
+    model = jax.eval_shape(
+        lambda: lora.attach(Denoiser(settings, rngs=nnx.Rngs(0)), low_rank, jax.random.key(0))
+    )
+    shapes = {name: leaf.shape for name, leaf in parameters.by_name(model).items()}
+    mesh, ours = mesh_of(fsdp=2, tensor=4), [name for name in shapes if lora.NAME.search(name)]
+    assert len(ours) > 40
+    for name in ours:
+        module, side = name.rsplit("/", 1)
+        spec = sharding.spec_of(name, shapes[name], mesh)
+        rows, columns = sharding.rule_of(f"{module}/kernel")
+        wanted = (rows, None) if side == "lora_a" else (None, columns)
+        assert tuple(spec)[-2:] == wanted, name
 
 
 def test_an_axis_that_does_not_divide_is_left_whole():

@@ -18,17 +18,20 @@ import numpy as np
 import pytest
 import stand_ins
 import tiny
+from flax import nnx
 
 from sparse_lavida_jax import (
     checkpoint,
     config,
     diffusion,
     metrics,
+    parameters,
     report,
     runs,
     sharding,
     train,
 )
+from sparse_lavida_jax.models.denoiser import Denoiser
 
 
 @pytest.fixture(autouse=True)
@@ -282,6 +285,79 @@ def test_training_starts_from_a_checkpoint_of_the_same_shapes_only(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------
+# A part of the model.
+
+
+@pytest.fixture(scope="module")
+def base_model(tmp_path_factory):
+    """A model folder to train beside."""
+    settings, folder = stand_ins.settings(), tmp_path_factory.mktemp("base") / "model"
+    checkpoint.save_model(
+        folder,
+        tiny.denoiser(settings.model),
+        settings,
+        tokenizer_path=train.SHIPPED,
+        vq_folder=None,
+        readme="",
+    )
+    return folder
+
+
+def with_adapters(base_model, **sections):
+    return stand_ins.settings(
+        lora={"rank": 2},
+        optimizer={"frozen_dtype": "bfloat16"},
+        train={"init_from": str(base_model), "train_steps": 4},
+        **sections,
+    )
+
+
+def test_adapters_are_trained_beside_a_frozen_base(base_model):
+    settings = with_adapters(base_model)
+    batch = stand_ins.batches(settings).batch("draw", 0)
+    state = train.init_state(settings, jax.eval_shape(lambda: tiny.denoiser(settings.model)))
+    whole = jax.tree.map(jnp.copy, parameters.joined(state.params, state.frozen))
+    expected = tiny.quick_jit(train.loss)(whole, batch)[0]
+    frozen, logs = jax.tree.map(np.asarray, state.frozen), []
+    names = set(parameters.by_name(state.params))
+    assert names == set(parameters.by_name(state.ema))
+    assert all("lora" in name or name.startswith("register") for name in names)
+    for _ in range(12):
+        state, logged = train.train_step(
+            state, batch, np.float32(1e-2), settings=settings.optimizer
+        )
+        logs.append(float(logged["loss"]))
+    np.testing.assert_allclose(logs[0], expected, rtol=1e-5)
+    assert logs[-1] < 0.9 * logs[0]
+    stand_ins.assert_equal(jax.tree.map(np.asarray, state.frozen), frozen)
+    saved = parameters.by_name(state.saved)
+    assert sum(x.nbytes for x in saved.values()) < sum(x.nbytes for x in jax.tree.leaves(frozen))
+
+
+def test_adapters_need_a_base():
+    settings = stand_ins.settings(lora={"rank": 2})
+    with pytest.raises(config.ConfigError, match=r"rank=2 needs a base model.*init_from"):
+        train.init_state(settings, tiny.denoiser(settings.model))
+
+
+@pytest.mark.parametrize("kinds", [["image", "image"], ["text", "image"]])
+@pytest.mark.parametrize("remat", ["attention", "layer"])
+def test_what_is_kept_of_a_layer_changes_no_gradient(remat, kinds):
+    model = tiny.model_settings()
+    params, batch = tiny.denoiser(model), tiny.batch(kinds, model)
+    less = params_with(params, dataclasses.replace(model, remat=remat))
+    plain, same = (tiny.quick_jit(train.gradient)(each, batch) for each in (params, less))
+    for one, other in zip(*map(jax.tree.leaves, (plain, same)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=2e-6)
+
+
+def params_with(params, settings):
+    """The same parameters in a model of other settings."""
+    like = jax.tree.structure(jax.eval_shape(lambda: Denoiser(settings, rngs=nnx.Rngs(0))))
+    return jax.tree.unflatten(like, jax.tree.leaves(params))
+
+
+# ---------------------------------------------------------------------------------------------
 # The loop.
 
 
@@ -351,6 +427,25 @@ def test_a_finished_run_holds_a_model_that_can_be_loaded(loop):
     loop.run(train_steps=2)  # again: nothing is left to do but the report
     assert len(loop.batches) == 2
     assert loop.written == [2, 2]
+
+
+def test_a_run_with_adapters_resumes_and_leaves_them_and_a_merged_model(loop, base_model):
+    given = with_adapters(base_model)
+    loop.before_step = lambda step: step == 3 and os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(runs.Interrupted), runs.Run(loop.folder, given) as opened:
+        train.train(given, opened)
+    state = sum(path.stat().st_size for path in loop.folder.glob("state/**/*") if path.is_file())
+    model = sum(path.stat().st_size for path in base_model.glob("params/**/*") if path.is_file())
+    assert state < model  # what is frozen is not saved again
+    with runs.Run(loop.folder, given) as opened:
+        train.train(given, opened)
+    assert len(loop.batches) == 4
+    adapters, base = loop.folder / "adapters", checkpoint.load_model(base_model).model
+    merged = checkpoint.load_model(base_model, adapters=adapters).model
+    written = checkpoint.load_model(loop.folder).model
+    for ours, theirs, before in zip(*map(jax.tree.leaves, (written, merged, base)), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2**-8)  # in bfloat16 on disk
+        np.testing.assert_allclose(ours, before, rtol=2**-8)  # this step trains nothing
 
 
 def test_a_model_of_full_attention_is_known_as_such(loop):

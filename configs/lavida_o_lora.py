@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""LoRA of LaViDa-O on one GPU: a frozen base in bfloat16, adapters beside the matrices of layers.
+
+    python -m sparse_lavida_jax.bench.training --plan --config=configs/lavida_o_lora.py
+
+The base is a converted release (`--mode=convert`). Rank, alpha and learning rate are ours.
+"""
+
+import lavida_o
+import ml_collections
+
+
+def get_config() -> ml_collections.ConfigDict:
+    c = lavida_o.get_config()
+    c.name = "lavida_o_lora"
+    c.model.remat = "layer"
+    c.lora = dict(rank=16, alpha=32.0)
+    c.optimizer = dict(learning_rate=1e-4, warmup_steps=100, frozen_dtype="bfloat16")
+    c.train = dict(init_from="models/lavida-o", batch_size=1, loss_chunk=512)
+    return c

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that training takes on one device, from shapes alone: nothing is computed.
+
+    total = parameters + gradients + moments + average + kept + layer + logits
+
+* Parameters, gradients (of what is trained, in its dtype; with microbatches their sum too), moments
+  of the optimizer and the moving average are counted in the state that a run would start with.
+* Kept: what the loss keeps for its gradient. The loss is traced with the TPU kernel of attention,
+  which keeps what the one for GPUs keeps: q, k, v, the output and a number a query and head. What
+  of it is an input of the step already is not counted again, nor are the gradients of the heads,
+  which a chunked loss makes on its way there. With `remat="layer"` that is, for
+  each stream, layers x rows x tokens x width x bytes, and the image head.
+* Layer: what one joint layer keeps without `remat`, twice, as values and as their gradients, and
+  its trained matrices in the dtype they are multiplied in.
+* Logits of a chunk: rows x chunk x vocabulary, in float32 twice and in the compute dtype.
+
+The parts are not all there at the same moment, so the total is an upper bound of what the arrays
+take; `USABLE` leaves room for programs, and for what the allocator cannot use.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.extend.core import Literal
+
+from sparse_lavida_jax import config, lora, optimizer, parameters, train
+from sparse_lavida_jax.diffusion import Corrupted
+from sparse_lavida_jax.layout import Stream, TokenLayout
+from sparse_lavida_jax.models.denoiser import Denoiser
+
+GB = 1e9
+HEADS = ("text_head/kernel", "image_head/logits/kernel")
+USABLE = 0.95  # of a device's memory (ours)
+# The generation branch, as stages s2-256 and s2-1024 of the release train it (spec Sec. 9.5), and
+# its registers.
+BRANCH = r"generation|^image_(embedding|head)/|^cell_(row|column)$"
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Rows of a batch, and tokens of each stream in a row; 0: the stream is absent."""
+
+    rows: int
+    understanding: int
+    generation: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Bytes of one way to train.
+
+    Attributes:
+        trained: number of parameters trained.
+        remat: what is kept of a layer.
+        parameters, gradients, moments, average, kept, layer, logits: bytes, as told above.
+    """
+
+    trained: int
+    remat: str
+    parameters: int
+    gradients: int
+    moments: int
+    average: int
+    kept: int
+    layer: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        names = ("parameters", "gradients", "moments", "average", "kept", "layer", "logits")
+        return sum(getattr(self, name) for name in names)
+
+    def fits(self, device_bytes: int) -> bool:
+        """Whether a device has this much memory, with room to spare."""
+        return self.total <= USABLE * device_bytes
+
+
+def ways(settings: config.Config) -> dict[str, config.Config]:
+    """Returns the ways to train a model of this size that the table compares, by name."""
+    plain = dataclasses.replace(settings.optimizer, kind="adamw", groups=(), ema=0.0)
+    plain = dataclasses.replace(plain, moments_dtype="float32")
+    rate = plain.learning_rate
+
+    def way(**changes: Any) -> config.Config:
+        low_rank = changes.pop("lora", config.Lora())
+        return dataclasses.replace(
+            settings,
+            model=dataclasses.replace(settings.model, remat="layer"),
+            optimizer=dataclasses.replace(plain, **changes),
+            lora=low_rank,
+        )
+
+    rank = settings.lora if settings.lora.rank else config.Lora(rank=16)
+    found = {
+        "full": way(),
+        "full, bfloat16 moments": way(moments_dtype="bfloat16"),
+    }
+    if not settings.model.understanding_only:
+        found["generation branch"] = way(
+            groups=((BRANCH, rate), ("", 0.0)), frozen_dtype="bfloat16"
+        )
+    return found | {f"LoRA of rank {rank.rank}": way(lora=rank, frozen_dtype="bfloat16")}
+
+
+def plan(settings: config.Config, batch: Batch) -> Plan:
+    """Returns the memory of training with these settings.
+
+    Raises:
+        ConfigError: the settings train nothing, or name parameters that do not exist.
+    """
+    trained, frozen = jax.eval_shape(lambda: _parts(settings))
+    return Plan(
+        trained=sum(leaf.size for leaf in jax.tree.leaves(trained)),
+        remat=settings.model.remat,
+        parameters=_bytes(trained) + _bytes(frozen),
+        gradients=_bytes(trained) * (2 if settings.train.microbatches > 1 else 1),
+        moments=_bytes(jax.eval_shape(lambda p: optimizer.init(settings.optimizer, p), trained)),
+        average=_bytes(trained) if settings.optimizer.ema else 0,
+        kept=kept(settings, batch),
+        layer=_of_a_layer(settings, batch, trained),
+        logits=_of_logits(settings, batch),
+    )
+
+
+def _parts(settings: config.Config) -> tuple[Denoiser, Denoiser | None]:
+    model = Denoiser(settings.model, rngs=nnx.Rngs(0))
+    if settings.lora.rank:
+        model = lora.attach(model, settings.lora, jax.random.key(0))
+    return optimizer.parted(settings, model)
+
+
+def kept(settings: config.Config, batch: Batch) -> int:
+    """Returns the bytes that the loss keeps for its gradient, beside the parameters."""
+    # Of a layer of which the input alone is kept, any attention keeps nothing.
+    quick = settings.model.remat == "layer"
+    implementation = "reference" if quick else "pallas_tpu"
+    model = dataclasses.replace(settings.model, attention_implementation=implementation)
+    settings = dataclasses.replace(settings, model=model)
+    trained, frozen = jax.eval_shape(lambda: _parts(settings))
+
+    def way_back(trained, frozen):
+        def loss(part):
+            model, rows = parameters.joined(part, frozen), _rows(settings.model, batch)
+            return train.loss(model, rows, chunk=settings.train.loss_chunk)[0]
+
+        return jax.vjp(loss, trained)[1]
+
+    jaxpr = jax.make_jaxpr(way_back)(trained, frozen).jaxpr
+    given = set(jaxpr.invars)
+    outputs = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+    size = _bytes([v.aval for v in outputs - given])
+    if settings.train.loss_chunk:
+        names = parameters.by_name(trained)
+        size -= _bytes([names[head] for head in HEADS if head in names])
+    return size
+
+
+def _rows(model: config.Model, batch: Batch) -> Corrupted:
+    """Rows of zeros: to be called while tracing, where they take no memory."""
+
+    def ints(*shape):
+        return jnp.zeros((batch.rows, *shape), jnp.int32)
+
+    def floats(*shape):
+        return jnp.zeros((batch.rows, *shape), jnp.float32)
+
+    def stream(length, *codes):
+        layout = TokenLayout(ints(length), ints(length), ints(length))
+        return Stream(ints(length, *codes), ints(length), layout) if length else None
+
+    u, g, codes = batch.understanding, batch.generation, model.codes_per_token
+    text, image = stream(u), stream(g, codes)
+    predicts = "both" if text and image else "understanding" if text else "generation"
+    return Corrupted(
+        understanding=text,
+        generation=image,
+        pixels=None,
+        text_target=ints(u) if u else None,
+        text_weight=floats(u) if u else None,
+        image_target=ints(g, codes) if g else None,
+        image_weight=floats(g) if g else None,
+        text_total=floats(),
+        image_total=floats(),
+        predicts=predicts,
+    )
+
+
+def _of_a_layer(settings: config.Config, batch: Batch, trained: Denoiser) -> int:
+    """Bytes of one joint layer on its way back."""
+
+    def of_one(remat: str) -> int:
+        model = dataclasses.replace(
+            settings.model, num_layers=1, dual_tower_layers=0, remat=remat, unroll_layers=False
+        )
+        return kept(dataclasses.replace(settings, model=model), batch)
+
+    matrices = [
+        leaf.size // leaf.shape[0]
+        for name, leaf in parameters.by_name(trained).items()
+        if name.startswith("joint_layers/") and name.endswith("/kernel")
+    ]
+    dtype = jnp.dtype(settings.model.compute_dtype)
+    copied = sum(matrices) * dtype.itemsize if dtype != jnp.float32 else 0
+    return 2 * (of_one("none") - of_one("layer")) + copied
+
+
+def _of_logits(settings: config.Config, batch: Batch) -> int:
+    model, chunk = settings.model, settings.train.loss_chunk
+    text, codes = batch.understanding, batch.generation * model.codes_per_token
+    sizes = (
+        (min(chunk, text) if chunk else text) * model.vocab_size,
+        (min(chunk, codes) if chunk else codes) * model.codebook_size,
+    )
+    each = 2 * 4 + jnp.dtype(model.compute_dtype).itemsize
+    return batch.rows * max(sizes) * each
+
+
+def _bytes(tree: Any) -> int:
+    return sum(int(np.prod(x.shape)) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters by name: which are trained, and models that hold a part of theirs.
+
+A model of which some parameters are frozen is held as two models of the same structure, each with
+None where the other has an array. JAX sees no leaf there: no gradient, no moments, no average.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+M = TypeVar("M")
+
+
+def leaf_name(path: tuple) -> str:
+    """Returns the name of a leaf, such as `joint_layers/attn_out/kernel`, from its path."""
+    # The last step into an nnx.Param is not part of a name anybody wants to read.
+    return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
+
+
+def by_name(tree: Any) -> dict[str, Any]:
+    """Returns the leaves of a tree by name."""
+    return {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def parted(
+    params: M, is_trained: Callable[[str], bool], frozen_dtype: str | None = None
+) -> tuple[M, M | None]:
+    """Returns the trained part and the frozen part; None for that if all is trained.
+
+    Args:
+        frozen_dtype: of the frozen part; by default it stays as it is.
+    """
+    names = by_name(params)
+    if all(map(is_trained, names)):
+        return params, None
+
+    def trained(path, leaf):
+        return leaf if is_trained(leaf_name(path)) else None
+
+    def frozen(path, leaf):
+        if is_trained(leaf_name(path)):
+            return None
+        return leaf.astype(frozen_dtype or leaf.dtype)
+
+    with_path = jax.tree_util.tree_map_with_path
+    return with_path(trained, params), with_path(frozen, params)
+
+
+def joined(trained: M, frozen: M | None) -> M:
+    """Returns the whole model of two parts."""
+    if frozen is None:
+        return trained
+
+    def either(one, other):
+        return other if one is None else one
+
+    return jax.tree.map(either, trained, frozen, is_leaf=lambda leaf: leaf is None)
+
+
+def replaced(model: M, leaves: Mapping[str, Any]) -> M:
+    """Returns the model with other arrays under these names, in the dtype of the old ones.
+
+    Raises:
+        ValueError: the model has no such parameter, or one of another shape.
+    """
+    found = by_name(model)
+    for name, leaf in leaves.items():
+        if name not in found:
+            raise ValueError(f"the model has no parameter {name}.")
+        if tuple(leaf.shape) != tuple(found[name].shape):
+            raise ValueError(
+                f"{name} has the shape {tuple(leaf.shape)}, and {tuple(found[name].shape)} in the"
+                " model."
+            )
+
+    def choose(path, leaf):
+        given = leaves.get(leaf_name(path))
+        return leaf if given is None else jnp.asarray(given, leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(choose, model)

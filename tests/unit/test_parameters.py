@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two parts are one model, and nobody sees the other part's arrays."""
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from sparse_lavida_jax import parameters
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny.denoiser(tiny.model_settings())
+
+
+def is_branch(name):
+    return "generation" in name
+
+
+def test_names_are_paths(model):
+    names = parameters.by_name(model)
+    assert "joint_layers/generation/q/kernel" in names
+    assert "vision/tower/layers/fc1/bias" in names
+    assert len(names) == len(jax.tree.leaves(model))
+
+
+def test_parts_have_each_parameter_once_and_join_to_the_model(model):
+    mine, rest = parameters.parted(model, is_branch)
+    ours, theirs = parameters.by_name(mine), parameters.by_name(rest)
+    assert ours and theirs and not ours.keys() & theirs.keys()
+    assert all(map(is_branch, ours)) and not any(map(is_branch, theirs))
+    joined = parameters.joined(mine, rest)
+    assert jax.tree.structure(joined) == jax.tree.structure(model)
+    assert all(
+        one is two for one, two in zip(jax.tree.leaves(joined), jax.tree.leaves(model), strict=True)
+    )
+
+
+def test_the_frozen_part_may_be_half_as_large(model):
+    mine, rest = parameters.parted(model, is_branch, "bfloat16")
+    assert {x.dtype.name for x in jax.tree.leaves(mine)} == {"float32"}
+    assert {x.dtype.name for x in jax.tree.leaves(rest)} == {"bfloat16"}
+
+
+def test_a_model_that_is_trained_whole_is_left_alone(model):
+    mine, rest = parameters.parted(model, lambda name: True, "bfloat16")
+    assert mine is model and rest is None
+    assert parameters.joined(mine, None) is model
+
+
+def test_what_is_replaced_has_to_be_there_and_to_fit(model):
+    changed = parameters.replaced(model, {"final_norm/weight": np.full(32, 3.0)})
+    np.testing.assert_array_equal(changed.final_norm.weight[...], np.full(32, 3.0))
+    assert model.final_norm.weight[...].max() != 3
+    with pytest.raises(ValueError, match="no parameter final_norm/scale"):
+        parameters.replaced(model, {"final_norm/scale": np.ones(32)})
+    with pytest.raises(ValueError, match=r"\(31,\), and \(32,\) in the model"):
+        parameters.replaced(model, {"final_norm/weight": np.ones(31)})

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory of a training, from shapes: against hand-made sums and what a step really holds."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+import stand_ins
+import tiny
+from flax import nnx
+
+from sparse_lavida_jax import config, config_files, optimizer, parameters, train
+from sparse_lavida_jax.bench import plan
+from sparse_lavida_jax.models.denoiser import Denoiser
+
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+LAYERS, LENGTHS, WIDTHS = 3, (64, 32), (32, 24)  # of `tiny`, and a batch
+
+
+def settings(**changes):
+    """A tiny model whose loss goes through chunks."""
+    model = tiny.model_settings(codes_per_token=4, **changes)
+    return config.Config(model=model, train=config.Train(loss_chunk=8))
+
+
+@pytest.fixture(scope="module")
+def plans():
+    batch = plan.Batch(2, *LENGTHS)
+    return {name: plan.plan(way, batch) for name, way in plan.ways(settings()).items()}
+
+
+def test_the_ways_to_train_hold_what_they_train(plans):
+    size = sum(leaf.size for leaf in jax.tree.leaves(tiny.denoiser(settings().model)))
+    full = plans["full"]
+    assert (full.trained, full.parameters, full.gradients) == (size, 4 * size, 4 * size)
+    step = 4  # the number of the step
+    assert full.moments == 8 * size + step
+    assert plans["full, bfloat16 moments"].moments == 4 * size + step
+    branch, low_rank = plans["generation branch"], plans["LoRA of rank 16"]
+    for part in (branch, low_rank):
+        assert 0 < part.trained < full.trained
+        assert part.gradients == 4 * part.trained
+        assert part.moments == 8 * part.trained + step
+    assert branch.parameters == 4 * branch.trained + 2 * (size - branch.trained)
+    assert branch.kept < full.kept
+    assert full.total > plans["full, bfloat16 moments"].total > branch.total
+
+
+def test_what_is_kept_is_the_input_of_every_layer():
+    """The difference of two depths, by hand: the rest is the same for both."""
+    batch = plan.Batch(2, *LENGTHS)
+    kept = [plan.kept(settings(remat="layer", num_layers=n), batch) for n in (LAYERS, LAYERS + 2)]
+    tokens = sum(length * width for length, width in zip(LENGTHS, WIDTHS, strict=True))
+    assert kept[1] - kept[0] == 2 * 2 * tokens * 4  # two layers, two rows, float32
+
+
+def test_less_is_kept_than_of_whole_layers():
+    none, attention, layer = (
+        plan.kept(settings(remat=remat), plan.Batch(2, *LENGTHS))
+        for remat in ("none", "attention", "layer")
+    )
+    assert none > 2 * attention > 2 * layer
+
+
+def test_the_state_of_a_run_is_as_large_as_planned():
+    """With an average; the sum over microbatches is a second gradient."""
+    given = stand_ins.settings(
+        optimizer={"ema": 0.9, "groups": ((plan.BRANCH, 1e-3), ("", 0.0))},
+        train={"microbatches": 2},
+    )
+    state = train.init_state(given, tiny.denoiser(given.model))
+    planned = plan.plan(given, plan.Batch(1, 16, 16))
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    counters = 2 * np.int32().nbytes  # step, skipped
+    assert held - counters == planned.parameters + planned.moments + planned.average
+    assert planned.gradients == 2 * planned.average == 8 * planned.trained
+
+
+def test_the_branch_of_the_plan_is_that_of_the_config():
+    given = config_files.read(CONFIGS / "lavida_o_branch.py")
+    model = jax.eval_shape(lambda: Denoiser(given.model, rngs=nnx.Rngs(0)))
+    parts = [
+        jax.eval_shape(lambda m, s=s: optimizer.parted(s, m), model)
+        for s in (given, plan.ways(given)["generation branch"])
+    ]
+    for ours, theirs in zip(*parts, strict=True):
+        assert parameters.by_name(ours) == parameters.by_name(theirs)
+
+
+def test_the_release_fits_as_it_should():
+    """Figures of the plan of this project: LoRA about 26 GB, the branch alone about 58 GB."""
+    given = config_files.read(CONFIGS / "lavida_o_lora.py")
+    found = plan.plan(given, plan.Batch(1, 1024, 1280))
+    assert 24e9 < found.total < 27e9
+    assert found.fits(32 * 2**30) and not found.fits(24 * 2**30)
+
+
+def command(*words):
+    return subprocess.run(
+        [sys.executable, "-m", "sparse_lavida_jax.bench.training", *words],
+        capture_output=True, text=True, check=False, env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+
+
+def test_a_run_that_cannot_fit_is_refused_with_the_numbers(tmp_path):
+    path = tmp_path / "small.py"
+    model = config.to_dict(tiny.model_settings(codes_per_token=4))
+    path.write_text(f"def get_config():\n    return {{'name': 'small', 'model': {model}}}\n")
+    words = ("--plan", f"--config={path}", "--image-tokens=36", "--text-tokens=64")
+    done = command(*words, "--device-gb=0.001")
+    assert done.returncode == 2, done.stderr
+    assert "small needs 0." in done.stderr and "nothing of the above" in done.stderr
+    assert "too large" in done.stdout and "fits" not in done.stdout
+    assert "Traceback" not in done.stderr
