@@ -93,8 +93,8 @@ class PictureEncoder:
     def __init__(self, name_or_folder: str):
         folder = pathlib.Path(name_or_folder)
         inside = (folder / "vq", folder / "model" / "vq")
-        self.folder = next((path for path in inside if path.is_dir()), None)
-        self.folder = self.folder or vq.find(name_or_folder)
+        found = next((path for path in inside if path.is_dir()), None)
+        self.folder = found or vq.find(name_or_folder)
         settings = vq.read_settings(self.folder)
         self.side, self.factor = settings.image_size, settings.factor
         self.codebook_size = settings.codebook_size

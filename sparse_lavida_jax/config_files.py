@@ -20,7 +20,7 @@ def read(path: pathlib.Path) -> config.Config:
             out of range.
     """
     if not path.is_file() or path.suffix != ".py":
-        raise config.ConfigError(f"there is no config file {path}. {_files(path.parent)}")
+        raise config.ConfigError(f"there is no config file {path}. {listed(path.parent)}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise config.ConfigError(f"{path} is no Python file.")
@@ -50,6 +50,7 @@ def _importable(folder: pathlib.Path) -> Iterator[None]:
                 del sys.modules[name]
 
 
-def _files(folder: pathlib.Path) -> str:
+def listed(folder: pathlib.Path) -> str:
+    """Says which config files a folder holds."""
     names = ", ".join(sorted(str(path) for path in folder.glob("*.py")))
     return f"There are: {names}." if names else f"There is none in {folder.resolve()}."

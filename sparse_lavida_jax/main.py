@@ -306,7 +306,8 @@ def _base_config(values: flags.FlagValues) -> config.Config:
         return config.Config()
     if values.mode == "train":
         if not values.config:
-            raise UsageError(f"training needs --config=FILE. {_files(pathlib.Path('configs'))}")
+            known = config_files.listed(pathlib.Path("configs"))
+            raise UsageError(f"training needs --config=FILE. {known}")
         return config_files.read(pathlib.Path(values.config))
     if not values.checkpoint:
         raise UsageError(

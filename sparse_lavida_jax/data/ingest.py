@@ -197,9 +197,7 @@ class _Row:
 
     def _understanding(self) -> Draft:
         shown = self._encoded("image")
-        size = (0, 0)
-        for contents in reversed(shown):
-            size = images.size_of(pictures.read_bytes(contents))
+        sizes = [images.size_of(pictures.read_bytes(contents)) for contents in shown]
         asked, answered = self._turns()
         # A conversation that does not say where its pictures stand begins with them.
         if shown and not any(chat.IMAGE in said for said in asked):
@@ -207,7 +205,9 @@ class _Row:
         marks = sum(said.count(chat.IMAGE) for said in asked)
         if marks != len(shown):
             raise RecordError(f"it speaks of {marks} pictures ({chat.IMAGE}) and has {len(shown)}")
-        return Draft(self._record(asked, answered=answered, pictures=shown, size=size))
+        return Draft(
+            self._record(asked, answered=answered, pictures=shown, size=(*sizes, (0, 0))[0])
+        )
 
     def _reflection(self) -> Draft:
         return self._seen((self._text("caption"),), answered=(self._text("answer"),))

@@ -25,7 +25,7 @@ import multiprocessing
 import os
 import pathlib
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, Protocol
 
@@ -161,8 +161,8 @@ def _carry_out(mixture, job, encoder, shards, settings, on_progress) -> Summary:
     allowed = {name: settings.max_bad_fraction * rows for name, rows in _count_rows(shards).items()}
     try:
         _check_bad(job.folder, shards, done, allowed)
-        with contextlib.closing(_outcomes(job, encoder, left, settings)) as outcomes:
-            for stem, outcome in outcomes:
+        with contextlib.closing(_outcomes(job, encoder, left, settings)) as made:
+            for stem, outcome in made:
                 done[stem] = outcome
                 on_progress(len(done), len(shards))
                 _check_bad(job.folder, shards, done, allowed)
@@ -339,7 +339,7 @@ def _chained(first, rest) -> Iterator[records.Record]:
 
 def _outcomes(
     job: Job, encoder: PictureEncoder, shards: list[Shard], settings: config.Prepare
-) -> Iterator[tuple[str, Outcome]]:
+) -> Generator[tuple[str, Outcome], None, None]:
     """Yields what became of shards as they are finished, in any order."""
     if settings.engine == "ray":
         from sparse_lavida_jax.data import prepare_ray

@@ -43,6 +43,7 @@ def outcomes(job: Job, shards: list[Shard], workers: int) -> Iterator[tuple[str,
     try:
         import ray
         import ray.data
+        import ray.exceptions
     except ImportError as error:
         raise PrepareError(
             "prepare.engine=ray needs Ray: `pip install 'sparse-lavida-jax[ray]'`, or use"
@@ -56,9 +57,9 @@ def outcomes(job: Job, shards: list[Shard], workers: int) -> Iterator[tuple[str,
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = False
         made = ray.data.range(len(shards), override_num_blocks=len(shards)).map(
-            _Maker,
+            _Maker,  # type: ignore[arg-type]
             fn_constructor_args=(job, shards),
-            concurrency=max(1, min(workers, len(shards))),
+            compute=ray.data.ActorPoolStrategy(size=max(1, min(workers, len(shards)))),
         )
         for row in made.iter_rows():
             yield row["stem"], Outcome(**json.loads(row["outcome"]))

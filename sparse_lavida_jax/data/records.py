@@ -17,7 +17,7 @@ from typing import Any
 import flax.serialization
 import grain
 import numpy as np
-from array_record.python import array_record_module
+from array_record.python import array_record_module  # type: ignore
 from jaxtyping import Float, Int
 
 VERSION = 1
@@ -120,7 +120,7 @@ def decode(data: bytes) -> Record:
         RecordError: it is damaged, or of another version.
     """
     try:
-        flat = flax.serialization.msgpack_restore(data)
+        flat: dict[str, Any] = dict(flax.serialization.msgpack_restore(data))  # type: ignore
         version = flat.pop("version")
     except Exception as error:  # msgpack raises many kinds
         raise RecordError(f"it is no record ({error})") from error
@@ -271,7 +271,7 @@ class ShardedRecords:
         """Opens the files when they are needed: a copy in another process opens its own."""
         if self._source is None:
             files = [_Whole(str(path), 0, count, count) for path, count in self._files]
-            self._source = grain.sources.ArrayRecordDataSource(files)
+            self._source = grain.sources.ArrayRecordDataSource(files)  # type: ignore
         return self._source
 
     def __getstate__(self) -> dict[str, Any]:
