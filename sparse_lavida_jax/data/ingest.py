@@ -198,6 +198,7 @@ class _Row:
     def _understanding(self) -> Draft:
         shown = self._encoded("image")
         sizes = [images.size_of(pictures.read_bytes(contents)) for contents in shown]
+        size = sizes[0] if sizes else (0, 0)
         asked, answered = self._turns()
         # A conversation that does not say where its pictures stand begins with them.
         if shown and not any(chat.IMAGE in said for said in asked):
@@ -205,9 +206,7 @@ class _Row:
         marks = sum(said.count(chat.IMAGE) for said in asked)
         if marks != len(shown):
             raise RecordError(f"it speaks of {marks} pictures ({chat.IMAGE}) and has {len(shown)}")
-        return Draft(
-            self._record(asked, answered=answered, pictures=shown, size=(*sizes, (0, 0))[0])
-        )
+        return Draft(self._record(asked, answered=answered, pictures=shown, size=size))
 
     def _reflection(self) -> Draft:
         return self._seen((self._text("caption"),), answered=(self._text("answer"),))

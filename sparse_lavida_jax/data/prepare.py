@@ -54,10 +54,17 @@ class PictureEncoder(Protocol):
         digest: tells one tokenizer from another.
     """
 
-    side: int
-    factor: int
-    codebook_size: int
-    digest: str
+    @property
+    def side(self) -> int: ...
+
+    @property
+    def factor(self) -> int: ...
+
+    @property
+    def codebook_size(self) -> int: ...
+
+    @property
+    def digest(self) -> str: ...
 
     def encode(self, pixels: UInt8[np.ndarray, "n side side 3"]) -> Int[np.ndarray, "n y x"]: ...
 

@@ -70,20 +70,20 @@ class Record:
     form: str = ""
     feedback: tuple[str, ...] = ()
     pictures: tuple[bytes, ...] = ()
-    target: Int[np.ndarray, "k y x"] = dataclasses.field(default_factory=_no_codes)
-    crops: Int[np.ndarray, "k 2"] = dataclasses.field(
+    target: Int[np.ndarray, "_k _y _x"] = dataclasses.field(default_factory=_no_codes)
+    crops: Int[np.ndarray, "_k 2"] = dataclasses.field(
         default_factory=lambda: np.zeros((0, 2), np.int32)
     )
-    light: Float[np.ndarray, "k 2"] = dataclasses.field(
+    light: Float[np.ndarray, "_k 2"] = dataclasses.field(
         default_factory=lambda: np.zeros((0, 2), np.float32)
     )
-    sources: Int[np.ndarray, "n y x"] = dataclasses.field(default_factory=_no_codes)
+    sources: Int[np.ndarray, "_n _y _x"] = dataclasses.field(default_factory=_no_codes)
     size: tuple[int, int] = (0, 0)
     score: float | None = None
     hps: float | None = None
     pixel_diff: float | None = None
     phrases: tuple[str, ...] = ()
-    boxes: Float[np.ndarray, "b 4"] = dataclasses.field(
+    boxes: Float[np.ndarray, "_b 4"] = dataclasses.field(
         default_factory=lambda: np.zeros((0, 4), np.float32)
     )
 
