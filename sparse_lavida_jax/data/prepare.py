@@ -27,7 +27,7 @@ import pathlib
 import signal
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int, UInt8
@@ -44,6 +44,7 @@ REPORT, READABLE = "report.json", "report.md"
 MOST_NAMED = 50  # bad records that the readable report names, of each dataset
 
 
+@runtime_checkable
 class PictureEncoder(Protocol):
     """The image tokenizer: pixels to codes.
 
