@@ -154,12 +154,12 @@ def prepare(
         OSError: the folder cannot be written to, for want of space or whatever else.
     """
     mixture, folder = recipe.read(pathlib.Path(path)), pathlib.Path(folder)
-    with _only_one(folder):
-        try:
-            plan = _plan(mixture, folder, settings, load_encoder)
-        except tables.TableError as error:
-            raise PrepareError(str(error)) from error
-        return _carry_out(mixture, *plan, settings.prepare, on_progress)
+    try:
+        plan = _plan(mixture, folder, settings, load_encoder)
+        with _only_one(folder):
+            return _carry_out(mixture, *plan, settings.prepare, on_progress)
+    except tables.TableError as error:
+        raise PrepareError(str(error)) from error
 
 
 def _carry_out(mixture, job, encoder, shards, settings, on_progress) -> Summary:
@@ -174,8 +174,6 @@ def _carry_out(mixture, job, encoder, shards, settings, on_progress) -> Summary:
                 done[stem] = outcome
                 on_progress(len(done), len(shards))
                 _check_bad(job.folder, shards, done, allowed)
-    except tables.TableError as error:
-        raise PrepareError(str(error)) from error
     finally:
         _write_report(job.folder, shards, done)
     _write_json(job.folder / INDEX, _index(mixture, encoder, shards, done))
