@@ -4,6 +4,7 @@
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -76,6 +77,15 @@ def test_a_preparation_that_is_stopped_leaves_whole_shards_and_goes_on(tmp_path)
     assert front("prepare", source, tmp_path / "out", *settings) == 0
     assert front("prepare", source, tmp_path / "whole", *settings) == 0
     assert raw_data.contents(tmp_path / "out") == raw_data.contents(tmp_path / "whole")
+
+
+def test_the_tokenizer_of_a_model_folder_is_found(tmp_path):
+    bundled = codec.PictureEncoder("scenes_g1")
+    for place in ("vq", "model/vq"):
+        shutil.copytree(bundled.folder, tmp_path / place)
+        found = codec.PictureEncoder(str(tmp_path))
+        assert found.folder == tmp_path / place and found.digest == bundled.digest
+        shutil.rmtree(tmp_path / place)
 
 
 @pytest.fixture
