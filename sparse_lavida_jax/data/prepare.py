@@ -19,6 +19,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import hashlib
 import json
 import multiprocessing
@@ -350,12 +351,26 @@ def _outcomes(
     if settings.engine == "ray":
         from sparse_lavida_jax.data import prepare_ray
 
-        yield from prepare_ray.outcomes(job, shards, settings.workers)
+        elsewhere = dataclasses.replace(job, folder=job.folder.resolve())
+        load = functools.partial(_maker, elsewhere, shards)
+        for row in prepare_ray.outcomes(load, len(shards), settings.workers):
+            yield row["stem"], Outcome(**json.loads(row["outcome"]))
     elif settings.workers and shards:
         yield from _in_processes(job, shards, min(settings.workers, len(shards)))
     else:
         for shard in shards:
             yield shard.stem, make(job, encoder, shard)
+
+
+def _maker(job: Job, shards: list[Shard]) -> Callable[[int], dict[str, str]]:
+    """Returns, on another machine, what makes a shard by its number."""
+    encoder = job.load_encoder()
+
+    def made(number: int) -> dict[str, str]:
+        outcome = make(job, encoder, shards[number])
+        return {"stem": shards[number].stem, "outcome": json.dumps(dataclasses.asdict(outcome))}
+
+    return made
 
 
 _worker: tuple[Job, PictureEncoder] | None = None

@@ -1,44 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shards of a preparation over the machines of a Ray cluster.
+"""The shards of a preparation over the machines of a Ray cluster, handed out by Ray Data.
 
-Ray Data hands out the shards; each is made by `prepare.make`, as on one machine. The tables, the
-pictures and the prepared folder have the same paths on all machines.
+The tables, the pictures and the prepared folder have the same paths on all machines.
 """
 
-import dataclasses
-import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from sparse_lavida_jax.data import prepare
-from sparse_lavida_jax.data.prepare import Job, Outcome, Shard
 from sparse_lavida_jax.data.recipe import PrepareError
+
+Make = Callable[[int], dict[str, Any]]  # of a shard by its number, to what became of it
 
 
 class _Maker:
-    """An actor with the image tokenizer in its memory."""
+    """An actor that has loaded what shards need."""
 
-    def __init__(self, job: Job, shards: list[Shard]):
-        self.job, self.shards = job, shards
-        self.encoder = job.load_encoder()
+    def __init__(self, load: Callable[[], Make]):
+        self.make = load()
 
-    def __call__(self, row: dict) -> dict:
-        shard = self.shards[row["id"]]
-        outcome = prepare.make(self.job, self.encoder, shard)
-        return {"stem": shard.stem, "outcome": json.dumps(dataclasses.asdict(outcome))}
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        return self.make(int(row["id"]))
 
 
-def outcomes(job: Job, shards: list[Shard], workers: int) -> Iterator[tuple[str, Outcome]]:
-    """Yields what became of shards as they are finished, in any order.
+def outcomes(load: Callable[[], Make], count: int, workers: int) -> Iterator[dict[str, Any]]:
+    """Yields what became of shards 0..count-1 as they are finished, in any order.
 
     Joins the cluster that RAY_ADDRESS names, or starts one on this machine.
 
     Args:
-        workers: actors, each with an image tokenizer; 0: one.
+        load: makes, in an actor, what makes shards.
+        workers: actors; 0: one.
 
     Raises:
         PrepareError: Ray is not installed, or a shard could not be made.
     """
-    if not shards:
+    if not count:
         return
     try:
         import ray
@@ -49,20 +45,17 @@ def outcomes(job: Job, shards: list[Shard], workers: int) -> Iterator[tuple[str,
             "prepare.engine=ray needs Ray: `pip install 'sparse-lavida-jax[ray]'`, or use"
             " prepare.engine=processes on one machine."
         ) from error
-    job = dataclasses.replace(job, folder=job.folder.resolve())
     started = not ray.is_initialized()
     if started:
         ray.init(log_to_driver=False, include_dashboard=False, configure_logging=False)
     try:
-        context = ray.data.DataContext.get_current()
-        context.enable_progress_bars = False
-        made = ray.data.range(len(shards), override_num_blocks=len(shards)).map(
+        ray.data.DataContext.get_current().enable_progress_bars = False
+        made = ray.data.range(count, override_num_blocks=count).map(
             _Maker,  # type: ignore[arg-type]
-            fn_constructor_args=(job, shards),
-            compute=ray.data.ActorPoolStrategy(size=max(1, min(workers, len(shards)))),
+            fn_constructor_args=(load,),
+            compute=ray.data.ActorPoolStrategy(size=max(1, min(workers, count))),
         )
-        for row in made.iter_rows():
-            yield row["stem"], Outcome(**json.loads(row["outcome"]))
+        yield from made.iter_rows()
     except ray.exceptions.RayError as error:
         cause = str(error).strip().splitlines()[-1]
         raise PrepareError(

@@ -21,7 +21,7 @@ def laid_out(
     example: Example, settings: config.Config, rng: np.random.Generator
 ) -> tuple[Row, Blocks]:
     """Returns the row of an example, neither sorted nor padded, and the blocks of its response."""
-    given = _given(example, settings, rng)
+    given = given_of(example, settings, rng)
     blocks = _blocks(example, given, settings, rng)
     prompt = prompt_row(
         example.parts,
@@ -41,7 +41,7 @@ def laid_out(
     return row, blocks
 
 
-def _given(
+def given_of(
     example: Example, settings: config.Config, rng: np.random.Generator
 ) -> Bool[np.ndarray, " l"]:
     """With probability `given`, a random rectangle or set of spans is shown as given."""
