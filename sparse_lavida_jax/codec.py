@@ -99,9 +99,13 @@ class PictureEncoder:
         self.side, self.factor = settings.image_size, settings.factor
         self.codebook_size = settings.codebook_size
 
-    @functools.cached_property
+    @property
     def digest(self) -> str:
         """SHA-256 of the settings and the parameters."""
+        return self._digest
+
+    @functools.cached_property
+    def _digest(self) -> str:
         digest = hashlib.sha256((self.folder / "config.json").read_bytes())
         with (self.folder / "params.safetensors").open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())

@@ -300,10 +300,10 @@ class _Row:
         return boxes
 
     def _one(self, field: str) -> bytes:
-        encoded = self._encoded(field, needed=True)
-        if len(encoded) > 1:
-            raise RecordError(f"it has {len(encoded)} pictures as {field}, where one is needed")
-        return encoded[0]
+        first, *more = self._encoded(field, needed=True)
+        if more:
+            raise RecordError(f"it has {1 + len(more)} pictures as {field}, where one is needed")
+        return first
 
     def _encoded(self, field: str, *, needed: bool = False) -> tuple[bytes, ...]:
         """Returns the encoded pictures of a field, which names one or several."""
