@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The image tokenizer as tasks use it: pixels to cells of codes and back."""
 
+import functools
+import hashlib
 import pathlib
 
 import numpy as np
@@ -73,3 +75,46 @@ class PictureCodec:
         grids[:, 2, 3] = np.arange(scenes.NUM_APPEARANCES + 1)
         cells = self.encode(np.stack([scenes.render(grid) for grid in grids]))
         return cells[:, 2 * scenes.GRID + 3]
+
+
+class PictureEncoder:
+    """The image tokenizer as `prepare` uses it: squares of pixels to codes.
+
+    Its parameters are read when the first picture is encoded, in the process that does it.
+
+    Args:
+        name_or_folder: a bundled VQ, a folder with one, or a model folder or run directory with
+            one.
+
+    Raises:
+        VQError: there is no such VQ.
+    """
+
+    def __init__(self, name_or_folder: str):
+        folder = pathlib.Path(name_or_folder)
+        inside = (folder / "vq", folder / "model" / "vq")
+        found = next((path for path in inside if path.is_dir()), None)
+        self.folder = found or vq.find(name_or_folder)
+        settings = vq.read_settings(self.folder)
+        self.side, self.factor = settings.image_size, settings.factor
+        self.codebook_size = settings.codebook_size
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the settings and the parameters."""
+        return self._digest
+
+    @functools.cached_property
+    def _digest(self) -> str:
+        digest = hashlib.sha256((self.folder / "config.json").read_bytes())
+        with (self.folder / "params.safetensors").open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+        return digest.hexdigest()
+
+    @functools.cached_property
+    def _model(self) -> vq.VQModel:
+        return vq.load(self.folder)[0]
+
+    def encode(self, pixels: UInt8[np.ndarray, "n side side 3"]) -> Int[np.ndarray, "n y x"]:
+        """Returns the codes of pictures, encoded together."""
+        return vq.encode_pictures(self._model, pixels, batch=len(pixels))

@@ -291,10 +291,18 @@ class Data:
     source_drop: float = 0.1  # share of edit rows whose source cells are masked
     given: float = 0.2  # share of rows that show a random part of the response as given
     workers: int = 0  # processes that make batches, for accelerators; 0: one thread
+    # Of prepared records (`data/mixture.py`): tokens of the longest sequence, pictures included,
+    # as released, and the loss weight of the codes in the boxes of an edit: 1 as in the released
+    # mixture, 5 where the release switches it on (spec Sec. 9.3).
+    max_sequence_len: int = 8192
+    edit_area_weight: float = 1.0
 
     def __post_init__(self):
         _check_choice(self, "source", ("scenes", "digits", "none"))
-        _check_positive(self, "text_block_len", "max_prompt_len", "max_answer_len")
+        _check_positive(
+            self, "text_block_len", "max_prompt_len", "max_answer_len", "max_sequence_len"
+        )
+        _check(self, "edit_area_weight", self.edit_area_weight >= 1, "it must be 1 or more")
         _check(
             self,
             "max_answer_len",
@@ -321,6 +329,24 @@ class Data:
             all(weight > 0 for weight in self.first_tasks.values()),
             "every weight greater than 0",
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prepare:
+    """From tables and pictures to shards of records (`--mode=prepare`; docs/data.md)."""
+
+    shard_rows: int = 512  # rows of a table that become one shard
+    max_bad_fraction: float = 0.001  # of the rows of a dataset; more bad ones end the preparation
+    crops: int = 1  # random crops of a picture to draw, of which training takes one at a time
+    encode_batch: int = 8  # pictures that the image tokenizer encodes together
+    engine: str = "processes"  # processes, on this machine | ray, on a cluster
+    workers: int = 0  # processes or Ray actors, each with an image tokenizer; 0: this process
+
+    def __post_init__(self):
+        _check_positive(self, "shard_rows", "crops", "encode_batch")
+        _check_fraction(self, "max_bad_fraction")
+        _check_choice(self, "engine", ("processes", "ray"))
+        _check(self, "workers", self.workers >= 0, "it must be 0 or more")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -618,6 +644,7 @@ class Config:
     model: Model = dataclasses.field(default_factory=Model)
     vq: VQ = dataclasses.field(default_factory=VQ)
     data: Data = dataclasses.field(default_factory=Data)
+    prepare: Prepare = dataclasses.field(default_factory=Prepare)
     diffusion: Diffusion = dataclasses.field(default_factory=Diffusion)
     optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)
     lora: Lora = dataclasses.field(default_factory=Lora)

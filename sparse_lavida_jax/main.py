@@ -10,6 +10,8 @@ r"""Trains, samples and evaluates from the command line.
     python -m sparse_lavida_jax.main --mode=convert --src=LaViDa-O-v1.0 --dst=models/lavida-o
     python -m sparse_lavida_jax.main --mode=verify --src=models/lavida-o
     python -m sparse_lavida_jax.main --mode=export --src=runs/mine --dst=for-pytorch
+    python -m sparse_lavida_jax.main --mode=prepare --src=mixture.yaml --dst=prepared \
+        --config.data.picture_codec=models/lavida-o --config.prepare.workers=4
 
 A config file is a Python program that is run: use only your own. Exit codes: 0 done, 2 a mistake
 that the message explains, 130 and 143 stopped by a signal with everything saved.
@@ -17,6 +19,7 @@ that the message explains, 130 and 143 stopped by a signal with everything saved
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import signal
 import sys
@@ -28,13 +31,15 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from sparse_lavida_jax import checkpoint, config, config_files, pictures, runs
+from sparse_lavida_jax.data.recipe import PrepareError
 from sparse_lavida_jax.data.task_prompts import RequestError
 
-MODES = ("train", "sample", "evaluate", "convert", "export", "verify")
+MODES = ("train", "sample", "evaluate", "convert", "export", "verify", "prepare")
 FOLDERS = {  # flags that these modes need, and what they name
     "convert": {"src": "the released PyTorch folder", "dst": "the model folder to write"},
     "export": {"src": "a model folder or run directory", "dst": "the PyTorch folder to write"},
     "verify": {"src": "a model folder or run directory"},
+    "prepare": {"src": "a mixture file (docs/data.md)", "dst": "the folder of shards to write"},
 }
 SAMPLE_TASKS = ("draw", "edit", "ask", "point")
 DEFAULT_MODEL = "scenes"
@@ -48,7 +53,7 @@ class UsageError(Exception):
 # OSError: a full disk, a file that is not there, a folder that may not be written.
 OURS = (
     config.ConfigError, checkpoint.CheckpointError, runs.RunError, pictures.PictureError,
-    RequestError, UsageError, OSError,
+    RequestError, UsageError, PrepareError, OSError,
 )  # fmt: skip
 
 
@@ -172,12 +177,29 @@ def _verify(command: Command) -> int:
     return 0
 
 
+def _prepare(command: Command) -> int:
+    from sparse_lavida_jax import codec
+    from sparse_lavida_jax.data import prepare
+
+    load_encoder = functools.partial(codec.PictureEncoder, command.config.data.picture_codec)
+    title = f"{command.src} -> {command.dst}"
+    with _progress(title, rich.progress.MofNCompleteColumn) as on_progress:
+        done = prepare.prepare(command.src, command.dst, command.config, load_encoder, on_progress)
+    print(
+        f"{command.dst}: {done.records} records in {done.shards} shards, of which {done.made} were"
+        f" made now; {done.left_out} rows left out, {done.bad} bad, as {prepare.READABLE} says"
+    )
+    return 0
+
+
 @contextlib.contextmanager
-def _progress(title: str) -> Iterator[Callable[[int, int], None]]:
+def _progress(
+    title: str, column: type[rich.progress.ProgressColumn] = rich.progress.DownloadColumn
+) -> Iterator[Callable[[int, int], None]]:
     """Shows a bar on a terminal, and nothing elsewhere."""
     console = rich.console.Console(stderr=True)
     bar = rich.progress.Progress(
-        "{task.description}", rich.progress.BarColumn(), rich.progress.DownloadColumn(),
+        "{task.description}", rich.progress.BarColumn(), column(),
         rich.progress.TimeRemainingColumn(),
         console=console, transient=True, disable=not console.is_terminal,
     )  # fmt: skip
@@ -207,6 +229,7 @@ RUN = {
     "convert": _convert,
     "export": _export,
     "verify": _verify,
+    "prepare": _prepare,
 }
 
 # ---------------------------------------------------------------------------------------------
@@ -230,7 +253,7 @@ def parse(argv: list[str]) -> Command | None:
             return None
         if left:
             raise UsageError(f"{left[0]!r} is no setting. Write settings as --name=value.")
-        if values.mode in FOLDERS and overrides:
+        if values.mode in FOLDERS and values.mode != "prepare" and overrides:
             raise UsageError(f"--mode={values.mode} takes no settings of a config: {overrides[0]}.")
         settings = _override(_base_config(values), overrides)
     except flags.Error as error:
@@ -263,8 +286,8 @@ def _define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("picture", "", "A picture to change or to look at.", flag_values=values)
     flags.DEFINE_string("out", "picture.png", "Where the drawn picture goes.", flag_values=values)
     flags.DEFINE_integer("seed", 0, "Of sampling.", flag_values=values)
-    flags.DEFINE_string("src", "", "The folder to convert, export, verify.", flag_values=values)
-    flags.DEFINE_string("dst", "", "The folder that convert, export write.", flag_values=values)
+    flags.DEFINE_string("src", "", "What to convert, export, verify, prepare.", flag_values=values)
+    flags.DEFINE_string("dst", "", "The folder that they write.", flag_values=values)
     flags.DEFINE_enum(
         "dtype", "", ("", "float32", "bfloat16"),
         "Of converted parameters; by default as released.", flag_values=values,
@@ -276,7 +299,10 @@ def _base_config(values: flags.FlagValues) -> config.Config:
     if values.mode in FOLDERS:
         for name, meaning in FOLDERS[values.mode].items():
             if not values[name].value:
-                raise UsageError(f"--mode={values.mode} needs --{name}=FOLDER, {meaning}.")
+                given = "FILE" if meaning.startswith("a mixture") else "FOLDER"
+                raise UsageError(f"--mode={values.mode} needs --{name}={given}, {meaning}.")
+        if values.mode == "prepare" and values.config:
+            return config_files.read(pathlib.Path(values.config))
         return config.Config()
     if values.mode == "train":
         if not values.config:

@@ -5,6 +5,7 @@ In memory a picture is bytes [h w 3], RGB.
 """
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -56,6 +57,16 @@ def read(path: pathlib.Path | str) -> Picture:
         return _as_rgb(ImageOps.exif_transpose(image))
 
 
+def read_bytes(contents: bytes, name: str = "the picture") -> Picture:
+    """Returns what `read` does, of a file that is in memory; `name` is for the message.
+
+    Raises:
+        PictureError: as `read`.
+    """
+    with _opened(io.BytesIO(contents), name) as image:
+        return _as_rgb(ImageOps.exif_transpose(image))
+
+
 def read_mask(path: pathlib.Path | str, like: Picture) -> Bool[np.ndarray, "h w"]:
     """Returns where a mask is white: that is to be painted.
 
@@ -87,12 +98,13 @@ def read_record(path: pathlib.Path | str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _opened(path: pathlib.Path) -> Iterator[Image.Image]:
+def _opened(file: pathlib.Path | io.BytesIO, name: str = "") -> Iterator[Image.Image]:
     """Yields an image whose size and kind were looked at before its pixels are."""
+    path = name or file
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            with Image.open(path, formats=FORMATS) as image:
+            with Image.open(file, formats=FORMATS) as image:
                 _check_header(path, image)
                 image.load()
                 yield image
@@ -105,7 +117,7 @@ def _opened(path: pathlib.Path) -> Iterator[Image.Image]:
         raise PictureError(f"{path} is no picture that can be read: {error}") from error
 
 
-def _check_header(path: pathlib.Path, image: Image.Image) -> None:
+def _check_header(path: object, image: Image.Image) -> None:
     width, height = image.size
     if width * height > MOST_PIXELS:
         raise PictureError(

@@ -111,6 +111,11 @@ class ChatTokenizer:
         """Returns ids. Control tokens and LOC tokens in the text become their ids."""
         return self._inner.encode(text).ids
 
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Returns ids, and for each the characters (start, end) of `text` that it stands for."""
+        encoding = self._inner.encode(text)
+        return encoding.ids, encoding.offsets
+
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text, without special tokens and ids that no token has."""
         return self._inner.decode([int(i) for i in ids], skip_special_tokens=True)
@@ -223,10 +228,32 @@ def edit(
     Raises:
         ValueError: a control token in the text.
     """
-    user = f"{IMAGE} {len(source) * SOURCE_CELL}\n {_plain(instruction)} "
-    text = conversation(user, _plain(plan) + num_tokens * CELL)
-    sequence: list[int | Part] = [*_encode(tokenizer, text, [picture])]
-    sequence[_span(sequence, tokenizer.id_of(SOURCE_CELL))] = [Source(source)]
+    return edit_several(tokenizer, instruction, [picture], [source], num_tokens, plan=plan)
+
+
+def edit_several(
+    tokenizer: ChatTokenizer,
+    instruction: str,
+    shown: Sequence[Vision],
+    sources: Sequence[Int[np.ndarray, "n g"]],
+    num_tokens: int,
+    *,
+    plan: str = "",
+) -> Parts:
+    """Returns the prompt of a picture drawn after several others.
+
+    One after the other, with spaces between them: ours, the release edits one.
+
+    Raises:
+        ValueError: a control token in the text.
+    """
+    given = " ".join(f"{IMAGE} {len(source) * SOURCE_CELL}" for source in sources)
+    text = conversation(f"{given}\n {_plain(instruction)} ", _plain(plan) + num_tokens * CELL)
+    cell, left, sequence = tokenizer.id_of(SOURCE_CELL), iter(sources), []
+    for is_source, run in itertools.groupby(
+        _encode(tokenizer, text, shown), lambda token: token == cell
+    ):
+        sequence += [Source(next(left))] if is_source else run
     return _with_response(tokenizer, sequence, CELL, drop_plan=bool(plan))
 
 
@@ -236,7 +263,7 @@ def plan_picture(
     """Returns the prompt of a plan, `num_tokens` tokens: what will stand where in a picture."""
     words = f"{_plain(caption)} {_plain(condition)}"
     user = f"Generate an image with the caption: {words}. {PLAN}"
-    return _with_answer(tokenizer, user, [], num_tokens)
+    return answer_to(tokenizer, user, [], num_tokens)
 
 
 def plan_edit(
@@ -244,7 +271,7 @@ def plan_edit(
 ) -> Parts:
     """Returns the prompt of a plan, `num_tokens` tokens: what will stand where after an edit."""
     user = f"{IMAGE}\n{_plain(instruction)}. {PLAN}"
-    return _with_answer(tokenizer, user, [picture], num_tokens)
+    return answer_to(tokenizer, user, [picture], num_tokens)
 
 
 def clean_plan(answer: str) -> str:
@@ -269,16 +296,34 @@ def ask(
         ValueError: a control token in the text.
     """
     shown = " ".join([IMAGE] * len(pictures)) + "\n" if pictures else ""
-    return _with_answer(tokenizer, shown + _plain(question), pictures, num_tokens)
+    return answer_to(tokenizer, shown + _plain(question), pictures, num_tokens)
 
 
 def judge(tokenizer: ChatTokenizer, caption: str, picture: Vision, num_tokens: int) -> Parts:
     """Returns the prompt of a verdict on a picture: a good one "is correct" (spec Sec. 7.7)."""
-    user = (
+    return answer_to(tokenizer, verdict_asked(_plain(caption)), [picture], num_tokens)
+
+
+def verdict_asked(caption: str) -> str:
+    """Returns the words that ask for a verdict."""
+    return (
         f"{IMAGE}\nPlease evaluate this generated image based on the following prompt:"
-        f" {_plain(caption)} Focus on text alignment and compositionality."
+        f" {caption} Focus on text alignment and compositionality."
     )
-    return _with_answer(tokenizer, user, [picture], num_tokens)
+
+
+def answer_to(
+    tokenizer: ChatTokenizer, user: str, pictures: Sequence[Vision], num_tokens: int
+) -> Parts:
+    """Returns the prompt of an answer, `num_tokens` tokens, to what the user says.
+
+    Args:
+        user: in it `<image>` stands for each of the pictures.
+    """
+    sequence = _encode(tokenizer, conversation(user), pictures)
+    header = _header_start(tokenizer, sequence)
+    asked, kept = _grouped(sequence[:header]), _grouped(sequence[header:], keep=True)
+    return (*asked, *kept, Response(num_tokens))
 
 
 def locate(tokenizer: ChatTokenizer, phrase: str, picture: Vision) -> Parts:
@@ -325,8 +370,13 @@ def conversation(user: str, assistant: str = "") -> str:
     turns = [("system", SYSTEM), ("user", user)]
     if assistant:
         turns.append(("assistant", assistant))
-    said = (f"{_header(role)}{content.strip()}{END_OF_TURN}" for role, content in turns)
+    said = (message(role, content) for role, content in turns)
     return START + "".join(said) + _header("assistant")
+
+
+def message(role: str, content: str) -> str:
+    """Returns one turn of a conversation, its header in front."""
+    return f"{_header(role)}{content.strip()}{END_OF_TURN}"
 
 
 def _header(role: str) -> str:
@@ -360,16 +410,6 @@ def _encode(tokenizer: ChatTokenizer, text: str, pictures: Sequence[Vision]) -> 
     for picture, piece in zip(pictures, rest, strict=True):
         sequence += [picture, *piece[lost:]]
     return sequence
-
-
-def _with_answer(
-    tokenizer: ChatTokenizer, user: str, pictures: Sequence[Vision], num_tokens: int
-) -> Parts:
-    """Returns the parts of a question, with the response behind them."""
-    sequence = _encode(tokenizer, conversation(user), pictures)
-    header = _header_start(tokenizer, sequence)
-    asked, kept = _grouped(sequence[:header]), _grouped(sequence[header:], keep=True)
-    return (*asked, *kept, Response(num_tokens))
 
 
 def _with_response(

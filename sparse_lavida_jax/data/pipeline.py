@@ -13,11 +13,12 @@ import zlib
 import grain
 import numpy as np
 
-from sparse_lavida_jax import config, diffusion, orders
+from sparse_lavida_jax import config, diffusion
 from sparse_lavida_jax.data import digits, tasks
 from sparse_lavida_jax.data.examples import Encoder, Example
+from sparse_lavida_jax.data.rows import Row, laid_out
 from sparse_lavida_jax.diffusion import Blocks, Corrupted, Draws, RowShape, Sequence
-from sparse_lavida_jax.layout import Answer, prompt_row
+from sparse_lavida_jax.layout import Answer
 
 # Tasks whose sequences have about the same length share a group.
 GROUPS = {
@@ -39,9 +40,6 @@ GROUPS = {
 PICTURE_GROUPS = {"draw", "edit"}  # whose responses are pictures
 LENGTH_PROBE = 512  # examples whose lengths decide the static shape of a group
 LENGTH_MULTIPLE = 8  # tokens; a shape is rounded up to this
-ORDER_SEEDS = 512  # training draws the seed of an unmasking order below this
-
-Row = tuple
 
 
 class GroupedBatches:
@@ -127,27 +125,9 @@ class GroupedBatches:
         )
 
     def _row_at(self, group: str, index: int, attempt: int = 0) -> tuple[Row, Blocks, Example]:
-        settings = self.settings
-        rng = _generator(settings.seed, group, index, attempt)
+        rng = _generator(self.settings.seed, group, index, attempt)
         example = self._example_of(group, rng)
-        given = self._given(example, rng)
-        blocks = self._blocks(example, given, rng)
-        prompt = prompt_row(
-            example.parts,
-            text_mask_id=settings.model.text_mask_id,
-            codes_per_token=settings.model.codes_per_token,
-            drop_prompt=rng.random() < settings.data.prompt_drop,
-            drop_source=rng.random() < settings.data.source_drop,
-        )
-        row = diffusion.corrupt(
-            prompt,
-            example.response,
-            example.kind,
-            blocks,
-            settings.model,
-            full_attention=settings.diffusion.attention == "full",
-        )
-        return row, blocks, example
+        return *laid_out(example, self.settings, rng), example
 
     def _example_of(self, group: str, rng: np.random.Generator) -> Example:
         members = self.groups[group]
@@ -167,42 +147,6 @@ class GroupedBatches:
             tasks.sample(task, self.settings.seed, index),
             extra_blocks=int(rng.integers(4)),
             with_plan=rng.random() >= data.plan_drop,
-        )
-
-    def _given(self, example: Example, rng: np.random.Generator) -> np.ndarray:
-        """With probability `given`, a random rectangle or set of spans is shown as given."""
-        given = example.given
-        if given.any() or rng.random() >= self.settings.data.given:
-            return given
-        if example.kind == "image":
-            side = self.settings.model.grid_size
-            (y0, y1), (x0, x1) = (np.sort(rng.integers(0, side + 1, 2)) for _ in range(2))
-            shown = np.zeros((side, side), bool)
-            shown[y0:y1, x0:x1] = True
-            shown = shown.reshape(-1) ^ (rng.random() < 0.5)
-        else:
-            # A span of the part that is decoded; a prefix or a suffix are spans too.
-            start, stop = np.sort(rng.integers(0, example.reach + 1, 2))
-            shown = np.zeros(len(given), bool)
-            shown[start:stop] = True
-        return given if shown[: example.reach].all() else shown
-
-    def _blocks(self, example: Example, given: np.ndarray, rng: np.random.Generator) -> Blocks:
-        settings = self.settings
-        if settings.diffusion.blocks == "uniform" or settings.diffusion.attention == "full":
-            return diffusion.uniform_blocks(rng, given, settings.diffusion)
-        if example.kind == "text":
-            steps = int(rng.choice(settings.diffusion.plan_text_steps))
-            return diffusion.text_schedule_blocks(
-                rng, example.reach, settings.data.text_block_len, steps, given, settings.diffusion
-            )
-        side, sampling = settings.model.grid_size, settings.sampling
-        cells = orders.order(sampling.order, side, side, int(rng.integers(ORDER_SEEDS)))
-        cells = cells[~given[cells]]
-        steps = int(rng.choice(settings.diffusion.plan_steps))
-        sizes = orders.counts(sampling.schedule, steps, len(cells), sampling.shift)
-        return diffusion.schedule_blocks(
-            rng, cells, sizes, given, settings.diffusion, settings.model.num_registers
         )
 
     # The released objective: whole sequences, padded with end-of-text to the length of their group.

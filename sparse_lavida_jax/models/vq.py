@@ -370,7 +370,7 @@ def load(folder_or_name: str | os.PathLike) -> tuple[VQModel, config.VQ]:
         VQError: there is none, or a file of it is missing, unreadable or does not fit the other.
     """
     folder = find(folder_or_name)
-    settings = _read_settings(folder / "config.json")
+    settings = read_settings(folder)
     given = _read_tensors(folder / "params.safetensors")
     model = jax.eval_shape(lambda: VQModel(settings, rngs=nnx.Rngs(0)))
     expected = named_parameters(model)
@@ -401,7 +401,13 @@ def named_parameters(model: VQModel) -> dict[str, Array | jax.ShapeDtypeStruct]:
     }
 
 
-def _read_settings(path: pathlib.Path) -> config.VQ:
+def read_settings(folder: pathlib.Path) -> config.VQ:
+    """Returns the settings of the image tokenizer in a folder.
+
+    Raises:
+        VQError: its `config.json` is missing, unreadable or of something else.
+    """
+    path = folder / "config.json"
     try:
         written = json.loads(path.read_text())
     except (OSError, ValueError) as error:

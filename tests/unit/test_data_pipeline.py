@@ -16,6 +16,7 @@ import tiny
 
 from sparse_lavida_jax import config, diffusion
 from sparse_lavida_jax.data import pipeline
+from sparse_lavida_jax.data.rows import given_of
 from sparse_lavida_jax.layout import GIVEN_BLOCK, PROMPT_BLOCK, prompt_row
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
@@ -305,7 +306,7 @@ def test_a_random_part_is_given_a_rectangle_a_span_or_what_lies_around_it():
     rng, shares = np.random.default_rng(0), []
     for group, index in itertools.product(("draw", "answer"), range(60)):
         example = batches._row_at(group, index)[2]
-        given = batches._given(example, rng)
+        given = given_of(example, batches.settings, rng)
         shares.append(given.mean())
         assert not given[: example.reach].all()
         if example.kind == "text":
@@ -327,7 +328,7 @@ def test_without_a_share_only_what_the_task_gives_is_given():
     batches = make_batches(data={"tasks": {"draw": 1.0, "inpaint": 1.0}, "given": 0.0})
     for group, index in itertools.product(("draw", "edit"), range(10)):
         example = batches._row_at(group, index)[2]
-        given = batches._given(example, np.random.default_rng(0))
+        given = given_of(example, batches.settings, np.random.default_rng(0))
         np.testing.assert_array_equal(given, example.given)
         assert given.any() == (group == "edit")
 

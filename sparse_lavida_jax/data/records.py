@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One training sample as it lies on disk, and the ArrayRecord shards that hold many.
+
+A record has what training needs and no more: strings, the encoded pictures that the vision tower
+sees, and the codes of the pictures that are drawn or edited. It is a flat dict in msgpack, with
+its version in it. A shard is read by number, in any order.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import pathlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import flax.serialization
+import grain
+import numpy as np
+from array_record.python import array_record_module  # type: ignore
+from jaxtyping import Float, Int
+
+VERSION = 1
+SUFFIX = ".arrayrecord"
+# One record a group: any one is read without those around it.
+WRITER_OPTIONS = "group_size:1"
+
+
+class RecordError(ValueError):
+    """A record, or a shard of them, that cannot be used; the message says which and why."""
+
+
+def _no_codes() -> Int[np.ndarray, "0 0 0"]:
+    return np.zeros((0, 0, 0), np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """One sample.
+
+    Attributes:
+        kind: one of `recipe.KINDS`.
+        source: name of its dataset.
+        name: the row it was made of, for people.
+        asked: what the user says, one string a turn: a caption, an instruction, a phrase, or
+            questions, in which `<image>` stands for a picture.
+        answered: what the assistant answers to each; empty where `plan` and `target` are.
+        plan: a layout in LOC tokens.
+        operation: what an edit does, in the words of its plan: "adding", "removing", ...
+        form: "plan_only": the plan is all there is to learn; "no_plan": the picture is.
+        feedback: what is wrong with each of the earlier attempts that `pictures` shows.
+        pictures: encoded pictures for the vision tower, as they came.
+        target: codes of the picture to draw, in one crop or several.
+        crops: top and left of each crop, in pixels of the resized picture.
+        light: luminance and contrast of each crop.
+        sources: codes of the pictures to be edited.
+        size: width and height of the picture to draw, or of the first one shown, in pixels.
+        score, hps, pixel_diff: of the picture to draw, where known (`chat.micro_condition`).
+        phrases: what `boxes` are boxes of.
+        boxes: x1, y1, x2, y2 in pixels of a picture of `size`.
+    """
+
+    kind: str
+    source: str
+    name: str
+    asked: tuple[str, ...]
+    answered: tuple[str, ...] = ()
+    plan: str = ""
+    operation: str = ""
+    form: str = ""
+    feedback: tuple[str, ...] = ()
+    pictures: tuple[bytes, ...] = ()
+    target: Int[np.ndarray, "_k _y _x"] = dataclasses.field(default_factory=_no_codes)
+    crops: Int[np.ndarray, "_k 2"] = dataclasses.field(
+        default_factory=lambda: np.zeros((0, 2), np.int32)
+    )
+    light: Float[np.ndarray, "_k 2"] = dataclasses.field(
+        default_factory=lambda: np.zeros((0, 2), np.float32)
+    )
+    sources: Int[np.ndarray, "_n _y _x"] = dataclasses.field(default_factory=_no_codes)
+    size: tuple[int, int] = (0, 0)
+    score: float | None = None
+    hps: float | None = None
+    pixel_diff: float | None = None
+    phrases: tuple[str, ...] = ()
+    boxes: Float[np.ndarray, "_b 4"] = dataclasses.field(
+        default_factory=lambda: np.zeros((0, 4), np.float32)
+    )
+
+    @property
+    def draws(self) -> bool:
+        """Whether a picture is to be learned."""
+        return len(self.target) > 0 and self.form != "plan_only"
+
+
+_DTYPES = {
+    "target": np.int32, "sources": np.int32, "crops": np.int32, "light": np.float32,
+    "boxes": np.float32,
+}  # fmt: skip
+_TUPLES = ("asked", "answered", "feedback", "pictures", "phrases", "size")
+
+
+def encode(record: Record) -> bytes:
+    """Returns a record as msgpack: the same record, the same bytes."""
+    flat: dict[str, Any] = {"version": VERSION}
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
+        if field.name in _DTYPES:
+            value = np.ascontiguousarray(value, _DTYPES[field.name])
+        elif field.name in _TUPLES:
+            value = list(value)
+        flat[field.name] = value
+    return flax.serialization.msgpack_serialize(flat)
+
+
+def decode(data: bytes) -> Record:
+    """Returns the record of `encode`.
+
+    Raises:
+        RecordError: it is damaged, or of another version.
+    """
+    try:
+        flat: dict[str, Any] = dict(flax.serialization.msgpack_restore(data))  # type: ignore
+        version = flat.pop("version")
+    except Exception as error:  # msgpack raises many kinds
+        raise RecordError(f"it is no record ({error})") from error
+    if version != VERSION:
+        raise RecordError(
+            f"it is a record of version {version}, and this program reads version {VERSION}:"
+            " prepare the data again"
+        )
+    names = {field.name for field in dataclasses.fields(Record)}
+    if set(flat) != names:
+        raise RecordError(f"it has the fields {sorted(flat)}, not {sorted(names)}")
+    flat |= {name: tuple(flat[name]) for name in _TUPLES}
+    return Record(**flat)
+
+
+# ---------------------------------------------------------------------------------------------
+# Shards.
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardFile:
+    """What is known of a written shard."""
+
+    records: int
+    num_bytes: int
+    sha256: str
+
+
+def write_shard(path: pathlib.Path, records: Iterable[Record]) -> ShardFile:
+    """Writes a shard: it is whole, as read back, or not there at all.
+
+    Raises:
+        OSError: it cannot be written, for want of space or whatever else.
+    """
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    count, written = 0, hashlib.sha256()
+    try:
+        with _telling(scratch):
+            writer = array_record_module.ArrayRecordWriter(str(scratch), WRITER_OPTIONS)
+        with contextlib.ExitStack() as closing:
+            closing.callback(_close, writer, scratch)
+            for record in records:
+                data = encode(record)
+                with _telling(scratch):
+                    writer.write(data)
+                written.update(data)
+                count += 1
+        # The library does not report every write that failed.
+        if not count or _digest_of_records(scratch, count) != written.hexdigest():
+            raise OSError(f"{path} did not come out as it was written: is the disk full?")
+        with scratch.open("rb+") as file:
+            os.fsync(file.fileno())
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        size = scratch.stat().st_size
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
+    return ShardFile(count, size, digest)
+
+
+def _close(writer, path: pathlib.Path) -> None:
+    with _telling(path):
+        if writer.is_open():
+            writer.close()
+
+
+def _digest_of_records(path: pathlib.Path, count: int) -> str | None:
+    """Returns a digest over all records of a shard; None if there are not `count`."""
+    digest = hashlib.sha256()
+    try:
+        reader = array_record_module.ArrayRecordReader(str(path))
+        if reader.num_records() != count:
+            return None
+        for _ in range(count):
+            digest.update(reader.read())
+        reader.close()
+    except (RuntimeError, IndexError, ValueError):  # of a file cut short
+        return None
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def _telling(path: pathlib.Path) -> Iterator[None]:
+    """Turns the library's errors, which may say nothing, into ours."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise OSError(f"{path.parent} cannot be written to: {error or 'is the disk full?'}") from (
+            error
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Whole:
+    """All of a file, as the reader wants to be told."""
+
+    filename: str
+    skip: int
+    take: int
+    examples_in_shard: int
+
+
+class ShardedRecords:
+    """Records of several shards by number, the first of the first shard being 0.
+
+    Args:
+        shards: files, with how many records and bytes each has.
+
+    Raises:
+        RecordError: a shard is missing or has another size.
+    """
+
+    def __init__(self, shards: Sequence[tuple[pathlib.Path, int, int]]):
+        for path, _, num_bytes in shards:
+            found = path.stat().st_size if path.is_file() else None
+            if found != num_bytes:
+                state = "is missing" if found is None else f"has {found} bytes, not {num_bytes}"
+                raise RecordError(
+                    f"the shard {path} {state}: copy it again, or run the `prepare` that wrote it"
+                    " again, which writes what is missing."
+                )
+        self._files = [(path, count) for path, count, _ in shards if count]
+        self._ends = np.cumsum([count for _, count in self._files])
+        self._source = None
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if self._files else 0
+
+    def __getitem__(self, index: int) -> Record:
+        """Returns record `index`.
+
+        Raises:
+            RecordError: its shard is damaged.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"there are records 0..{len(self) - 1}, not {index}.")
+        path = self._files[int(np.searchsorted(self._ends, index, side="right"))][0]
+        try:
+            return decode(self._opened()[index])
+        # Of a damaged file the reader says as little as `RuntimeError("")`.
+        except (RuntimeError, RecordError, ValueError) as error:
+            raise RecordError(
+                f"record {index} cannot be read from {path}: {error or 'the file is damaged'}."
+                " Copy the shard again, or delete it and run the `prepare` that wrote it again."
+            ) from error
+
+    def _opened(self) -> grain.sources.ArrayRecordDataSource:
+        """Opens the files when they are needed: a copy in another process opens its own."""
+        if self._source is None:
+            files = [_Whole(str(path), 0, count, count) for path, count in self._files]
+            self._source = grain.sources.ArrayRecordDataSource(files)  # type: ignore
+        return self._source
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_source": None}

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Preparing data from the command line: from pictures to batches, stopped and gone on."""
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import raw_data
+
+from sparse_lavida_jax import cli, codec, main, pictures
+from sparse_lavida_jax.data import images
+from sparse_lavida_jax.data.records import ShardedRecords
+
+CHECKOUT = pathlib.Path(__file__).parents[2]
+CODEC = "--config.data.picture_codec=scenes_g1"
+
+
+def front(*words):
+    return cli.main(["sparse-lavida", *map(str, words)])
+
+
+def test_tables_become_shards_with_the_codes_of_the_tokenizer(tmp_path, capsys):
+    source = raw_data.captioned(tmp_path)
+    words = ("prepare", source, tmp_path / "out", CODEC, "--config.prepare.shard_rows=4",
+             "--config.prepare.encode_batch=4")  # fmt: skip
+    assert front(*words) == 0
+    told = f"{tmp_path / 'out'}: 10 records in 3 shards, of which %d were made now; 0 rows left out"
+    assert capsys.readouterr().out.startswith(told % 3)
+    assert front(*words) == 0
+    assert capsys.readouterr().out.startswith(told % 0)
+
+    index = json.loads((tmp_path / "out/mixture.json").read_text())
+    (dataset,) = index["datasets"]
+    encoder = codec.PictureEncoder("scenes_g1")
+    assert index["tokenizer"]["digest"] == encoder.digest
+    records = ShardedRecords(
+        [(tmp_path / "out" / s["file"], s["records"], s["bytes"]) for s in dataset["shards"]]
+    )
+    for i in (0, 7):
+        picture = pictures.read(tmp_path / f"pictures/{i}.png")
+        ((top, left),) = records[i].crops.tolist()
+        square = images.training_crop(picture, encoder.side, top, left, encoder.factor)
+        (codes,) = encoder.encode(np.stack([square] * 4))[:1]
+        np.testing.assert_array_equal(records[i].target, [codes])
+        assert codes.shape == (6, 6) and len(set(codes.ravel().tolist())) > 1
+
+
+def test_a_preparation_that_is_stopped_leaves_whole_shards_and_goes_on(tmp_path):
+    source = raw_data.captioned(tmp_path)
+    settings = [CODEC, "--config.prepare.shard_rows=1", "--config.prepare.encode_batch=1"]
+    command = [sys.executable, "-m", "sparse_lavida_jax.main", "--mode=prepare", f"--src={source}",
+               f"--dst={tmp_path / 'out'}", *settings]  # fmt: skip
+    path = os.pathsep.join([str(CHECKOUT), os.environ.get("PYTHONPATH", "")])
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path},
+    )  # fmt: skip
+    first = tmp_path / "out/captions/00000-of-00010.json"
+    deadline = time.monotonic() + 120
+    while not first.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 143, said
+    assert "Traceback" not in said
+    left = raw_data.contents(tmp_path / "out")
+    assert not [name for name in left if name.endswith(".tmp")]
+    finished = [name for name in left if name.endswith(".arrayrecord")]
+    assert 1 <= len(finished) < 10 and "mixture.json" not in left
+    assert front("prepare", source, tmp_path / "out", *settings) == 0
+    assert front("prepare", source, tmp_path / "whole", *settings) == 0
+    assert raw_data.contents(tmp_path / "out") == raw_data.contents(tmp_path / "whole")
+
+
+def test_the_tokenizer_of_a_model_folder_is_found(tmp_path):
+    bundled = codec.PictureEncoder("scenes_g1")
+    for place in ("vq", "model/vq"):
+        shutil.copytree(bundled.folder, tmp_path / place)
+        found = codec.PictureEncoder(str(tmp_path))
+        assert found.folder == tmp_path / place and found.digest == bundled.digest
+        shutil.rmtree(tmp_path / place)
+
+
+@pytest.fixture
+def complaint(capsys):
+    """Runs words that must fail; returns the sentence."""
+
+    def told(*words):
+        assert main.main(["main", "--mode=prepare", *map(str, words)]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err.startswith("sparse_lavida_jax: ")
+        assert len(printed.err.splitlines()) == 1
+        return printed.err
+
+    return told
+
+
+def test_a_mistake_is_a_sentence(tmp_path, complaint):
+    source, out = raw_data.captioned(tmp_path), tmp_path / "out"
+    to = (f"--src={source}", f"--dst={out}")
+    assert "needs --src=FILE, a mixture file" in complaint()
+    assert "needs --dst=FOLDER" in complaint(to[0])
+    assert "No image tokenizer at 'x'" in complaint(*to, "--config.data.picture_codec=x")
+    assert "config.prepare has no 'shards'" in complaint(*to, "--config.prepare.shards=2")
+    told = "Prepare.max_bad_fraction=2.0 is out of range: it must lie in [0, 1]."
+    assert told in complaint(*to, "--config.prepare.max_bad_fraction=2.0")
+    assert "x.yaml cannot be read" in complaint(f"--src={tmp_path / 'x.yaml'}", to[1])
+    assert not out.exists()
+    (tmp_path / "captions.jsonl").write_text("{broken\n" * 5)
+    assert "4 records of captions are bad" in complaint(*to, CODEC, "--config.prepare.shard_rows=4")
+    assert "captions.jsonl:4: it is no JSON" in (out / "report.md").read_text()

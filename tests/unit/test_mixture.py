@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches of prepared records: shares, epochs, processes, checkpoints, static shapes."""
+
+import collections
+import json
+import pickle
+import shutil
+
+import grain
+import jax
+import numpy as np
+import pytest
+import raw_data
+import stand_ins
+import tiny
+
+from sparse_lavida_jax import config, train
+from sparse_lavida_jax.data import mixture
+from sparse_lavida_jax.data.mixture import MixtureBatches
+from sparse_lavida_jax.data.records import RecordError
+from sparse_lavida_jax.visibility import PAD_BLOCK
+
+RELEASED = {"corruption": "released", "attention": "full", "weighting": "mean"}
+WEIGHTS = {"draw": 3, "understand": 2, "change": 1}
+NO_WORDS = {"data": {"prompt_drop": 0.0, "text_block_len": 8}}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return raw_data.tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Prepared: 10 captions and 7 plans to draw, 12 texts, 5 edits."""
+    folder = tmp_path_factory.mktemp("mixture")
+    names = raw_data.pictures(folder / "pictures")
+    tables = {
+        "captions": [{"image": name, "caption": f"caption {name}"} for name in names],
+        "plans": [
+            {"image": n, "caption": "x", "loc": f"robot <LOC_{i}>"} for i, n in enumerate(names[:7])
+        ],
+        "talk": [
+            {"image": names[i % 10], "question": f"question {i}?", "answer": "yes " * (i + 1)}
+            for i in range(9)
+        ],
+        "boxes": [{"image": n, "label": f"dog {n}", "box": [1, 2, 30, 40]} for n in names[:3]],
+        "edits": [
+            {"source_images": names[i], "target_image": names[i + 1], "instruction": f"change {i}"}
+            for i in range(5)
+        ],
+    }  # fmt: skip
+    how = {
+        "captions": ("text_to_image", "draw"), "plans": ("plan", "draw"),
+        "talk": ("understanding", "understand"), "boxes": ("grounding", "understand"),
+        "edits": ("edit", "change"),
+    }  # fmt: skip
+    datasets = []
+    for name, rows in tables.items():
+        raw_data.lines(folder / f"{name}.jsonl", rows)
+        function, group = how[name]
+        datasets.append(
+            {"name": name, "json_path": f"{name}.jsonl", "image_root": "pictures",
+             "preprocess_fn": function, "length_group": group}
+        )  # fmt: skip
+    source = raw_data.mixture(
+        folder / "m.json", *datasets, weights=WEIGHTS, batch_sizes={"change": 0.5}
+    )
+    raw_data.prepared(source, folder / "out")
+    return folder / "out"
+
+
+def batches(folder, tokenizer, *, process=(0, 1), **sections):
+    index, count = process
+    return MixtureBatches(
+        folder, raw_data.settings(tokenizer, **sections), tokenizer,
+        process_index=index, process_count=count,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["step-causal", "released"])
+def mixed(request, folder, tokenizer):
+    more = {"diffusion": RELEASED} if request.param == "released" else {}
+    return batches(folder, tokenizer, **more)
+
+
+def rows_of(batch, stream="understanding"):
+    """The tokens of each row, padding left out, as bytes."""
+    part = getattr(batch, stream)
+    return [
+        row[block != PAD_BLOCK].tobytes()
+        for row, block in zip(part.tokens, part.layout.block, strict=True)
+    ]
+
+
+def test_groups_have_their_shares_and_batches_their_sizes(mixed):
+    data = mixed.dataset()
+    sizes = collections.Counter()
+    for i in range(12):
+        sizes[len(data[i].understanding.tokens), data[i].predicts] += 1
+    # Of 6 batches in a row 3 draw, 2 understand, 1 changes, with half the rows.
+    assert [count for (rows, _), count in sizes.items() if rows == 2] == [2]
+    assert sorted(sizes.values()) == [2, 4, 6]
+    assert mixed.sizes == {"draw": 4, "understand": 4, "change": 2}
+
+
+def test_all_batches_of_a_group_have_one_shape(mixed):
+    for group in WEIGHTS:
+        made = [mixed.batch(group, i) for i in range(3)]
+        shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(batch)] for batch in made]
+        seen = set(zip(map(str, shapes), map(jax.tree.structure, made), strict=True))
+        assert len(seen) == 1
+
+
+def test_every_record_comes_once_an_epoch_in_another_order(mixed):
+    for group, found in mixed.records.items():
+        size = len(found)
+        epochs = [
+            [int(mixed.orders[group][i]) for i in range(start, start + size)]
+            for start in (0, size, 2 * size)
+        ]
+        for order in epochs:
+            assert sorted(order) == [*range(size)]
+        assert len(set(map(tuple, epochs))) > 1
+
+
+def test_a_record_has_other_random_numbers_in_another_epoch(mixed):
+    found, where = mixed.records["draw"], collections.defaultdict(list)
+    for number in range(2 * len(found)):
+        where[int(mixed.orders["draw"][number])].append(number)
+    pairs = [[mixed.row("draw", number) for number in numbers] for numbers in where.values()]
+    stacked = [[mixed._stacked([row], mixed.shapes["draw"]) for row in pair] for pair in pairs]
+    differ = [rows_of(a, "generation") != rows_of(b, "generation") for a, b in stacked]
+    assert sum(differ) > len(differ) // 2
+
+
+def test_batches_are_the_same_every_time(mixed, folder, tokenizer):
+    again = MixtureBatches(folder, mixed.settings, tokenizer)
+    sent = pickle.loads(pickle.dumps(mixed))  # as to a worker
+    for group in WEIGHTS:
+        expected = mixed.batch(group, 3)
+        for other in (again, sent):
+            stand_ins.assert_equal(other.batch(group, 3), expected)
+
+
+def test_processes_share_a_batch_and_draw_what_one_would(mixed, folder, tokenizer):
+    halves = [
+        MixtureBatches(folder, mixed.settings, tokenizer, process_index=i, process_count=2)
+        for i in range(2)
+    ]
+    for index in (0, 1, 2, 3, 4, 5):
+        whole = mixed.dataset()[index]
+        parts = [half.dataset()[index] for half in halves]
+        joined = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+        stand_ins.assert_equal(joined, whole)
+
+
+def test_an_iterator_goes_on_where_it_was_saved(mixed):
+    def leaves(batch):
+        return dict(enumerate(jax.tree.leaves(batch)))
+
+    data = mixed.dataset()[:7].to_iter_dataset(grain.ReadOptions(num_threads=0))
+    grain.experimental.assert_equal_output_after_checkpoint(data.map(leaves))
+    iterator = iter(data)
+    for _ in range(3):
+        next(iterator)
+    state, expected = iterator.get_state(), next(iterator)
+    fresh = iter(mixed.dataset()[:7].to_iter_dataset())
+    fresh.set_state(json.loads(json.dumps(state)))
+    stand_ins.assert_equal(next(fresh), expected)
+
+
+def test_a_model_learns_from_the_batches(mixed):
+    """Of a group of pictures and texts, and under the released objective of edits."""
+    group = "change" if mixed.released else "draw"
+    batch = mixed.batch(group, 0)
+    assert batch.predicts == "both"
+    value, logged = tiny.quick_jit(train.loss)(tiny.denoiser(mixed.settings.model), batch)
+    assert np.isfinite(value) and value > 0.5
+    assert set(logged) == {"text_nll", "image_nll"}
+
+
+def test_pictures_are_seen_where_they_stand(folder, tokenizer):
+    """What the tokens of a picture point at are features of its own views, none of them blank."""
+    for more in ({}, {"diffusion": RELEASED}):
+        mixed = batches(folder, tokenizer, **more, **NO_WORDS)
+        batch, vision = mixed.batch("understand", 0), mixed.settings.model.vision
+        assert batch.pixels.shape[:2] == (4, 3)
+        features = 3 * vision.num_tokens
+        for row, index in enumerate(batch.understanding.index):
+            used = index[index >= 0]
+            assert len(used) and used.max() == features  # the newline
+            views = set((used[used < features] // vision.num_tokens).tolist())
+            assert views == {0, 1, 2}
+            assert all(batch.pixels[row, view].any() for view in views)
+
+
+def test_what_is_too_long_gives_way_to_another_record(folder, tokenizer):
+    mixed = batches(folder, tokenizer, diffusion=RELEASED, **NO_WORDS)
+    found = mixed.records["understand"]
+    lengths = [mixed._made(found[i], np.random.default_rng(0)).tokens for i in range(12)]
+    limit = sorted(n.understanding for n in lengths)[6]
+    mixed.shapes = mixed.shapes | {
+        "understand": mixture.Shape(
+            mixture.RowShape(limit, 0), mixed.shapes["understand"].views, "understanding"
+        )
+    }
+    rows = [mixed.row("understand", i) for i in range(12)]
+    assert all(row.tokens.understanding <= limit for row in rows)
+    assert any(n.understanding > limit for n in lengths)
+    mixed.shapes["understand"] = mixture.Shape(mixture.RowShape(8, 0), 3, "understanding")
+    with pytest.raises(RecordError, match="64 records of group understand are too long"):
+        mixed.row("understand", 0)
+
+
+# --- mistakes ----------------------------------------------------------------------------------
+
+
+def test_a_folder_that_is_not_finished_is_told(tmp_path, tokenizer):
+    with pytest.raises(
+        RecordError, match=r"mixture.json cannot be read .* finished\? Run it again"
+    ):
+        batches(tmp_path, tokenizer)
+    (tmp_path / "mixture.json").write_text('{"format": "other"}')
+    with pytest.raises(RecordError, match="has format 'other'"):
+        batches(tmp_path, tokenizer)
+
+
+def test_a_missing_shard_is_named(tmp_path, folder, tokenizer):
+    shutil.copytree(folder, tmp_path / "copy")
+    (tmp_path / "copy/talk/00001-of-00003.arrayrecord").unlink()
+    with pytest.raises(RecordError, match=r"talk/00001-of-00003.arrayrecord is missing: copy it"):
+        batches(tmp_path / "copy", tokenizer)
+
+
+def test_codes_of_another_tokenizer_are_told(folder, tokenizer):
+    given = raw_data.settings(tokenizer)
+    larger = config.build(
+        config.Config,
+        config.to_dict(given) | {"model": {**config.to_dict(given.model), "grid_size": 3}},
+    )
+    with pytest.raises(
+        config.ConfigError, match="records hold 4x4 codes of 64 kinds, and the model"
+    ):
+        MixtureBatches(folder, larger, tokenizer)
+
+
+def test_batches_that_do_not_divide_are_told(folder, tokenizer):
+    with pytest.raises(config.ConfigError, match=r"group change has 2 rows .* over 4 processes"):
+        batches(folder, tokenizer, process=(0, 4))
+
+
+def test_sequences_longer_than_allowed_are_told(folder, tokenizer):
+    with pytest.raises(RecordError, match=r"longer than data.max_sequence_len=10"):
+        batches(folder, tokenizer, data={"max_sequence_len": 10})
