@@ -65,6 +65,7 @@ ADAPTERS = "adapters.safetensors"
 BASE = "base.json"
 MANIFEST = "MANIFEST.sha256"
 TENSORS = "TENSORS.sha256"
+COMMITTED = "commit_success.txt"
 STACKED = ("joint_layers", "split_layers", "layers")  # what `models.stack.init_stack` made
 FREE_SPACE_FACTOR = 1.2  # of the bytes to write: what must be free before writing starts
 # Parameters are read and written this many bytes at a time, or one tensor if that is larger: on
@@ -150,6 +151,8 @@ def new_model_folder(
             new,
             _read_digests(new) | {k: v for f in files for k, v in _file_digests(new, f).items()},
         )
+        for mark in new.rglob(COMMITTED):  # of the array store, with the path of this machine in it
+            mark.write_text("Checkpoint commit was successful.\n")
         _write_manifest(new)
 
 

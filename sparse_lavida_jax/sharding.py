@@ -49,7 +49,7 @@ def rule_of(name: str) -> tuple[str | None, ...]:
     Raises:
         ValueError: no rule, or more than one, is for it.
     """
-    found = [axes for pattern, axes in RULES if re.search(pattern, name)]
+    found = _rules_of(name)
     if len(found) != 1:
         raise ValueError(
             f"{len(found)} rules of sharding.RULES are for the parameter {name}: it needs one."
@@ -113,7 +113,7 @@ def spec_of_state(name: str, shape: tuple[int, ...], mesh: AnyMesh) -> Partition
     parts = name.split("/")
     for start in range(len(parts)):
         own = "/".join(parts[start:])
-        found = [axes for pattern, axes in RULES if re.search(pattern, own)]
+        found = _rules_of(own)
         if len(found) == 1 and len(found[0]) <= len(shape):
             return spec_of(own, shape, mesh)
     return PartitionSpec()
@@ -152,6 +152,10 @@ def constrained(state: T) -> T:
         return jax.lax.with_sharding_constraint(leaf, spec)
 
     return jax.tree_util.tree_map_with_path(keep, state)
+
+
+def _rules_of(name: str) -> list[tuple[str | None, ...]]:
+    return [axes for pattern, axes in RULES if re.search(pattern, name)]
 
 
 def _check_axes(names: Iterable[str]) -> None:

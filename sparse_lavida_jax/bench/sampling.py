@@ -150,13 +150,12 @@ def _measure(
     settings, example = subject.settings, subject.examples[task]
     compile_s, times = {}, {name: [] for name in samplings}
     for name, sampling in samplings.items():
-        compile_s[name], _ = _seconds(subject, example, sampling)
+        compile_s[name] = _seconds(subject, example, sampling)
     for turn in range(RUNS.value):
         names = list(samplings)
         random.Random(turn).shuffle(names)
         for name in names:
-            taken, _ = _seconds(subject, example, samplings[name])
-            times[name].append(taken)
+            times[name].append(_seconds(subject, example, samplings[name]))
     for name, taken in times.items():
         how = presets.step_settings(samplings[name], settings.model, example.kind)
         tokens = tokens_passed(settings.model, samplings[name], example, subject.text_block_len)
@@ -185,14 +184,8 @@ def _measure(
         print(f"{path.name}: median {statistics.median(taken):.4f} s", flush=True)
 
 
-def _seconds(
-    subject: Subject, example: Example, sampling: config.Sampling
-) -> tuple[float, np.ndarray]:
-    """Times one batch; a text is decoded to its last block, whether or not it has ended.
-
-    Returns:
-        Seconds, and what was decoded.
-    """
+def _seconds(subject: Subject, example: Example, sampling: config.Sampling) -> float:
+    """Times one batch; a text is decoded to its last block, whether or not it has ended."""
     model, batch = subject.settings.model, BATCH.value
     settings = presets.step_settings(sampling, model, example.kind)
     requests = [
@@ -202,8 +195,8 @@ def _seconds(
     begin = time.perf_counter()
     given = np.stack([request.given for request in requests])
     plan = presets.plan(sampling, settings, model, given, subject.text_block_len, range(batch))
-    decoded = sample.sample(subject.model, requests, plan, settings=settings, stop_early=False)
-    return time.perf_counter() - begin, decoded
+    sample.sample(subject.model, requests, plan, settings=settings, stop_early=False)
+    return time.perf_counter() - begin
 
 
 if __name__ == "__main__":

@@ -96,6 +96,12 @@ def test_a_model_folder_holds_everything(save):
     assert (loaded.tokenizer_path.parent / "README.md").read_text() == "# test\n"
 
 
+def test_a_model_folder_does_not_say_where_it_was_written(save):
+    folder = save()
+    for path in filter(pathlib.Path.is_file, folder.rglob("*")):
+        assert str(folder.parent).encode() not in path.read_bytes(), path
+
+
 def test_a_model_without_pictures_has_no_image_tokenizer(save):
     assert load(save(vq_folder=None)).vq_folder is None
 

@@ -107,7 +107,15 @@ def test_a_signal_ends_the_run_at_the_end_of_the_step(tmp_path, number, code):
         assert run.states.steps == [5]
 
 
-def test_the_second_interrupt_is_obeyed_at_once(tmp_path):
+@pytest.fixture
+def interruptible():
+    """A process that a shell starts in the background ignores interrupts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_the_second_interrupt_is_obeyed_at_once(tmp_path, interruptible):
     with runs.Run(tmp_path, config.Config()):
         os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):

@@ -503,7 +503,7 @@ def test_steps_that_diverge_may_be_left_out_a_few_in_a_row(loop, capsys):
     loop.losses = {2: np.nan, 3: np.inf, 6: np.nan}
     loop.run(train_steps=7, skip_steps=2, log_every=1)
     assert logged_steps(loop) == [1, 4, 5, 7]
-    assert capsys.readouterr().out.count("so the step was left out") == 3
+    assert capsys.readouterr().err.count("so the step was left out") == 3
     loop.losses = dict.fromkeys((8, 9, 10), np.nan)
     with pytest.raises(train.DivergedError, match="steps 8 to 10 were left out"):
         loop.run(train_steps=12, skip_steps=2)
