@@ -31,7 +31,7 @@ IMPLEMENTATIONS = ("reference", "blockwise", "pallas_tpu", "pallas_gpu")
 KERNELS = ("pallas_tpu", "pallas_gpu")
 
 # Queries times keys of a call, up to which the mask is written out where there is no kernel.
-FEW_PAIRS = 512 * 512
+FEW_PAIRS = 2**19
 
 log = logging.getLogger(__name__)
 

@@ -130,9 +130,7 @@ def run_layers(
             last, jnp.int32(num_joint - 1), x, layouts, deals, keep, cache, last_attention
         )
 
-    split_attention = {
-        name: _Attention.split(layouts, name, seen, chosen_by, deals) for name in x
-    }
+    split_attention = {name: _Attention.split(layouts, name, seen, chosen_by, deals) for name in x}
 
     def split_layer(carry, layer_and_index):
         x, cache = carry
