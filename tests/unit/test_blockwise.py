@@ -99,7 +99,7 @@ def test_whatever_the_tags(drawn):
         np.testing.assert_allclose(ours, expected, rtol=2e-6, atol=3 * TOLERANCE)
 
 
-def test_tiles_that_nobody_sees_are_not_computed(monkeypatch):
+def test_tiles_that_nobody_sees_are_not_computed():
     """Numbers that a product would spread as NaN, in keys of which no tile is seen."""
     rng = np.random.default_rng(0)
     tags = as_arrays(cache_tags(rng))  # slots from 45 on are empty, the tiles from 64 on whole ones
