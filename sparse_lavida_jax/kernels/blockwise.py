@@ -74,8 +74,8 @@ class _Span:
     same size and nothing is filled up. What the span before it had too does not count again.
 
     Attributes:
-        first: token that the span begins with, by its number.
-        start: token that it does begin with.
+        first: where the span would begin by its number; tokens from here on count.
+        start: where it begins.
     """
 
     row: Int[Array, ""]
