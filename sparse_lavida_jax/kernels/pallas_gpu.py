@@ -173,6 +173,12 @@ class _Row:
     batch: Any
     row: Any
 
+    @classmethod
+    def mine(cls, cols, num_full, num_active, order) -> "_Row":
+        """Returns the row of this program: the first programs take the longest rows."""
+        batch = lax.axis_index("batch")
+        return cls(cols, num_full, num_active, batch, order[batch, lax.axis_index("row")])
+
     @property
     def full(self):
         return self.num_full[self.batch, self.row]
@@ -223,13 +229,13 @@ def _copy_tiles(row: _Row, size: int, stages: int, arrays) -> None:
 
 
 def _forward_kernel(
-    q, k, v, layer, tags, cols, num_full, num_active, out, lse, q_smem, k_smem, v_smem, lse_smem,
+    q, k, v, layer, tags, lists, out, lse, q_smem, k_smem, v_smem, lse_smem,
     q_ready, k_ready, v_ready, k_consumed, v_consumed, turn, *, shape: Shape,
 ):  # fmt: skip
-    batch, head, row = lax.axis_index("batch"), lax.axis_index("heads"), lax.axis_index("row")
+    work = _Row.mine(*lists)
+    batch, head, row = work.batch, lax.axis_index("heads"), work.row
     half = lax.axis_index("wg")
     tags = Tags(*tags)
-    work = _Row(cols, num_full, num_active, batch, row)
     dtype = q.dtype
     keys, stages = shape.sizes.forward_keys, shape.sizes.forward_stages
 
@@ -301,14 +307,14 @@ def _forward_kernel(
 
 
 def _query_gradient_kernel(
-    q, k, v, pulled, lse, delta, tags, cols, num_full, num_active, dq,
+    q, k, v, pulled, lse, delta, tags, lists, dq,
     q_smem, pulled_smem, lse_smem, delta_smem, k_smem, v_smem,
     ready, k_ready, v_ready, k_consumed, v_consumed, *, shape: Shape,
 ):  # fmt: skip
-    batch, head, row = lax.axis_index("batch"), lax.axis_index("heads"), lax.axis_index("row")
+    work = _Row.mine(*lists)
+    batch, head, row = work.batch, lax.axis_index("heads"), work.row
     half = lax.axis_index("wg")
     tags = Tags(*tags)
-    work = _Row(cols, num_full, num_active, batch, row)
     dtype = q.dtype
     keys, stages = shape.sizes.dq_keys, shape.sizes.dq_stages
 
@@ -366,16 +372,16 @@ def _query_gradient_kernel(
 
 
 def _key_gradient_kernel(
-    q, k, v, pulled, lse, delta, tags, cols, num_full, num_active, dk, dv,
+    q, k, v, pulled, lse, delta, tags, lists, dk, dv,
     k_smem, v_smem, q_smem, pulled_smem, lse_smem, delta_smem,
     ready, q_ready, pulled_ready, lse_ready, delta_ready,
     q_consumed, pulled_consumed, lse_consumed, delta_consumed, *, shape: Shape,
 ):  # fmt: skip
     """For every query head: the heads of a group are added up outside."""
-    batch, head, row = lax.axis_index("batch"), lax.axis_index("heads"), lax.axis_index("row")
+    work = _Row.mine(*lists)
+    batch, head, row = work.batch, lax.axis_index("heads"), work.row
     half = lax.axis_index("wg")
     tags = Tags(*tags)
-    work = _Row(cols, num_full, num_active, batch, row)
     dtype = q.dtype
     queries, stages = shape.sizes.dkv_queries, shape.sizes.dkv_stages
 
@@ -457,7 +463,7 @@ def _call(kernel, shape: Shape, lists: RowLists, inputs, outputs, scratch, name:
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=shape.interpret or None,
         kernel_name=name,
-    )(*inputs, lists.cols, lists.num_full, lists.num_active)
+    )(*inputs, (lists.cols, lists.num_full, lists.num_active, lists.order))
 
 
 def _barriers(number: int, arrivals: int = 1):
