@@ -174,10 +174,14 @@ class _Row:
     row: Any
 
     @classmethod
-    def mine(cls, cols, num_full, num_active, order) -> "_Row":
-        """Returns the row of this program: the first programs take the longest rows."""
-        batch = lax.axis_index("batch")
-        return cls(cols, num_full, num_active, batch, order[batch, lax.axis_index("row")])
+    def mine(cls, cols, num_full, num_active, order=None) -> "_Row":
+        """Returns the row of this program: in `order` the first programs take the longest rows."""
+        batch, row = lax.axis_index("batch"), lax.axis_index("row")
+        return cls(cols, num_full, num_active, batch, row if order is None else order[batch, row])
+
+    def tokens(self, half):
+        """Returns which tokens are those of a half of the row."""
+        return pl.ds(self.row * (HALVES * HALF) + half * HALF, HALF)
 
     @property
     def full(self):
@@ -233,7 +237,7 @@ def _forward_kernel(
     q_ready, k_ready, v_ready, k_consumed, v_consumed, turn, *, shape: Shape,
 ):  # fmt: skip
     work = _Row.mine(*lists)
-    batch, head, row = work.batch, lax.axis_index("heads"), work.row
+    batch, head = work.batch, lax.axis_index("heads")
     half = lax.axis_index("wg")
     tags = Tags(*tags)
     dtype = q.dtype
@@ -246,7 +250,7 @@ def _forward_kernel(
     @pl.when(half < HALVES)
     def _():
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-        queries = pl.ds(row * (HALVES * HALF) + half * HALF, HALF)
+        queries = work.tokens(half)
         own = q_smem.at[half]
         plgpu.copy_gmem_to_smem(q.at[batch, queries, shape.lanes(head)], own, q_ready.at[half])
         plgpu.barrier_wait(q_ready.at[half])
@@ -312,7 +316,7 @@ def _query_gradient_kernel(
     ready, k_ready, v_ready, k_consumed, v_consumed, *, shape: Shape,
 ):  # fmt: skip
     work = _Row.mine(*lists)
-    batch, head, row = work.batch, lax.axis_index("heads"), work.row
+    batch, head = work.batch, lax.axis_index("heads")
     half = lax.axis_index("wg")
     tags = Tags(*tags)
     dtype = q.dtype
@@ -321,7 +325,7 @@ def _query_gradient_kernel(
     @pl.when(half < HALVES)
     def _():
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-        queries = pl.ds(row * (HALVES * HALF) + half * HALF, HALF)
+        queries = work.tokens(half)
         own, own_pulled = q_smem.at[half], pulled_smem.at[half]
         of_row = (batch, head, queries)
         for i, (source, target) in enumerate((
@@ -379,7 +383,7 @@ def _key_gradient_kernel(
 ):  # fmt: skip
     """For every query head: the heads of a group are added up outside."""
     work = _Row.mine(*lists)
-    batch, head, row = work.batch, lax.axis_index("heads"), work.row
+    batch, head = work.batch, lax.axis_index("heads")
     half = lax.axis_index("wg")
     tags = Tags(*tags)
     dtype = q.dtype
@@ -388,11 +392,11 @@ def _key_gradient_kernel(
     @pl.when(half < HALVES)
     def _():
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-        keys = pl.ds(row * (HALVES * HALF) + half * HALF, HALF)
         own_k, own_v = k_smem.at[half], v_smem.at[half]
         theirs = shape.lanes(lax.div(head, jnp.array(shape.group, head.dtype)))
         for i, (source, target) in enumerate(((k, own_k), (v, own_v))):
-            plgpu.copy_gmem_to_smem(source.at[batch, keys, theirs], target, ready.at[half * 2 + i])
+            own = source.at[batch, work.tokens(half), theirs]
+            plgpu.copy_gmem_to_smem(own, target, ready.at[half * 2 + i])
         for i in range(2):
             plgpu.barrier_wait(ready.at[half * 2 + i])
         across = plgpu.Layout.WGMMA.reduce(0)
@@ -411,7 +415,7 @@ def _key_gradient_kernel(
             weights = jnp.exp2(logits)
             if masked:
                 at = pl.ds(work.col(step) * queries, queries)
-                mask = tags.mask(batch, at, keys, keys_down=True)
+                mask = tags.mask(batch, at, work.tokens(half), keys_down=True)
                 weights = jnp.where(mask, weights, 0.0)
             plgpu.barrier_wait(pulled_ready.at[slot])
             summed_v = _added(summed_v, weights.astype(dtype), pulled_smem.at[slot], shape)
@@ -432,7 +436,7 @@ def _key_gradient_kernel(
         own_v[...] = summed_v.astype(dtype)
         plgpu.commit_smem()
         for source, target in ((own_k, dk), (own_v, dv)):
-            plgpu.copy_smem_to_gmem(source, target.at[batch, keys, shape.lanes(head)])
+            plgpu.copy_smem_to_gmem(source, target.at[batch, work.tokens(half), shape.lanes(head)])
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(half == HALVES)
@@ -452,6 +456,7 @@ def _key_gradient_kernel(
 
 def _call(kernel, shape: Shape, lists: RowLists, inputs, outputs, scratch, name: str):
     batch, rows, _ = lists.cols.shape
+    order = () if lists.order is None else (lists.order,)
     return plgpu.kernel(
         kernel,
         out_type=outputs,
@@ -463,7 +468,7 @@ def _call(kernel, shape: Shape, lists: RowLists, inputs, outputs, scratch, name:
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=shape.interpret or None,
         kernel_name=name,
-    )(*inputs, (lists.cols, lists.num_full, lists.num_active, lists.order))
+    )(*inputs, (lists.cols, lists.num_full, lists.num_active, *order))
 
 
 def _barriers(number: int, arrivals: int = 1):

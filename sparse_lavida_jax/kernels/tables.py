@@ -238,12 +238,14 @@ class RowLists:
         cols: where they lie; behind `num_active` of them stand those that are skipped.
         num_full, num_active: how many there are without a mask, and at all.
         order: the rows as programs take them: the longest first, so that none is left at the end.
+            None: as they come. Rows of keys, of which the first are seen by most, do: to look up
+            where they lie spills registers of a kernel that has none to spare.
     """
 
     cols: Int[Array, "*devices b rows cols"]
     num_full: Int[Array, "*devices b rows"]
     num_active: Int[Array, "*devices b rows"]
-    order: Int[Array, "*devices b rows"]
+    order: Int[Array, "*devices b rows"] | None
 
 
 @flax.struct.dataclass
@@ -282,7 +284,7 @@ def make_gpu_tables(
     return GpuTables(
         _row_lists(classes(sizes.forward)),
         _row_lists(classes(sizes.dq)),
-        _row_lists(classes(sizes.dkv).swapaxes(1, 2)),
+        _row_lists(classes(sizes.dkv).swapaxes(1, 2)).replace(order=None),
         sizes,
     )
 
