@@ -149,7 +149,8 @@ class Model:
     # layer keeps all; "attention", its input and the output of a kernel of attention; "layer", its
     # input.
     remat: str = "none"
-    # "": the fastest for the platform; reference | pallas_tpu | pallas_gpu (elsewhere interpreted).
+    # "": the fastest for the platform; reference | blockwise | pallas_tpu | pallas_gpu (the last
+    # two are interpreted elsewhere).
     attention_implementation: str = ""
 
     def __post_init__(self):
@@ -185,7 +186,9 @@ class Model:
             )
         _check_choice(self, "trained_attention", ("full", "step_causal"))
         _check_choice(
-            self, "attention_implementation", ("", "reference", "pallas_tpu", "pallas_gpu")
+            self,
+            "attention_implementation",
+            ("", "reference", "blockwise", "pallas_tpu", "pallas_gpu"),
         )
         _check_choice(self, "compute_dtype", ("float32", "bfloat16"))
         _check_choice(self, "remat", ("none", "attention", "layer"))

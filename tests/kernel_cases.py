@@ -4,6 +4,7 @@
 import functools
 
 import einops
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,6 +71,18 @@ TAGS = {
         sorted_tags, unsorted_tags, padded_tags, packed_tags, one_block, cache_tags, nothing_seen
     )
 }  # fmt: skip
+
+
+@st.composite
+def any_blocks(draw, s, t):
+    """Blocks of queries and keys [2 s], [2 t], in runs of any length, and a last clean block."""
+    block, run = st.one_of(st.integers(0, 4), st.just(PAD_BLOCK)), draw(st.integers(1, t))
+    found = (draw(st.lists(block, min_size=n, max_size=n)) for n in (s, t))
+    query_block, key_block = (
+        np.repeat(blocks, run)[None, :n].repeat(2, axis=0)
+        for blocks, n in zip(found, (s, t), strict=True)
+    )
+    return query_block, key_block, draw(st.integers(-1, 4))
 
 
 def as_arrays(tags):

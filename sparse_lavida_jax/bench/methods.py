@@ -55,10 +55,12 @@ def methods(case: Case, *, dry: bool = False) -> dict[str, Callable[[Numbers], P
         kernel = "pallas_gpu" if jax.__version_info__ >= (0, 11) else "pallas_tpu"
         return {
             "kernel": functools.partial(ours, case, implementation=kernel),
+            "blockwise": functools.partial(ours, case, implementation="blockwise"),
             "xla_mask": functools.partial(by_nn, case, "xla", masked=True),
         }
     found: dict[str, Callable[[Numbers], Program]] = {
         "kernel": functools.partial(ours, case),
+        "blockwise": functools.partial(ours, case, implementation="blockwise"),
         "cudnn": functools.partial(by_nn, case, "cudnn", masked=False),
         "cudnn_mask": functools.partial(by_nn, case, "cudnn", masked=True),
         "tokamax": functools.partial(tokamax, case, masked=False),
@@ -85,7 +87,7 @@ def ours(
     implementation: str | None = None,
     sizes: tables.TileSizes | tables.GpuSizes | None = None,
 ) -> Program:
-    """Our kernel on finished tables, as all layers but the first find them.
+    """Our kernel, or another of ours, on finished tables, as all layers but the first find them.
 
     Args:
         sizes: of tiles; by default those that a call would get.

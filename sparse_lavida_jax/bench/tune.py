@@ -53,7 +53,7 @@ def main(runs: int, *, dry: bool) -> None:
     implementation = attention.default_implementation()
     if dry:
         implementation = "pallas_gpu" if jax.__version_info__ >= (0, 11) else "pallas_tpu"
-    if implementation == "reference":
+    if not attention.is_kernel(implementation):
         raise SystemExit(
             "bench.attention --tune: there is no kernel for this device, so there are no tiles;"
             " --dry-run goes the whole way without measuring."

@@ -8,14 +8,16 @@ from collections.abc import Sequence
 import einops
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from sparse_lavida_jax.kernels import pallas_tpu, sharded
+from sparse_lavida_jax.kernels import blockwise, pallas_tpu, sharded
 from sparse_lavida_jax.kernels.deal import Deal
 from sparse_lavida_jax.kernels.reference import attention_reference
 from sparse_lavida_jax.kernels.sizes import (
     RELEASE_HEAD_DIM,
     SMALLEST_TILE,
+    blockwise_sizes,
     device_kind,
     gpu_sizes,
     rule,
@@ -25,21 +27,31 @@ from sparse_lavida_jax.kernels.tables import GPU_ROWS, GpuTables, Tables, make_g
 from sparse_lavida_jax.kernels.tables import make_tables as tile_tables
 from sparse_lavida_jax.visibility import AnyArray
 
-IMPLEMENTATIONS = ("reference", "pallas_tpu", "pallas_gpu")
+IMPLEMENTATIONS = ("reference", "blockwise", "pallas_tpu", "pallas_gpu")
+KERNELS = ("pallas_tpu", "pallas_gpu")
+
+# Queries times keys of a call, up to which the mask is written out where there is no kernel. On a
+# CPU core the reference takes .7 of the time of blocks at 640 tokens and twice as long at 1024
+# (forward; docs/kernels.md); on a GPU nothing was measured.
+FEW_PAIRS = 2**19
 
 log = logging.getLogger(__name__)
 
 
 @functools.cache
 def default_implementation() -> str:
-    """Returns what this machine's first device runs fastest; says so where that is no kernel."""
+    """Returns what this machine's first device runs fastest; says so where that is no kernel.
+
+    A call that the GPU's kernel does not take, or a small one, may get another (`make_tables`).
+    """
     platform = jax.default_backend()
     if platform == "tpu":
         return "pallas_tpu"
     if platform == "gpu":
         if (lacks := _lacks_for_gpu()) is None:
             return "pallas_gpu"
-        log.warning("attention runs without a kernel, and slower: %s.", lacks)
+        _announce(lacks)
+        return "blockwise"
     return "reference"
 
 
@@ -57,12 +69,38 @@ def _has_mosaic_gpu() -> bool:
     return jax.__version_info__ >= (0, 11)
 
 
-def _fits_gpu(q: Array, head_dim: int) -> bool:
-    """Whether wgmma takes these numbers; what does not fit goes to the reference."""
-    return q.dtype in (jnp.bfloat16, jnp.float16) and head_dim in (64, 128)
+def _fits_gpu(dtype: DTypeLike, head_dim: int) -> bool:
+    """Whether wgmma takes these numbers."""
+    return dtype in (jnp.bfloat16, jnp.float16) and head_dim in (64, 128)
+
+
+@functools.cache
+def _announce(why: str) -> None:
+    """Says once that there is no kernel."""
+    log.warning("attention runs without a kernel, in blocks of tokens, and slower: %s.", why)
+
+
+def _chosen(
+    implementation: str | None, query_len: int, key_len: int, head_dim: int, dtype: DTypeLike
+) -> str:
+    """Returns what computes a call: what was asked for, or the best for its numbers."""
+    if implementation is not None:
+        return implementation
+    best = default_implementation()
+    if best == "pallas_gpu" and not _fits_gpu(dtype, head_dim):
+        _announce(f"the GPU kernel takes no {jnp.dtype(dtype)} with {head_dim=}")
+        best = "blockwise"
+    if best == "blockwise" and query_len * key_len <= FEW_PAIRS:
+        return "reference"
+    return best
 
 
 def is_kernel(implementation: str | None = None) -> bool:
+    return (implementation or default_implementation()) in KERNELS
+
+
+def takes_tables(implementation: str | None = None) -> bool:
+    """Whether attention runs over listed tiles, under a mesh on each device its own."""
     return (implementation or default_implementation()) != "reference"
 
 
@@ -73,9 +111,10 @@ def slot_multiple(implementation: str | None = None) -> int:
 
 def query_tile(length: int, implementation: str | None = None) -> int:
     """Returns the queries of a tile, of a call of so many."""
-    if (implementation or default_implementation()) == "pallas_gpu":
+    chosen = implementation or default_implementation()
+    if chosen == "pallas_gpu":
         return GPU_ROWS
-    return rule(length, length).queries
+    return (blockwise_sizes if chosen == "blockwise" else rule)(length, length).queries
 
 
 def make_tables(
@@ -86,18 +125,25 @@ def make_tables(
     key_segment: Int[Array, "b t"] | None = None,
     *,
     head_dim: int = RELEASE_HEAD_DIM,
+    dtype: DTypeLike = jnp.bfloat16,
     implementation: str | None = None,
     key_deals: Sequence[Deal] = (),
 ) -> Tables | GpuTables | None:
     """Returns the tile tables of one set of tags, for all layers; None where none are needed.
 
     Under a mesh they have a first axis more, which counts devices (`kernels.sharded`).
+
+    Args:
+        head_dim, dtype: of the queries, by which the call chooses too.
+        implementation, key_deals: of the call.
     """
-    if not is_kernel(implementation):
+    lengths = query_block.shape[1], key_block.shape[1]
+    chosen = _chosen(implementation, *lengths, head_dim, dtype)
+    if chosen == "reference":
         return None
     tags = (query_block, query_horizon, key_block, query_segment, key_segment)
-    on_gpu = (implementation or default_implementation()) == "pallas_gpu"
-    make = functools.partial(_gpu_tables if on_gpu else _tpu_tables, head_dim)
+    made_by = {"pallas_tpu": _tpu_tables, "pallas_gpu": _gpu_tables, "blockwise": _block_tables}
+    make = functools.partial(made_by[chosen], head_dim)
     split = sharded.split_of(*query_block.shape)
     return make(*tags) if split is None else sharded.make_tables(make, tags, key_deals, split)
 
@@ -110,6 +156,12 @@ def _tpu_tables(head_dim: int, query_block, query_horizon, key_block, *segments)
 def _gpu_tables(head_dim: int, query_block, query_horizon, key_block, *segments) -> GpuTables:
     sizes = gpu_sizes(query_block.shape[1], key_block.shape[1], head_dim)
     return make_gpu_tables(query_block, query_horizon, key_block, *segments, sizes=sizes)
+
+
+def _block_tables(head_dim: int, query_block, query_horizon, key_block, *segments) -> Tables:
+    del head_dim
+    sizes = blockwise_sizes(query_block.shape[1], key_block.shape[1])
+    return tile_tables(query_block, query_horizon, key_block, *segments, sizes=sizes)
 
 
 def step_causal_attention(
@@ -134,8 +186,8 @@ def step_causal_attention(
     """Attends under the step-causal rule of `visibility.visible`; no mask is ever an argument.
 
     Heads are merged in the last axis, the layout in which a projection leaves them and in which
-    the cache holds them. Queries and keys are already rotated. Under a mesh (`jax.set_mesh`) a
-    kernel runs on every device's part (`kernels.sharded`); the reference the compiler partitions.
+    the cache holds them. Queries and keys are already rotated. Under a mesh (`jax.set_mesh`) every
+    device runs its part (`kernels.sharded`); the reference the compiler partitions.
 
     Args:
         k, v: keys and values, or the stacked cache of all layers together with `layer`.
@@ -175,13 +227,10 @@ def step_causal_attention(
     head_dim = q.shape[-1] // num_heads
     logit_scale = head_dim**-0.5 if scale is None else scale
     tags = (query_block, query_horizon, key_block, query_segment, key_segment)
-    chosen = implementation or default_implementation()
-    if chosen == "pallas_gpu" and implementation is None and not _fits_gpu(q, head_dim):
-        chosen = "reference"
+    chosen = _chosen(implementation, q.shape[1], k.shape[-2], head_dim, q.dtype)
     if chosen != "reference":
-        kernel = functools.partial(
-            _on_tpu if chosen == "pallas_tpu" else _on_gpu, head_dim=head_dim, scale=logit_scale
-        )
+        run_by = {"pallas_tpu": _on_tpu, "pallas_gpu": _on_gpu, "blockwise": _in_blocks}
+        kernel = functools.partial(run_by[chosen], head_dim=head_dim, scale=logit_scale)
         over = sharded.split_of(*q.shape[:2])
         if over is None:
             out, lse = kernel(q, k, v, tags, num_heads, num_kv_heads, layer, tables)
@@ -232,10 +281,10 @@ def _on_tpu(q, k, v, tags, num_heads, num_kv_heads, layer, tables, *, head_dim, 
 def _on_gpu(q, k, v, tags, num_heads, num_kv_heads, layer, tables, *, head_dim, scale):
     if not _has_mosaic_gpu():
         raise ValueError(f"the GPU kernel needs jax 0.11, this is jax {jax.__version__}.")
-    if not _fits_gpu(q, head_dim):
+    if not _fits_gpu(q.dtype, head_dim):
         raise ValueError(
             f"the GPU kernel takes bfloat16 or float16 and heads of 64 or 128, got {q.dtype} and"
-            f" {head_dim=}: use implementation='reference'."
+            f" {head_dim=}: use implementation='blockwise', or None."
         )
     from sparse_lavida_jax.kernels import pallas_gpu
 
@@ -243,6 +292,17 @@ def _on_gpu(q, k, v, tags, num_heads, num_kv_heads, layer, tables, *, head_dim, 
     sizes = tables.sizes if tables else gpu_sizes(q.shape[1], k.shape[-2], head_dim)
     shape = pallas_gpu.Shape(num_heads, num_kv_heads, head_dim, scale, interpret, sizes)
     return pallas_gpu.attention(q, k, v, *tags, shape=shape, layer=layer, tables=tables)
+
+
+def _in_blocks(q, k, v, tags, num_heads, num_kv_heads, layer, tables, *, head_dim, scale):
+    if isinstance(tables, GpuTables):
+        raise ValueError(
+            f"the tables are of the GPU kernel, which takes no {q.dtype} with {head_dim=}: give"
+            " make_tables dtype and head_dim of the queries, and the same implementation."
+        )
+    sizes = tables.sizes if tables else blockwise_sizes(q.shape[1], k.shape[-2])
+    shape = blockwise.Shape(num_heads, num_kv_heads, head_dim, scale, sizes)
+    return blockwise.attention(q, k, v, *tags, shape=shape, layer=layer, tables=tables)
 
 
 def _is_elsewhere(platform: str, vendor: str = "") -> bool:

@@ -173,6 +173,16 @@ class _Row:
     batch: Any
     row: Any
 
+    @classmethod
+    def mine(cls, cols, num_full, num_active, order=None) -> "_Row":
+        """Returns the row of this program: in `order` the first programs take the longest rows."""
+        batch, row = lax.axis_index("batch"), lax.axis_index("row")
+        return cls(cols, num_full, num_active, batch, row if order is None else order[batch, row])
+
+    def tokens(self, half):
+        """Returns which tokens are those of a half of the row."""
+        return pl.ds(self.row * (HALVES * HALF) + half * HALF, HALF)
+
     @property
     def full(self):
         return self.num_full[self.batch, self.row]
@@ -223,13 +233,13 @@ def _copy_tiles(row: _Row, size: int, stages: int, arrays) -> None:
 
 
 def _forward_kernel(
-    q, k, v, layer, tags, cols, num_full, num_active, out, lse, q_smem, k_smem, v_smem, lse_smem,
+    q, k, v, layer, tags, lists, out, lse, q_smem, k_smem, v_smem, lse_smem,
     q_ready, k_ready, v_ready, k_consumed, v_consumed, turn, *, shape: Shape,
 ):  # fmt: skip
-    batch, head, row = lax.axis_index("batch"), lax.axis_index("heads"), lax.axis_index("row")
+    work = _Row.mine(*lists)
+    batch, head = work.batch, lax.axis_index("heads")
     half = lax.axis_index("wg")
     tags = Tags(*tags)
-    work = _Row(cols, num_full, num_active, batch, row)
     dtype = q.dtype
     keys, stages = shape.sizes.forward_keys, shape.sizes.forward_stages
 
@@ -240,7 +250,7 @@ def _forward_kernel(
     @pl.when(half < HALVES)
     def _():
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-        queries = pl.ds(row * (HALVES * HALF) + half * HALF, HALF)
+        queries = work.tokens(half)
         own = q_smem.at[half]
         plgpu.copy_gmem_to_smem(q.at[batch, queries, shape.lanes(head)], own, q_ready.at[half])
         plgpu.barrier_wait(q_ready.at[half])
@@ -301,21 +311,21 @@ def _forward_kernel(
 
 
 def _query_gradient_kernel(
-    q, k, v, pulled, lse, delta, tags, cols, num_full, num_active, dq,
+    q, k, v, pulled, lse, delta, tags, lists, dq,
     q_smem, pulled_smem, lse_smem, delta_smem, k_smem, v_smem,
     ready, k_ready, v_ready, k_consumed, v_consumed, *, shape: Shape,
 ):  # fmt: skip
-    batch, head, row = lax.axis_index("batch"), lax.axis_index("heads"), lax.axis_index("row")
+    work = _Row.mine(*lists)
+    batch, head = work.batch, lax.axis_index("heads")
     half = lax.axis_index("wg")
     tags = Tags(*tags)
-    work = _Row(cols, num_full, num_active, batch, row)
     dtype = q.dtype
     keys, stages = shape.sizes.dq_keys, shape.sizes.dq_stages
 
     @pl.when(half < HALVES)
     def _():
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-        queries = pl.ds(row * (HALVES * HALF) + half * HALF, HALF)
+        queries = work.tokens(half)
         own, own_pulled = q_smem.at[half], pulled_smem.at[half]
         of_row = (batch, head, queries)
         for i, (source, target) in enumerate((
@@ -366,27 +376,27 @@ def _query_gradient_kernel(
 
 
 def _key_gradient_kernel(
-    q, k, v, pulled, lse, delta, tags, cols, num_full, num_active, dk, dv,
+    q, k, v, pulled, lse, delta, tags, lists, dk, dv,
     k_smem, v_smem, q_smem, pulled_smem, lse_smem, delta_smem,
     ready, q_ready, pulled_ready, lse_ready, delta_ready,
     q_consumed, pulled_consumed, lse_consumed, delta_consumed, *, shape: Shape,
 ):  # fmt: skip
     """For every query head: the heads of a group are added up outside."""
-    batch, head, row = lax.axis_index("batch"), lax.axis_index("heads"), lax.axis_index("row")
+    work = _Row.mine(*lists)
+    batch, head = work.batch, lax.axis_index("heads")
     half = lax.axis_index("wg")
     tags = Tags(*tags)
-    work = _Row(cols, num_full, num_active, batch, row)
     dtype = q.dtype
     queries, stages = shape.sizes.dkv_queries, shape.sizes.dkv_stages
 
     @pl.when(half < HALVES)
     def _():
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-        keys = pl.ds(row * (HALVES * HALF) + half * HALF, HALF)
         own_k, own_v = k_smem.at[half], v_smem.at[half]
         theirs = shape.lanes(lax.div(head, jnp.array(shape.group, head.dtype)))
         for i, (source, target) in enumerate(((k, own_k), (v, own_v))):
-            plgpu.copy_gmem_to_smem(source.at[batch, keys, theirs], target, ready.at[half * 2 + i])
+            own = source.at[batch, work.tokens(half), theirs]
+            plgpu.copy_gmem_to_smem(own, target, ready.at[half * 2 + i])
         for i in range(2):
             plgpu.barrier_wait(ready.at[half * 2 + i])
         across = plgpu.Layout.WGMMA.reduce(0)
@@ -405,7 +415,7 @@ def _key_gradient_kernel(
             weights = jnp.exp2(logits)
             if masked:
                 at = pl.ds(work.col(step) * queries, queries)
-                mask = tags.mask(batch, at, keys, keys_down=True)
+                mask = tags.mask(batch, at, work.tokens(half), keys_down=True)
                 weights = jnp.where(mask, weights, 0.0)
             plgpu.barrier_wait(pulled_ready.at[slot])
             summed_v = _added(summed_v, weights.astype(dtype), pulled_smem.at[slot], shape)
@@ -426,7 +436,7 @@ def _key_gradient_kernel(
         own_v[...] = summed_v.astype(dtype)
         plgpu.commit_smem()
         for source, target in ((own_k, dk), (own_v, dv)):
-            plgpu.copy_smem_to_gmem(source, target.at[batch, keys, shape.lanes(head)])
+            plgpu.copy_smem_to_gmem(source, target.at[batch, work.tokens(half), shape.lanes(head)])
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(half == HALVES)
@@ -446,6 +456,7 @@ def _key_gradient_kernel(
 
 def _call(kernel, shape: Shape, lists: RowLists, inputs, outputs, scratch, name: str):
     batch, rows, _ = lists.cols.shape
+    order = () if lists.order is None else (lists.order,)
     return plgpu.kernel(
         kernel,
         out_type=outputs,
@@ -457,7 +468,7 @@ def _call(kernel, shape: Shape, lists: RowLists, inputs, outputs, scratch, name:
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=shape.interpret or None,
         kernel_name=name,
-    )(*inputs, lists.cols, lists.num_full, lists.num_active)
+    )(*inputs, (lists.cols, lists.num_full, lists.num_active, *order))
 
 
 def _barriers(number: int, arrivals: int = 1):

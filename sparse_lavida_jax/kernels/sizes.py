@@ -19,6 +19,7 @@ TABLE = pathlib.Path(__file__).with_name("tile_sizes.json")
 QUERY_TILES, KEY_TILES, PARTS = (512, 256), (1024, 512, 256), (256,)
 SMALLEST_TILE = 128
 RELEASE_HEAD_DIM = 128
+LARGEST_BLOCK = 512  # logits of 32 heads of such a tile are 34 MB; ours, not tuned on a GPU
 
 
 def tile_sizes(
@@ -53,6 +54,16 @@ def rule(query_len: int, key_len: int) -> TileSizes:
     """Returns the tiles of a call on a TPU of which nothing was measured."""
     keys = _largest(KEY_TILES, key_len)
     return TileSizes(_largest(QUERY_TILES, query_len), keys, _largest(PARTS, keys))
+
+
+def blockwise_sizes(query_len: int, key_len: int) -> TileSizes:
+    """Returns the tiles of a call without a kernel: as few as there may be, and all alike."""
+
+    def size(length: int) -> int:
+        return _filled(-(-length // -(-length // LARGEST_BLOCK)))
+
+    keys = size(key_len)
+    return TileSizes(size(query_len), keys, keys)
 
 
 def bucket(query_len: int, key_len: int) -> str:

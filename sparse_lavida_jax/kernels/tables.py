@@ -237,11 +237,15 @@ class RowLists:
     Attributes:
         cols: where they lie; behind `num_active` of them stand those that are skipped.
         num_full, num_active: how many there are without a mask, and at all.
+        order: the rows as programs take them: the longest first, so that none is left at the end.
+            None: as they come. Rows of keys, of which the first are seen by most, do: to look up
+            where they lie spills registers of a kernel that has none to spare.
     """
 
     cols: Int[Array, "*devices b rows cols"]
     num_full: Int[Array, "*devices b rows"]
     num_active: Int[Array, "*devices b rows"]
+    order: Int[Array, "*devices b rows"] | None
 
 
 @flax.struct.dataclass
@@ -280,7 +284,7 @@ def make_gpu_tables(
     return GpuTables(
         _row_lists(classes(sizes.forward)),
         _row_lists(classes(sizes.dq)),
-        _row_lists(classes(sizes.dkv).swapaxes(1, 2)),
+        _row_lists(classes(sizes.dkv).swapaxes(1, 2)).replace(order=None),
         sizes,
     )
 
@@ -288,9 +292,10 @@ def make_gpu_tables(
 def _row_lists(classes: Int[Array, "b rows cols"]) -> RowLists:
     num_full = (classes == FULL).sum(axis=-1).astype(jnp.int32)
     num_active = (classes != SKIP).sum(axis=-1).astype(jnp.int32)
-    return RowLists(
-        jnp.argsort(-classes, axis=-1, stable=True).astype(jnp.int32), num_full, num_active
+    cols, order = (
+        jnp.argsort(-x, axis=-1, stable=True).astype(jnp.int32) for x in (classes, num_active)
     )
+    return RowLists(cols, num_full, num_active, order)
 
 
 def active_share(tables: Tables) -> Array:

@@ -14,14 +14,15 @@ from typing import Literal, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from sparse_lavida_jax.kernels import sharded
 from sparse_lavida_jax.kernels.attention import (
-    is_kernel,
     make_tables,
     query_tile,
     step_causal_attention,
+    takes_tables,
 )
 from sparse_lavida_jax.kernels.deal import Deal, joined, parted
 from sparse_lavida_jax.kernels.tables import GpuTables, Tables
@@ -83,19 +84,23 @@ def run_layers(
     if cache is not None:
         for name in present:
             cache = cache.begin(name, layouts[name].block)
-        if is_kernel(implementation):
+        if takes_tables(implementation):
             cache = cache.placed(joint.understanding.num_heads)
     # The slots of a cache are in the order of its steps, and the reference needs no balance.
-    in_turn = cache is None and is_kernel(implementation)
+    in_turn = cache is None and takes_tables(implementation)
     deals: Deals = sharded.deals_of(
         {name: x[name].shape[1] for name in present},
         functools.partial(query_tile, implementation=implementation) if in_turn else None,
+    )
+    heads = joint.understanding
+    chosen_by = _ChosenBy(
+        implementation, heads.q.kernel.shape[-1] // heads.num_heads, x[present[0]].dtype
     )
     x = sharded.dealt_out(x, deals)
     layouts = {name: jax.tree.map(deals[name].out, layouts[name]) for name in present}
 
     seen = cache if attend_cache else None  # whose tags the keys have
-    joint_attention = _Attention.joint(layouts, present, present, seen, implementation, deals)
+    joint_attention = _Attention.joint(layouts, present, present, seen, chosen_by, deals)
 
     def joint_layer(carry, layer_and_index):
         x, cache = carry
@@ -119,15 +124,13 @@ def run_layers(
         last = jax.tree.map(lambda p: p[-1], joint)
         keep: list[StreamName] = [name for name in present if name not in stops]
         last_attention = (
-            _Attention.joint(layouts, keep, present, seen, implementation, deals) if keep else None
+            _Attention.joint(layouts, keep, present, seen, chosen_by, deals) if keep else None
         )
         x, cache = _joint_layer(
             last, jnp.int32(num_joint - 1), x, layouts, deals, keep, cache, last_attention
         )
 
-    split_attention = {
-        name: _Attention.split(layouts, name, seen, implementation, deals) for name in x
-    }
+    split_attention = {name: _Attention.split(layouts, name, seen, chosen_by, deals) for name in x}
 
     def split_layer(carry, layer_and_index):
         x, cache = carry
@@ -151,6 +154,15 @@ def _rematerialized(layer, remat: str, unroll: bool):
 
 
 @dataclasses.dataclass(frozen=True)
+class _ChosenBy:
+    """What decides how attention is computed, beside its lengths (`kernels.attention`)."""
+
+    implementation: str | None
+    head_dim: int
+    dtype: DTypeLike
+
+
+@dataclasses.dataclass(frozen=True)
 class _Attention:
     """Who attends to whom in layers of one kind: the same for all of them, so made once.
 
@@ -159,7 +171,7 @@ class _Attention:
         key_block: tags of the keys.
         tables: of these tags, or None where the implementation needs none.
         cached: whether the keys are those of the cache.
-        implementation: of attention.
+        implementation: of attention; by default the best for the platform.
         key_deals: how the streams of the keys are dealt out over a mesh.
     """
 
@@ -177,7 +189,7 @@ class _Attention:
         asking: Sequence[StreamName],
         present: Sequence[StreamName],
         cache: KVCache | None,
-        implementation: str | None,
+        chosen_by: _ChosenBy,
         deals: Deals,
     ) -> "_Attention":
         """All tokens attend to all, or to the whole cache."""
@@ -189,7 +201,7 @@ class _Attention:
 
         queries, _ = joint(asking)
         keys, key_deals = joint(present)
-        return cls._of(queries, keys.block, cache and cache.block, implementation, key_deals)
+        return cls._of(queries, keys.block, cache and cache.block, chosen_by, key_deals)
 
     @classmethod
     def split(
@@ -197,26 +209,27 @@ class _Attention:
         layouts: Layouts,
         name: StreamName,
         cache: KVCache | None,
-        implementation: str | None,
+        chosen_by: _ChosenBy,
         deals: Deals,
     ) -> "_Attention":
         """A stream attends to itself, or to its region of the cache."""
         own = cache is not None and cache.decodes == name
         stored = cache.split_block if cache is not None and own else None
         queries = layouts[name]
-        return cls._of(queries, queries.block, stored, implementation, [deals[name]])
+        return cls._of(queries, queries.block, stored, chosen_by, [deals[name]])
 
     @classmethod
-    def _of(cls, queries, keys, stored, implementation, key_deals) -> "_Attention":
+    def _of(cls, queries, keys, stored, chosen_by: _ChosenBy, key_deals) -> "_Attention":
         key_block = keys if stored is None else stored
         tables = make_tables(
             queries.block,
             queries.horizon,
             key_block,
-            implementation=implementation,
             key_deals=key_deals,
+            **dataclasses.asdict(chosen_by),
         )
-        return cls(queries, key_block, tables, stored is not None, implementation, key_deals)
+        cached = stored is not None
+        return cls(queries, key_block, tables, cached, chosen_by.implementation, key_deals)
 
     def __call__(self, q, keys, values, num_heads: int, layer: Int[Array, ""] | None):
         attended = step_causal_attention(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention kernel of this GPU against the dense reference, forward and gradients."""
+"""Attention on this GPU, kernel and blocks, against the dense reference, forward and gradients."""
 
 import functools
 
@@ -16,10 +16,11 @@ from sparse_lavida_jax.kernels.reference import NOTHING_SEEN_LSE
 HEADS, TOKENS = 4, 16  # how often every token of a case stands
 
 
-@pytest.fixture(autouse=True)
-def kernel(gpu):
-    if attention.default_implementation() != "pallas_gpu":
+@pytest.fixture(params=["pallas_gpu", "blockwise"])
+def implementation(request, gpu):
+    if request.param == "pallas_gpu" != attention.default_implementation():
         pytest.skip(f"the kernel is for Hopper GPUs and jax 0.11, this is {gpu.device_kind}")
+    return request.param
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "heads"))
@@ -36,15 +37,15 @@ def both_ways(q, k, v, pulled, tags, implementation, heads):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", TAGS)
-def test_output_and_gradients_are_those_of_the_reference(name, head_dim):
+def test_output_and_gradients_are_those_of_the_reference(implementation, name, head_dim):
     rng = np.random.default_rng(0)
     tags = as_arrays(
         None if tag is None else np.repeat(tag, TOKENS, axis=1) for tag in TAGS[name](rng)
     )
     lengths = (tags[0].shape[1], tags[2].shape[1], tags[2].shape[1], tags[0].shape[1])
     given = [jnp.asarray(rng.normal(size=(2, n, HEADS * head_dim)), jnp.bfloat16) for n in lengths]
-    out, lse, *gradients = both_ways(*given, tags, "pallas_gpu", HEADS)
-    again = both_ways(*given, tags, "pallas_gpu", HEADS)
+    out, lse, *gradients = both_ways(*given, tags, implementation, HEADS)
+    again = both_ways(*given, tags, implementation, HEADS)
     for first, second in zip((out, lse, *gradients), again, strict=True):
         np.testing.assert_array_equal(first, second)
     wide = [x.astype(jnp.float32) for x in given]

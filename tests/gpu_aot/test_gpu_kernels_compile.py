@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU kernels compiled to machine code for an H200 that is only described: no registers spill.
+"""Attention compiled to machine code for GPUs that are only described: no registers spill.
 
 In a process of its own, because the CUDA plugin is loaded when jax starts.
 """
@@ -45,6 +45,43 @@ DEVICE = textwrap.dedent('''
     mesh = jax.sharding.Mesh(np.array(devices[:1]), ("one",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 ''')
+OTHERS = {
+    "NVIDIA H200": {},
+    "NVIDIA A100": {
+        "major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES": "major: 8 minor: 0",
+        "core_count: 132": "core_count: 108",
+        "fpus_per_core: 128": "fpus_per_core: 64",
+        "232448": "166912",  # shared memory of a block, and of a core
+        "233472": "167936",
+    },
+}
+BLOCKS = textwrap.dedent("""
+    import jax.numpy as jnp
+
+    from sparse_lavida_jax.kernels.attention import make_tables, step_causal_attention
+
+    heads, head_dim = 32, 128
+
+    def attend(q, k, v, tags, pulled):
+        made = make_tables(*tags, implementation="blockwise")
+
+        def call(q, k, v):
+            return step_causal_attention(
+                q, k, v, *tags, num_heads=heads, tables=made, implementation="blockwise"
+            )
+
+        out, pull_back = jax.vjp(call, q, k, v)
+        return out, pull_back(pulled)
+
+    for length in (4096, 8192):
+        wide = jax.ShapeDtypeStruct((1, length, heads * head_dim), jnp.bfloat16, sharding=sharding)
+        tag = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=sharding)
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            traced = jax.jit(attend).trace(wide, wide, wide, (tag,) * 3, wide)
+            program = traced.lower(lowering_platforms=("cuda",)).compile()
+        print("bytes:", program.memory_analysis().temp_size_in_bytes)
+    print("compiled")
+""")
 KERNELS = DEVICE + textwrap.dedent("""
     import dataclasses
     import itertools
@@ -89,7 +126,7 @@ SEGMENT = DEVICE + textwrap.dedent("""
 
     import segment_programs
 
-    model = segment_programs.settings(attention_implementation="pallas_gpu")
+    model = segment_programs.settings(attention_implementation=sys.argv[2])
     program = segment_programs.compiled(sys.argv[1], model, sharding, "cuda")
     assert segment_programs.in_place(program.hlo, program.cache_shapes)
     for copy in segment_programs.copies(program.hlo, program.cache_shapes):
@@ -123,8 +160,23 @@ def test_forward_and_backward_compile_for_hopper_and_spill_nothing(head_dim):
         assert " 0 bytes spill stores, 0 bytes spill loads" in line, line
 
 
-@pytest.mark.parametrize("kind", ["image", "text"])
-def test_no_loop_of_the_sampler_copies_the_cache_or_a_layer_of_it(kind):
+@pytest.mark.parametrize("device", OTHERS)
+def test_blocks_compile_with_and_without_a_kernel_and_memory_is_linear(device):
+    described = DEVICE.replace("NVIDIA H200", device)
+    for word, other in OTHERS[device].items():
+        assert word in described
+        described = described.replace(word, other)
+    told, _ = run(described + BLOCKS)
+    short, long = (int(line.split()[1]) for line in told.splitlines() if line[:6] == "bytes:")
+    assert long < 2.1 * short
+    assert long < 32 * 8192**2  # a byte for every pair; four and more is what the reference holds
+
+
+@pytest.mark.parametrize(
+    ("kind", "implementation"),
+    [("image", "pallas_gpu"), ("text", "pallas_gpu"), ("image", "blockwise")],
+)
+def test_no_loop_of_the_sampler_copies_the_cache_or_a_layer_of_it(kind, implementation):
     """The segment program of `sample.py` at the release's widths, kernels and all."""
-    told, _ = run(SEGMENT, kind)
+    told, _ = run(SEGMENT, kind, implementation)
     assert "copied:" not in told, told

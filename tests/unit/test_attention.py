@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dense reference against softmax in loops, and every refusal of the entry."""
+"""What runs on any device against softmax in loops, what runs where, every refusal of the entry."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,9 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+import tiny
 
-from sparse_lavida_jax.kernels.attention import step_causal_attention
+from sparse_lavida_jax.kernels import attention
+from sparse_lavida_jax.kernels.attention import make_tables, step_causal_attention
 from sparse_lavida_jax.kernels.reference import NOTHING_SEEN_LSE
+from sparse_lavida_jax.kernels.tables import GpuTables, Tables
 from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON
 
 TOLERANCE = 2e-6
@@ -25,6 +29,14 @@ QUERY_SEGMENT = np.array([[0, 0, 0, 1, 1], [0, 0, 1, 0, 1]])
 KEY_SEGMENT = np.array([[0, 0, 1, 1, 1, 0, 1], [0, 0, 1, 0, 1, 1, 0]])
 TAGS = tuple(jnp.asarray(tags) for tags in (QUERY_BLOCK, QUERY_HORIZON, KEY_BLOCK))
 NOTHING_SEEN = (QUERY_BLOCK == PAD_BLOCK) | (QUERY_BLOCK == 5)
+
+
+@pytest.fixture(params=["reference", "blockwise"])
+def attend(request):
+    """The entry with one of the implementations that run on any device."""
+    entry = functools.partial(step_causal_attention, num_heads=HEADS, implementation=request.param)
+    static = ("num_kv_heads", "scale", "return_lse")
+    return tiny.quick_jit(entry, static_argnames=static)
 
 
 def draw(kv_heads=HEADS, layers=None, seed=0):
@@ -60,63 +72,63 @@ def in_loops(q, k, v, *, segments=None, scale=HEAD_DIM**-0.5):
 
 
 @pytest.mark.parametrize("kv_heads", [HEADS, 2, 1])
-def test_attention_is_softmax_in_loops(kv_heads):
+def test_attention_is_softmax_in_loops(attend, kv_heads):
     q, k, v = draw(kv_heads)
-    out, lse = step_causal_attention(
-        q, k, v, *TAGS, num_heads=HEADS, num_kv_heads=kv_heads, return_lse=True
-    )
+    out, lse = attend(q, k, v, *TAGS, num_kv_heads=kv_heads, return_lse=True)
     expected, expected_lse = in_loops(q, k, v)
     np.testing.assert_allclose(out, expected, rtol=0, atol=TOLERANCE)
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-6)
 
 
-def test_tokens_of_other_segments_are_not_seen():
+def test_tokens_of_other_segments_are_not_seen(attend):
     q, k, v = draw()
-    out = step_causal_attention(
-        q, k, v, *TAGS, num_heads=HEADS,
-        query_segment=jnp.asarray(QUERY_SEGMENT), key_segment=jnp.asarray(KEY_SEGMENT),
-    )  # fmt: skip
+    segments = jnp.asarray(QUERY_SEGMENT), jnp.asarray(KEY_SEGMENT)
+    out = attend(q, k, v, *TAGS, query_segment=segments[0], key_segment=segments[1])
     expected, _ = in_loops(q, k, v, segments=(QUERY_SEGMENT, KEY_SEGMENT))
     np.testing.assert_allclose(out, expected, rtol=0, atol=TOLERANCE)
 
 
-def test_scale_replaces_the_root_of_the_head_width():
+def test_scale_replaces_the_root_of_the_head_width(attend):
     q, k, v = draw()
-    out = step_causal_attention(q, k, v, *TAGS, num_heads=HEADS, scale=0.7)
+    out = attend(q, k, v, *TAGS, scale=0.7)
     expected, _ = in_loops(q, k, v, scale=0.7)
     np.testing.assert_allclose(out, expected, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("layer", [0, 2])
-def test_a_layer_of_the_stacked_cache_is_that_layer(layer):
+def test_a_layer_of_the_stacked_cache_is_that_layer(attend, layer):
     q, k, v = draw(layers=3)
-    stacked = step_causal_attention(q, k, v, *TAGS, num_heads=HEADS, layer=jnp.int32(layer))
-    alone = step_causal_attention(q, k[layer], v[layer], *TAGS, num_heads=HEADS)
+    stacked = attend(q, k, v, *TAGS, layer=jnp.int32(layer))
+    alone = attend(q, k[layer], v[layer], *TAGS)
     np.testing.assert_array_equal(stacked, alone)
 
 
-def test_rows_that_see_nothing_are_exactly_zero():
-    out, lse = step_causal_attention(*draw(), *TAGS, num_heads=HEADS, return_lse=True)
+def test_rows_that_see_nothing_are_exactly_zero(attend):
+    out, lse = attend(*draw(), *TAGS, return_lse=True)
     assert not np.asarray(out)[NOTHING_SEEN].any()
     assert (np.moveaxis(lse, 1, 2)[NOTHING_SEEN] == NOTHING_SEEN_LSE).all()
 
 
-def test_what_lies_in_empty_cache_slots_reaches_nobody():
+def test_what_lies_in_empty_cache_slots_reaches_nobody(attend):
     q, k, v = draw()
-    expected = step_causal_attention(q, k, v, *TAGS, num_heads=HEADS)
+    expected = attend(q, k, v, *TAGS)
     empty = jnp.asarray(KEY_BLOCK == PAD_BLOCK)[..., None]
     k, v = (jnp.where(empty, 1e30, x) for x in (k, v))
-    out = step_causal_attention(q, k, v, *TAGS, num_heads=HEADS)
+    out = attend(q, k, v, *TAGS)
     np.testing.assert_array_equal(out, expected)
 
 
 @pytest.mark.parametrize("kv_heads", [HEADS, 2])
-def test_gradient_is_that_of_softmax_in_loops(kv_heads):
+def test_gradient_is_that_of_softmax_in_loops(attend, kv_heads):
     q, k, v = draw(kv_heads)
     out_gradient = np.random.default_rng(1).normal(size=q.shape)
-    attend = functools.partial(step_causal_attention, num_heads=HEADS, num_kv_heads=kv_heads)
-    _, pull_back = jax.vjp(lambda q, k, v: attend(q, k, v, *TAGS), q, k, v)
-    gradients = pull_back(jnp.asarray(out_gradient, jnp.float32))
+
+    @tiny.quick_jit
+    def pulled_back(pulled, *qkv):
+        entry = functools.partial(attend.__wrapped__, num_kv_heads=kv_heads)
+        return jax.vjp(lambda *qkv: entry(*qkv, *TAGS), *qkv)[1](pulled)
+
+    gradients = pulled_back(jnp.asarray(out_gradient, jnp.float32), q, k, v)
     for ours, expected in zip(gradients, backward_in_loops(q, k, v, out_gradient), strict=True):
         np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5)
     assert not np.asarray(gradients[0])[NOTHING_SEEN].any()
@@ -146,30 +158,135 @@ def backward_in_loops(q, k, v, out_gradient):
     return grad_q, grad_k, grad_v
 
 
-def test_gradients_of_a_batch_of_padding_are_zero_and_not_nan():
+def test_gradients_of_a_batch_of_padding_are_zero_and_not_nan(attend):
     q, k, v = draw()
     nobody = jnp.full((2, 5), PAD_BLOCK), jnp.full((2, 5), PAD_HORIZON), jnp.full((2, 7), PAD_BLOCK)
-    value, gradients = jax.value_and_grad(
-        lambda qkv: step_causal_attention(*qkv, *nobody, num_heads=HEADS).sum()
-    )((q, k, v))
+
+    @tiny.quick_jit
+    @jax.value_and_grad
+    def summed(qkv):
+        return attend.__wrapped__(*qkv, *nobody).sum()
+
+    value, gradients = summed((q, k, v))
     assert value == 0
     assert all(not np.asarray(gradient).any() for gradient in gradients)
 
 
-def test_huge_logits_do_not_overflow():
+def test_huge_logits_do_not_overflow(attend):
     q, k, v = draw()
-    out, lse = step_causal_attention(q * 1e4, k, v, *TAGS, num_heads=HEADS, return_lse=True)
+    out, lse = attend(q * 1e4, k, v, *TAGS, return_lse=True)
     assert np.isfinite(out).all()
     assert np.isfinite(lse).all()
 
 
-def test_bfloat16_stays_bfloat16_with_a_float32_softmax():
+def test_bfloat16_stays_bfloat16_with_a_float32_softmax(attend):
     q, k, v = (x.astype(jnp.bfloat16) for x in draw())
-    out, lse = step_causal_attention(q, k, v, *TAGS, num_heads=HEADS, return_lse=True)
+    out, lse = attend(q, k, v, *TAGS, return_lse=True)
     assert (out.dtype, lse.dtype) == (jnp.bfloat16, jnp.float32)
     expected, expected_lse = in_loops(q, k, v)
     np.testing.assert_allclose(out.astype(jnp.float32), expected, rtol=0, atol=2e-2)
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------
+# What runs where.
+
+
+@dataclasses.dataclass
+class Device:
+    compute_capability: str
+    device_kind: str = "a GPU"
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Returns a function that makes jax say that this machine has such a GPU, and its version."""
+
+    def pretend(capability: str, version=(0, 11, 2)):
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        monkeypatch.setattr(jax, "devices", lambda: [Device(capability)])
+        monkeypatch.setattr(jax, "__version_info__", version)
+
+    for cached in (attention.default_implementation, attention._announce):
+        cached.cache_clear()
+    yield pretend
+    monkeypatch.undo()
+    attention.default_implementation.cache_clear()
+
+
+GPUS = {
+    "hopper": (("9.0",), "pallas_gpu", ""),
+    "ampere": (("8.0",), "blockwise", "compute capability 8.0"),
+    "blackwell": (("10.0",), "blockwise", "compute capability 10.0"),
+    "old_jax": (("9.0", (0, 10, 2)), "blockwise", "needs jax 0.11"),
+}
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_a_gpu_without_the_kernel_runs_in_blocks_and_says_so_once(gpu, caplog, name):
+    given, expected, why = GPUS[name]
+    gpu(*given)
+    for _ in range(2):
+        attention.default_implementation.cache_clear()
+        assert attention.default_implementation() == expected
+    assert len(caplog.messages) == bool(why)
+    assert why in caplog.text
+
+
+def test_on_the_cpu_it_is_the_reference():
+    assert attention.default_implementation() == "reference"
+
+
+LONG = 1024  # squared, more pairs than the reference gets
+
+
+@pytest.mark.parametrize(
+    ("length", "head_dim", "dtype", "expected"),
+    [
+        (LONG, 128, jnp.bfloat16, "pallas_gpu"),
+        (LONG, 64, jnp.float16, "pallas_gpu"),
+        (LONG, 128, jnp.float32, "blockwise"),
+        (LONG, 96, jnp.bfloat16, "blockwise"),
+        (64, 128, jnp.float32, "reference"),
+        (64, 128, jnp.bfloat16, "pallas_gpu"),
+    ],
+)
+def test_what_the_gpu_kernel_does_not_take_runs_in_blocks(gpu, length, head_dim, dtype, expected):
+    """Tables are made for what the call then runs, of the same numbers."""
+    gpu("9.0")
+    tag = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    wide = jax.ShapeDtypeStruct((1, length, 2 * head_dim), dtype)
+    ran, made = [], []
+
+    def run(q, block):
+        tables = make_tables(block, block, block, head_dim=head_dim, dtype=dtype)
+        made.append(tables)
+        return step_causal_attention(q, q, q, block, block, block, num_heads=2, tables=tables)
+
+    def watch(name):
+        def watched(q, k, v, *rest, **named):
+            ran.append(name)
+            return q, jnp.zeros(())
+
+        return watched
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, function in (("pallas_gpu", "_on_gpu"), ("blockwise", "_in_blocks")):
+            patch.setattr(attention, function, watch(name))
+        jax.eval_shape(run, wide, tag)
+    assert (ran or ["reference"]) == [expected]
+    kinds = {"pallas_gpu": GpuTables, "blockwise": Tables, "reference": type(None)}
+    assert isinstance(made[0], kinds[expected])
+
+
+def test_few_pairs_get_the_reference_where_there_is_no_kernel(gpu):
+    gpu("8.0")
+
+    def makes(length, implementation=None):
+        tag = jnp.zeros((1, length), jnp.int32)
+        return make_tables(tag, tag, tag, implementation=implementation) is not None
+
+    assert [makes(512), makes(LONG), makes(512, "blockwise")] == [False, True, True]
 
 
 REFUSALS = {

@@ -91,11 +91,12 @@ def test_something_that_is_off_is_seen():
     assert cases.difference(unmasked, cases.reference(case, numbers), case) > attention.AGREES
 
 
-def test_the_kernel_decodes_from_a_layer_of_the_stacked_cache():
+@pytest.mark.parametrize("implementation", ["pallas_tpu", "blockwise"])
+def test_ours_decodes_from_a_layer_of_the_stacked_cache(implementation):
     tags = shapes.Tags(BLOCK[40:], HORIZON[40:], BLOCK)
     case = Case("decode_row", 1, tags, heads=1)
     numbers = case.numbers()
-    program = methods.ours(case, numbers, implementation="pallas_tpu")
+    program = methods.ours(case, numbers, implementation=implementation)
     assert program.run.args[1].shape == (methods.LAYERS, 1, 128, 128)
     wanted = cases.reference(case, numbers)
     assert cases.difference(program.outputs(), wanted, case) < attention.AGREES

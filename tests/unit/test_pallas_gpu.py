@@ -179,6 +179,14 @@ def test_rows_list_the_tiles_without_a_mask_first_and_none_twice(name):
         np.testing.assert_array_equal(
             np.sort(lists.cols, axis=-1), np.broadcast_to(at, classes.shape)
         )
+        if turned:
+            assert lists.order is None
+            continue
+        order, lengths = np.asarray(lists.order), np.asarray(lists.num_active)
+        assert (np.diff(np.take_along_axis(lengths, order, axis=-1)) <= 0).all()
+        np.testing.assert_array_equal(
+            np.sort(order), np.broadcast_to(np.arange(order.shape[-1]), order.shape)
+        )
 
 
 @needs_kernel

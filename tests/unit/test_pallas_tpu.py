@@ -5,7 +5,6 @@ import functools
 
 import einops
 import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +15,7 @@ from kernel_cases import (
     TAGS,
     S,
     T,
+    any_blocks,
     as_arrays,
     cache_tags,
     draw,
@@ -30,7 +30,7 @@ from kernel_cases import (
 from sparse_lavida_jax.kernels import pallas_tpu, tables
 from sparse_lavida_jax.kernels.attention import step_causal_attention
 from sparse_lavida_jax.kernels.reference import NOTHING_SEEN_LSE
-from sparse_lavida_jax.visibility import PAD_BLOCK, is_padding, visible
+from sparse_lavida_jax.visibility import is_padding, visible
 
 SIZES = tables.TileSizes(queries=16, keys=32, part=16)
 TOLERANCE = 2e-6
@@ -84,17 +84,11 @@ def test_bfloat16_is_close_and_gives_the_same_bits_twice():
         np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=2e-2, atol=6e-2)
 
 
-def any_tags(length):
-    block = st.one_of(st.integers(0, 4), st.just(PAD_BLOCK))
-    return st.lists(block, min_size=length, max_size=length)
-
-
 @hypothesis.settings(max_examples=40, deadline=None)
-@hypothesis.given(any_tags(S), any_tags(T), st.integers(-1, 4), st.integers(1, T))
-def test_whatever_the_tags(query_block, key_block, num_clean, run):
+@hypothesis.given(any_blocks(S, T))
+def test_whatever_the_tags(drawn):
     """Runs of equal tags as well, so that whole tiles are skipped or full."""
-    query_block = np.repeat(query_block, run)[None, :S].repeat(2, axis=0)
-    key_block = np.repeat(key_block, run)[None, :T].repeat(2, axis=0)
+    query_block, key_block, num_clean = drawn
     tags = as_arrays((query_block, horizons(query_block, num_clean), key_block, None, None))
     *qkv, pulled = draw(np.random.default_rng(0), 1, 1, 8)
     nothing = jnp.zeros((2, 1, S))

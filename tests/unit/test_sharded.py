@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The TPU kernel, interpreted, over meshes of CPU devices: what one device computes."""
+"""Over meshes of CPU devices, the TPU kernel interpreted and blocks: what one device computes."""
 
 import dataclasses
 import functools
@@ -74,8 +74,12 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_output_and_gradients_over_a_mesh_are_those_of_one_device(name):
+@pytest.mark.parametrize(
+    ("name", "over"),
+    [(name, "pallas_tpu") for name in CALLS]
+    + [(name, "blockwise") for name in ("data_sequence_segments", "sequence_tensor")],
+)
+def test_output_and_gradients_over_a_mesh_are_those_of_one_device(name, over):
     call, rng = CALLS[name], np.random.default_rng(0)
     tags, (*qkv, pulled) = call.tags(rng), call.arrays(rng)
     heads, kv_heads = call.heads
@@ -97,15 +101,22 @@ def test_output_and_gradients_over_a_mesh_are_those_of_one_device(name):
         return (out, lse), pull_back((pulled, jnp.where(lse < 1e29, jnp.cos(lse), 0.0)))
 
     with jax.set_mesh(mesh_of(**call.axes)):
-        found = run(*qkv, pulled, tags, "pallas_tpu")
+        found = run(*qkv, pulled, tags, over)
     wanted = run(*qkv, pulled, tags, "reference")
     for ours, expected in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(ours, expected, rtol=2e-6, atol=3 * TOLERANCE)
     np.testing.assert_allclose(found[0][0], wanted[0][0], rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("axes", [{"data": 2, "tensor": 2}, {"sequence": 2, "tensor": 2}])
-def test_a_layer_of_a_stacked_cache_over_a_mesh(axes):
+@pytest.mark.parametrize(
+    ("axes", "over"),
+    [
+        ({"data": 2, "tensor": 2}, "pallas_tpu"),
+        ({"sequence": 2, "tensor": 2}, "pallas_tpu"),
+        ({"data": 2, "sequence": 2, "tensor": 2}, "blockwise"),
+    ],
+)
+def test_a_layer_of_a_stacked_cache_over_a_mesh(axes, over):
     call, rng = Call(axes, 2, (96, 256)), np.random.default_rng(0)
     tags, (q, *_) = call.tags(rng)[:3], call.arrays(rng)
     k, v = (jnp.asarray(rng.normal(size=(3, 2, 256, 2 * HEAD_DIM)), jnp.float32) for _ in range(2))
@@ -118,7 +129,7 @@ def test_a_layer_of_a_stacked_cache_over_a_mesh(axes):
         )
 
     with jax.set_mesh(mesh_of(**axes)):
-        found = attend(q, k, v, 1, "pallas_tpu")
+        found = attend(q, k, v, 1, over)
     for ours, expected in zip(found, attend(q, k, v, 1, "reference"), strict=True):
         np.testing.assert_allclose(ours, expected, rtol=1e-6, atol=TOLERANCE)
 
@@ -288,10 +299,11 @@ def settings_of(implementation):
     return tiny.model_settings(attention_implementation=implementation)
 
 
-def test_a_model_over_a_mesh_learns_what_it_learns_on_one_device(monkeypatch):
+@pytest.mark.parametrize("over", ["pallas_tpu", "blockwise"])
+def test_a_model_over_a_mesh_learns_what_it_learns_on_one_device(monkeypatch, over):
     """Tokens of both streams are dealt out in stripes of 2, joined, parted and taken back."""
     monkeypatch.setattr(stack, "query_tile", lambda length, implementation: 2)
-    model, alone = (tiny.denoiser(settings_of(name)) for name in ("pallas_tpu", "reference"))
+    model, alone = (tiny.denoiser(settings_of(name)) for name in (over, "reference"))
     streams = streams_of(model.settings, 2, 8, 12)
     mesh = mesh_of(fsdp=2, sequence=2, tensor=2)
 

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention in blocks of plain `lax` against the dense reference, and that it holds no mask."""
+
+import functools
+import math
+import re
+
+import hypothesis
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+import traces
+from kernel_cases import (
+    TAGS,
+    S,
+    T,
+    any_blocks,
+    as_arrays,
+    cache_tags,
+    draw,
+    horizons,
+    packed_tags,
+    reference,
+    reference_and_gradients,
+    sorted_tags,
+)  # fmt: skip
+
+from sparse_lavida_jax.kernels import attention, blockwise, sizes, tables
+from sparse_lavida_jax.kernels.attention import make_tables, step_causal_attention
+from sparse_lavida_jax.kernels.reference import NOTHING_SEEN_LSE
+
+SIZES = tables.TileSizes(queries=16, keys=32, part=32)
+TOLERANCE = 2e-6
+
+
+def shape_of(heads, kv_heads, head_dim, tiles=SIZES):
+    return blockwise.Shape(heads, kv_heads, head_dim, head_dim**-0.5, tiles)
+
+
+@functools.partial(tiny.quick_jit, static_argnames="shape")
+def blocks_and_gradients(q, k, v, pulled, pulled_lse, tags, shape):
+    def attend(q, k, v):
+        return blockwise.attention(q, k, v, *tags, shape=shape)
+
+    found, pull_back = jax.vjp(attend, q, k, v)
+    return found, pull_back((pulled, pulled_lse))
+
+
+@pytest.mark.parametrize("name", TAGS)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 8), (1, 1, 128)])
+def test_output_and_gradients_are_those_of_the_reference(name, heads, kv_heads, head_dim):
+    rng = np.random.default_rng(0)
+    tags = as_arrays(TAGS[name](rng))
+    *qkv, pulled = draw(rng, heads, kv_heads, head_dim)
+    seen = np.asarray(reference(*qkv, tags, head_dim)[1]) < NOTHING_SEEN_LSE
+    pulled_lse = jnp.asarray(rng.normal(size=seen.shape) * seen, jnp.float32)
+    (out, lse), gradients = blocks_and_gradients(
+        *qkv, pulled, pulled_lse, tags, shape_of(heads, kv_heads, head_dim)
+    )
+    (wanted, wanted_lse), wanted_gradients = reference_and_gradients(
+        *qkv, pulled, pulled_lse, tags, head_dim
+    )
+    np.testing.assert_allclose(out, wanted, rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(lse, wanted_lse, rtol=1e-6, atol=TOLERANCE)
+    assert not np.asarray(out)[~seen.any(axis=1)].any()
+    assert (np.asarray(lse)[~seen] == np.float32(NOTHING_SEEN_LSE)).all()
+    for found, expected in zip(gradients, wanted_gradients, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=2e-6, atol=3 * TOLERANCE)
+
+
+def test_bfloat16_is_close_and_gives_the_same_bits_twice():
+    rng = np.random.default_rng(0)
+    tags = as_arrays(packed_tags(rng))
+    *qkv, pulled = draw(rng, 2, 2, 8, jnp.bfloat16)
+    nothing = jnp.zeros((2, 2, S))
+    asked = (*qkv, pulled, nothing, tags)
+    first, again = (blocks_and_gradients(*asked, shape_of(2, 2, 8)) for _ in range(2))
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    wide = (x.astype(jnp.float32) for x in (*qkv, pulled))
+    wanted = reference_and_gradients(*wide, nothing, tags, 8)
+    for found, expected in zip(jax.tree.leaves(first), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=2e-2, atol=6e-2)
+
+
+@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.given(any_blocks(S, T))
+def test_whatever_the_tags(drawn):
+    """Runs of equal tags as well, so that whole tiles are skipped or full."""
+    query_block, key_block, num_clean = drawn
+    tags = as_arrays((query_block, horizons(query_block, num_clean), key_block, None, None))
+    *qkv, pulled = draw(np.random.default_rng(0), 1, 1, 8)
+    nothing = jnp.zeros((2, 1, S))
+    found = blocks_and_gradients(*qkv, pulled, nothing, tags, shape_of(1, 1, 8))
+    wanted = reference_and_gradients(*qkv, pulled, nothing, tags, 8)
+    for ours, expected in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=2e-6, atol=3 * TOLERANCE)
+
+
+def test_tiles_that_nobody_sees_are_not_computed():
+    """Numbers that a product would spread as NaN, in keys of which no tile is seen."""
+    rng = np.random.default_rng(0)
+    tags = as_arrays(cache_tags(rng))  # slots from 45 on are empty, the tiles from 64 on whole ones
+    q, k, v, pulled = draw(rng, 1, 1, 8)
+    nothing = jnp.zeros((2, 1, S))
+    tiles = tables.TileSizes(16, 16, 16)
+    k, v = (x.at[:, 64:].set(jnp.nan) for x in (k, v))
+    found = blocks_and_gradients(q, k, v, pulled, nothing, tags, shape_of(1, 1, 8, tiles))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(found))
+
+
+def test_the_entry_reads_a_layer_of_a_stacked_cache_and_copies_none():
+    rng = np.random.default_rng(0)
+    tags = as_arrays(cache_tags(rng))[:3]
+    q, *_ = draw(rng, 2, 2, 8)
+    k, v = (jnp.asarray(rng.normal(size=(3, 2, T, 16)), jnp.float32) for _ in range(2))
+
+    def attend(q, k, v, tags, layer, implementation):
+        return step_causal_attention(
+            q, k, v, *tags, num_heads=2, layer=layer, implementation=implementation, return_lse=True
+        )
+
+    run = tiny.quick_jit(attend, static_argnames="implementation")
+    found, wanted = (run(q, k, v, tags, 2, name) for name in ("blockwise", "reference"))
+    for ours, expected in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=1e-6, atol=TOLERANCE)
+    long = [jax.ShapeDtypeStruct((2, 2, 1024, 16), jnp.float32)] * 2
+    tags = as_arrays((tags[0], tags[1], np.zeros((2, 1024), int)))
+    layer = jax.ShapeDtypeStruct((), jnp.int32)
+    for name, copied in (("blockwise", False), ("reference", True)):
+        traced = functools.partial(attend, implementation=name)
+        jaxpr = jax.make_jaxpr(traced)(q, *long, tags, layer)
+        assert ((2, 1024, 16) in shapes_in(jaxpr.jaxpr)) == copied
+
+
+def test_tables_of_other_tiles_are_refused():
+    rng = np.random.default_rng(0)
+    tags = as_arrays(sorted_tags(rng))
+    *qkv, _ = draw(rng, 1, 1, 8)
+    make = tiny.quick_jit(tables.make_tables, static_argnames="sizes")
+    other = make(*tags, sizes=tables.TileSizes(8, 8, 8))
+    with pytest.raises(ValueError, match="the tables are of"):
+        blockwise.attention(*qkv, *tags, shape=shape_of(1, 1, 8), tables=other)
+    other = tiny.quick_jit(tables.make_gpu_tables)(*tags)
+    with pytest.raises(ValueError, match="of the queries"):
+        step_causal_attention(
+            *qkv, *tags[:3], num_heads=1, tables=other, implementation="blockwise"
+        )
+
+
+@pytest.mark.parametrize(
+    ("length", "tile"), [(40, 128), (512, 512), (600, 384), (1536, 512), (8152, 512)]
+)
+def test_tiles_are_as_few_as_may_be_and_all_alike(length, tile):
+    found = sizes.blockwise_sizes(length, 2 * 512)
+    assert (found.queries, found.keys, found.part) == (tile, 512, 512)
+
+
+# ---------------------------------------------------------------------------------------------
+# Memory.
+
+
+def shapes_in(jaxpr) -> set[tuple[int, ...]]:
+    """Returns the shapes of all results, those of inner programs too."""
+    found = set()
+    for equation in jaxpr.eqns:
+        found |= {var.aval.shape for var in equation.outvars}
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            found |= shapes_in(inner)
+    return found
+
+
+def program(implementation, length, **changes):
+    """Returns forward and gradients of one row, 2 heads of 8, and shapes of its arguments."""
+
+    def attend(q, k, v, pulled, tags):
+        made = make_tables(*tags, implementation=implementation)
+
+        def call(q, k, v):
+            return step_causal_attention(
+                q, k, v, *tags, num_heads=2, tables=made, implementation=implementation
+            )
+
+        out, pull_back = jax.vjp(call, q, k, v)
+        return out, pull_back(pulled)
+
+    wide = jax.ShapeDtypeStruct((1, length, 16), jnp.float32)
+    return attend, ((wide,) * 4, (jax.ShapeDtypeStruct((1, length), jnp.int32),) * 3)
+
+
+@pytest.mark.parametrize(("implementation", "holds"), [("blockwise", False), ("reference", True)])
+def test_no_array_has_a_number_for_every_pair_of_tokens(implementation, holds):
+    length = 4096
+    attend, (numbers, tags) = program(implementation, length)
+    traced = jax.make_jaxpr(attend)(*numbers, tags)
+    largest = max(map(math.prod, shapes_in(traced.jaxpr)))
+    assert (largest >= length**2) == holds
+    if not holds:
+        hlo = jax.jit(attend).lower(*numbers, tags).compile().as_text()
+        in_hlo = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"\[([\d,]+)\]", hlo)]
+        assert max(in_hlo) < length**2
+        assert 2 * sizes.LARGEST_BLOCK**2 in in_hlo  # logits of a tile
+
+
+def test_memory_grows_with_the_length_and_not_with_its_square():
+    def temporary(implementation, length):
+        attend, (numbers, tags) = program(implementation, length)
+        compiled = tiny.quick_jit(attend).lower(*numbers, tags).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary("blockwise", 8192) < 2.1 * temporary("blockwise", 4096)
+    assert temporary("reference", 2048) > 3.5 * temporary("reference", 1024)
+
+
+# ---------------------------------------------------------------------------------------------
+# Whole models.
+
+
+def test_a_model_samples_in_blocks_what_it_samples_on_the_reference():
+    """Cache, split layers and an edit's source cells; logits of every step."""
+    found = {}
+    for name in ("reference", "blockwise"):
+        settings = tiny.model_settings(attention_implementation=name)
+        requests = [tiny.request("image", settings, 0, words=3, vision=True, source=True)]
+        asked = traces.settings_of("sparse", "image", settings)
+        plan = traces.plan(requests, asked, num_steps=2)
+        found[name], _ = traces.moments(tiny.denoiser(settings), requests, plan, asked)
+    for ours, expected in zip(found["blockwise"], found["reference"], strict=True):
+        np.testing.assert_allclose(ours.logits, expected.logits, rtol=0, atol=2e-5)
+
+
+def test_a_model_makes_its_tables_for_its_own_heads(monkeypatch):
+    asked = []
+
+    def watched(*tags, **named):
+        asked.append((named["head_dim"], jnp.dtype(named["dtype"])))
+
+    monkeypatch.setattr("sparse_lavida_jax.models.stack.make_tables", watched)
+    settings = tiny.model_settings(compute_dtype="bfloat16")
+    requests = [tiny.request("image", settings, 0, words=3)]
+    asked_of = traces.settings_of("sparse", "image", settings)
+    plan = traces.plan(requests, asked_of, num_steps=2)
+    traces.moments(tiny.denoiser(settings), requests, plan, asked_of)
+    assert set(asked) == {(16, jnp.dtype("bfloat16"))}
+    assert attention.RELEASE_HEAD_DIM != 16
