@@ -25,7 +25,9 @@ def get_config() -> ml_collections.ConfigDict:
     c = lavida_o.get_config()
     c.name = "sft_1024"
     c.model.remat = "layer"
-    c.data = dict(source="prepared", folder="prepared", text_block_len=32, workers=8)
+    c.data = dict(
+        source="prepared", folder="prepared", text_block_len=32, max_answer_len=256, workers=8
+    )
     c.diffusion = dict(
         blocks="schedule",
         num_masked_blocks=8,

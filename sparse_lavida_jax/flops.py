@@ -81,6 +81,7 @@ def work_of(batch: Corrupted, model: config.Model, trained: float = 1.0) -> Work
         products += with_loss[name] * _head_size(name, model)
         if name in last:
             pairs += model.num_split_layers * _visible_pairs([stream])
+    products += tokens.get("generation", 0) * _embedding_size(model)
     pairs += model.num_joint_layers * _visible_pairs(list(held.values()))
     if batch.pixels is not None:
         views = int(np.prod(batch.pixels.shape[:-3]))
@@ -130,9 +131,20 @@ def _layer_size(stream: str, model: config.Model) -> int:
 
 
 def _head_size(stream: str, model: config.Model) -> int:
+    """Numbers in the matrices that a token with a loss meets behind the layers."""
     if stream == "understanding":
         return model.width * model.vocab_size
-    return model.codes_per_token * model.generation_width * model.codebook_size
+    width = model.generation_width
+    squares = (model.codes_per_token > 1) + (model.image_head == "dit2")
+    squares += model.image_head != "embed"
+    return model.codes_per_token * width * (width * squares + model.codebook_size)
+
+
+def _embedding_size(model: config.Model) -> int:
+    """Numbers in the matrices that a cell meets before the layers."""
+    squares = model.codes_per_token if model.codes_per_token > 1 else 0
+    squares += model.codes_per_token + 1 if model.image_head != "embed" else 0
+    return squares * model.generation_width**2
 
 
 def _vision_size(vision: config.Vision) -> int:

@@ -4,9 +4,6 @@
 import dataclasses
 import pathlib
 from collections.abc import Callable
-from typing import Protocol
-
-import grain
 
 from sparse_lavida_jax import checkpoint, config
 from sparse_lavida_jax.codec import PictureCodec
@@ -22,16 +19,6 @@ SHOWN_PROMPTS = 24  # of the data, drawn while training
 MakeCodec = Callable[[str | pathlib.Path | None, config.Model], PictureCodec]
 
 
-class Batches(Protocol):
-    """Training data: batches of several groups, each of one shape."""
-
-    sizes: dict[str, int]
-
-    def dataset(self) -> grain.MapDataset:
-        """Returns this process's rows of batch i at index i."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Source:
     """What a run is trained on.
@@ -45,7 +32,7 @@ class Source:
     """
 
     pipe: SparseLaViDa
-    batches: Batches
+    batches: GroupedBatches | MixtureBatches
     tokenizer_path: pathlib.Path
     prompts: tuple[str, ...] = ()
     base_readme: str = ""

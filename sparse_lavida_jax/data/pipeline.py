@@ -251,6 +251,10 @@ class Feed:
     def __next__(self) -> Corrupted:
         return next(self._iterator)
 
+    def close(self) -> None:
+        """Ends the worker processes."""
+        self._iterator.close()
+
     @property
     def position(self) -> dict[str, Any]:
         """Where it stands, as JSON can hold it."""

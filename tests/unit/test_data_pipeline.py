@@ -156,7 +156,7 @@ def run_elsewhere(program, tmp_path) -> list[str]:
 @pytest.mark.parametrize("start", [0, 5, 11])
 def test_iterating_from_a_step_gives_the_batches_from_there_on(by_kind, start):
     dataset = by_kind["schedule"].dataset()
-    resumed = pipeline.iterate(dataset, start)
+    resumed = pipeline.Feed(dataset, start)
     for step in range(start, start + 4):
         stand_ins.assert_equal(next(resumed), dataset[step])
 
@@ -169,7 +169,7 @@ import test_data_pipeline as tests
 if __name__ == "__main__":
     flags.FLAGS.mark_as_parsed()
     tests.pipeline.LENGTH_PROBE = 16
-    made = tests.pipeline.iterate(tests.make_batches().dataset(), 7, workers=2)
+    made = tests.pipeline.Feed(tests.make_batches().dataset(), 7, workers=2)
     print(*(tests.digest(next(made)) for _ in range(6)))
     made.close()
 """

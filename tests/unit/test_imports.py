@@ -22,7 +22,7 @@ LEVELS = [
     {"models"},
     {"diffusion", "losses", "sample", "parameters", "lora", "processes", "flops"},
     {"data", "optimizer", "metrics", "checkpoint", "runs", "pictures"},
-    {"results", "codec", "convert", "sharding"},
+    {"results", "codec", "convert", "sharding", "train_step"},
     {"drawings", "decoding"},
     {"engine"},
     {"pipeline"},

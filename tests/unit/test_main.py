@@ -103,7 +103,7 @@ def test_sampling_without_a_prompt_asks_for_one(folder, capsys):
 def test_a_run_directory_of_another_config_is_told(folder, capsys, monkeypatch):
     trained = []
 
-    def train(settings, run):
+    def train(settings, run, profile):
         trained.append(settings)
         run.metrics_path.write_text("")
 
@@ -118,7 +118,7 @@ def test_a_run_directory_of_another_config_is_told(folder, capsys, monkeypatch):
 def test_training_gets_the_settings_and_the_run_directory(folder, monkeypatch):
     seen = {}
 
-    def train(settings, run):
+    def train(settings, run, profile):
         seen.update(settings=settings, folder=run.folder)
 
     fake = types.SimpleNamespace(train=train)
@@ -140,9 +140,9 @@ def test_the_image_tokenizer_has_its_own_stage(folder, monkeypatch):
     assert [str(path) for path in seen] == ["elsewhere"]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
 def test_a_stopped_run_says_how_to_go_on(folder, monkeypatch, capsys, number, code):
-    def train(settings, run):
+    def train(settings, run, profile):
         os.kill(os.getpid(), number)
         run.stop_if_asked(3, {"x": np.zeros(2)})
 
@@ -153,7 +153,7 @@ def test_a_stopped_run_says_how_to_go_on(folder, monkeypatch, capsys, number, co
 
 
 def test_a_full_disk_is_a_sentence(folder, monkeypatch, capsys):
-    def train(settings, run):
+    def train(settings, run, profile):
         raise OSError(28, "No space left on device", "runs/toy/pictures/000001.png")
 
     fake = types.SimpleNamespace(train=train)
@@ -162,7 +162,7 @@ def test_a_full_disk_is_a_sentence(folder, monkeypatch, capsys):
 
 
 def test_a_mistake_of_ours_keeps_its_traceback(folder, monkeypatch):
-    def train(settings, run):
+    def train(settings, run, profile):
         raise ZeroDivisionError
 
     fake = types.SimpleNamespace(train=train)

@@ -412,9 +412,14 @@ def test_every_so_many_steps_and_the_last_one_are_logged(loop, capsys):
     loop.run(train_steps=5, log_every=2)
     lines = metrics.read_metrics(loop.folder / "metrics.jsonl")
     assert [line["step"] for line in lines] == [2, 4, 5]
+    fraction = lines[0].pop("loss_fraction")
+    assert 0 < fraction < 1
     assert lines[0] == {
         "step": 2, "loss": 1.0, "gradient_norm": 2.0, "learning_rate": pytest.approx(loop.rates[1]),
     }  # fmt: skip
+    for line in lines[1:]:  # the first step compiles, and no chip's peak is known here
+        assert line["tokens_per_second"] > 0 and 0 <= line["data_wait"] <= 1
+        assert "mfu" not in line
     assert loop.written == [5]
     assert f"{loop.folder / 'model'}: the trained model" in capsys.readouterr().out
 
