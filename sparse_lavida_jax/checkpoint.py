@@ -1064,8 +1064,10 @@ class States:
         try:
             yield
         except Exception as error:  # the store raises whatever its layers raise
-            # It would count a step whose writing failed as saved, so begin afresh.
-            self._checkpointer = self._open()
+            # It would count a step whose writing failed as saved, so begin afresh. Of several
+            # processes the others know nothing of it yet: they cannot do this together.
+            if not processes.are_several():
+                self._checkpointer = self._open()
             raise CheckpointError(
                 f"a state could not be written to {self.folder} ({error}). Intact are those of"
                 f" steps {self.steps}: run the same command again to go on from there."
@@ -1213,7 +1215,7 @@ def _is_of_several(known: dict[str, str] | str | None) -> bool:
 
 
 def _sum_digests(leaves: Mapping[str, Any]) -> dict[str, str]:
-    sums = jax.device_get(_sums(dict(leaves)))
+    sums = processes.on_host(_sums(dict(leaves)))
     return {
         name: hashlib.sha256(
             f"{name} {leaves[name].dtype} {leaves[name].shape} {total.tolist()}".encode()

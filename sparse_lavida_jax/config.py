@@ -703,7 +703,8 @@ def _convert(schema: type, name: str, kind: Any, value: Any) -> Any:
     if isinstance(origin, types.UnionType):
         return value
     if origin is dict:
-        return {str(key): float(weight) for key, weight in dict(value).items()}
+        number = typing.get_args(kind)[1]
+        return {str(key): number(weight) for key, weight in dict(value).items()}
     if origin is tuple:
         return tuple(tuple(item) if isinstance(item, list | tuple) else item for item in value)
     if origin is float and isinstance(value, int) and not isinstance(value, bool):

@@ -121,8 +121,7 @@ def _train(command: Command) -> int:
     if command.together is not None:
         if command.config.train.stage == "vq":
             raise UsageError("train.stage='vq' is trained by one process: leave out --distributed.")
-        command.together.start()
-    with runs.Run(command.workdir, command.config) as run:
+    with _together_with(command.together), runs.Run(command.workdir, command.config) as run:
         if command.config.train.stage == "denoiser":
             from sparse_lavida_jax import train
 
@@ -132,6 +131,19 @@ def _train(command: Command) -> int:
 
             train_vq.train(command.config, run.folder)
     return 0
+
+
+@contextlib.contextmanager
+def _together_with(others: processes.Together | None) -> Iterator[None]:
+    """Connects this process with the others, if there are any, for as long as it trains."""
+    if others is None:
+        yield
+        return
+    others.start()
+    try:
+        yield
+    finally:
+        others.end()
 
 
 def _sample(command: Command) -> int:

@@ -61,6 +61,10 @@ class Together:
                 " --coordinator=ADDRESS:PORT, --num_processes and --process_id."
             ) from error
 
+    def end(self) -> None:
+        """Lets go of the others, who wait for each other here."""
+        jax.distributed.shutdown()
+
 
 def is_first() -> bool:
     """Whether this process writes for all."""

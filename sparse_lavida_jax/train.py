@@ -155,10 +155,9 @@ def _train(
     pending = None
     meter = metrics.Meter(_peak())
     log, bar = _reporters(settings, run, start, seconds)
-    with log, bar, _Profile(run.folder / "profile", profile) as trace:
-        feed = batches.Feed(
-            source.batches.dataset(), start, settings.data.workers, note.get("data")
-        )
+    feed = batches.Feed(source.batches.dataset(), start, settings.data.workers, note.get("data"))
+    trace = _Profile(run.folder / "profile", profile)
+    with log, bar, trace, contextlib.closing(feed):
         while progress() < 1:
             trace.reach(step)
             rate = optimizer.learning_rate(settings.optimizer, step, progress())
@@ -193,19 +192,19 @@ def _train(
             if run.is_asked_to_stop(step):
                 record()
                 run.stop_if_asked(step, saved(), {"data": feed.position})
+            score = None
             if is_to_draw:
                 record()
-                scores = _check(source, state, run, log, bar, step, seconds, mesh)
+                score = _check(source, state, run, log, bar, step, seconds, mesh)
                 last_drawn = time.monotonic()
             if is_late or is_to_draw:
-                save(scores.get("draw") if is_to_draw else None)
+                save(score)
                 last_saved = now
         record(every=1)
         if step > start:
-            scores = {}
+            save()
             if settings.train.picture_seconds:
-                scores = _check(source, state, run, log, bar, step, seconds, mesh)
-            save(scores.get("draw"))
+                _check(source, state, run, log, bar, step, seconds, mesh)
     return state, step, seconds
 
 
@@ -339,20 +338,20 @@ def _count(
     meter.count(**{name: value * shares for name, value in dataclasses.asdict(work).items()})
 
 
-def _check(source, state, run, log, bar, step: int, seconds: float, mesh) -> dict[str, float]:
-    """Draws in the first process, and returns the scores, there."""
+def _check(source, state, run, log, bar, step: int, seconds: float, mesh) -> float | None:
+    """Draws in the first process; returns the score in all of them, None where there is none."""
     model, scores = averaged(state), {}
     if processes.are_several():
         model, mesh = processes.on_host(model), None
-    if not processes.is_first():
-        return {}
-    path = run.folder / f"pictures/{step:06d}.png"
-    with _inside(mesh):
-        scores = report.check(source.pipe.with_model(model), path, source.prompts)
-    log.write(step, scores | {"seconds": seconds})
-    told = ", ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in scores.items())
-    bar.say(f"step {step}: {told or 'drawn'} ({path})")
-    return scores
+    if processes.is_first():
+        path = run.folder / f"pictures/{step:06d}.png"
+        with _inside(mesh):
+            scores = report.check(source.pipe.with_model(model), path, source.prompts)
+        log.write(step, scores | {"seconds": seconds})
+        told = ", ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in scores.items())
+        bar.say(f"step {step}: {told or 'drawn'} ({path})")
+    (score,) = processes.agreed_on_first(scores.get("draw", -1.0))
+    return None if score < 0 else score
 
 
 class _Profile:

@@ -48,7 +48,7 @@ def assert_same_losses(found, expected, tolerance):
     assert [line["step"] for line in found] == [line["step"] for line in expected]
     for name in ("loss", "gradient_norm", "image_nll", "loss_fraction", "learning_rate"):
         ours, theirs = ([line[name] for line in some] for some in (found, expected))
-        rtol = 0.3 if name == "loss_fraction" else tolerance  # of the rows of one process
+        rtol = 0.5 if name == "loss_fraction" else tolerance  # of the rows of one process
         np.testing.assert_allclose(ours, theirs, rtol=rtol)
 
 
