@@ -1266,7 +1266,8 @@ def _fill(template: T, leaves: dict[str, np.ndarray], folder: pathlib.Path) -> T
 
     def place(path: tuple, leaf: Any) -> Any:
         if not _size_of(leaf):
-            return leaf
+            is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
+            return jnp.zeros(leaf.shape, leaf.dtype) if is_shape else leaf
         saved = leaves[parameters.leaf_name(path)]
         if isinstance(leaf, bool | int | float):
             return type(leaf)(np.asarray(saved))
