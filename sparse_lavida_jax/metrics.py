@@ -41,7 +41,10 @@ class MetricsFile:
         if tensorboard is not None and importlib.util.find_spec("tensorboardX"):
             import tensorboardX  # type: ignore
 
-            self._board = tensorboardX.SummaryWriter(str(tensorboard), purge_step=resume_at + 1)
+            # Its files are called after the second they are opened in, which may be the same.
+            self._board = tensorboardX.SummaryWriter(
+                str(tensorboard), purge_step=resume_at + 1, filename_suffix=f".{resume_at}"
+            )
         if self.path.exists():
             kept = [line for line in read_metrics(self.path) if line["step"] <= resume_at]
             rewritten = self.path.with_suffix(".rewritten")

@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import time
+from multiprocessing import forkserver
 
 import jax
 import stand_ins
@@ -117,9 +118,23 @@ def start(
         devices: that the process has.
         step_seconds: by which every step is slowed down.
     """
+    _start_server()
     process = CONTEXT.Process(target=_run, args=(words, str(said), devices, step_seconds))
     process.start()
     return Training(process, said)
+
+
+def _start_server() -> None:
+    """Starts what forks the processes, with the paths that modules are found in here."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
 
 
 def _run(words: list[str], said: str, devices: int, step_seconds: float) -> None:

@@ -13,6 +13,7 @@ import tiny
 
 from sparse_lavida_jax import checkpoint, config, main, metrics, report
 from sparse_lavida_jax.data import mixture
+from sparse_lavida_jax.pipeline import SparseLaViDa
 
 README = "# base\n\nThe licence of the base.\n"
 STEPS = 3
@@ -113,8 +114,9 @@ def test_what_the_data_asks_for_is_drawn(given, tokenizer, tmp_path):
     asked = mixture.MixtureBatches(given.data.folder, given, tokenizer).prompts(4)
     assert len(asked) == 4 and all(prompt.startswith("picture ") for prompt in asked)
 
-    class Pipe:
-        settings = given
+    class Pipe(SparseLaViDa):
+        def __init__(self):
+            self.settings = given
 
         def draw(self, prompts):
             return [np.full((32, 32, 3), 10 * i, np.uint8) for i, _ in enumerate(prompts)]

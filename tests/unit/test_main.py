@@ -221,7 +221,7 @@ def test_steps_to_trace_that_are_none_are_told(folder, capsys, words):
 
 def test_processes_are_told_of_each_other_or_not_at_all(folder, capsys, monkeypatch):
     met = []
-    monkeypatch.setattr(processes.Together, "start", met.append)
+    monkeypatch.setattr(processes.Together, "start", lambda self: met.append(self))
     monkeypatch.setattr(processes.Together, "end", lambda self: None)
     fake = types.SimpleNamespace(train=lambda settings, run, profile: None)
     monkeypatch.setattr(sparse_lavida_jax, "train", fake, raising=False)
