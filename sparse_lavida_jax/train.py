@@ -349,7 +349,7 @@ def _check(source, state, run, log, bar, step: int, seconds: float, mesh) -> flo
             scores = report.check(source.pipe.with_model(model), path, source.prompts)
         log.write(step, scores | {"seconds": seconds})
         told = ", ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in scores.items())
-        if path.is_file():
+        if scores or path.is_file():
             bar.say(f"step {step}: {told or 'drawn'} ({path})")
     (score,) = processes.agreed_on_first(scores.get("draw", -1.0))
     return None if score < 0 else score

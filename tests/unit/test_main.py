@@ -249,9 +249,8 @@ def test_compiled_programs_are_kept_unless_told_otherwise(folder, monkeypatch):
     fake = types.SimpleNamespace(train=lambda settings, run, profile: None)
     monkeypatch.setattr(sparse_lavida_jax, "train", fake, raising=False)
     updates = {}
-    monkeypatch.setattr(
-        main.jax.config, "update", lambda name, value: updates.update({name: value})
-    )
+    settings = types.SimpleNamespace(update=updates.__setitem__)
+    monkeypatch.setattr(main, "jax", types.SimpleNamespace(config=settings))
     assert main.main(["main", "--config=configs/toy.py", "--compilation_cache="]) == 0
     assert updates == {}
     assert main.main(["main", "--config=configs/toy.py"]) == 0
