@@ -163,7 +163,6 @@ def _train(
             rate = optimizer.learning_rate(settings.optimizer, step, progress())
             with meter.waiting():
                 batch = next(feed)
-            _count(meter, batch, settings, state, share[1])
             with _inside(mesh):
                 state, logged = train_step(
                     state,
@@ -176,6 +175,7 @@ def _train(
             step += 1
             # The numbers of the step before: fetching this step's would wait for it.
             record()
+            _count(meter, batch, settings, state, share[1])
             pending = (step, logged, rate)
             now = time.monotonic()
             is_late = now - last_saved > settings.train.checkpoint_seconds
