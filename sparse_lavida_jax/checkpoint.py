@@ -970,10 +970,9 @@ class States:
         self.wait()
         # The store refuses arrays without elements, such as a stack of no layers.
         leaves: Any = {name: leaf for name, leaf in _flatten(state).items() if np.size(leaf)}
-        # Copies: on CPU the store would read the very buffers that the next step donates.
         if processes.are_several():
-            leaves = _shared_copies(leaves)
-        else:
+            leaves = _shared_arrays(leaves)
+        else:  # copies, for the next step donates its buffers
             leaves = {name: _to_host(leaf) for name, leaf in leaves.items()}
         size = sum(leaf.nbytes for leaf in leaves.values())
         processes.first_does(lambda: check_free_space(self.folder, size))
@@ -1139,20 +1138,26 @@ def _size_of(leaf: Any) -> int:
     return math.prod(leaf.shape) if isinstance(leaf, jax.ShapeDtypeStruct) else np.size(leaf)
 
 
-def _shared_copies(leaves: dict[str, Any]) -> dict[str, jax.Array]:
-    """Returns copies of arrays that lie over several processes, where they lie.
+def _shared_arrays(leaves: dict[str, Any]) -> dict[str, jax.Array]:
+    """Returns arrays that lie over several processes, where they lie.
 
-    Numbers, the same in all processes, become such arrays.
+    Numbers, the same in all processes, become such arrays. What is on an accelerator the store
+    copies to the host before it returns; on CPU it would read the very buffers that the next step
+    donates, so it gets copies.
     """
     anywhere = _anywhere(leaves)
 
-    def copy(leaf: Any) -> jax.Array:
+    def shared(leaf: Any) -> jax.Array:
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-            return jnp.copy(leaf)
+            return leaf
         held = np.asarray(leaf, None if np.ndim(leaf) else jnp.result_type(leaf))
         return jax.make_array_from_callback(held.shape, anywhere, held.__getitem__)
 
-    return {name: copy(leaf) for name, leaf in leaves.items()}
+    arrays = {name: shared(leaf) for name, leaf in leaves.items()}
+    if jax.default_backend() != "cpu":
+        return arrays
+    where = {name: array.sharding for name, array in arrays.items()}
+    return jax.jit(lambda held: jax.tree.map(jnp.copy, held), out_shardings=where)(arrays)
 
 
 def _anywhere(leaves: Mapping[str, Any]) -> jax.sharding.Sharding:
