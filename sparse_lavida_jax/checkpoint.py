@@ -649,7 +649,7 @@ def _stack_depth(name: str) -> int | None:
     return None
 
 
-def _differences(wanted: dict[str, Any], found: dict[str, Any]) -> str:
+def _differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     lines = [
         f"  {name}: missing, the model has {tuple(wanted[name].shape)}"
         for name in sorted(wanted.keys() - found.keys())
@@ -1260,7 +1260,7 @@ def _digest(leaves: dict[str, np.ndarray]) -> str:
     return digest.hexdigest()
 
 
-def _fill(template: T, leaves: dict[str, np.ndarray], folder: pathlib.Path) -> T:
+def _fill(template: T, leaves: Mapping[str, Any], folder: pathlib.Path) -> T:
     wanted = {
         name: jax.eval_shape(_key_data, leaf)
         for name, leaf in _flatten(template).items()
