@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two processes train what one process with two devices trains, and stop together.
 
-The training takes most of a minute: FULL=1 runs it, as `.ci/run --full` does.
+The training takes most of a minute: FULL_TRAINING=1 runs it, as `.ci/run --full` does.
 """
 
 import os
@@ -58,7 +58,8 @@ def assert_same_losses(found, expected, tolerance):
 
 
 @pytest.mark.skipif(
-    not os.environ.get("FULL"), reason="compiles three trainings: FULL=1 pytest runs it"
+    not os.environ.get("FULL_TRAINING"),
+    reason="compiles three trainings: FULL_TRAINING=1 pytest runs it",
 )
 def test_two_processes_train_and_stop_together_and_one_goes_on(commands, alone, tmp_path):
     run = tmp_path / "run"
