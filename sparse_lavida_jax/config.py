@@ -278,7 +278,10 @@ class VQ:
 class Data:
     """Where examples come from and in which proportions."""
 
-    source: str = "scenes"  # scenes | digits | none: a model that is not trained here
+    # scenes | digits | prepared: the records in `folder` (docs/data.md) | none: a model that is not
+    # trained here. "prepared" takes the tokenizers that lie beside the model of `train.init_from`.
+    source: str = "scenes"
+    folder: str = "prepared"  # what `--mode=prepare` wrote, of source "prepared"
     # Weight of each task; a batch holds tasks of one shape group.
     tasks: dict[str, float] = dataclasses.field(default_factory=lambda: {"draw": 1.0})
     # The first batches of a run are of these tasks alone. A small model learns to look things up in
@@ -301,7 +304,7 @@ class Data:
     edit_area_weight: float = 1.0
 
     def __post_init__(self):
-        _check_choice(self, "source", ("scenes", "digits", "none"))
+        _check_choice(self, "source", ("scenes", "digits", "prepared", "none"))
         _check_positive(
             self, "text_block_len", "max_prompt_len", "max_answer_len", "max_sequence_len"
         )
@@ -482,16 +485,22 @@ class Train:
     # if that comes first; 0: steps alone decide.
     seconds: float = 0.0
     checkpoint_seconds: float = 120.0  # time between saved states
+    # States that stay: the newest, the one with the best score of pictures (where some are drawn),
+    # and those of every so many steps; 0: no others.
+    keep_states: int = 2
+    keep_every: int = 0
     picture_seconds: float = 180.0  # time between grids of sampled pictures; 0: none
-    log_every: int = 20  # steps
+    # Steps. Several processes also agree then on whether it is time to save or to draw.
+    log_every: int = 20
     init_from: str = ""  # a checkpoint folder or bundled name whose parameters to start from
     eval_prompts: int = 64  # prompts a task in the report
 
     def __post_init__(self):
         _check_choice(self, "stage", ("denoiser", "vq"))
         _check_positive(
-            self, "train_steps", "batch_size", "checkpoint_seconds", "log_every", "microbatches"
-        )
+            self, "train_steps", "batch_size", "checkpoint_seconds", "log_every", "microbatches",
+            "keep_states",
+        )  # fmt: skip
         _check(
             self,
             "microbatches",
@@ -505,7 +514,9 @@ class Train:
             and list(self.mesh.values()).count(-1) <= 1,
             "sizes above 0, at most one of them -1",
         )
-        for name in ("seconds", "picture_seconds", "eval_prompts", "loss_chunk", "skip_steps"):
+        for name in (
+            "seconds", "picture_seconds", "eval_prompts", "loss_chunk", "skip_steps", "keep_every",
+        ):  # fmt: skip
             _check(self, name, getattr(self, name) >= 0, "it must be 0 or more")
 
 
@@ -660,6 +671,11 @@ class Config:
                 "Train.stage='vq' trains the whole image tokenizer: it takes neither Lora.rank nor"
                 " Optimizer.groups."
             )
+        if self.data.source == "prepared" and not self.train.init_from:
+            raise ConfigError(
+                "Data.source='prepared' takes the tokenizers that lie beside a model: name its"
+                " folder in train.init_from (a released one is converted with --mode=convert)."
+            )
 
 
 def build(schema: type[T], given: ml_collections.ConfigDict | dict[str, Any]) -> T:
@@ -690,7 +706,8 @@ def _convert(schema: type, name: str, kind: Any, value: Any) -> Any:
     if isinstance(origin, types.UnionType):
         return value
     if origin is dict:
-        return {str(key): float(weight) for key, weight in dict(value).items()}
+        number = typing.get_args(kind)[1]
+        return {str(key): number(weight) for key, weight in dict(value).items()}
     if origin is tuple:
         return tuple(tuple(item) if isinstance(item, list | tuple) else item for item in value)
     if origin is float and isinstance(value, int) and not isinstance(value, bool):

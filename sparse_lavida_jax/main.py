@@ -12,26 +12,31 @@ r"""Trains, samples and evaluates from the command line.
     python -m sparse_lavida_jax.main --mode=export --src=runs/mine --dst=for-pytorch
     python -m sparse_lavida_jax.main --mode=prepare --src=mixture.yaml --dst=prepared \
         --config.data.picture_codec=models/lavida-o --config.prepare.workers=4
+    srun python -m sparse_lavida_jax.main --config=configs/sft_1024.py --distributed
 
-A config file is a Python program that is run: use only your own. Exit codes: 0 done, 2 a mistake
-that the message explains, 130 and 143 stopped by a signal with everything saved.
+A config file is a Python program that is run: use only your own. Exit codes: 0 done, or training
+stopped by SIGTERM with everything saved; 130 training stopped by Ctrl-C, likewise; 2 a mistake that
+the message explains.
 """
 
 import contextlib
 import dataclasses
 import functools
+import os
 import pathlib
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
+import jax
 import rich.console
 import rich.progress
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from sparse_lavida_jax import checkpoint, config, config_files, pictures, runs
+from sparse_lavida_jax import checkpoint, config, config_files, pictures, processes, runs
 from sparse_lavida_jax.data.recipe import PrepareError
+from sparse_lavida_jax.data.records import RecordError
 from sparse_lavida_jax.data.task_prompts import RequestError
 
 MODES = ("train", "sample", "evaluate", "convert", "export", "verify", "prepare")
@@ -44,6 +49,7 @@ FOLDERS = {  # flags that these modes need, and what they name
 SAMPLE_TASKS = ("draw", "edit", "ask", "point")
 DEFAULT_MODEL = "scenes"
 MISTAKE = 2
+CACHE_BYTES = 5 * 2**30  # of compiled programs; the oldest make way
 
 
 class UsageError(Exception):
@@ -53,7 +59,7 @@ class UsageError(Exception):
 # OSError: a full disk, a file that is not there, a folder that may not be written.
 OURS = (
     config.ConfigError, checkpoint.CheckpointError, runs.RunError, pictures.PictureError,
-    RequestError, UsageError, PrepareError, OSError,
+    RequestError, UsageError, PrepareError, RecordError, processes.ProcessError, OSError,
 )  # fmt: skip
 
 
@@ -73,6 +79,9 @@ class Command:
     src: str
     dst: str
     dtype: str | None
+    together: processes.Together | None
+    profile_steps: range
+    compilation_cache: str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = parse(list(sys.argv if argv is None else argv))
         if command is None:
             return 0
+        _keep_programs(command.compilation_cache)
         return RUN[command.mode](command)
     except OURS as error:
         print(f"sparse_lavida_jax: {error}", file=sys.stderr)
@@ -95,22 +105,45 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+def _keep_programs(folder: str) -> None:
+    """Keeps compiled programs, so that the next process does not compile them again."""
+    if folder:
+        jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(folder).expanduser()))
+        jax.config.update("jax_compilation_cache_max_size", CACHE_BYTES)
+
+
 def _train(command: Command) -> int:
     if command.config.data.source == "none":
         raise UsageError(
             f"the config {command.config.name} has no data to train on (data.source='none'):"
-            " choose scenes or digits."
+            " choose scenes, digits or prepared."
         )
-    with runs.Run(command.workdir, command.config) as run:
+    if command.together is not None:
+        if command.config.train.stage == "vq":
+            raise UsageError("train.stage='vq' is trained by one process: leave out --distributed.")
+    with _together_with(command.together), runs.Run(command.workdir, command.config) as run:
         if command.config.train.stage == "denoiser":
             from sparse_lavida_jax import train
 
-            train.train(command.config, run)
+            train.train(command.config, run, command.profile_steps)
         else:
             from sparse_lavida_jax import train_vq
 
             train_vq.train(command.config, run.folder)
     return 0
+
+
+@contextlib.contextmanager
+def _together_with(others: processes.Together | None) -> Iterator[None]:
+    """Connects this process with the others, if there are any, for as long as it trains."""
+    if others is None:
+        yield
+        return
+    others.start()
+    try:
+        yield
+    finally:
+        others.end()
 
 
 def _sample(command: Command) -> int:
@@ -136,7 +169,7 @@ def _evaluate(command: Command) -> int:
     from sparse_lavida_jax.pipeline import SparseLaViDa
 
     if command.config.data.source != "scenes":
-        raise UsageError("--mode=evaluate judges models of scenes; digits are judged in report.md.")
+        raise UsageError("--mode=evaluate judges models of scenes; others have a report.md.")
     model = SparseLaViDa.from_pretrained(command.checkpoint)
     results = scenes.evaluate_all(
         model, command.config.train.eval_prompts, sampling=command.config.sampling
@@ -271,7 +304,33 @@ def parse(argv: list[str]) -> Command | None:
         src=values.src,
         dst=values.dst,
         dtype=values.dtype or None,
+        together=_together(values),
+        profile_steps=_steps(values.profile_steps),
+        compilation_cache=values.compilation_cache,
     )
+
+
+def _together(values: flags.FlagValues) -> processes.Together | None:
+    """Returns where the processes of a run meet; None where there is one."""
+    explicit = (values.coordinator, values.num_processes, values.process_id)
+    if explicit != ("", 0, -1):
+        if values.coordinator and values.num_processes > 0 and values.process_id >= 0:
+            return processes.Together(*explicit)
+        raise UsageError(
+            "--coordinator=ADDRESS:PORT, --num_processes=N and --process_id=0..N-1 go together;"
+            " with --distributed alone the environment tells all three."
+        )
+    return processes.Together() if values.distributed else None
+
+
+def _steps(words: str) -> range:
+    """Returns the steps of `--profile_steps=10:13`: 10, 11 and 12."""
+    first, _, last = words.partition(":")
+    if not words:
+        return range(0)
+    if not (first.isdecimal() and last.isdecimal() and int(first) < int(last)):
+        raise UsageError(f"--profile_steps={words} is no range of steps: write 10:13 for 10 to 12.")
+    return range(int(first), int(last))
 
 
 def _define(values: flags.FlagValues) -> None:
@@ -291,6 +350,22 @@ def _define(values: flags.FlagValues) -> None:
     flags.DEFINE_enum(
         "dtype", "", ("", "float32", "bfloat16"),
         "Of converted parameters; by default as released.", flag_values=values,
+    )  # fmt: skip
+    flags.DEFINE_boolean(
+        "distributed", False, "Several processes train together; the environment says which.",
+        flag_values=values,
+    )  # fmt: skip
+    flags.DEFINE_string("coordinator", "", "ADDRESS:PORT of process 0.", flag_values=values)
+    flags.DEFINE_integer("num_processes", 0, "That train together.", flag_values=values)
+    flags.DEFINE_integer("process_id", -1, "Of this process, from 0.", flag_values=values)
+    flags.DEFINE_string(
+        "profile_steps", "", "Steps to trace, such as 10:13, into profile/ in the run directory.",
+        flag_values=values,
+    )  # fmt: skip
+    cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "sparse-lavida-jax"
+    flags.DEFINE_string(
+        "compilation_cache", str(cache), "Keeps compiled programs; empty: nothing is kept.",
+        flag_values=values,
     )  # fmt: skip
     flags.DEFINE_boolean("help", False, "Prints this.", flag_values=values)
 

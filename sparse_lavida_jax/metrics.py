@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run reports: a line of JSON every few steps, and progress for people."""
 
+import contextlib
+import importlib.util
 import json
 import math
 import os
 import pathlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import rich.console
 import rich.progress
 
 PLAIN_SECONDS = 10.0  # between lines of progress where there is no terminal
+# What a clock has measured: it differs between two runs that are otherwise the same.
+TIMED = ("tokens_per_second", "mfu", "data_wait")
 
 
 class MetricsFile:
@@ -22,10 +26,25 @@ class MetricsFile:
         path: appended to; made where there is none.
         resume_at: the step that the run goes on from. Lines of later steps, which will be written
             again, and a last line that was cut off are dropped.
+        tensorboard: a folder that gets the numbers too, where tensorboardX is installed.
     """
 
-    def __init__(self, path: pathlib.Path | str, *, resume_at: int = 0):
+    def __init__(
+        self,
+        path: pathlib.Path | str,
+        *,
+        resume_at: int = 0,
+        tensorboard: pathlib.Path | None = None,
+    ):
         self.path = pathlib.Path(path)
+        self._board: Any = None
+        if tensorboard is not None and importlib.util.find_spec("tensorboardX"):
+            import tensorboardX  # type: ignore
+
+            # Its files are called after the second they are opened in, which may be the same.
+            self._board = tensorboardX.SummaryWriter(
+                str(tensorboard), purge_step=resume_at + 1, filename_suffix=f".{resume_at}"
+            )
         if self.path.exists():
             kept = [line for line in read_metrics(self.path) if line["step"] <= resume_at]
             rewritten = self.path.with_suffix(".rewritten")
@@ -41,9 +60,15 @@ class MetricsFile:
         }
         self._file.write(_line({"step": step, **plain}))
         self._file.flush()
+        if self._board is not None:
+            for name, value in plain.items():
+                if isinstance(value, int | float):
+                    self._board.add_scalar(name, value, step)
 
     def close(self) -> None:
         self._file.close()
+        if self._board is not None:
+            self._board.close()
 
     def __enter__(self) -> "MetricsFile":
         return self
@@ -74,6 +99,63 @@ def _number(value: Any) -> float | int | None:
         return value
     number = float(value)
     return number if math.isfinite(number) else None
+
+
+class NoMetrics(contextlib.nullcontext):
+    """In place of a `MetricsFile` in a process that leaves the writing to another."""
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Writes nothing."""
+
+
+class Meter:
+    """How fast a run is, between one line of its metrics and the next.
+
+    Args:
+        peak: floating-point operations a second that all devices together could do at most; None
+            where that is not known.
+    """
+
+    def __init__(self, peak: float | None = None):
+        self.peak = peak
+        self._began: float | None = None  # behind the first step, which is compiled
+        self._reset()
+
+    def _reset(self) -> None:
+        self._tokens = self._flops = self._waited = 0.0
+        self._slots = self._with_loss = 0
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Counts the time inside as spent on waiting for data."""
+        begin = time.monotonic()
+        yield
+        self._waited += time.monotonic() - begin
+
+    def count(self, *, tokens: int, slots: int, with_loss: int, flops: float) -> None:
+        """Counts the work of one step (`flops.Work`)."""
+        self._tokens, self._flops = self._tokens + tokens, self._flops + flops
+        self._slots, self._with_loss = self._slots + slots, self._with_loss + with_loss
+
+    def values(self) -> dict[str, float]:
+        """Returns the numbers since the last call, and begins anew.
+
+        tokens_per_second (without padding) and data_wait (a share of the time) are there from the
+        second call on, mfu where there is a peak too; loss_fraction is the share of all tokens,
+        padding included, that have a loss.
+        """
+        now, values = time.monotonic(), {}
+        if self._slots:
+            values["loss_fraction"] = self._with_loss / self._slots
+        if self._began is not None and now > self._began:
+            seconds = now - self._began
+            values["tokens_per_second"] = self._tokens / seconds
+            values["data_wait"] = min(self._waited / seconds, 1.0)
+            if self.peak:
+                values["mfu"] = self._flops / seconds / self.peak
+        self._began = now
+        self._reset()
+        return values
 
 
 class Progress:

@@ -22,6 +22,7 @@ CHECK_PROMPTS = 48  # drawing prompts scored while training
 SHEET_COLUMNS = 6
 CAPTION_HEIGHT = 40  # pixels
 SPEED_RUNS = 5  # the median is reported
+LOSS_ROWS = 10  # of the table of losses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +50,18 @@ def sheet(tiles: Sequence[Tile], columns: int = SHEET_COLUMNS) -> Image.Image:
     return page
 
 
-def check(pipe: SparseLaViDa, path: pathlib.Path) -> dict[str, float]:
-    """Draws test prompts in the middle of a run, saves a sheet and returns scores to log."""
+def check(pipe: SparseLaViDa, path: pathlib.Path, prompts: Sequence[str] = ()) -> dict[str, float]:
+    """Draws test prompts in the middle of a run, saves a sheet and returns scores to log.
+
+    Args:
+        prompts: what to draw of prepared data, whose pictures no program can judge.
+    """
+    if pipe.settings.data.source == "prepared":
+        drawn = pipe.draw(prompts) if prompts else []
+        tiles = [Tile(pixels, prompt) for pixels, prompt in zip(drawn, prompts, strict=True)]
+        if tiles:
+            _save(sheet(tiles), path)
+        return {}
     if pipe.settings.data.source == "digits":
         samples = [digits.sample(exact.EVAL_SEED, i, "test") for i in range(CHECK_PROMPTS)]
         pictures = pipe.draw([s.prompt for s in samples])
@@ -75,28 +86,48 @@ def check(pipe: SparseLaViDa, path: pathlib.Path) -> dict[str, float]:
     return scores
 
 
-def model_card(settings: config.Config, steps: int, seconds: float) -> str:
-    """Returns the README of a model folder: what it is, from where, under which licence."""
+def model_card(settings: config.Config, steps: int, seconds: float, base_readme: str = "") -> str:
+    """Returns the README of a model folder: what it is, from where, under which licence.
+
+    Args:
+        base_readme: of the model that training started from, if it did from one.
+    """
+    command = f"`python -m sparse_lavida_jax.main --config=configs/{settings.name}.py`"
+    how = f"(seed {settings.seed}, {steps} steps, {seconds / 60:.0f} minutes)"
+    if settings.train.init_from:
+        base = pathlib.Path(settings.train.init_from).name
+        return (
+            f"# {settings.name}\n\nTrained by {command} {how} from the model `{base}`. What is said"
+            f" below of that one's licence holds for these parameters too.\n\n{base_readme}"
+        )
     return (
         f"# {settings.name}\n\nA small Sparse-LaViDa trained from scratch by"
-        f" `python -m sparse_lavida_jax.main --config=configs/{settings.name}.py` (seed"
-        f" {settings.seed}, {steps} steps, {seconds / 60:.0f} minutes) on data that the package"
+        f" {command} {how} on data that the package"
         " generates. Parameters: Apache-2.0, like the code.\n"
     )
 
 
 def write(pipe: SparseLaViDa, folder: pathlib.Path, *, step: int, seconds: float) -> pathlib.Path:
-    """Writes `report.md`: curve, exact scores, examples and measured speed of a finished run."""
+    """Writes `report.md`: curve, exact scores, examples and measured speed of a finished run.
+
+    Of a run on prepared data it has the losses and the newest sheet of pictures alone: no program
+    here can judge what they show.
+    """
     settings = pipe.settings
     parameters = sum(leaf.size for leaf in jax.tree.leaves(pipe.model))
     parts = [
         f"# {settings.name}",
         f"{parameters / 1e6:.2f} M parameters, {step} steps in {seconds / 60:.1f} minutes on"
-        f" {jax.devices()[0].device_kind}, seed {settings.seed}. Scores come from programs that"
-        " read pixels and text, on prompts that training never draws from.",
-        "## While it trained",
-        _curve(folder / "metrics.jsonl"),
+        f" {jax.devices()[0].device_kind}, seed {settings.seed}.",
     ]
+    if settings.data.source == "prepared":
+        parts += ["## While it trained", _losses(folder / "metrics.jsonl"), *_newest_sheet(folder)]
+        return _written(folder, parts)
+    parts[-1] += (
+        " Scores come from programs that read pixels and text, on prompts that training never draws"
+        " from."
+    )
+    parts += ["## While it trained", _curve(folder / "metrics.jsonl")]
     if settings.data.source == "digits":
         parts += ["## Drawn", "![drawn](pictures/drawn.png)"]
         scores = check(pipe, folder / "pictures/drawn.png")
@@ -104,9 +135,33 @@ def write(pipe: SparseLaViDa, folder: pathlib.Path, *, step: int, seconds: float
     else:
         parts += _scene_sections(pipe, folder)
     parts += ["## Speed", _speed(pipe), *_measured()]
+    return _written(folder, parts)
+
+
+def _written(folder: pathlib.Path, parts: list[str]) -> pathlib.Path:
     path = folder / "report.md"
     path.write_text("\n\n".join(parts) + "\n")
     return path
+
+
+def _losses(path: pathlib.Path) -> str:
+    """A table of the losses at ten moments of a run, each a mean over the tenth before it."""
+    rows = [row for row in metrics.read_metrics(path) if row.get("loss") is not None]
+    if not rows:
+        return "No loss was logged (train.log_every)."
+    names = [n for n in ("loss", "text_nll", "image_nll") if any(n in row for row in rows)]
+    lines = [f"| up to step | {' | '.join(names)} |", "| --- " * (len(names) + 1) + "|"]
+    for tenth in np.array_split(np.arange(len(rows)), min(LOSS_ROWS, len(rows))):
+        part = [rows[i] for i in tenth]
+        found = [[row[name] for row in part if row.get(name) is not None] for name in names]
+        means = (f"{np.mean(values):.4f}" if values else "" for values in found)
+        lines.append(f"| {part[-1]['step']} | {' | '.join(means)} |")
+    return "\n".join(lines)
+
+
+def _newest_sheet(folder: pathlib.Path) -> list[str]:
+    sheets = sorted(folder.glob("pictures/*.png"))
+    return [f"## Drawn\n\n![drawn](pictures/{sheets[-1].name})"] if sheets else []
 
 
 def _scene_sections(pipe: SparseLaViDa, folder: pathlib.Path) -> list[str]:

@@ -3,7 +3,8 @@
 
 It holds `config.json` (once something is saved, another config is refused), `lock` (held by the
 process that writes), `state/<step>/`, `metrics.jsonl`, and at the end `model/`, a model folder
-(described in `checkpoint.py`).
+(described in `checkpoint.py`). Where several processes train together the first one writes; the
+folder is one that all of them see.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from sparse_lavida_jax import checkpoint, config
+from sparse_lavida_jax import checkpoint, config, processes
 
 T = TypeVar("T")
 
@@ -25,11 +26,14 @@ T = TypeVar("T")
 MAY_CHANGE = frozenset(
     {
         "train.train_steps", "train.seconds", "train.checkpoint_seconds", "train.picture_seconds",
-        "train.log_every", "train.eval_prompts", "sampling.preset", "sampling.order_seed",
+        "train.log_every", "train.eval_prompts", "train.keep_states", "train.keep_every",
+        "data.folder", "sampling.preset", "sampling.order_seed",
         "sampling.temperature", "sampling.guidance", "sampling.guidance_image",
         "sampling.text_temperature", "sampling.plan", "data.workers",
     }
 )  # fmt: skip
+
+MESH = "train.mesh."  # where the arrays lie may change too
 
 
 class RunError(Exception):
@@ -40,7 +44,8 @@ class Interrupted(Exception):
     """The end of a run that a signal asked to stop, with its state saved.
 
     Attributes:
-        exit_code: 130 after an interrupt (Ctrl-C), 143 after a termination.
+        exit_code: 130 after an interrupt (Ctrl-C); 0 after SIGTERM, with which a machine asks for
+            its place back: nothing went wrong.
     """
 
     def __init__(self, signal_number: int, step: int):
@@ -48,7 +53,7 @@ class Interrupted(Exception):
             f"stopped by {signal.Signals(signal_number).name} after step {step}, everything is"
             " saved: the same command goes on from there."
         )
-        self.exit_code = 128 + signal_number
+        self.exit_code = 0 if signal_number == signal.SIGTERM else 128 + signal_number
 
 
 class Run:
@@ -61,10 +66,9 @@ class Run:
         stop_signal: the number of the signal that came; None before one did.
     """
 
-    def __init__(self, folder: pathlib.Path | str, settings: config.Config, *, keep: int = 2):
+    def __init__(self, folder: pathlib.Path | str, settings: config.Config):
         self.folder = pathlib.Path(folder)
         self.config = settings
-        self.keep = keep
         self.stop_signal: int | None = None
         self._closing = contextlib.ExitStack()
 
@@ -79,10 +83,15 @@ class Run:
 
     def __enter__(self) -> "Run":
         with contextlib.ExitStack() as undo:
-            self._claim_folder()
-            undo.callback(_lock(self.folder))
-            self._check_config()
-            self.states = checkpoint.States(self.folder / "state", keep=self.keep)
+            processes.check_same(self.config)
+            unlock = processes.first_does(self._claim)
+            if unlock is not None:
+                undo.callback(unlock)
+            self.states = checkpoint.States(
+                self.folder / "state",
+                keep=self.config.train.keep_states,
+                keep_every=self.config.train.keep_every,
+            )
             undo.callback(self.states.close)
             undo.callback(self._catch_signals())
             self._closing = undo.pop_all()
@@ -95,25 +104,47 @@ class Run:
         """Returns the newest readable state, behind its step; None at the start of a run."""
         return self.states.restore(template)
 
-    def save(self, step: int, state: Any) -> None:
+    def save(
+        self,
+        step: int,
+        state: Any,
+        note: dict[str, Any] | None = None,
+        score: float | None = None,
+    ) -> None:
         """Saves a state in the background, unless that of this step is saved already.
+
+        See `checkpoint.States.save`.
 
         Raises:
             CheckpointError: the disk is too full, or saving the state before this one failed.
         """
         if step not in self.states.steps:
-            self.states.save(step, state)
+            self.states.save(step, state, note=note, score=score)
 
-    def stop_if_asked(self, step: int, state: Any) -> None:
+    def is_asked_to_stop(self, step: int) -> bool:
+        """Whether a signal came; asked behind every step, it is the same in all processes."""
+        if processes.told_to_stop(step):
+            self.stop_signal = signal.SIGTERM
+        return self.stop_signal is not None
+
+    def stop_if_asked(self, step: int, state: Any, note: dict[str, Any] | None = None) -> None:
         """Saves the state and ends the run if a signal came.
 
         Raises:
             Interrupted: a signal came.
         """
         if self.stop_signal is not None:
-            self.save(step, state)
+            self.save(step, state, note)
             self.states.wait()
             raise Interrupted(self.stop_signal, step)
+
+    def _claim(self) -> Callable[[], None]:
+        """Makes the folder ours; returns what gives it up."""
+        self._claim_folder()
+        with contextlib.ExitStack() as undo:
+            undo.callback(_lock(self.folder))
+            self._check_config()
+            return undo.pop_all().close
 
     def _claim_folder(self) -> None:
         if self.folder.exists() and not self.folder.is_dir():
@@ -136,7 +167,9 @@ class Run:
             changed = [
                 f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
                 for name in sorted(before.keys() | now.keys())
-                if before.get(name) != now.get(name) and name not in MAY_CHANGE
+                if before.get(name) != now.get(name)
+                and name not in MAY_CHANGE
+                and not name.startswith(MESH)
             ]
             if changed:
                 raise RunError(
@@ -160,12 +193,17 @@ class Run:
                 signal.signal(number, handler)
 
         def ask_to_stop(number: int, frame: types.FrameType | None):
-            self.stop_signal = number
             restore_handlers()
+            if processes.are_several():
+                processes.pass_on(number)
+            else:
+                self.stop_signal = number
 
+        # With several processes jax itself listens for SIGTERM, and tells them all.
+        ours = (signal.SIGINT,) if processes.are_several() else (signal.SIGINT, signal.SIGTERM)
         # Python allows handlers in the main thread only.
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in ours:
                 before[number] = signal.signal(number, ask_to_stop)
         return restore_handlers
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from sparse_lavida_jax.checkpoint import ChooseSharding
@@ -120,25 +121,72 @@ def spec_of_state(name: str, shape: tuple[int, ...], mesh: AnyMesh) -> Partition
 
 
 def place_state(state: T, mesh: Mesh) -> T:
-    """Lays a training state out over a mesh."""
+    """Lays a training state out over a mesh.
+
+    Over devices of several processes it is the same in all of them.
+    """
 
     def place(path, leaf):
-        spec = spec_of_state(leaf_name(path), leaf.shape, mesh)
-        return jax.device_put(leaf, NamedSharding(mesh, spec))
+        where = NamedSharding(mesh, spec_of_state(leaf_name(path), leaf.shape, mesh))
+        if where.is_fully_addressable or not getattr(leaf, "is_fully_addressable", True):
+            return jax.device_put(leaf, where)
+        held = np.asarray(leaf)
+        return jax.make_array_from_callback(held.shape, where, held.__getitem__)
 
     return jax.tree_util.tree_map_with_path(place, state)
 
 
-def place_batch(batch: T, mesh: Mesh) -> T:
-    """Splits the rows of a batch over data and fsdp; whole where they do not divide."""
-    axes = tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
-    parts = math.prod(mesh.shape[axis] for axis in axes)
+def row_parts(mesh: Mesh) -> int:
+    """Returns how many parts the rows of a batch are split into."""
+    return math.prod(mesh.shape[axis] for axis in _row_axes(mesh))
+
+
+def share_of_rows(mesh: Mesh) -> tuple[int, int]:
+    """Returns which share of the rows of a batch lies on devices of this process.
+
+    Returns:
+        Its number, and how many there are. Where the rows of a process do not stand together, or
+        processes share some, each makes the smallest share that holds its own: all of them if need
+        be.
+    """
+    parts = row_parts(mesh)
+    rows = NamedSharding(mesh, PartitionSpec(_row_axes(mesh)))
+    indices = rows.addressable_devices_indices_map((parts,)).values()
+    held = [index[0].indices(parts)[0] for index in indices if index]
+    for count in range(parts, 1, -1):
+        first, last = (part * count // parts for part in (min(held), max(held)))
+        if parts % count == 0 and first == last:
+            return first, count
+    return 0, 1
+
+
+def place_batch(batch: T, mesh: Mesh, share: tuple[int, int] = (0, 1)) -> T:
+    """Splits the rows of a batch over data and fsdp; whole where they do not divide.
+
+    Args:
+        share: which of how many equal shares of the rows `batch` is.
+    """
+    axes, (index, count) = _row_axes(mesh), share
+    parts = row_parts(mesh)
 
     def place(x):
-        spec = PartitionSpec(axes) if axes and x.shape[0] % parts == 0 else PartitionSpec()
-        return jax.device_put(x, NamedSharding(mesh, spec))
+        total, first = x.shape[0] * count, x.shape[0] * index
+        spec = PartitionSpec(axes) if axes and total % parts == 0 else PartitionSpec()
+        where = NamedSharding(mesh, spec)
+        if where.is_fully_addressable:
+            return jax.device_put(x, where)
+
+        def rows(wanted):
+            begin, end, _ = wanted[0].indices(total)
+            return x[(slice(begin - first, end - first), *wanted[1:])]
+
+        return jax.make_array_from_callback((total, *x.shape[1:]), where, rows)
 
     return jax.tree.map(place, batch)
+
+
+def _row_axes(mesh: Mesh) -> tuple[str, ...]:
+    return tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
 
 
 def constrained(state: T) -> T:

@@ -1,244 +1,68 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training of the denoiser: the state, one step, and the loop that reads top to bottom."""
+"""Training of the denoiser: the state at the start, and the loop that reads top to bottom."""
 
 import contextlib
 import dataclasses
-import functools
+import pathlib
 import time
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
+import rich.console
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array
 
 from sparse_lavida_jax import (
     checkpoint,
     config,
+    flops,
     lora,
     metrics,
     optimizer,
     parameters,
+    processes,
     report,
     runs,
     sharding,
+    sources,
 )
+from sparse_lavida_jax.codec import PictureCodec
 from sparse_lavida_jax.data import pipeline as batches
-from sparse_lavida_jax.data.text import SHIPPED, Tokenizer
 from sparse_lavida_jax.diffusion import Corrupted
-from sparse_lavida_jax.losses import linear_cross_entropy, weighted_cross_entropy
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.pipeline import PictureCodec, SparseLaViDa
+from sparse_lavida_jax.train_step import Denominators, TrainState, gradient, loss, train_step
+
+__all__ = [
+    "Denominators", "DivergedError", "TrainState", "averaged", "gradient", "init_state", "loss",
+    "train", "train_step", "trained_settings",
+]  # fmt: skip
 
 
 class DivergedError(runs.RunError):
     """The loss, or its gradient, is no longer a number."""
 
 
-@flax.struct.dataclass
-class TrainState:
-    """Everything a run needs to go on to the bit.
-
-    Attributes:
-        step: optimizer steps done; also the next batch.
-        params: the model, or the trained part of it.
-        ema: moving average of `params`, or None.
-        opt_state: of the optimizer.
-        skipped: steps that were left out in a row until now, their gradient not being finite.
-        frozen: the part that is not trained, or None. Not saved: `init_state` makes it again.
-    """
-
-    step: Int[Array, ""]
-    params: Denoiser
-    ema: Denoiser | None
-    opt_state: PyTree
-    skipped: Int[Array, ""]
-    frozen: Denoiser | None = None
-
-    @property
-    def saved(self) -> "TrainState":
-        """What is written to disk."""
-        return dataclasses.replace(self, frozen=None)
-
-
-@flax.struct.dataclass
-class Denominators:
-    """What the sums of a loss are divided by: of a whole batch, however it is cut.
-
-    Attributes:
-        text, image: of the weighted sums; in tokens and in codes.
-        text_count, image_count: targets with a loss.
-    """
-
-    text: Float[Array, ""]
-    image: Float[Array, ""]
-    text_count: Float[Array, ""]
-    image_count: Float[Array, ""]
-
-    @classmethod
-    def of(cls, batch: Corrupted) -> "Denominators":
-        codes = 1 if batch.image_target is None else batch.image_target.shape[2]
-
-        def count(weight, each: int):
-            if weight is None:
-                return jnp.float32(1)
-            each = each if weight.ndim == 2 else 1
-            return jnp.maximum((weight > 0).sum() * each, 1).astype(jnp.float32)
-
-        return cls(
-            jnp.maximum(batch.text_total.sum(), 1),
-            jnp.maximum(batch.image_total.sum() * codes, 1),
-            count(batch.text_weight, 1),
-            count(batch.image_weight, codes),
-        )
-
-
-def loss(
-    params: Denoiser, batch: Corrupted, over: Denominators | None = None, chunk: int = 0
-) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """Returns the training loss and what is logged (diffusion.py says what the weights mean).
-
-    Text and image are averaged apart and added, each over the whole batch.
-
-    Args:
-        over: of the batch that this one is a part of; by default this one is whole.
-        chunk: tokens of a row whose logits exist at a time; 0: all of them.
-    """
-    over = over or Denominators.of(batch)
-    features = None if batch.pixels is None else params.see(batch.pixels)
-    hidden, _ = params(batch.understanding, batch.generation, features, wanted=batch.predicts)
-    total, logged = jnp.float32(0), {}
-    if "understanding" in hidden and batch.text_weight is not None:
-        assert batch.text_target is not None
-        target, weight = batch.text_target, batch.text_weight
-        if chunk:
-            kernel = params.text_head.kernel[...]
-            weighted, plain = linear_cross_entropy(
-                hidden["understanding"], kernel, target, weight, chunk
-            )
-        else:
-            logits = params.text_logits(hidden["understanding"])
-            weighted, plain = weighted_cross_entropy(logits, target, weight)
-        total += weighted / over.text
-        logged["text_nll"] = plain / over.text_count
-    if "generation" in hidden and batch.image_weight is not None:
-        assert batch.image_target is not None
-        target, weight = batch.image_target, batch.image_weight
-        if weight.ndim == 2:
-            weight = jnp.broadcast_to(weight[..., None], target.shape)
-        if chunk:
-            head = params.image_head
-            codes, kernel = head.codes(hidden["generation"]), head.logits.kernel[...]
-            target_of, weight_of = (x.reshape(x.shape[0], -1) for x in (target, weight))
-            weighted, plain = linear_cross_entropy(codes, kernel, target_of, weight_of, chunk)
-        else:
-            logits = params.image_logits(hidden["generation"])
-            weighted, plain = weighted_cross_entropy(logits, target, weight)
-        total += weighted / over.image
-        logged["image_nll"] = plain / over.image_count
-    return total, logged
-
-
-def gradient(
-    params: Denoiser,
-    batch: Corrupted,
-    *,
-    frozen: Denoiser | None = None,
-    microbatches: int = 1,
-    chunk: int = 0,
-) -> tuple[Float[Array, ""], dict[str, Array], Denoiser]:
-    """Returns loss, what is logged, and the gradient, of a few rows at a time.
-
-    However a batch is cut, every part is divided by what the whole would be (design of the loss in
-    `diffusion.py`), so the parts add up to the same. Rows are dealt to the microbatches in turn,
-    so that each has rows of every device.
-
-    Args:
-        frozen: the part of the model that gets no gradient, if `params` are not all of it.
-        microbatches: parts that the batch is cut into, one after another; they divide its rows.
-    """
-    over = Denominators.of(batch)
-
-    def loss_of(params: Denoiser, batch: Corrupted, over: Denominators):
-        return loss(parameters.joined(params, frozen), batch, over, chunk)
-
-    part_of = jax.value_and_grad(loss_of, has_aux=True)
-    if microbatches == 1:
-        (value, logged), found = part_of(params, batch, over)
-        return value, logged, found
-
-    leaves, tree = jax.tree.flatten(batch)
-    parts = [jnp.asarray(x).reshape(-1, microbatches, *x.shape[1:]).swapaxes(0, 1) for x in leaves]
-
-    def part(leaves):
-        return part_of(params, tree.unflatten(leaves), over)
-
-    def add(sums, leaves):
-        return jax.tree.map(jnp.add, sums, part(leaves)), None
-
-    like = jax.eval_shape(part, [x[0] for x in parts])
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-    ((value, logged), found), _ = jax.lax.scan(add, zeros, parts)
-    return value, logged, found
-
-
-@functools.partial(
-    jax.jit,
-    static_argnames=("settings", "microbatches", "loss_chunk"),
-    donate_argnames=("state",),
-)
-def train_step(
-    state: TrainState,
-    batch: Corrupted,
-    learning_rate: Float[Array, ""],
-    *,
-    settings: config.Optimizer,
-    microbatches: int = 1,
-    loss_chunk: int = 0,
-) -> tuple[TrainState, dict[str, Array]]:
-    """Returns the state after one optimizer step, and scalars to log.
-
-    A step whose gradient is not finite leaves parameters and optimizer as they were.
-    """
-    value, logged, found = gradient(
-        state.params, batch, frozen=state.frozen, microbatches=microbatches, chunk=loss_chunk
-    )
-    norm = optax.tree.norm(found)
-    update, opt_state = optimizer.update(settings, found, state.opt_state, state.params)
-    params = jax.tree.map(lambda p, u: p - learning_rate * u, state.params, update)
-    ema = state.ema
-    if ema is not None:
-        # An average that starts from scratch forgets its start as fast as it has seen steps.
-        decay = jnp.minimum(settings.ema, (1 + state.step) / (10 + state.step))
-        ema = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, ema, params)
-    finite = jnp.isfinite(value) & jnp.isfinite(norm)
-    before = (state.params, state.ema, state.opt_state)
-    params, ema, opt_state = jax.tree.map(
-        functools.partial(jnp.where, finite), (params, ema, opt_state), before
-    )
-    skipped = jnp.where(finite, 0, state.skipped + 1)
-    logged |= {"loss": value, "gradient_norm": norm, "skipped": skipped}
-    after = TrainState(state.step + 1, params, ema, opt_state, skipped, state.frozen)
-    return sharding.constrained(after), logged
-
-
-def init_state(settings: config.Config, params: Denoiser) -> TrainState:
+def init_state(settings: config.Config, params: Denoiser, mesh: Mesh | None = None) -> TrainState:
     """Returns the state of a run at step 0, from these parameters or those of `init_from`.
 
     Args:
         params: not looked at where there is an `init_from`.
+        mesh: over which the state is laid out; every device reads or makes its own part.
 
     Raises:
         CheckpointError: `init_from` is no checkpoint, or of a model of other shapes.
         ConfigError: adapters without a base, or groups that train nothing.
     """
-    if settings.train.init_from:
+    base = settings.train.init_from
+    if base and checkpoint.is_unfinished(base):
+        params = checkpoint.load_unfinished(base, make_model=lambda _: _made(settings))
+    elif base:
         params = checkpoint.load_model(
-            settings.train.init_from,
-            make_model=lambda _: Denoiser(settings.model, rngs=nnx.Rngs(0)),
+            base,
+            make_model=lambda _: _made(settings),
+            sharding=None if mesh is None else sharding.over(mesh),
             dtype=optimizer.dtypes(settings),
         ).model
     elif settings.lora.rank:
@@ -251,42 +75,62 @@ def init_state(settings: config.Config, params: Denoiser) -> TrainState:
     if settings.lora.rank:
         params = lora.attach(params, settings.lora, jax.random.key(settings.seed))
     params, frozen = optimizer.parted(settings, params)
-    ema = jax.tree.map(jnp.copy, params) if settings.optimizer.ema else None
-    opt_state = optimizer.init(settings.optimizer, params)
-    return TrainState(jnp.int32(0), params, ema, opt_state, jnp.int32(0), frozen)
+
+    def begun(params: Denoiser) -> TrainState:
+        ema = jax.tree.map(jnp.copy, params) if settings.optimizer.ema else None
+        opt_state = optimizer.init(settings.optimizer, params)
+        return sharding.constrained(TrainState(jnp.int32(0), params, ema, opt_state, jnp.int32(0)))
+
+    if mesh is None:
+        return dataclasses.replace(begun(params), frozen=frozen)
+    params, frozen = sharding.place_state((params, frozen), mesh)
+    with jax.set_mesh(mesh):
+        return dataclasses.replace(jax.jit(begun, donate_argnums=0)(params), frozen=frozen)
 
 
-def train(settings: config.Config, run: runs.Run) -> None:
+def _made(settings: config.Config) -> Denoiser:
+    return Denoiser(settings.model, rngs=nnx.Rngs(0))
+
+
+def train(settings: config.Config, run: runs.Run, profile: range = range(0)) -> None:
     """Trains until the configured steps or seconds have passed, resuming what `run` holds.
 
     Leaves in the run directory: the states, `metrics.jsonl`, sheets of pictures, and at the end a
     model folder and `report.md`.
+
+    Args:
+        profile: steps of which a trace is written to `profile/` in the run directory.
 
     Raises:
         DivergedError: the loss or its gradient is not finite.
         runs.Interrupted: a signal came; the state is saved.
     """
     settings = dataclasses.replace(settings, model=trained_settings(settings))
-    pipe = SparseLaViDa(
-        _first_model(settings),
-        settings,
-        Tokenizer(SHIPPED),
-        PictureCodec(settings.data.picture_codec, settings.model),
-    )
-    data = batches.GroupedBatches(settings, pipe.encoder)
     mesh = _mesh(settings)
-    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-        _train(settings, run, pipe, data, mesh)
+    share = (0, 1) if mesh is None else sharding.share_of_rows(mesh)
+    index, count = share
+    source = sources.open_source(
+        settings, _first_model(settings), PictureCodec, index=index, count=count
+    )
+    _check_rows(source.batches.sizes, mesh)
+    state, step, seconds = _train(settings, run, source, mesh, share, profile)
+    _finish(settings, run, source, state, step, seconds, mesh)
 
 
-def _train(settings, run: runs.Run, pipe: SparseLaViDa, data, mesh: Mesh | None) -> None:
-    state, seconds = init_state(settings, pipe.model), 0.0
-    if mesh is not None:
-        state = sharding.place_state(state, mesh)
+def _train(
+    settings: config.Config,
+    run: runs.Run,
+    source: sources.Source,
+    mesh: Mesh | None,
+    share: tuple[int, int],
+    profile: range,
+) -> tuple[TrainState, int, float]:
+    """Returns the state at the end, its step, and the seconds that the run took."""
+    state, seconds, note = init_state(settings, source.pipe.model, mesh), 0.0, {}
     kept = run.restore({"state": state.saved, "seconds": np.float64(0)})
     if kept is not None:
         state = kept[1]["state"].replace(frozen=state.frozen)
-        seconds = float(kept[1]["seconds"])
+        seconds, note = float(kept[1]["seconds"]), run.states.note(kept[0])
     start = step = int(state.step)
 
     def progress() -> float:
@@ -296,81 +140,148 @@ def _train(settings, run: runs.Run, pipe: SparseLaViDa, data, mesh: Mesh | None)
     def record(every: int = settings.train.log_every) -> None:
         nonlocal pending
         if pending is not None:
-            _record(log, bar, *pending, every=every, allowed=settings.train.skip_steps)
+            _record(log, bar, meter, *pending, every=every, allowed=settings.train.skip_steps)
         pending = None
 
-    def save() -> None:
+    def save(score: float | None = None) -> None:
         record()  # raises before a diverged state could replace a good one
-        run.save(step, {"state": state.saved, "seconds": np.float64(seconds)})
+        run.save(step, saved(), {"data": feed.position}, score)
+
+    def saved() -> dict:
+        return {"state": state.saved, "seconds": np.float64(seconds)}
 
     clock = time.monotonic() - seconds
     last_saved = last_drawn = time.monotonic()
     pending = None
-    log = metrics.MetricsFile(run.metrics_path, resume_at=start)
-    bar = metrics.Progress(
-        settings.name,
-        settings.train.train_steps,
-        done=start,
-        seconds=max(settings.train.seconds - seconds, 0.0),
-    )
-    with log, bar:
-        batch_iterator = batches.iterate(data.dataset(), start, settings.data.workers)
+    meter = metrics.Meter(_peak())
+    log, bar = _reporters(settings, run, start, seconds)
+    feed = batches.Feed(source.batches.dataset(), start, settings.data.workers, note.get("data"))
+    trace = _Profile(run.folder / "profile", profile)
+    with log, bar, trace, contextlib.closing(feed):
         while progress() < 1:
+            trace.reach(step)
             rate = optimizer.learning_rate(settings.optimizer, step, progress())
-            batch = next(batch_iterator)
-            state, logged = train_step(
-                state,
-                batch if mesh is None else sharding.place_batch(batch, mesh),
-                np.float32(rate),
-                settings=settings.optimizer,
-                microbatches=settings.train.microbatches,
-                loss_chunk=settings.train.loss_chunk,
-            )
+            with meter.waiting():
+                batch = next(feed)
+            with _inside(mesh):
+                state, logged = train_step(
+                    state,
+                    batch if mesh is None else sharding.place_batch(batch, mesh, share),
+                    np.float32(rate),
+                    settings=settings.optimizer,
+                    microbatches=settings.train.microbatches,
+                    loss_chunk=settings.train.loss_chunk,
+                )
             step += 1
             # The numbers of the step before: fetching this step's would wait for it.
             record()
+            _count(meter, batch, settings, state, share[1])
             pending = (step, logged, rate)
             now = time.monotonic()
-            seconds = now - clock
-            if run.stop_signal is not None:
+            is_late = now - last_saved > settings.train.checkpoint_seconds
+            is_to_draw = 0 < settings.train.picture_seconds < now - last_drawn
+            if not processes.are_several():
+                seconds = now - clock
+            elif step % settings.train.log_every == 0:
+                # Clocks differ; what follows is done in all processes or in none.
+                seconds, is_late, is_to_draw = processes.agreed_on_first(
+                    now - clock, is_late, is_to_draw
+                )
+            else:
+                is_late = is_to_draw = False
+            if run.is_asked_to_stop(step):
                 record()
-                run.stop_if_asked(step, {"state": state.saved, "seconds": np.float64(seconds)})
-            if now - last_saved > settings.train.checkpoint_seconds:
-                save()
-                last_saved = now
-            if settings.train.picture_seconds and (
-                now - last_drawn > settings.train.picture_seconds
-            ):
-                _check(pipe, state, run, log, bar, step, seconds)
+                run.stop_if_asked(step, saved(), {"data": feed.position})
+            score = None
+            if is_to_draw:
+                record()
+                score = _check(source, state, run, log, bar, step, seconds, mesh)
                 last_drawn = time.monotonic()
+            if is_late or is_to_draw:
+                save(score)
+                last_saved = now
         record(every=1)
         if step > start:
             save()
             if settings.train.picture_seconds:
-                _check(pipe, state, run, log, bar, step, seconds)
-    pipe = pipe.with_model(averaged(state))
+                _check(source, state, run, log, bar, step, seconds, mesh)
+    return state, step, seconds
+
+
+def _finish(
+    settings: config.Config,
+    run: runs.Run,
+    source: sources.Source,
+    state: TrainState,
+    step: int,
+    seconds: float,
+    mesh: Mesh | None,
+) -> None:
+    """Writes the model folder, the adapters and the report."""
+    pipe, trained = source.pipe.with_model(averaged(state)), _averaged_part(state)
+    if processes.are_several():
+        pipe = pipe.with_model(processes.on_host(pipe.model))
+        trained = processes.on_host(trained)
+        mesh = None
+    if processes.is_first():
+        with _inside(mesh):
+            dtype = "float32" if state.frozen is None else settings.optimizer.frozen_dtype
+            _write_results(settings, run, source, pipe, trained, step, seconds, dtype)
+    processes.wait_for_all("the end")
+
+
+def _write_results(settings, run, source, pipe, trained, step: int, seconds, dtype: str) -> None:
     checkpoint.save_model(
         run.model_folder,
         pipe.model,
         settings,
-        tokenizer_path=SHIPPED,
+        tokenizer_path=source.tokenizer_path,
         vq_folder=None if pipe.codec is None else pipe.codec.folder,
-        readme=report.model_card(settings, step, seconds),
-        dtype="float32" if state.frozen is None else settings.optimizer.frozen_dtype,
+        readme=report.model_card(settings, step, seconds, source.base_readme),
+        dtype=dtype,
     )
     print(f"{run.model_folder}: the trained model")
     if settings.lora.rank:
-        adapters, trained = run.folder / "adapters", _averaged_part(state)
+        adapters = run.folder / "adapters"
         checkpoint.save_adapters(adapters, trained, settings, base=settings.train.init_from)
         print(f"{adapters}: what was trained of it")
     print(f"{report.write(pipe, run.folder, step=step, seconds=seconds)}: what it can do")
 
 
+# ---------------------------------------------------------------------------------------------
+# Devices.
+
+
 def _mesh(settings: config.Config) -> Mesh | None:
+    sizes = settings.train.mesh or ({"data": -1} if processes.are_several() else {})
     try:
-        return sharding.make_mesh(settings.train.mesh)
+        return sharding.make_mesh(sizes)
     except ValueError as error:
         raise config.ConfigError(f"Train.mesh: {error}") from error
+
+
+def _inside(mesh: Mesh | None) -> contextlib.AbstractContextManager:
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
+def _check_rows(sizes: dict[str, int], mesh: Mesh | None) -> None:
+    """Refuses batches that processes cannot share."""
+    parts = 1 if mesh is None else sharding.row_parts(mesh)
+    for group, rows in sizes.items():
+        if processes.are_several() and rows % parts:
+            raise config.ConfigError(
+                f"a batch of group {group} has {rows} rows, which do not divide over the {parts}"
+                " parts of data and fsdp of train.mesh: change train.batch_size or the mesh."
+            )
+
+
+def _peak() -> float | None:
+    each = flops.peak(jax.devices()[0].device_kind)
+    return None if each is None else each * jax.device_count()
+
+
+# ---------------------------------------------------------------------------------------------
+# Models.
 
 
 def trained_settings(settings: config.Config) -> config.Model:
@@ -396,16 +307,87 @@ def _first_model(settings: config.Config) -> Denoiser:
     return jax.eval_shape(make) if settings.train.init_from else make()
 
 
-def _check(pipe, state, run, log, bar, step: int, seconds: float) -> None:
-    path = run.folder / f"pictures/{step:06d}.png"
-    scores = report.check(pipe.with_model(averaged(state)), path)
-    log.write(step, scores | {"seconds": seconds})
-    told = ", ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in scores.items())
-    bar.say(f"step {step}: {told} ({path})")
+# ---------------------------------------------------------------------------------------------
+# What a run tells.
+
+
+def _reporters(
+    settings: config.Config, run: runs.Run, start: int, seconds: float
+) -> tuple[metrics.MetricsFile | metrics.NoMetrics, metrics.Progress]:
+    """Returns what writes metrics and what shows progress: in the first process alone."""
+    log = metrics.NoMetrics()
+    if processes.is_first():
+        board = run.folder / "tensorboard"
+        log = metrics.MetricsFile(run.metrics_path, resume_at=start, tensorboard=board)
+    bar = metrics.Progress(
+        settings.name,
+        settings.train.train_steps,
+        done=start,
+        seconds=max(settings.train.seconds - seconds, 0.0),
+        console=None if processes.is_first() else rich.console.Console(quiet=True),
+    )
+    return log, bar
+
+
+def _count(
+    meter: metrics.Meter, batch: Corrupted, settings: config.Config, state: TrainState, shares: int
+) -> None:
+    """Counts the work of a batch, of which this process has made one of `shares`."""
+    sizes = [sum(x.size for x in jax.tree.leaves(m)) for m in (state.params, state.frozen)]
+    work = flops.work_of(batch, settings.model, sizes[0] / sum(sizes))
+    meter.count(**{name: value * shares for name, value in dataclasses.asdict(work).items()})
+
+
+def _check(source, state, run, log, bar, step: int, seconds: float, mesh) -> float | None:
+    """Draws in the first process; returns the score in all of them, None where there is none."""
+    model, scores = averaged(state), {}
+    if processes.are_several():
+        model, mesh = processes.on_host(model), None
+    if processes.is_first():
+        path = run.folder / f"pictures/{step:06d}.png"
+        with _inside(mesh):
+            scores = report.check(source.pipe.with_model(model), path, source.prompts)
+        log.write(step, scores | {"seconds": seconds})
+        told = ", ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in scores.items())
+        if scores or path.is_file():
+            bar.say(f"step {step}: {told or 'drawn'} ({path})")
+    (score,) = processes.agreed_on_first(scores.get("draw", -1.0))
+    return None if score < 0 else score
+
+
+class _Profile:
+    """Writes a trace of some steps, for xprof or TensorBoard."""
+
+    def __init__(self, folder: pathlib.Path, steps: range):
+        self._folder, self._steps, self._is_on = folder, steps, False
+
+    def __enter__(self) -> "_Profile":
+        return self
+
+    def reach(self, step: int) -> None:
+        """Begins before the first of the steps, and ends before the one behind the last."""
+        if step in self._steps and not self._is_on:
+            jax.profiler.start_trace(str(self._folder))
+            self._is_on = True
+        elif step not in self._steps:
+            self.__exit__()
+
+    def __exit__(self, *_) -> None:
+        if self._is_on:
+            jax.profiler.stop_trace()
+            self._is_on = False
 
 
 def _record(
-    log, bar, step: int, logged: dict[str, Array], rate: float, *, every: int, allowed: int
+    log,
+    bar,
+    meter: metrics.Meter,
+    step: int,
+    logged: dict[str, Array],
+    rate: float,
+    *,
+    every: int,
+    allowed: int,
 ) -> None:
     values = {name: float(value) for name, value in logged.items()}
     skipped = int(values.pop("skipped"))
@@ -421,5 +403,6 @@ def _record(
         return
     if step % every:
         return
-    log.write(step, values | {"learning_rate": rate})
-    bar.update(step, loss=values["loss"])
+    speed = meter.values()
+    log.write(step, values | {"learning_rate": rate} | speed)
+    bar.update(step, loss=values["loss"], **{n: v for n, v in speed.items() if n in metrics.TIMED})

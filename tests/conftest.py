@@ -3,6 +3,7 @@
 
 import os
 import pathlib
+import tempfile
 
 import hypothesis
 import jax
@@ -23,6 +24,8 @@ def pytest_configure(config):
     if not any("gpu" in path.parts for path in paths):
         jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
+    # Programs that the command line keeps go where nobody else looks for them.
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="sparse-lavida-cache-")
     jax.config.update("jax_numpy_rank_promotion", "raise")
 
 

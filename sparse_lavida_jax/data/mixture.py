@@ -9,6 +9,7 @@ each process makes its own rows.
 
 import dataclasses
 import functools
+import itertools
 import json
 import pathlib
 import zlib
@@ -121,6 +122,16 @@ class MixtureBatches:
         ]
         weights = np.array([self.index["weights"][group] for group in self.records])
         return grain.MapDataset.mix(batches, weights=(weights / weights.sum()).tolist())
+
+    def prompts(self, count: int) -> list[str]:
+        """Returns captions of pictures to draw, of the first records that have one."""
+        found = (
+            record.asked[0]
+            for records in self.records.values()
+            for record in map(records.__getitem__, range(min(len(records), count)))
+            if record.kind == "text_to_image"
+        )
+        return list(itertools.islice(found, count))
 
     def batch(self, group: str, index: int) -> Corrupted:
         """Returns this process's rows of the batch number `index` of a group."""

@@ -9,6 +9,7 @@ model's batching (spec Sec. 9.4).
 import dataclasses
 import functools
 import zlib
+from typing import Any
 
 import grain
 import numpy as np
@@ -48,11 +49,24 @@ class GroupedBatches:
     Args:
         settings: the whole configuration.
         encoder: makes examples of samples.
+        process_index, process_count: of the processes that train together, each of which makes
+            its share of every batch.
+
+    Attributes:
+        sizes: rows of a batch of each group, over all processes.
     """
 
-    def __init__(self, settings: config.Config, encoder: Encoder):
+    def __init__(
+        self,
+        settings: config.Config,
+        encoder: Encoder,
+        *,
+        process_index: int = 0,
+        process_count: int = 1,
+    ):
         self.settings = settings
         self.encoder = encoder
+        self.process_index, self.process_count = process_index, process_count
         known = {task for group in GROUPS.values() for task in group}
         if unknown := sorted(set(settings.data.tasks) - known):
             raise config.ConfigError(
@@ -64,12 +78,18 @@ class GroupedBatches:
             if any(task in settings.data.tasks for task in members)
         }
         self.released = settings.diffusion.corruption == "released"
+        self.sizes = dict.fromkeys(self.groups, settings.train.batch_size)
+        if settings.train.batch_size % process_count:
+            raise config.ConfigError(
+                f"train.batch_size={settings.train.batch_size} rows do not divide over"
+                f" {process_count} processes."
+            )
         self._check_something_to_learn()
         shape = self._sequence_shape if self.released else self._shape
         self.shapes = {group: shape(group) for group in self.groups}
 
     def dataset(self) -> grain.MapDataset:
-        """Returns batch i at index i; a slice from step s resumes there."""
+        """Returns this process's rows of batch i at index i; a slice from step s resumes there."""
         weights, first = self.settings.data.tasks, self.settings.data.first_batches
         batches = [
             grain.MapDataset.range(2**40).map(functools.partial(self.batch, group))
@@ -82,17 +102,23 @@ class GroupedBatches:
         data = dataclasses.replace(
             self.settings.data, tasks=self.settings.data.first_tasks, first_batches=0
         )
-        before = GroupedBatches(dataclasses.replace(self.settings, data=data), self.encoder)
+        before = GroupedBatches(
+            dataclasses.replace(self.settings, data=data),
+            self.encoder,
+            process_index=self.process_index,
+            process_count=self.process_count,
+        )
         return grain.MapDataset.concatenate([before.dataset()[:first], mixed])
 
     def batch(self, group: str, index: int) -> Corrupted:
-        """Returns the batch number `index` of a group."""
-        size = self.settings.train.batch_size
+        """Returns this process's rows of the batch number `index` of a group."""
+        size = self.sizes[group] // self.process_count
+        start = index * self.sizes[group] + self.process_index * size
         if self.released:
-            drawn = [self._sequence(group, index * size + i) for i in range(size)]
+            drawn = [self._sequence(group, start + i) for i in range(size)]
             sequences, draws = map(list, zip(*drawn, strict=True))
             return diffusion.batch_sequences(sequences, draws, self.shapes[group], self.settings)
-        rows = [self._row(group, index * size + i) for i in range(size)]
+        rows = [self._row(group, start + i) for i in range(size)]
         full = self.settings.diffusion.attention == "full"
         return diffusion.batch_rows(
             [row for row, _, _ in rows],
@@ -190,17 +216,49 @@ class GroupedBatches:
         return self.encoder.sequence(self._example_of(group, rng)), rng
 
 
-def iterate(dataset: grain.MapDataset, start: int, workers: int = 0) -> grain.DatasetIterator:
-    """Returns an iterator from batch `start` on, prefetched by a thread or by worker processes.
+class Feed:
+    """The batches of a run in their order, prefetched by a thread or by worker processes.
 
-    The batches are the same however many workers make them.
+    They are the same however many workers make them.
+
+    Args:
+        dataset: batch i at index i.
+        step: the batch to begin with.
+        workers: processes that make batches; 0: one thread.
+        saved: `position` before that batch, of an earlier process. A feed with as many workers is
+            set to it; one with others begins at `step`.
     """
-    resumed = dataset[start:].to_iter_dataset(
-        grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
-    )
-    if workers:
-        resumed = resumed.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers))
-    return iter(resumed)
+
+    def __init__(
+        self,
+        dataset: grain.MapDataset,
+        step: int,
+        workers: int = 0,
+        saved: dict[str, Any] | None = None,
+    ):
+        if saved is not None and saved["workers"] != workers:
+            saved = None
+        self._begun = {"workers": workers, "begin": step if saved is None else saved["begin"]}
+        batches = dataset[self._begun["begin"] :].to_iter_dataset(
+            grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
+        )
+        if workers:
+            batches = batches.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers))
+        self._iterator = iter(batches)
+        if saved is not None:
+            self._iterator.set_state(saved["iterator"])
+
+    def __next__(self) -> Corrupted:
+        return next(self._iterator)
+
+    def close(self) -> None:
+        """Ends the worker processes."""
+        self._iterator.close()
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """Where it stands, as JSON can hold it."""
+        return self._begun | {"iterator": self._iterator.get_state()}
 
 
 def _generator(seed: int, group: str, index: int, attempt: int) -> np.random.Generator:

@@ -31,7 +31,7 @@ def read(name) -> config.Config:
 DENOISERS = [
     name
     for name in CONFIGS
-    if read(name).train.stage == "denoiser" and read(name).data.source != "none"
+    if read(name).train.stage == "denoiser" and read(name).data.source in ("scenes", "digits")
 ]
 each = pytest.mark.parametrize("name", CONFIGS)
 each_denoiser = pytest.mark.parametrize("name", DENOISERS)

@@ -364,6 +364,80 @@ def test_a_write_that_fails_in_the_background_is_told_at_the_next_one(states, mo
     assert states.restore(make_state())[0] == 2
 
 
+def test_the_best_state_and_one_every_so_often_are_kept(tmp_path):
+    states = checkpoint.States(tmp_path / "state", keep=1, keep_every=10)
+    scores = {3: 0.1, 4: 0.9, 9: None, 11: 0.2, 12: None, 17: None, 18: 0.3, 19: None, 23: None}
+    for step, score in scores.items():
+        states.save(step, {"x": np.full(3, step)}, score=score, note={"at": step})
+    states.wait()
+    # 4 is the best; 3, 11 and 19 are nearest to 0, 10 and 20; 23 is the newest.
+    assert states.steps == [3, 4, 11, 19, 23]
+    assert states.note(4) == {"at": 4}
+    states.close()
+
+
+def test_a_state_goes_onto_another_mesh(tmp_path):
+    """Saved over 8 devices one way, read over them another way, and by one device."""
+    states, x = checkpoint.States(tmp_path / "state"), np.arange(64.0).reshape(8, 8)
+    automatic = (jax.sharding.AxisType.Auto,) * 2
+
+    def over(shape):
+        mesh = jax.make_mesh(shape, ("fsdp", "tensor"), axis_types=automatic)
+        where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp", "tensor"))
+        return {"x": jax.device_put(x, where)}
+
+    states.save(1, over((4, 2)))
+    for template in (over((2, 4)), over((1, 8)), {"x": jnp.zeros((8, 8))}):
+        _, state = states.restore(template)
+        np.testing.assert_array_equal(state["x"], x)
+        assert state["x"].sharding.is_equivalent_to(template["x"].sharding, 2)
+    states.close()
+
+
+def test_parameters_are_read_without_the_rest(states):
+    """The average where there is one; damage elsewhere does not matter to it."""
+    model, average = make_model(), Model(rngs=nnx.Rngs(5))
+    moments = jax.tree.map(jnp.zeros_like, model)
+    for step, ema in ((1, None), (2, average)):
+        state = {"params": model, "ema": ema, "opt_state": moments}
+        states.save(step, {"state": state, "seconds": 1.0})
+        found, params = states.restore_model(jax.eval_shape(make_model))
+        assert found == step
+        same(params, model if ema is None else average)
+    with pytest.raises(checkpoint.CheckpointError, match=r"head: missing"):
+        states.restore_model(WiderModel(rngs=nnx.Rngs(0)))
+    assert states.steps == [1, 2]
+
+
+def test_a_run_without_a_model_can_be_started_from(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    checkpoint.write_config(run, config.Config())
+    assert not checkpoint.is_unfinished(run)
+    states = checkpoint.States(run / "state")
+    states.save(4, {"state": {"params": make_model()}})
+    states.close()
+    assert checkpoint.is_unfinished(run)
+    same(checkpoint.load_unfinished(run, make_model=make_model), make_model())
+
+
+def test_a_flipped_bit_shows_in_the_sums_of_several_processes():
+    """Of every kind of number, in every place; another split gives the same sums."""
+    rng = np.random.default_rng(0)
+    for dtype in ("float32", "bfloat16", "int32", "uint32", "int8", "bool"):
+        leaf = jnp.asarray(rng.integers(0, 2, (8, 5)), dtype)
+        (before,) = checkpoint._sum_digests({"x": leaf}).values()
+        for place in ((0, 0), (3, 2), (7, 4)):
+            held = np.array(leaf)
+            bits = held.view(f"uint{8 * held.dtype.itemsize}")
+            bits[place] ^= 1
+            (after,) = checkpoint._sum_digests({"x": jnp.asarray(held)}).values()
+            assert after != before
+        mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+        where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
+        assert checkpoint._sum_digests({"x": jax.device_put(leaf, where)}) == {"x": before}
+
+
 def test_folders_may_be_relative(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pathlib.Path("text.json").write_text("{}")

@@ -3,11 +3,13 @@
 
 import hashlib
 import itertools
+import json
 import os
 import pathlib
 import subprocess
 import sys
 
+import grain
 import jax
 import numpy as np
 import pytest
@@ -156,7 +158,7 @@ def run_elsewhere(program, tmp_path) -> list[str]:
 @pytest.mark.parametrize("start", [0, 5, 11])
 def test_iterating_from_a_step_gives_the_batches_from_there_on(by_kind, start):
     dataset = by_kind["schedule"].dataset()
-    resumed = pipeline.iterate(dataset, start)
+    resumed = pipeline.Feed(dataset, start)
     for step in range(start, start + 4):
         stand_ins.assert_equal(next(resumed), dataset[step])
 
@@ -169,7 +171,7 @@ import test_data_pipeline as tests
 if __name__ == "__main__":
     flags.FLAGS.mark_as_parsed()
     tests.pipeline.LENGTH_PROBE = 16
-    made = tests.pipeline.iterate(tests.make_batches().dataset(), 7, workers=2)
+    made = tests.pipeline.Feed(tests.make_batches().dataset(), 7, workers=2)
     print(*(tests.digest(next(made)) for _ in range(6)))
     made.close()
 """
@@ -179,6 +181,46 @@ def test_worker_processes_make_the_same_batches(by_kind, tmp_path):
     dataset = by_kind["schedule"].dataset()
     here = [digest(dataset[index]) for index in range(7, 13)]
     assert run_elsewhere(WORKERS, tmp_path) == here
+
+
+def test_a_feed_goes_on_where_it_was_saved(by_kind):
+    """With as many workers it is set to its place, with others it begins there."""
+    dataset = by_kind["schedule"].dataset()
+    feed = pipeline.Feed(dataset, 3)
+    for _ in range(4):
+        next(feed)
+    saved = json.loads(json.dumps(feed.position))
+    assert (saved["begin"], saved["workers"]) == (3, 0)
+    for kept in (saved, {**saved, "workers": 5}, None):
+        resumed = pipeline.Feed(dataset, 7, saved=kept)
+        for step in (7, 8):
+            stand_ins.assert_equal(next(resumed), dataset[step])
+        assert resumed.position["begin"] == (3 if kept == saved else 7)
+
+
+def test_an_iterator_gives_the_same_after_a_checkpoint(by_kind):
+    def leaves(batch):
+        return dict(enumerate(jax.tree.leaves(batch)))
+
+    data = by_kind["schedule"].dataset()[:5]
+    batches = data.to_iter_dataset(grain.ReadOptions(num_threads=0)).map(leaves)
+    grain.experimental.assert_equal_output_after_checkpoint(batches)
+
+
+def test_processes_share_a_batch_and_draw_what_one_would(by_kind):
+    whole = by_kind["schedule"]
+    halves = [
+        pipeline.GroupedBatches(
+            whole.settings, whole.encoder, process_index=index, process_count=2
+        ).dataset()
+        for index in range(2)
+    ]
+    for step in range(4):
+        parts = [half[step] for half in halves]
+        joined = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+        stand_ins.assert_equal(joined, whole.dataset()[step])
+    with pytest.raises(config.ConfigError, match=r"rows do not divide over 5 processes"):
+        pipeline.GroupedBatches(whole.settings, whole.encoder, process_count=5)
 
 
 def test_batches_differ_by_step_and_by_seed(by_kind):

@@ -11,6 +11,7 @@ import tiny
 from flax import nnx
 
 from sparse_lavida_jax import checkpoint, config, lora, parameters, train
+from sparse_lavida_jax.data.text import SHIPPED
 from sparse_lavida_jax.models.layers import Linear
 
 MODEL = tiny.model_settings(codes_per_token=4)
@@ -135,7 +136,7 @@ def save(folder, model):
         folder,
         model,
         config.Config(model=MODEL, lora=LORA),
-        tokenizer_path=train.SHIPPED,
+        tokenizer_path=SHIPPED,
         vq_folder=None,
         readme="",
     )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import sparse_lavida_jax
-from sparse_lavida_jax import checkpoint, config, main
+from sparse_lavida_jax import checkpoint, config, main, processes
 
 CONFIG = """
 import ml_collections
@@ -103,7 +103,7 @@ def test_sampling_without_a_prompt_asks_for_one(folder, capsys):
 def test_a_run_directory_of_another_config_is_told(folder, capsys, monkeypatch):
     trained = []
 
-    def train(settings, run):
+    def train(settings, run, profile):
         trained.append(settings)
         run.metrics_path.write_text("")
 
@@ -118,7 +118,7 @@ def test_a_run_directory_of_another_config_is_told(folder, capsys, monkeypatch):
 def test_training_gets_the_settings_and_the_run_directory(folder, monkeypatch):
     seen = {}
 
-    def train(settings, run):
+    def train(settings, run, profile):
         seen.update(settings=settings, folder=run.folder)
 
     fake = types.SimpleNamespace(train=train)
@@ -140,9 +140,9 @@ def test_the_image_tokenizer_has_its_own_stage(folder, monkeypatch):
     assert [str(path) for path in seen] == ["elsewhere"]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
 def test_a_stopped_run_says_how_to_go_on(folder, monkeypatch, capsys, number, code):
-    def train(settings, run):
+    def train(settings, run, profile):
         os.kill(os.getpid(), number)
         run.stop_if_asked(3, {"x": np.zeros(2)})
 
@@ -153,7 +153,7 @@ def test_a_stopped_run_says_how_to_go_on(folder, monkeypatch, capsys, number, co
 
 
 def test_a_full_disk_is_a_sentence(folder, monkeypatch, capsys):
-    def train(settings, run):
+    def train(settings, run, profile):
         raise OSError(28, "No space left on device", "runs/toy/pictures/000001.png")
 
     fake = types.SimpleNamespace(train=train)
@@ -162,7 +162,7 @@ def test_a_full_disk_is_a_sentence(folder, monkeypatch, capsys):
 
 
 def test_a_mistake_of_ours_keeps_its_traceback(folder, monkeypatch):
-    def train(settings, run):
+    def train(settings, run, profile):
         raise ZeroDivisionError
 
     fake = types.SimpleNamespace(train=train)
@@ -202,3 +202,58 @@ def test_sampling_writes_a_picture_with_the_settings_of_the_checkpoint(folder, m
     assert asked["prompts"] == ["a red circle"]
     assert asked["sampling"] == config.Sampling(num_steps=5, temperature=0.5)
     assert (asked["name"], asked["seed"]) == ("trained", 3)
+
+
+def test_steps_to_trace_are_read(folder, monkeypatch):
+    seen = []
+    fake = types.SimpleNamespace(train=lambda settings, run, profile: seen.append(profile))
+    monkeypatch.setattr(sparse_lavida_jax, "train", fake, raising=False)
+    assert main.main(["main", "--config=configs/toy.py", "--profile_steps=10:13"]) == 0
+    assert main.main(["main", "--config=configs/toy.py"]) == 0
+    assert [[*steps] for steps in seen] == [[10, 11, 12], []]
+
+
+@pytest.mark.parametrize("words", ["10", "13:10", "a:b", "5:5"])
+def test_steps_to_trace_that_are_none_are_told(folder, capsys, words):
+    told = complaint(capsys, "--config=configs/toy.py", f"--profile_steps={words}")
+    assert f"--profile_steps={words} is no range of steps: write 10:13" in told
+
+
+def test_processes_are_told_of_each_other_or_not_at_all(folder, capsys, monkeypatch):
+    met = []
+    monkeypatch.setattr(processes.Together, "start", lambda self: met.append(self))
+    monkeypatch.setattr(processes.Together, "end", lambda self: None)
+    fake = types.SimpleNamespace(train=lambda settings, run, profile: None)
+    monkeypatch.setattr(sparse_lavida_jax, "train", fake, raising=False)
+    whole = ["--coordinator=10.0.0.2:8476", "--num_processes=2", "--process_id=1"]
+    for words in ([], ["--distributed"], whole):
+        assert main.main(["main", "--config=configs/toy.py", *words]) == 0
+    assert met == [processes.Together(), processes.Together("10.0.0.2:8476", 2, 1)]
+    for missing in whole:
+        words = [word for word in whole if word != missing]
+        assert "go together" in complaint(capsys, "--config=configs/toy.py", *words)
+    assert "by one process" in complaint(capsys, "--config=configs/toy_vq.py", "--distributed")
+
+
+def test_processes_that_do_not_meet_are_a_sentence(folder, capsys, monkeypatch):
+    def initialize(**_):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(processes.jax.distributed, "initialize", initialize)
+    told = complaint(capsys, "--config=configs/toy.py", "--distributed")
+    assert "do not find each other: coordinator_address should be defined" in told
+    assert "--coordinator=ADDRESS:PORT" in told
+
+
+def test_compiled_programs_are_kept_unless_told_otherwise(folder, monkeypatch):
+    fake = types.SimpleNamespace(train=lambda settings, run, profile: None)
+    monkeypatch.setattr(sparse_lavida_jax, "train", fake, raising=False)
+    updates = {}
+    settings = types.SimpleNamespace(update=updates.__setitem__)
+    monkeypatch.setattr(main, "jax", types.SimpleNamespace(config=settings))
+    assert main.main(["main", "--config=configs/toy.py", "--compilation_cache="]) == 0
+    assert updates == {}
+    assert main.main(["main", "--config=configs/toy.py"]) == 0
+    cache = os.environ["XDG_CACHE_HOME"]
+    assert updates["jax_compilation_cache_dir"] == f"{cache}/sparse-lavida-jax"
+    assert updates["jax_compilation_cache_max_size"] == main.CACHE_BYTES

@@ -5,6 +5,7 @@ import io
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import rich.console
 
 from sparse_lavida_jax import metrics
@@ -94,3 +95,54 @@ def test_on_a_terminal_progress_is_a_bar():
     shown = where.file.getvalue()
     assert "step 5/10, loss 2" in shown
     assert "a sheet of pictures" in shown
+
+
+def test_a_meter_tells_how_fast_a_run_is(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
+    meter = metrics.Meter(peak=1000.0)
+    work = {"tokens": 60, "slots": 100, "with_loss": 25, "flops": 800.0}
+    meter.count(**work)
+    assert meter.values() == {"loss_fraction": 0.25}  # the first step compiles
+    for _ in range(2):
+        with meter.waiting():
+            now[0] += 1.0
+        now[0] += 3.0
+        meter.count(**work)
+    assert meter.values() == {
+        "loss_fraction": 0.25, "tokens_per_second": 15.0, "data_wait": 0.25, "mfu": 0.2,
+    }  # fmt: skip
+    unknown = metrics.Meter()
+    unknown.values()
+    now[0] += 1.0
+    unknown.count(**work)
+    assert "mfu" not in unknown.values()
+    assert set(metrics.TIMED) <= {"tokens_per_second", "data_wait", "mfu"}
+
+
+def test_tensorboard_gets_the_numbers_and_forgets_what_is_written_again(tmp_path):
+    pytest.importorskip("tensorboardX", reason="it comes with pip install '.[log]'")
+    from tensorboardX.proto import event_pb2
+
+    board = tmp_path / "tensorboard"
+    for resume_at in (0, 1):
+        with metrics.MetricsFile(
+            tmp_path / "m.jsonl", resume_at=resume_at, tensorboard=board
+        ) as file:
+            for step in (resume_at + 1, resume_at + 2):
+                file.write(step, {"loss": 0.5 * step, "task": "draw", "nothing": float("nan")})
+    found = []
+    for path in sorted(board.iterdir()):
+        data, place = path.read_bytes(), 0
+        while place < len(data):  # length, its checksum, an event, its checksum
+            size = int.from_bytes(data[place : place + 8], "little")
+            event = event_pb2.Event.FromString(data[place + 12 : place + 12 + size])
+            found += [(event.step, v.tag, v.simple_value) for v in event.summary.value]
+            place += size + 16
+    assert [(step, tag) for step, tag, _ in found] == [(s, "loss") for s in (1, 2, 2, 3)]
+    assert [value for *_, value in found] == [0.5, 1.0, 1.0, 1.5]
+
+
+def test_other_processes_write_no_metrics():
+    with metrics.NoMetrics() as log:
+        log.write(1, {"loss": 1.0})

@@ -104,3 +104,27 @@ def test_a_model_folder_is_read_into_a_mesh(tmp_path):
     assert kernel.sharding.spec == PartitionSpec(None, "fsdp", "tensor")
     assert len(kernel.addressable_shards) == 8
     jax.tree.map(np.testing.assert_array_equal, nnx.state(read), nnx.state(model))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "own", "expected"),
+    [
+        ({"data": 8}, [0, 1, 2, 3], (0, 2)),
+        ({"data": 8}, [6, 7], (3, 4)),
+        ({"data": 2, "fsdp": 4}, [4, 5], (2, 4)),
+        ({"fsdp": 4, "tensor": 2}, [2, 3], (1, 4)),
+        ({"fsdp": 2, "tensor": 4}, [6, 7], (1, 2)),  # shared with the process of 4 and 5
+        ({"data": 8}, [0, 7], (0, 1)),  # far apart: it makes all rows
+        ({"tensor": 8}, [2, 3], (0, 1)),
+    ],
+)
+def test_a_process_makes_the_rows_of_its_devices(monkeypatch, sizes, own, expected):
+    mesh = sharding.make_mesh(sizes)
+    kept = {d for d in mesh.devices.flat if d.id in own}
+    real = NamedSharding.devices_indices_map
+
+    def addressable(self, shape):
+        return {d: index for d, index in real(self, shape).items() if d in kept}
+
+    monkeypatch.setattr(NamedSharding, "addressable_devices_indices_map", addressable)
+    assert sharding.share_of_rows(mesh) == expected

@@ -31,6 +31,7 @@ from sparse_lavida_jax import (
     sharding,
     train,
 )
+from sparse_lavida_jax.data.text import SHIPPED
 from sparse_lavida_jax.models.denoiser import Denoiser
 
 
@@ -267,7 +268,7 @@ def test_training_starts_from_a_checkpoint_of_the_same_shapes_only(tmp_path):
         dataclasses.replace(
             settings, model=dataclasses.replace(settings.model, trained_attention="full")
         ),
-        tokenizer_path=train.SHIPPED,
+        tokenizer_path=SHIPPED,
         vq_folder=None,
         readme="",
     )
@@ -296,7 +297,7 @@ def base_model(tmp_path_factory):
         folder,
         tiny.denoiser(settings.model),
         settings,
-        tokenizer_path=train.SHIPPED,
+        tokenizer_path=SHIPPED,
         vq_folder=None,
         readme="",
     )
@@ -381,7 +382,7 @@ def loop(monkeypatch, tmp_path):
         logged = {"loss": value, "gradient_norm": 2 * value, "skipped": skipped}
         return state.replace(step=jnp.int32(done), skipped=skipped), logged
 
-    def check(pipe, path):
+    def check(pipe, path, prompts):
         ours.pictures.append(path.name)
         return {"draw": 0.25}
 
@@ -411,9 +412,14 @@ def test_every_so_many_steps_and_the_last_one_are_logged(loop, capsys):
     loop.run(train_steps=5, log_every=2)
     lines = metrics.read_metrics(loop.folder / "metrics.jsonl")
     assert [line["step"] for line in lines] == [2, 4, 5]
+    fraction = lines[0].pop("loss_fraction")
+    assert 0 < fraction < 1
     assert lines[0] == {
         "step": 2, "loss": 1.0, "gradient_norm": 2.0, "learning_rate": pytest.approx(loop.rates[1]),
     }  # fmt: skip
+    for line in lines[1:]:  # the first step compiles, and no chip's peak is known here
+        assert line["tokens_per_second"] > 0 and 0 <= line["data_wait"] <= 1
+        assert "mfu" not in line
     assert loop.written == [5]
     assert f"{loop.folder / 'model'}: the trained model" in capsys.readouterr().out
 
@@ -423,7 +429,7 @@ def test_a_finished_run_holds_a_model_that_can_be_loaded(loop):
     loaded = checkpoint.load_model(loop.folder)
     assert loaded.config.name == "tiny"
     assert loaded.config.model.trained_attention == "step_causal"
-    assert loaded.tokenizer_path.read_bytes() == train.SHIPPED.read_bytes()
+    assert loaded.tokenizer_path.read_bytes() == SHIPPED.read_bytes()
     loop.run(train_steps=2)  # again: nothing is left to do but the report
     assert len(loop.batches) == 2
     assert loop.written == [2, 2]

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Floating-point operations of a training step that no other way of training could do without.
+
+A matrix of m x n takes 2 m n a token forwards, as much for the gradient of what it multiplies, and
+as much again for its own where it is trained. Attention takes 4 (h d) a visible pair of query and
+key forwards and twice that backwards. Padding, what `remat` computes again, norms and look-ups are
+not counted, nor is the understanding stream behind the last joint layer where only a picture is
+predicted. Model FLOPs utilisation (MFU, arXiv:2204.02311) is this over what the devices could do.
+"""
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Int
+
+from sparse_lavida_jax import config
+from sparse_lavida_jax.diffusion import Corrupted
+from sparse_lavida_jax.layout import Stream
+from sparse_lavida_jax.visibility import PAD_BLOCK, AnyArray
+
+# Dense bfloat16 products a second, by what `device_kind` begins with; from the makers' tables.
+PEAKS = {
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5": 459e12,
+    "TPU v6 lite": 918e12,
+    "TPU v6e": 918e12,
+    "TPU7x": 2307e12,
+    "NVIDIA A100": 312e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA GB200": 2500e12,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What is in a batch.
+
+    Attributes:
+        tokens: of both streams, without padding.
+        slots: tokens with padding.
+        with_loss: tokens that have a loss.
+        flops: of one step on it.
+    """
+
+    tokens: int
+    slots: int
+    with_loss: int
+    flops: float
+
+
+def peak(device_kind: str) -> float | None:
+    """Returns what a device can do a second; None for one that is not in the table."""
+    found = [name for name in PEAKS if device_kind.startswith(name)]
+    return PEAKS[max(found, key=len)] if found else None
+
+
+def work_of(batch: Corrupted, model: config.Model, trained: float = 1.0) -> Work:
+    """Counts a batch that lies on the host.
+
+    Args:
+        trained: share of the numbers in matrices that are trained, of 0 to 1.
+    """
+    streams = {"understanding": batch.understanding, "generation": batch.generation}
+    held = {name: stream for name, stream in streams.items() if stream is not None}
+    tokens = {name: _count(stream.layout.block != PAD_BLOCK) for name, stream in held.items()}
+    slots = sum(np.size(stream.layout.block) for stream in held.values())
+    with_loss = {
+        "understanding": _count(batch.text_weight),
+        "generation": _count(batch.image_weight),
+    }
+    # In joint layers all tokens see each other; in split layers each stream sees itself.
+    last = {"understanding", "generation"} if batch.predicts == "both" else {batch.predicts}
+    products = pairs = 0.0
+    for name, stream in held.items():
+        layers = model.num_joint_layers + (model.num_split_layers if name in last else 0)
+        products += layers * tokens[name] * _layer_size(name, model)
+        products += with_loss[name] * _head_size(name, model)
+        if name in last:
+            pairs += model.num_split_layers * _visible_pairs([stream])
+    products += tokens.get("generation", 0) * _embedding_size(model)
+    pairs += model.num_joint_layers * _visible_pairs(list(held.values()))
+    if batch.pixels is not None:
+        views = int(np.prod(batch.pixels.shape[:-3]))
+        patches = (model.vision.image_size // model.vision.patch_size) ** 2
+        products += views * patches * _vision_size(model.vision)
+        pairs += views * patches**2 * model.vision.num_layers * model.vision.width / _heads(model)
+    flops = products * (4 + 2 * trained) + 12 * _heads(model) * pairs
+    return Work(sum(tokens.values()), slots, sum(with_loss.values()), float(flops))
+
+
+def _count(weights: AnyArray | None) -> int:
+    """Returns how many tokens have a weight; a cell counts once however many codes it has."""
+    if weights is None:
+        return 0
+    held = np.asarray(weights) > 0
+    return int((held if held.ndim == 2 else held.any(axis=2)).sum())
+
+
+def _visible_pairs(streams: list[Stream]) -> int:
+    """Returns how many (query, key) pairs the rule of `visibility.py` lets see each other."""
+    block, horizon = (
+        np.concatenate([np.asarray(getattr(s.layout, name)) for s in streams], axis=1)
+        for name in ("block", "horizon")
+    )
+    return sum(map(_pairs_of_a_row, block, horizon))
+
+
+def _pairs_of_a_row(block: Int[np.ndarray, " s"], horizon: Int[np.ndarray, " s"]) -> int:
+    real = block != PAD_BLOCK
+    keys, own, reach = np.sort(block[real]), block[real], horizon[real]
+    before = np.searchsorted(keys, reach, side="right")
+    of_own = np.searchsorted(keys, own, side="right") - np.searchsorted(keys, own, side="left")
+    return int((before + np.where(own > reach, of_own, 0)).sum())
+
+
+def _heads(model: config.Model) -> int:
+    return model.num_heads * model.head_dim
+
+
+def _layer_size(stream: str, model: config.Model) -> int:
+    """Numbers in the matrices that a token of a stream meets in one layer."""
+    if stream == "understanding":
+        width, hidden = model.width, model.mlp_hidden
+    else:
+        width, hidden = model.generation_width, model.generation_mlp_hidden
+    return 4 * width * _heads(model) + 3 * width * hidden
+
+
+def _head_size(stream: str, model: config.Model) -> int:
+    """Numbers in the matrices that a token with a loss meets behind the layers."""
+    if stream == "understanding":
+        return model.width * model.vocab_size
+    width = model.generation_width
+    squares = (model.codes_per_token > 1) + (model.image_head == "dit2")
+    squares += model.image_head != "embed"
+    return model.codes_per_token * width * (width * squares + model.codebook_size)
+
+
+def _embedding_size(model: config.Model) -> int:
+    """Numbers in the matrices that a cell meets before the layers."""
+    squares = model.codes_per_token if model.codes_per_token > 1 else 0
+    squares += model.codes_per_token + 1 if model.image_head != "embed" else 0
+    return squares * model.generation_width**2
+
+
+def _vision_size(vision: config.Vision) -> int:
+    return vision.num_layers * (4 * vision.width**2 + 2 * vision.width * vision.mlp_hidden)

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A converted model is trained on a prepared folder from the command line, or told why not."""
+
+import dataclasses
+import json
+import shutil
+
+import numpy as np
+import pytest
+import raw_data
+import stand_ins
+import tiny
+
+from sparse_lavida_jax import checkpoint, config, main, metrics, report
+from sparse_lavida_jax.data import mixture
+from sparse_lavida_jax.pipeline import SparseLaViDa
+
+README = "# base\n\nThe licence of the base.\n"
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return raw_data.tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def given(tokenizer, tmp_path_factory):
+    """Settings that name a prepared folder of captions, and a base model without a codec."""
+    folder = tmp_path_factory.mktemp("data")
+    raw_data.prepared(raw_data.captioned(folder), folder / "prepared")
+    base = folder / "base"
+    of_model = raw_data.settings(tokenizer, data={"source": "none"})
+    checkpoint.save_model(
+        base, tiny.denoiser(of_model.model), of_model,
+        tokenizer_path=tokenizer._path, vq_folder=None, readme=README,
+    )  # fmt: skip
+    data = {"source": "prepared", "folder": str(folder / "prepared")}
+    train = {"init_from": str(base), "train_steps": STEPS, "batch_size": 2, "log_every": 1}
+    train |= {"picture_seconds": 1e-9}
+    return raw_data.settings(tokenizer, data=data, train=train)
+
+
+def words(given, folder):
+    path = folder / "given.py"
+    path.write_text(
+        "import json, ml_collections\n\ndef get_config():\n"
+        f"    return ml_collections.ConfigDict(json.loads({json.dumps(config.to_dict(given))!r}))\n"
+    )
+    return ["main", f"--config={path}", f"--workdir={folder / 'run'}"]
+
+
+def test_a_prepared_folder_is_trained_on(given, tokenizer, tmp_path, capsys):
+    with stand_ins.quick_compilation():
+        assert main.main(words(given, tmp_path)) == 0, capsys.readouterr().err
+    run = tmp_path / "run"
+    lines = [line for line in metrics.read_metrics(run / "metrics.jsonl") if "loss" in line]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(np.isfinite(line["image_nll"]) for line in lines)
+    text = (run / "report.md").read_text()
+    assert "| up to step | loss | image_nll |" in text
+    assert "Exact scores" not in text and "Speed" not in text
+    loaded = checkpoint.load_model(run)
+    assert loaded.tokenizer_path.read_bytes() == tokenizer._path.read_bytes()
+    card = (run / "model" / "README.md").read_text()
+    assert "from the model `base`" in card and card.endswith(README)
+    before = checkpoint.load_model(given.train.init_from).model
+    changed = loaded.model.image_head.logits.kernel[...] != before.image_head.logits.kernel[...]
+    assert np.asarray(changed).mean() > 0.5
+
+
+def complaint(given, folder, capsys):
+    assert main.main(words(given, folder)) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("sparse_lavida_jax: ") and "Traceback" not in said
+    return said
+
+
+def changed(given, section, **changes):
+    new = dataclasses.replace(getattr(given, section), **changes)
+    return dataclasses.replace(given, **{section: new})
+
+
+def test_a_folder_that_is_not_there_is_told(given, tmp_path, capsys):
+    said = complaint(changed(given, "data", folder=str(tmp_path / "no")), tmp_path, capsys)
+    assert "no/mixture.json cannot be read" in said and "is the preparation of" in said
+
+
+def test_a_missing_shard_is_told(given, tmp_path, capsys):
+    copied = tmp_path / "copy"
+    shutil.copytree(given.data.folder, copied)
+    shard = next(copied.glob("*/*.arrayrecord"))
+    shard.unlink()
+    said = complaint(changed(given, "data", folder=str(copied)), tmp_path, capsys)
+    assert f"the shard {shard} is missing: copy it again" in said
+
+
+def test_a_base_that_is_not_there_is_told(given, tmp_path, capsys):
+    said = complaint(changed(given, "train", init_from=str(tmp_path / "no")), tmp_path, capsys)
+    assert "there is no model in" in said
+    with pytest.raises(config.ConfigError, match=r"tokenizers that lie beside a model: name its"):
+        changed(given, "train", init_from="")
+
+
+def test_a_tokenizer_of_another_model_is_told(given, tmp_path, capsys):
+    said = complaint(changed(given, "model", text_mask_id=7), tmp_path, capsys)
+    assert "the model has text_mask_id=7: use the tokenizer that lies beside the model" in said
+    said = complaint(changed(given, "train", init_from="scenes"), tmp_path, capsys)
+    assert "data.source='prepared' needs the tokenizer of a LaViDa-O" in said
+
+
+def test_what_the_data_asks_for_is_drawn(given, tokenizer, tmp_path):
+    """Without a judge: a sheet, and no score."""
+    asked = mixture.MixtureBatches(given.data.folder, given, tokenizer).prompts(4)
+    assert len(asked) == 4 and all(prompt.startswith("picture ") for prompt in asked)
+
+    class Pipe(SparseLaViDa):
+        def __init__(self):
+            self.settings = given
+
+        def draw(self, prompts):
+            return [np.full((32, 32, 3), 10 * i, np.uint8) for i, _ in enumerate(prompts)]
+
+    assert report.check(Pipe(), tmp_path / "pictures/000001.png", asked) == {}
+    assert (tmp_path / "pictures/000001.png").is_file()
+    assert "pictures/000001.png" in report._newest_sheet(tmp_path)[0]
+    assert report.check(Pipe(), tmp_path / "none.png") == {}
+    assert not (tmp_path / "none.png").exists()
