@@ -58,12 +58,30 @@ def rule_of(name: str) -> tuple[str | None, ...]:
 
 
 def spec_of(name: str, shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSpec:
-    """Returns how a parameter is split: where an axis of the mesh divides it."""
+    """Returns how a parameter is split: where an axis of the mesh divides it.
+
+    What an axis does not divide (a vocabulary is seldom a round number) it leaves whole, and splits
+    another side that the rule splits, if it divides that: no large matrix is whole everywhere.
+    """
     axes = rule_of(name)
     own = (None,) * (len(shape) - len(axes)) + axes
+    split: list[list[str]] = [[] for _ in shape]
+
+    def divides(side: int, axis: str) -> bool:
+        parts = math.prod(mesh.shape[taken] for taken in split[side])
+        return shape[side] % (parts * mesh.shape[axis]) == 0
+
+    sides = {side: axis for side, axis in enumerate(own) if axis is not None}
+    waiting = []
+    for side, axis in sides.items():
+        if axis in mesh.shape:
+            (split[side] if divides(side, axis) else waiting).append(axis)
+    for axis in waiting:
+        other = next((side for side in sides if divides(side, axis)), None)
+        if other is not None:
+            split[other].append(axis)
     return PartitionSpec(*(
-        axis if axis in mesh.shape and size % mesh.shape[axis] == 0 else None
-        for axis, size in zip(own, shape, strict=True)
+        None if not axes else axes[0] if len(axes) == 1 else tuple(axes) for axes in split
     ))  # fmt: skip
 
 
@@ -119,26 +137,38 @@ def spec_of_state(name: str, shape: tuple[int, ...], mesh: AnyMesh) -> Partition
     return PartitionSpec()
 
 
-def place_state(state: T, mesh: Mesh) -> T:
-    """Lays a training state out over a mesh."""
+def of_state(state: T, mesh: Mesh) -> T:
+    """Returns the sharding of every leaf of a training state, which may be one of shapes."""
 
-    def place(path, leaf):
-        spec = spec_of_state(leaf_name(path), leaf.shape, mesh)
-        return jax.device_put(leaf, NamedSharding(mesh, spec))
+    def of_leaf(path, leaf):
+        return NamedSharding(mesh, spec_of_state(leaf_name(path), leaf.shape, mesh))
 
-    return jax.tree_util.tree_map_with_path(place, state)
+    return jax.tree_util.tree_map_with_path(of_leaf, state)
 
 
-def place_batch(batch: T, mesh: Mesh) -> T:
-    """Splits the rows of a batch over data and fsdp; whole where they do not divide."""
+def of_batch(batch: T, mesh: Mesh) -> T:
+    """Returns the sharding of every array of a batch: of its rows, whole where they do not divide.
+
+    Rows go over data and fsdp.
+    """
     axes = tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
     parts = math.prod(mesh.shape[axis] for axis in axes)
 
-    def place(x):
+    def of_leaf(x):
         spec = PartitionSpec(axes) if axes and x.shape[0] % parts == 0 else PartitionSpec()
-        return jax.device_put(x, NamedSharding(mesh, spec))
+        return NamedSharding(mesh, spec)
 
-    return jax.tree.map(place, batch)
+    return jax.tree.map(of_leaf, batch)
+
+
+def place_state(state: T, mesh: Mesh) -> T:
+    """Lays a training state out over a mesh."""
+    return jax.tree.map(jax.device_put, state, of_state(state, mesh))
+
+
+def place_batch(batch: T, mesh: Mesh) -> T:
+    """Splits the rows of a batch over a mesh, as `of_batch` says."""
+    return jax.tree.map(jax.device_put, batch, of_batch(batch, mesh))
 
 
 def constrained(state: T) -> T:

@@ -157,6 +157,7 @@ class _Attention:
     Attributes:
         queries: tags of the queries.
         key_block: tags of the keys.
+        key_segment: likewise, where several examples share a row; a cache holds no such rows.
         tables: of these tags, or None where the implementation needs none.
         cached: whether the keys are those of the cache.
         implementation: of attention.
@@ -165,6 +166,7 @@ class _Attention:
 
     queries: TokenLayout
     key_block: Int[Array, "b t"]
+    key_segment: Int[Array, "b t"] | None
     tables: Tables | GpuTables | None
     cached: bool
     implementation: str | None
@@ -189,7 +191,7 @@ class _Attention:
 
         queries, _ = joint(asking)
         keys, key_deals = joint(present)
-        return cls._of(queries, keys.block, cache and cache.block, implementation, key_deals)
+        return cls._of(queries, keys, cache and cache.block, implementation, key_deals)
 
     @classmethod
     def split(
@@ -204,19 +206,26 @@ class _Attention:
         own = cache is not None and cache.decodes == name
         stored = cache.split_block if cache is not None and own else None
         queries = layouts[name]
-        return cls._of(queries, queries.block, stored, implementation, [deals[name]])
+        return cls._of(queries, queries, stored, implementation, [deals[name]])
 
     @classmethod
-    def _of(cls, queries, keys, stored, implementation, key_deals) -> "_Attention":
-        key_block = keys if stored is None else stored
+    def _of(
+        cls, queries: TokenLayout, keys: TokenLayout, stored, implementation, key_deals
+    ) -> "_Attention":
+        key_block = keys.block if stored is None else stored
         tables = make_tables(
             queries.block,
             queries.horizon,
             key_block,
+            queries.segment,
+            keys.segment,
             implementation=implementation,
             key_deals=key_deals,
         )
-        return cls(queries, key_block, tables, stored is not None, implementation, key_deals)
+        cached = stored is not None
+        return cls(
+            queries, key_block, keys.segment, tables, cached, implementation, key_deals
+        )
 
     def __call__(self, q, keys, values, num_heads: int, layer: Int[Array, ""] | None):
         attended = step_causal_attention(
@@ -228,6 +237,8 @@ class _Attention:
             self.key_block,
             num_heads=num_heads,
             layer=layer,
+            query_segment=self.queries.segment,
+            key_segment=self.key_segment,
             tables=self.tables,
             implementation=self.implementation,
             key_deals=self.key_deals,
