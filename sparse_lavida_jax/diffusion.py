@@ -408,9 +408,7 @@ def batch_rows(
     """
     in_row = shared or [[i] for i in range(len(rows))]
     last_clean = [b.num_clean for b in blocks]
-    streams = _stacked(
-        rows, shape, model, last_clean, full_attention=full_attention, shared=shared
-    )
+    streams = _stacked(rows, shape, model, last_clean, full_attention=full_attention, shared=shared)
     totals = [(b.total, k) for b, k in zip(blocks, kinds, strict=True)]
 
     def total_of(kind: str):

@@ -182,9 +182,7 @@ def training(
     return step_on(settings, described(topology, axes), batch, topology)
 
 
-def step_on(
-    settings: config.Config, mesh: Mesh, batch: plan.Batch, topology: str = ""
-) -> Compiled:
+def step_on(settings: config.Config, mesh: Mesh, batch: plan.Batch, topology: str = "") -> Compiled:
     """Compiles one step of training for the devices of a mesh, from shapes alone."""
     state = jax.eval_shape(
         lambda: train.init_state(settings, Denoiser(settings.model, rngs=nnx.Rngs(0)))
@@ -263,7 +261,6 @@ def _laid(tree: Any, shardings: Any) -> Any:
 
 def _whole(tree: Any, mesh: Mesh) -> Any:
     """Shapes of arrays that every chip holds."""
-
     shapes = jax.eval_shape(lambda tree: tree, tree)
     place = NamedSharding(mesh, PartitionSpec())
     return _laid(shapes, jax.tree.map(lambda _: place, shapes))
@@ -349,4 +346,3 @@ def expected_bytes(
             + image * model.codes_per_token * model.generation_width * c
         ),
     }
-

@@ -167,4 +167,3 @@ def smallest(shapes: tuple[RowShape, ...], tokens: RowShape) -> RowShape | None:
         if tokens.understanding <= shape.understanding and tokens.generation <= shape.generation:
             return shape
     return None
-

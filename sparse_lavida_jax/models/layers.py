@@ -82,9 +82,7 @@ def _multiply_forward(x, kernel):
 
 def _multiply_backward(kept, pulled):
     x, kernel = kept
-    to_kernel = jnp.einsum(
-        "...i,...o->io", x, pulled, preferred_element_type=jnp.float32
-    )
+    to_kernel = jnp.einsum("...i,...o->io", x, pulled, preferred_element_type=jnp.float32)
     return pulled @ kernel.astype(x.dtype).T, to_kernel.astype(kernel.dtype)
 
 

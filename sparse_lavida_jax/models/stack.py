@@ -223,9 +223,7 @@ class _Attention:
             key_deals=key_deals,
         )
         cached = stored is not None
-        return cls(
-            queries, key_block, keys.segment, tables, cached, implementation, key_deals
-        )
+        return cls(queries, key_block, keys.segment, tables, cached, implementation, key_deals)
 
     def __call__(self, q, keys, values, num_heads: int, layer: Int[Array, ""] | None):
         attended = step_causal_attention(

@@ -65,7 +65,10 @@ def test_examples_of_a_row_see_what_each_would_alone(lengths):
     segment = np.repeat([0, 1], lengths)[mixed]
     for clean in itertools.product(range(LAST_BLOCK + 1), repeat=2):
         tags = layout.make_layout(
-            np.zeros_like(block), block, np.array(clean)[segment], np.broadcast_to(segment, block.shape)
+            np.zeros_like(block),
+            block,
+            np.array(clean)[segment],
+            np.broadcast_to(segment, block.shape),
         )
         query, key = (slice(None), slice(None), None), (slice(None), None, slice(None))
         mask = visible(

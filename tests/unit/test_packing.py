@@ -2,6 +2,7 @@
 """Examples that share a row train as they would alone, and less of a batch is padding."""
 
 import functools
+import itertools
 
 import hypothesis
 import hypothesis.strategies as st
@@ -102,7 +103,7 @@ def test_the_last_bucket_holds_every_batch_and_others_are_smaller(found, count):
     shapes = packing.buckets(found, batch_size=4, per_row=2, count=count, multiple=8)
     assert 1 <= len(shapes) <= count
     assert all(n % 8 == 0 for shape in shapes for n in (shape.understanding, shape.generation))
-    for before, after in zip(shapes, shapes[1:], strict=False):
+    for before, after in itertools.pairwise(shapes):
         assert packing.smallest((after,), before) == after
     for start in range(0, len(found) - 3, 4):
         batch = found[start : start + 4]
