@@ -4,9 +4,9 @@
 #
 #   ZONE=us-east5-a launch/tpu_pod.sh [--dry-run] --config=... --workdir=gs://bucket/run [other flags]
 #
-# Asks for the slice, waits for it, installs this checkout on all of its hosts and trains. Where a
-# spot slice is preempted it is deleted and asked for again, until training has ended: the state is
-# in --workdir, which every host must reach. Needs gcloud, logged in, with a project.
+# Asks for the slice, waits for it, installs what is committed here on all of its hosts and trains.
+# Where a spot slice is preempted it is deleted and asked for again, until training has ended: the
+# state is in --workdir, which every host must reach. Needs gcloud, logged in, with a project.
 #
 #   NAME (sparse-lavida), ZONE, TYPE (v5p-128: 64 chips), RUNTIME (v2-alpha-tpuv5), SPOT (true)
 set -euo pipefail
@@ -26,17 +26,19 @@ ask=("${queue[@]}" create "$name" "--node-id=$name" "--zone=$ZONE"
 state=("${queue[@]}" describe "$name" "--zone=$ZONE" '--format=value(state.state)')
 delete=("${queue[@]}" delete "$name" "--zone=$ZONE" --force --quiet)
 vm=(gcloud compute tpus tpu-vm)
-copy=("${vm[@]}" scp --recurse "$(cd "$(dirname "$0")/.." && pwd)" "$name:sparse-lavida-jax"
-    "--zone=$ZONE" --worker=all)
+archive=${TMPDIR:-/tmp}/$name.tar.gz
+pack=(git -C "$(dirname "$0")/.." archive --format=tar.gz --output="$archive" HEAD)
+copy=("${vm[@]}" scp "$archive" "$name:project.tar.gz" "--zone=$ZONE" --worker=all)
 ssh=("${vm[@]}" ssh "$name" "--zone=$ZONE" --worker=all)
-install=(--command="cd sparse-lavida-jax && python3 -m pip install -q -e '.[tpu]'")
+install=(--command="mkdir -p sparse-lavida-jax && tar xzf project.tar.gz -C sparse-lavida-jax\
+ && cd sparse-lavida-jax && python3 -m pip install -q -e '.[tpu]'")
 # Hosts of a slice find each other without being told.
 printf -v train '%q ' python3 -m sparse_lavida_jax.main --distributed "$@"
 train=(--command="cd sparse-lavida-jax && $train")
 
 if $dry; then
-    for words in ask state copy; do
-        declare -n command=$words
+    for what in ask state pack copy; do
+        declare -n command=$what
         printf '%q ' "${command[@]}"
         echo
     done
@@ -50,6 +52,7 @@ if $dry; then
     exit
 fi
 
+"${pack[@]}"
 while true; do
     "${ask[@]}"
     until [ "$("${state[@]}")" = ACTIVE ]; do

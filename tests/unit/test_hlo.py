@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a program does is counted as often as it runs, and its exchanges are what a mesh needs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import segment_programs
+import tiny
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from sparse_lavida_jax import config
+from sparse_lavida_jax.bench import described, hlo, plan
+
+PROGRAM = """\
+HloModule jit_f
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  ROOT %sum = f32[] add(f32[] %a, f32[] %b)
+}
+
+%body (p: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
+  %gathered = bf16[8,16]{1,0} all-gather(%x), replica_groups=[2,4]<=[8], dimensions={1}
+  %work = f32[8,4]{1,0} fusion(%gathered), kind=kLoop, backend_config={"estimated_cycles":"100"}
+}
+
+%condition (p: (s32[], f32[8,4])) -> pred[] {
+  %most = s32[]{:T(128)} constant(5)
+  ROOT %less = pred[] compare(%i, %most), direction=LT
+}
+
+ENTRY %main (a: f32[8,4]) -> f32[8,4] {
+  %loop = (s32[], f32[8,4]) while(%start), condition=%condition, body=%body
+  %started = (f32[2,4]{1,0}, f32[8,4]{1,0}) all-gather-start(%a), replica_groups=[2,4]<=[8]
+  %parts = f32[2,4]{1,0} reduce-scatter(%a), replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
+  %both = (f32[3]{0}, bf16[4]{0}) all-reduce(%b, %c), replica_groups={{0,1}}, to_apply=%add
+  %kernel = f32[8]{0} custom-call(%a), custom_call_target="tpu_custom_call", backend_config=KERNEL
+}
+""".replace("KERNEL", '{"cost_estimate":{"flops":"7"},"estimated_cycles":"9223372036854775807"}')
+
+
+def test_loops_count_as_often_as_they_run():
+    found = {row.result: (row.kind, row.bytes, row.runs) for row in hlo.collectives(PROGRAM)}
+    assert found == {
+        "bf16[8,16]": ("all-gather", 5 * 8 * 16 * 2, 5),
+        "f32[8,4]": ("all-gather", 8 * 4 * 4, 1),
+        "4 x f32[2,4]": ("reduce-scatter", 8 * 4 * 4, 1),
+        "f32[3]+bf16[4]": ("all-reduce", 3 * 4 + 4 * 2, 1),
+    }
+    assert hlo.cycles(PROGRAM) == 500  # a kernel of which the compiler knows nothing has none
+    assert hlo.kernel_flops(PROGRAM) == 7
+
+
+def test_a_program_of_ours_sends_what_its_loop_sends():
+    """Eight devices gather a matrix in each of five rounds."""
+    mesh = Mesh(np.array(jax.devices()[:8]), ("fsdp",))
+    whole, split = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), (None, "fsdp")))
+
+    def run(x, layers):
+        def layer(x, matrix):
+            return jnp.tanh(x @ jax.lax.with_sharding_constraint(matrix, whole)), None
+
+        return jax.lax.scan(layer, x, layers)[0]
+
+    given = (
+        jax.ShapeDtypeStruct((4, 16), jnp.float32, sharding=whole),
+        jax.ShapeDtypeStruct((5, 16, 16), jnp.float32, sharding=NamedSharding(
+            mesh, PartitionSpec(None, None, "fsdp"))),
+    )  # fmt: skip
+    text = tiny.quick_jit(run).lower(*given).compile().as_text()
+    (row,) = hlo.collectives(text)
+    assert (row.kind, row.bytes) == ("all-gather", 5 * 16 * 16 * 4)
+    assert split.spec == PartitionSpec(None, "fsdp")
+
+
+@functools.cache
+def step(fsdp: int, tensor: int) -> described.Compiled:
+    """A small training step for devices of this machine."""
+    settings = small()
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(fsdp, tensor), ("fsdp", "tensor"))
+    with segment_programs.unchecked():
+        return described.step_on(settings, mesh, plan.Batch(8, 16, 24))
+
+
+def small() -> config.Config:
+    model = tiny.model_settings(codes_per_token=4, remat="layer", num_layers=4, num_heads=4)
+    return config.Config(model=model, train=config.Train(loss_chunk=8))
+
+
+@pytest.mark.parametrize("axes", [(8, 1), (4, 2)])
+def test_a_step_gathers_weights_and_sums_gradients(axes):
+    """Kinds of exchanges in the module that the partitioner makes, and about as much as told."""
+    program = step(*axes)
+    sent = program.exchanged()
+    assert {"all-gather", "all-reduce"} <= set(sent) | {"all-reduce"}
+    assert sent["all-gather"] > 0 and sent.get("all-reduce", 0) + sent.get("reduce-scatter", 0) > 0
+    assert program.whole(2**8) == []
