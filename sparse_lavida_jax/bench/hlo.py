@@ -7,6 +7,7 @@ body of a loop once, and the layers of a model are a loop.
 
 import collections
 import dataclasses
+import functools
 import math
 import re
 
@@ -24,7 +25,11 @@ _CALLS = re.compile(r"(?:calls|to_apply|true_computation|false_computation)=%?([
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _LOOP = re.compile(r"condition=%?([\w.-]+), body=%?([\w.-]+)")
 _ARRAY = re.compile(r"\b([a-z]+\d+|pred)\[([\d,]*)\]")
-_CONSTANT = re.compile(r"= s32\[\][^ ]* constant\((\d+)\)")
+_CONSTANT = re.compile(r"%([\w.-]+) = [su]32\[\][^ ]* constant\((\d+)\)")
+_COUNTER = re.compile(r"%([\w.-]+) = [su]32\[\][^ ]* get-tuple-element\(.*?\), index=(\d+)")
+_COMPARED = re.compile(r"compare\(%([\w.-]+), ")
+_ADDED = re.compile(r"%([\w.-]+) = [su]32\[\][^ ]* add\(%[\w.-]+, %([\w.-]+)\)")
+_RETURNED = re.compile(r"^\s+ROOT .* tuple\((.*?)\)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _UNKNOWN_CYCLES = 2**62  # what the compiler writes where it cannot tell
@@ -54,6 +59,26 @@ class _Computation:
 
     lines: list[str]
     calls: list[tuple[str, int]]
+
+    @functools.cached_property
+    def constants(self) -> dict[str, int]:
+        """Scalars by name."""
+        return {found[1]: int(found[2]) for found in map(_CONSTANT.search, self.lines) if found}
+
+    def counter(self) -> int | None:
+        """Of the condition of a loop: which of the values that it carries is compared."""
+        places = {found[1]: int(found[2]) for found in map(_COUNTER.search, self.lines) if found}
+        compared = (found[1] for found in map(_COMPARED.search, self.lines) if found)
+        return next((places[name] for name in compared if name in places), None)
+
+    def stride(self, counter: int | None) -> int:
+        """Of the body of a loop: what a round adds to one of the values; 1 where it is unclear."""
+        added = {found[1]: found[2] for found in map(_ADDED.search, self.lines) if found}
+        returned = next((found[1] for found in map(_RETURNED.search, self.lines) if found), "")
+        names = [word.split("%")[-1].strip() for word in returned.split(", ")]
+        if counter is None or counter >= len(names):
+            return 1
+        return self.constants.get(added.get(names[counter], ""), 1) or 1
 
 
 def collectives(hlo: str) -> list[Collective]:
@@ -130,26 +155,30 @@ def _instructions(hlo: str) -> list[tuple[str, int]]:
 
 def _parse(hlo: str) -> tuple[dict[str, _Computation], str]:
     computations: dict[str, _Computation] = {}
-    constants: dict[str, int] = {}
-    current, entry, name = _Computation([], []), "", ""
+    current, entry = _Computation([], []), ""
     for line in hlo.splitlines():
         if opened := _COMPUTATION.match(line):
-            name = opened[2]
-            entry = name if opened[1] else entry
-            current = computations[name] = _Computation([], [])
+            entry = opened[2] if opened[1] else entry
+            current = computations[opened[2]] = _Computation([], [])
         elif _INSTRUCTION.match(line):
             current.lines.append(line)
-            if found := _CONSTANT.search(line):
-                constants[name] = max(constants.get(name, 0), int(found[1]))
             if loop := _LOOP.search(line):
                 known = _TRIPS.search(line)
-                trips = int(known[1]) if known else constants.get(loop[1], 1)
+                trips = (
+                    int(known[1]) if known else _trips(*(computations[n] for n in loop.groups()))
+                )
                 current.calls += [(loop[2], trips), (loop[1], trips)]
             elif branches := _BRANCHES.search(line):
                 current.calls += [(b.strip().strip("%"), 1) for b in branches[1].split(",")]
             else:
                 current.calls += [(callee, 1) for callee in _CALLS.findall(line)]
     return computations, entry
+
+
+def _trips(condition: _Computation, body: _Computation) -> int:
+    """Returns how often a loop runs that counts from 0 to a constant; 1 where there is none."""
+    most = max(condition.constants.values(), default=1)
+    return -(-most // body.stride(condition.counter()))
 
 
 def _arrays(text: str) -> list[str]:

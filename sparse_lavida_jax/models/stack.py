@@ -92,6 +92,8 @@ def run_layers(
         functools.partial(query_tile, implementation=implementation) if in_turn else None,
     )
     x = sharded.dealt_out(x, deals)
+    if cache is None:
+        x = {name: sharded.over_rows(x[name]) for name in x}
     layouts = {name: jax.tree.map(deals[name].out, layouts[name]) for name in present}
 
     seen = cache if attend_cache else None  # whose tags the keys have
@@ -273,6 +275,8 @@ def _joint_layer(layer, index, x, layouts, deals, keep, cache, attention):
         name: layer.finish(_branch(layer, name), x[name], part)
         for name, part in zip(keep, parted(attended, own), strict=True)
     }
+    if cache is None:
+        result = {name: sharded.over_rows(result[name]) for name in result}
     return result, cache
 
 
@@ -287,5 +291,6 @@ def _split_layer(layer, index, x, layouts, cache, attention):
         if cache is not None and attention[name].cached:
             keys, values, at = cache.split_keys, cache.split_values, index
         attended = attention[name](q, keys, values, branch.num_heads, at)
-        result[name] = layer.finish(branch, x[name], attended)
+        finished = layer.finish(branch, x[name], attended)
+        result[name] = sharded.over_rows(finished) if cache is None else finished
     return result, cache

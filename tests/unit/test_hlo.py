@@ -22,12 +22,16 @@ HloModule jit_f
 }
 
 %body (p: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
+  %two = s32[] constant(2)
+  %next = s32[] add(%i, %two)
   %gathered = bf16[8,16]{1,0} all-gather(%x), replica_groups=[2,4]<=[8], dimensions={1}
   %work = f32[8,4]{1,0} fusion(%gathered), kind=kLoop, backend_config={"estimated_cycles":"100"}
+  ROOT %carry = (s32[], f32[8,4]) tuple(%next, %work)
 }
 
 %condition (p: (s32[], f32[8,4])) -> pred[] {
-  %most = s32[]{:T(128)} constant(5)
+  %i = s32[]{:T(128)} get-tuple-element(%p), index=0
+  %most = s32[]{:T(128)} constant(9)
   ROOT %less = pred[] compare(%i, %most), direction=LT
 }
 
