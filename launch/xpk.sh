@@ -18,7 +18,9 @@ if [ $# = 0 ] || [ -z "${CLUSTER:-}" ] || [ -z "${IMAGE:-}" ]; then
     exit 2
 fi
 
-printf -v train '%q ' python3 -m sparse_lavida_jax.main --distributed "$@"
+# The flag: bench/described.py.
+printf -v train '%q ' env LIBTPU_INIT_ARGS=--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000 \
+    python3 -m sparse_lavida_jax.main --distributed "$@"
 create=(xpk workload create "--cluster=$CLUSTER" "--workload=${NAME:-sparse-lavida}"
     "--tpu-type=${TYPE:-v5p-128}" "--num-slices=${SLICES:-1}" "--docker-image=$IMAGE"
     "--max-restarts=${RESTARTS:-100}" "--command=$train")

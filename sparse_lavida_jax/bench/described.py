@@ -32,6 +32,10 @@ MARGIN = 0.9  # of a chip's memory that a program may take (ours)
 # Of compilation, -1 to 1: the lowest takes half of the time, and what is projected from its
 # programs is no better than what they are.
 EFFORT = -1.0
+# Without it the compiler for v6e turns products with split matrices into loops that send a part of
+# the matrix a round and read and write the whole result as often: ten times the estimated time.
+# `launch/` sets it too.
+OPTIONS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 KERNEL_SHARE = 0.5  # of its peak that attention is taken to reach: the compiler cannot tell (ours)
 PROMPT_LEN = 250  # words of a prompt to draw from
 
@@ -183,7 +187,7 @@ def training(
     settings: config.Config, topology: str, axes: Mapping[str, int], batch: plan.Batch
 ) -> Compiled:
     """Compiles one step of training: `train.train_step`, as `train.train` calls it."""
-    return step_on(settings, described(topology, axes), batch, topology)
+    return step_on(settings, described(topology, axes), batch, topology, OPTIONS)
 
 
 def step_on(settings: config.Config, mesh: Mesh, batch: plan.Batch, topology: str = "") -> Compiled:
@@ -204,7 +208,7 @@ def step_on(settings: config.Config, mesh: Mesh, batch: plan.Batch, topology: st
             settings=settings.optimizer,
             microbatches=settings.train.microbatches,
             loss_chunk=settings.train.loss_chunk,
-        ).lower().compile()  # fmt: skip
+        ).lower().compile(compiler_options=dict(options or {}))  # fmt: skip
     seconds = time.perf_counter() - begin
     return Compiled(topology, dict(mesh.shape), program, given, seconds)
 
