@@ -32,7 +32,7 @@ copy=("${vm[@]}" scp "$archive" "$name:project.tar.gz" "--zone=$ZONE" --worker=a
 ssh=("${vm[@]}" ssh "$name" "--zone=$ZONE" --worker=all)
 install=(--command="mkdir -p sparse-lavida-jax && tar xzf project.tar.gz -C sparse-lavida-jax\
  && cd sparse-lavida-jax && python3 -m pip install -q -e '.[tpu]'")
-# Hosts of a slice find each other without being told. The flag: bench/described.py.
+# Hosts of a slice find each other without being told. The flag: OPTIONS of bench/described.py.
 printf -v train '%q ' env LIBTPU_INIT_ARGS=--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000 \
     python3 -m sparse_lavida_jax.main --distributed "$@"
 train=(--command="cd sparse-lavida-jax && $train")

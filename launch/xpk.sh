@@ -18,7 +18,7 @@ if [ $# = 0 ] || [ -z "${CLUSTER:-}" ] || [ -z "${IMAGE:-}" ]; then
     exit 2
 fi
 
-# The flag: bench/described.py.
+# The flag: OPTIONS of bench/described.py.
 printf -v train '%q ' env LIBTPU_INIT_ARGS=--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000 \
     python3 -m sparse_lavida_jax.main --distributed "$@"
 create=(xpk workload create "--cluster=$CLUSTER" "--workload=${NAME:-sparse-lavida}"

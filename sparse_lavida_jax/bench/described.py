@@ -29,12 +29,9 @@ from sparse_lavida_jax.layout import Response, Text
 from sparse_lavida_jax.models.denoiser import Denoiser
 
 MARGIN = 0.9  # of a chip's memory that a program may take (ours)
-# Of compilation, -1 to 1: the lowest takes half of the time, and what is projected from its
-# programs is no better than what they are.
-EFFORT = -1.0
-# Without it the compiler for v6e turns products with split matrices into loops that send a part of
-# the matrix a round and read and write the whole result as often: ten times the estimated time.
-# `launch/` sets it too.
+QUICK = -1.0  # lowest effort of the compiler: half of its time, and estimates that are no use
+# Without it the compiler for v6e may make a loop of every product with a split matrix, a part of
+# the matrix a round, and takes minutes longer. `launch/` sets it too.
 OPTIONS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 KERNEL_SHARE = 0.5  # of its peak that attention is taken to reach: the compiler cannot tell (ours)
 PROMPT_LEN = 250  # words of a prompt to draw from
@@ -184,10 +181,20 @@ def described(topology: str, axes: Mapping[str, int]) -> Mesh:
 
 
 def training(
-    settings: config.Config, topology: str, axes: Mapping[str, int], batch: plan.Batch
+    settings: config.Config,
+    topology: str,
+    axes: Mapping[str, int],
+    batch: plan.Batch,
+    effort: float = 0.0,
 ) -> Compiled:
-    """Compiles one step of training: `train.train_step`, as `train.train` calls it."""
-    return step_on(settings, described(topology, axes), batch, topology, OPTIONS)
+    """Compiles one step of training: `train.train_step`, as `train.train` calls it.
+
+    Args:
+        effort: of the compiler, from -1, quickly, to 1. What a chip holds and sends is hardly
+            moved by it; the estimate of its time is, tenfold.
+    """
+    with _effort(effort):
+        return step_on(settings, described(topology, axes), batch, topology, OPTIONS)
 
 
 def step_on(settings: config.Config, mesh: Mesh, batch: plan.Batch, topology: str = "") -> Compiled:
@@ -202,7 +209,7 @@ def step_on(settings: config.Config, mesh: Mesh, batch: plan.Batch, topology: st
         _whole(jax.ShapeDtypeStruct((), jnp.float32), mesh),
     )
     begin = time.perf_counter()
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), _effort(EFFORT):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         program = train.train_step.trace(
             *given,
             settings=settings.optimizer,

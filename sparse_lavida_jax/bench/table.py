@@ -212,7 +212,7 @@ def aot_times_table(rows: list[dict[str, Any]]) -> str:
         " | projected MFU |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for row in _in_order(rows):
+    for row in _in_order([row for row in rows if "projected" in row]):
         told = row["projected"]
         mfu = ""
         if row["flops"]["useful"]:

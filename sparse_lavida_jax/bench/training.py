@@ -47,6 +47,10 @@ TARGETS = flags.DEFINE_list(
 REDUCE = flags.DEFINE_list(
     "reduce", ["float32"], "Of --aot: model.grad_reduce_dtype; 'float32,compute' takes both."
 )
+EFFORT = flags.DEFINE_float(
+    "effort", 0.0, "Of the compiler of --aot; below 0 it is quick, and no time is projected.",
+    lower_bound=-1.0, upper_bound=1.0,
+)  # fmt: skip
 CONFIG = flags.DEFINE_string("config", "", "A config file.")
 CHECKPOINT = flags.DEFINE_string(
     "checkpoint", "scenes", "Trained where there is no config: a folder or a bundled name."
@@ -214,7 +218,7 @@ def _compile(settings: config.Config) -> None:
 
 def _compile_training(bench: Bench, settings, topology: str, batch: plan.Batch) -> None:
     axes = described.TRAINING[topology]
-    step = described.training(settings, topology, axes, batch)
+    step = described.training(settings, topology, axes, batch, EFFORT.value)
     useful = described.useful_flops(settings.model, batch)
     expected = described.expected_bytes(settings, axes, batch)
     dtype = settings.model.grad_reduce_dtype
@@ -228,7 +232,10 @@ def _compile_training(bench: Bench, settings, topology: str, batch: plan.Batch) 
         "expected_bytes": expected | {"total": sum(expected.values())},
         "loss_chunk": settings.train.loss_chunk,
         "remat": settings.model.remat,
+        "effort": EFFORT.value,
     }
+    if EFFORT.value < 0:
+        del values["projected"]
     bench.write(f"{settings.name}/train/{topology.replace(':', '-')}/{dtype}", values)
     print(f"{topology}, training: compiled in {step.seconds:.0f} s", flush=True)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training step of 10.4 B parameters on 64 chips, and sampling on 8, that are not there.
 
-Of the real functions at the size of `configs/lavida_o.py`: what every chip holds, that nothing
+Of the real functions, at the size of `configs/lavida_o.py`: what every chip holds, that nothing
 large is held by all, and that what chips send each other is what a formula says. One training
 target takes minutes; `-k` chooses: `v5p` and `v5e`, or all.
 """
@@ -39,7 +39,7 @@ def test_a_training_step_of_the_full_model_fits_64_chips(settings, topology):
     axes = described.TRAINING[topology]
     batch = plan.Batch(rows=128, understanding=1024, generation=1280)
     with segment_programs.unchecked():
-        step = described.training(settings, topology, axes, batch)
+        step = described.training(settings, topology, axes, batch, described.QUICK)
     assert math.prod(axes.values()) == 64
     assert sum(x.size for x in jax.tree.leaves(step.inputs[0].params)) > 10.4e9
     assert step.fits(), (step.memory(), described.MARGIN * step.chip.memory)
@@ -51,8 +51,6 @@ def test_a_training_step_of_the_full_model_fits_64_chips(settings, topology):
     assert expected / 1.5 < sent < 1.5 * expected
     for kernel in ("step_causal_attention", "step_causal_attention_dq"):
         assert kernel in step.text
-    projected = step.projected(described.useful_flops(settings.model, batch))
-    assert 0.05 < projected["mfu_apart"] < projected["mfu_overlapped"] < 1
 
 
 @pytest.mark.parametrize("topology", described.SAMPLING)
