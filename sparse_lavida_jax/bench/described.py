@@ -49,7 +49,7 @@ class Chip:
         link: bytes in a second that it can send to its neighbours, over all links.
     """
 
-    memory: float
+    memory: int
     flops: float
     hertz: float
     link: float
@@ -76,7 +76,7 @@ class Compiled:
         topology: such as "v5p:4x4x4".
         axes: sizes of the mesh.
         program: what `jax` compiled.
-        inputs: its arguments: shapes with shardings.
+        inputs: its arguments, shapes with shardings: what is trained, or the model, comes first.
         seconds: that compiling took.
     """
 
@@ -110,14 +110,14 @@ class Compiled:
         return self.memory()["total"] <= MARGIN * self.chip.memory
 
     def whole(self, least: int) -> list[str]:
-        """Returns parameters of at least so many elements that are split over too few chips.
+        """Returns leaves of the state of at least so many elements that too few chips share.
 
-        A parameter is to be split over all chips of the axes `fsdp` and `tensor`.
+        Each is to be split over all chips of the axes `fsdp` and `tensor`.
         """
         parts = self.axes.get("fsdp", 1) * self.axes.get("tensor", 1)
         return [
             name
-            for name, x in parameters.by_name(self.inputs).items()
+            for name, x in parameters.by_name(self.inputs[0]).items()
             if x.size >= least and x.size < parts * math.prod(x.sharding.shard_shape(x.shape))
         ]
 
@@ -197,8 +197,18 @@ def training(
         return step_on(settings, described(topology, axes), batch, topology, OPTIONS)
 
 
-def step_on(settings: config.Config, mesh: Mesh, batch: plan.Batch, topology: str = "") -> Compiled:
-    """Compiles one step of training for the devices of a mesh, from shapes alone."""
+def step_on(
+    settings: config.Config,
+    mesh: Mesh,
+    batch: plan.Batch,
+    topology: str = "",
+    options: Mapping[str, Any] | None = None,
+) -> Compiled:
+    """Compiles one step of training for the devices of a mesh, from shapes alone.
+
+    Args:
+        options: of the compiler.
+    """
     state = jax.eval_shape(
         lambda: train.init_state(settings, Denoiser(settings.model, rngs=nnx.Rngs(0)))
     )
@@ -360,7 +370,7 @@ def expected_bytes(
     codes = batch.generation * model.codes_per_token
     words, pieces = (math.ceil(n / chunk) if chunk else 1 for n in (batch.understanding, codes))
     heads = size["text_head"] * words + size["image_head"] * pieces
-    return {
+    found = {
         "weights": (f > 1) * 2 * layers * c / t,
         "gradients": (f > 1) * layers * r / t + (d > 1) * layers * r / (t * f),
         "activations": (t > 1) * 14 * model.num_layers * wide * c / (d * f),
@@ -371,3 +381,4 @@ def expected_bytes(
             + image * model.codes_per_token * model.generation_width * c
         ),
     }
+    return {name: float(number) for name, number in found.items()}
