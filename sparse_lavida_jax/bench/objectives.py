@@ -174,9 +174,15 @@ class Trainer:
     Args:
         settings: of the way.
         found: batches of one shape.
+        options: of the compiler.
     """
 
-    def __init__(self, settings: config.Config, found: list[Corrupted]):
+    def __init__(
+        self,
+        settings: config.Config,
+        found: list[Corrupted],
+        options: dict[str, Any] | None = None,
+    ):
         self.found = found
         # How to attend is told by the settings of the model, which are in no array.
         shapes = jax.eval_shape(
@@ -191,7 +197,7 @@ class Trainer:
             settings=settings.optimizer,
             microbatches=settings.train.microbatches,
             loss_chunk=settings.train.loss_chunk,
-        ).compile()
+        ).compile(compiler_options=options)
         self.compile_s = time.perf_counter() - begin
         self.temporaries = self.step.memory_analysis().temp_size_in_bytes
 

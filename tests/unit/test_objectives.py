@@ -13,6 +13,7 @@ from sparse_lavida_jax.bench import described, objectives, table
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 COUNT, ROWS = 2, 4
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +76,7 @@ def test_a_step_changes_nothing_and_can_be_taken_again(settings, ways, found):
     plain = dataclasses.replace(way.optimizer, ema=0.0)
     with segment_programs.unchecked():
         trainer = objectives.Trainer(
-            dataclasses.replace(way, optimizer=plain), found["step_causal"]
+            dataclasses.replace(way, optimizer=plain), found["step_causal"], QUICK
         )
     state = objectives.State.of(
         dataclasses.replace(settings, optimizer=plain), tiny.denoiser(settings.model)
