@@ -149,6 +149,10 @@ class Model:
     # layer keeps all; "attention", its input and the output of a kernel of attention; "layer", its
     # input.
     remat: str = "none"
+    # In which matrices inside the layers sum their gradients, over tokens and over devices. What is
+    # computed in bfloat16 would otherwise be summed in it: half the bytes between devices, and an
+    # error that grows with their number. "compute": as `compute_dtype`.
+    grad_reduce_dtype: str = "float32"
     # "": the fastest for the platform; reference | blockwise | pallas_tpu | pallas_gpu (the last
     # two are interpreted elsewhere).
     attention_implementation: str = ""
@@ -192,6 +196,7 @@ class Model:
         )
         _check_choice(self, "compute_dtype", ("float32", "bfloat16"))
         _check_choice(self, "remat", ("none", "attention", "layer"))
+        _check_choice(self, "grad_reduce_dtype", ("float32", "compute"))
 
     @property
     def num_joint_layers(self) -> int:
@@ -297,6 +302,9 @@ class Data:
     source_drop: float = 0.1  # share of edit rows whose source cells are masked
     given: float = 0.2  # share of rows that show a random part of the response as given
     workers: int = 0  # processes that make batches, for accelerators; 0: one thread
+    packing: int = 1  # examples that share a row, each a segment that sees itself alone
+    # Static lengths that the batches of a group may have: each is a program of its own to compile.
+    length_buckets: int = 1
     # Of prepared records (`data/mixture.py`): tokens of the longest sequence, pictures included,
     # as released, and the loss weight of the codes in the boxes of an edit: 1 as in the released
     # mixture, 5 where the release switches it on (spec Sec. 9.3).
@@ -306,8 +314,9 @@ class Data:
     def __post_init__(self):
         _check_choice(self, "source", ("scenes", "digits", "prepared", "none"))
         _check_positive(
-            self, "text_block_len", "max_prompt_len", "max_answer_len", "max_sequence_len"
-        )
+            self, "text_block_len", "max_prompt_len", "max_answer_len", "max_sequence_len",
+            "packing", "length_buckets",
+        )  # fmt: skip
         _check(self, "edit_area_weight", self.edit_area_weight >= 1, "it must be 1 or more")
         _check(
             self,
@@ -472,7 +481,7 @@ class Train:
 
     stage: str = "denoiser"  # denoiser | vq
     train_steps: int = 1000
-    batch_size: int = 16  # rows
+    batch_size: int = 16  # examples; as many rows, but for `data.packing`
     microbatches: int = 1  # parts of a batch, one after another; the gradient is that of the whole
     # Tokens of a row whose logits exist at a time, for large vocabularies; 0: all of them.
     loss_chunk: int = 0
@@ -671,10 +680,25 @@ class Config:
                 "Train.stage='vq' trains the whole image tokenizer: it takes neither Lora.rank nor"
                 " Optimizer.groups."
             )
+<<<<<<< HEAD
         if self.data.source == "prepared" and not self.train.init_from:
             raise ConfigError(
                 "Data.source='prepared' takes the tokenizers that lie beside a model: name its"
                 " folder in train.init_from (a released one is converted with --mode=convert)."
+=======
+        packing, parts = self.data.packing, self.train.microbatches
+        if self.train.batch_size % (packing * parts):
+            raise ConfigError(
+                f"Train.batch_size={self.train.batch_size} examples do not make whole rows of"
+                f" Data.packing={packing} in each of Train.microbatches={parts}."
+            )
+        if self.diffusion.corruption == "released" and (
+            packing > 1 or self.data.length_buckets > 1
+        ):
+            raise ConfigError(
+                "Diffusion.corruption='released' fills rows up with end-of-text that is learned:"
+                " it takes neither Data.packing nor Data.length_buckets."
+>>>>>>> 774d6504c1cfac3db2dc52f6972c74d5e337f32b
             )
 
 

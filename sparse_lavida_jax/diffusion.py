@@ -22,7 +22,9 @@ blocks: text and picture of a whole sequence are masked together, code by code (
 """
 
 import dataclasses
+import functools
 import math
+import operator
 from typing import Literal
 
 import flax.struct
@@ -392,38 +394,61 @@ def batch_rows(
     model: config.Model,
     *,
     full_attention: bool = False,
+    shared: list[list[int]] | None = None,
 ) -> Corrupted:
     """Sorts each row by block, pads it to `shape` and stacks the rows.
+
+    Args:
+        pixels: what the vision tower sees, one picture a row of the batch, or none.
+        shared: which of `rows` share each row of the batch, as segments (`data/packing.py`); by
+            default each has its own.
 
     Raises:
         ValueError: a row is longer than `shape`.
     """
-    last_clean = np.array([[b.num_clean] for b in blocks], np.int32)
-    streams = _stacked(rows, shape, model, last_clean, full_attention=full_attention)
+    in_row = shared or [[i] for i in range(len(rows))]
+    last_clean = [b.num_clean for b in blocks]
+    streams = _stacked(rows, shape, model, last_clean, full_attention=full_attention, shared=shared)
     totals = [(b.total, k) for b, k in zip(blocks, kinds, strict=True)]
+
+    def total_of(kind: str):
+        each = [t if k == kind else 0.0 for t, k in totals]
+        return np.array([sum(each[i] for i in row) for row in in_row], np.float32)
+
     predicts: Predicts = "both"
     if len(set(kinds)) == 1:
         predicts = "understanding" if kinds[0] == "text" else "generation"
     return Corrupted(
         **streams,
         pixels=stack_pictures(pixels),
-        text_total=np.array([t if k == "text" else 0.0 for t, k in totals], np.float32),
-        image_total=np.array([t if k == "image" else 0.0 for t, k in totals], np.float32),
+        text_total=total_of("text"),
+        image_total=total_of("image"),
         predicts=predicts,
     )
 
 
-def _stacked(rows, shape: RowShape, model: config.Model, last_clean, *, full_attention) -> dict:
+def _stacked(
+    rows,
+    shape: RowShape,
+    model: config.Model,
+    last_clean: list[int],
+    *,
+    full_attention: bool,
+    shared: list[list[int]] | None = None,
+) -> dict:
     """Returns the streams of `Corrupted` with their targets and weights, None where empty."""
 
     def stream(which: int, length: int, pad_token: int):
         if not length:
             return None, None, None
-        padded = [_sorted_and_padded(row[which], length, pad_token) for row in rows]
-        tokens, index, position, block, target, weight = (
+        padded = [
+            _sorted_and_padded([(rows[i][which], last_clean[i]) for i in row], length, pad_token)
+            for row in shared or [[i] for i in range(len(rows))]
+        ]
+        tokens, index, position, block, target, weight, last, segment = (
             np.stack(column) for column in zip(*padded, strict=True)
         )
-        layout = make_layout(position, block, last_clean)
+        layout = make_layout(position, block, last, None if shared is None else segment)
         layout = without_blocks(layout) if full_attention else layout
         return Stream(tokens, index, layout), target, weight
 
@@ -439,14 +464,19 @@ def _stacked(rows, shape: RowShape, model: config.Model, last_clean, *, full_att
     }
 
 
-def _sorted_and_padded(stream: _HostStream, length: int, pad_token: int):
+def _sorted_and_padded(members: list[tuple[_HostStream, int]], length: int, pad_token: int):
+    """Returns one stream of one row: of the examples in it, each with its last clean block."""
+    stream = functools.reduce(operator.add, [member for member, _ in members])
+    lengths = [len(member.block) for member, _ in members]
+    segment = np.repeat(np.arange(len(members)), lengths)
+    last_clean = np.repeat([last for _, last in members], lengths)
     count = len(stream.block)
     if count > length:
         raise ValueError(
             f"a row has {count} tokens and its group holds {length}: raise data.max_prompt_len or"
             " data.max_answer_len."
         )
-    by_block = sort_by_block(stream.block)
+    by_block = sort_by_block(stream.block, segment)
 
     def padded(values, fill, dtype):
         missing = ((0, length - count),) + ((0, 0),) * (values.ndim - 1)
@@ -459,6 +489,8 @@ def _sorted_and_padded(stream: _HostStream, length: int, pad_token: int):
         padded(stream.block, PAD_BLOCK, np.int32),
         padded(stream.target, 0, np.int32),
         padded(stream.weight, 0.0, np.float32),
+        padded(last_clean, 0, np.int32),
+        padded(segment, len(members), np.int32),
     )
 
 
@@ -561,7 +593,7 @@ def batch_sequences(
     if not any(len(sequence.codes) for sequence in sequences):
         predicts = "understanding"
     return Corrupted(
-        **_stacked(rows, shape, model, PROMPT_BLOCK, full_attention=True),
+        **_stacked(rows, shape, model, [PROMPT_BLOCK] * len(rows), full_attention=True),
         pixels=None if pixels is None else np.concatenate([pixels] * len(inverses)),
         text_total=np.array([text.weight.sum() for text, _ in rows], np.float32),
         image_total=np.array(

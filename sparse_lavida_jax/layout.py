@@ -15,6 +15,9 @@ assignment of up to six tokens:
   are final once computed. So tokens decoded in one step may be stored in the next, and the cache
   is exact.
 
+Examples that share a row (`segment`) never see each other: the tokens of one of them are closed
+too, so what it computes is what it would compute in a row of its own.
+
 The functions on NumPy arrays run on the host (grain workers); `TokenLayout` is what the model
 takes, and it takes no mask.
 """
@@ -24,6 +27,7 @@ from typing import Literal
 
 import einops
 import flax.struct
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt8
@@ -52,11 +56,13 @@ class TokenLayout:
         block: 0 for the prompt, the step that decoded it for a clean token, the step that will
             decode it for a masked token or register, `PAD_BLOCK` for padding.
         horizon: last block the token may look back to, `PAD_HORIZON` for padding.
+        segment: which example of the row a token is of, where several share a row; else None.
     """
 
     position: Int[AnyArray, "b s"]
     block: Int[AnyArray, "b s"]
     horizon: Int[AnyArray, "b s"]
+    segment: Int[AnyArray, "b s"] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -67,25 +73,30 @@ def make_layout(
     position: Int[AnyArray, "b s"],
     block: Int[AnyArray, "b s"],
     last_clean: Int[AnyArray, "..."] | int,
+    segment: Int[AnyArray, "b s"] | None = None,
 ) -> TokenLayout:
     """Returns the layout of tokens whose last visible clean block is `last_clean` (M).
 
     `last_clean` is a number, or anything that broadcasts to [b s] (each response of a sequence
     may have its own). NumPy arrays give a layout of NumPy arrays: the host lays rows out without
     touching a device.
+
+    Args:
+        segment: the example of each token, where several share a row.
     """
     xp = np if isinstance(block, np.ndarray) else jnp
     padding = block == PAD_BLOCK
     horizon = xp.where(padding, PAD_HORIZON, xp.minimum(block, last_clean))
     position = xp.where(padding, 0, position)
-    return TokenLayout(*(xp.asarray(tags, dtype=np.int32) for tags in (position, block, horizon)))
+    tags = (position, block, horizon, segment)
+    return TokenLayout(*(None if x is None else xp.asarray(x, dtype=np.int32) for x in tags))
 
 
 def without_blocks(layout: TokenLayout) -> TokenLayout:
     """Returns the same tokens all in block 0: full bidirectional attention, as LaViDa-O has it."""
     xp = np if isinstance(layout.block, np.ndarray) else jnp
     block = xp.where(layout.block == PAD_BLOCK, PAD_BLOCK, PROMPT_BLOCK)
-    return make_layout(layout.position, block, PROMPT_BLOCK)
+    return make_layout(layout.position, block, PROMPT_BLOCK, layout.segment)
 
 
 @flax.struct.dataclass
@@ -106,12 +117,7 @@ class Stream:
 
 def concatenate(*layouts: TokenLayout) -> TokenLayout:
     """Returns the layouts one behind the other along the token axis."""
-    return TokenLayout(
-        *(
-            jnp.concatenate([getattr(layout, name) for layout in layouts], axis=1)
-            for name in ("position", "block", "horizon")
-        )
-    )
+    return jax.tree.map(lambda *tags: jnp.concatenate(tags, axis=1), *layouts)
 
 
 def stack_pictures(
@@ -388,6 +394,8 @@ def register_positions(length: int, num_registers: int) -> Int[np.ndarray, " m"]
     return length + np.arange(num_registers, dtype=np.int32)
 
 
-def sort_by_block(block: Int[np.ndarray, " s"]) -> Int[np.ndarray, " s"]:
-    """Returns the permutation that sorts tokens by block, stable, so that kernels skip tiles."""
-    return np.argsort(block, kind="stable")
+def sort_by_block(
+    block: Int[np.ndarray, " s"], segment: Int[np.ndarray, " s"] | None = None
+) -> Int[np.ndarray, " s"]:
+    """Returns the stable permutation that sorts by (segment, block), so that kernels skip tiles."""
+    return np.lexsort((block,) if segment is None else (block, segment))

@@ -59,12 +59,30 @@ def rule_of(name: str) -> tuple[str | None, ...]:
 
 
 def spec_of(name: str, shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSpec:
-    """Returns how a parameter is split: where an axis of the mesh divides it."""
+    """Returns how a parameter is split: where an axis of the mesh divides it.
+
+    What an axis does not divide (a vocabulary is seldom a round number) it leaves whole, and splits
+    another side that the rule splits, if it divides that: no large matrix is whole everywhere.
+    """
     axes = rule_of(name)
     own = (None,) * (len(shape) - len(axes)) + axes
+    split: list[list[str]] = [[] for _ in shape]
+
+    def divides(side: int, axis: str) -> bool:
+        parts = math.prod(mesh.shape[taken] for taken in split[side])
+        return shape[side] % (parts * mesh.shape[axis]) == 0
+
+    sides = {side: axis for side, axis in enumerate(own) if axis is not None}
+    waiting = []
+    for side, axis in sides.items():
+        if axis in mesh.shape:
+            (split[side] if divides(side, axis) else waiting).append(axis)
+    for axis in waiting:
+        other = next((side for side in sides if divides(side, axis)), None)
+        if other is not None:
+            split[other].append(axis)
     return PartitionSpec(*(
-        axis if axis in mesh.shape and size % mesh.shape[axis] == 0 else None
-        for axis, size in zip(own, shape, strict=True)
+        None if not axes else axes[0] if len(axes) == 1 else tuple(axes) for axes in split
     ))  # fmt: skip
 
 
@@ -120,20 +138,28 @@ def spec_of_state(name: str, shape: tuple[int, ...], mesh: AnyMesh) -> Partition
     return PartitionSpec()
 
 
+def of_state(state: T, mesh: Mesh) -> T:
+    """Returns the sharding of every leaf of a training state, which may be one of shapes."""
+
+    def of_leaf(path, leaf):
+        return NamedSharding(mesh, spec_of_state(leaf_name(path), leaf.shape, mesh))
+
+    return jax.tree_util.tree_map_with_path(of_leaf, state)
+
+
 def place_state(state: T, mesh: Mesh) -> T:
     """Lays a training state out over a mesh.
 
     Over devices of several processes it is the same in all of them.
     """
 
-    def place(path, leaf):
-        where = NamedSharding(mesh, spec_of_state(leaf_name(path), leaf.shape, mesh))
+    def place(leaf, where: NamedSharding):
         if where.is_fully_addressable or not getattr(leaf, "is_fully_addressable", True):
             return jax.device_put(leaf, where)
         held = np.asarray(leaf)
         return jax.make_array_from_callback(held.shape, where, held.__getitem__)
 
-    return jax.tree_util.tree_map_with_path(place, state)
+    return jax.tree.map(place, state, of_state(state, mesh))
 
 
 def row_parts(mesh: Mesh) -> int:
@@ -160,21 +186,35 @@ def share_of_rows(mesh: Mesh) -> tuple[int, int]:
     return 0, 1
 
 
+def of_batch(batch: T, mesh: Mesh, shares: int = 1) -> T:
+    """Returns the sharding of every array of a batch: of its rows, whole where they do not divide.
+
+    Rows go over data and fsdp.
+
+    Args:
+        shares: of how many equal shares of the rows `batch` is one.
+    """
+    axes, parts = _row_axes(mesh), row_parts(mesh)
+
+    def of_leaf(x):
+        spec = PartitionSpec(axes) if axes and x.shape[0] * shares % parts == 0 else PartitionSpec()
+        return NamedSharding(mesh, spec)
+
+    return jax.tree.map(of_leaf, batch)
+
+
 def place_batch(batch: T, mesh: Mesh, share: tuple[int, int] = (0, 1)) -> T:
-    """Splits the rows of a batch over data and fsdp; whole where they do not divide.
+    """Splits the rows of a batch over a mesh, as `of_batch` says.
 
     Args:
         share: which of how many equal shares of the rows `batch` is.
     """
-    axes, (index, count) = _row_axes(mesh), share
-    parts = row_parts(mesh)
+    index, count = share
 
-    def place(x):
-        total, first = x.shape[0] * count, x.shape[0] * index
-        spec = PartitionSpec(axes) if axes and total % parts == 0 else PartitionSpec()
-        where = NamedSharding(mesh, spec)
+    def place(x, where: NamedSharding):
         if where.is_fully_addressable:
             return jax.device_put(x, where)
+        total, first = x.shape[0] * count, x.shape[0] * index
 
         def rows(wanted):
             begin, end, _ = wanted[0].indices(total)
@@ -182,7 +222,7 @@ def place_batch(batch: T, mesh: Mesh, share: tuple[int, int] = (0, 1)) -> T:
 
         return jax.make_array_from_callback((total, *x.shape[1:]), where, rows)
 
-    return jax.tree.map(place, batch)
+    return jax.tree.map(place, batch, of_batch(batch, mesh, count))
 
 
 def _row_axes(mesh: Mesh) -> tuple[str, ...]:

@@ -112,7 +112,7 @@ def train(settings: config.Config, run: runs.Run, profile: range = range(0)) -> 
     source = sources.open_source(
         settings, _first_model(settings), PictureCodec, index=index, count=count
     )
-    _check_rows(source.batches.sizes, mesh)
+    _check_rows(source.batches.sizes, settings.data.packing, mesh)
     state, step, seconds = _train(settings, run, source, mesh, share, profile)
     _finish(settings, run, source, state, step, seconds, mesh)
 
@@ -264,10 +264,11 @@ def _inside(mesh: Mesh | None) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
-def _check_rows(sizes: dict[str, int], mesh: Mesh | None) -> None:
-    """Refuses batches that processes cannot share."""
+def _check_rows(sizes: dict[str, int], per_row: int, mesh: Mesh | None) -> None:
+    """Refuses batches that processes cannot share: so many examples of each group."""
     parts = 1 if mesh is None else sharding.row_parts(mesh)
-    for group, rows in sizes.items():
+    for group, examples in sizes.items():
+        rows = examples // per_row
         if processes.are_several() and rows % parts:
             raise config.ConfigError(
                 f"a batch of group {group} has {rows} rows, which do not divide over the {parts}"

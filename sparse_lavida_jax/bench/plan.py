@@ -144,8 +144,8 @@ def kept(settings: config.Config, batch: Batch) -> int:
 
     def way_back(trained, frozen):
         def loss(part):
-            model, rows = parameters.joined(part, frozen), _rows(settings.model, batch)
-            return train.loss(model, rows, chunk=settings.train.loss_chunk)[0]
+            model, given = parameters.joined(part, frozen), rows(settings.model, batch)
+            return train.loss(model, given, chunk=settings.train.loss_chunk)[0]
 
         return jax.vjp(loss, trained)[1]
 
@@ -159,7 +159,7 @@ def kept(settings: config.Config, batch: Batch) -> int:
     return size
 
 
-def _rows(model: config.Model, batch: Batch) -> Corrupted:
+def rows(model: config.Model, batch: Batch) -> Corrupted:
     """Rows of zeros: to be called while tracing, where they take no memory."""
 
     def ints(*shape):

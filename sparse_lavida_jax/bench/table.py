@@ -133,6 +133,102 @@ def _roofline(row: dict[str, Any]) -> str:
     )
 
 
+def training_table(rows: list[dict[str, Any]]) -> str:
+    """Returns what each way to train gives for its time and work, as ratios to masked diffusion."""
+    lines = [
+        "| model, rows | way to train | attention | loss tokens of a step | of its tokens"
+        " | loss tokens a second | a TFLOP | std / mean of the loss | device |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    timed = [row for row in rows if "times_s" in row]
+    for row in sorted(timed, key=lambda r: (r["model"], r["batch"], r["run"], r["method"])):
+        other = _beside(timed, row, "vanilla")
+        if other is None:
+            continue
+        tokens = row["tokens"]
+        second, work = (
+            _loss_tokens(row, per) / _loss_tokens(other, per) for per in ("median_s", "computed")
+        )
+        loss = row["loss"]
+        spread = "" if loss is None else f"{loss['std'] / loss['mean']:.3f}"
+        lines.append(
+            f"| {row['model']}, {row['batch']} | {row['method']} | {row['attention']}"
+            f" | {tokens['loss']:.0f} | {100 * tokens['loss'] / tokens['padded']:.0f} %"
+            f" | {second:.2f} x | {work:.2f} x | {spread} | {row['device']['kind']} |"
+        )
+    return "\n".join(lines)
+
+
+def _loss_tokens(row: dict[str, Any], per: str) -> float:
+    return row["tokens"]["loss"] / (row["flops"][per] if per == "computed" else row[per])
+
+
+def head_table(rows: list[dict[str, Any]]) -> str:
+    """Returns the memory of the loss over a vocabulary, in chunks and plain."""
+    lines = [
+        "| tokens | loss | temporaries, MB | gradients, MB | plain / this | compiled for |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    found = [row for row in rows if row["task"].startswith("cross_entropy/")]
+    order = ("device", "task", "method")
+    for row in sorted(found, key=lambda r: [(len(str(r[n])), str(r[n])) for n in order]):
+        plain = _beside(found, row, "plain")
+        if plain is None:
+            continue
+        own, theirs = row["bytes"], plain["bytes"]
+        lines.append(
+            f"| {row['task'].split('/')[1]} | {row['method']} | {own['temporaries'] / 1e6:.0f}"
+            f" | {own['results'] / 1e6:.0f} | {theirs['temporaries'] / own['temporaries']:.2f}"
+            f" | {row['device']['kind']} |"
+        )
+    return "\n".join(lines)
+
+
+def aot_table(rows: list[dict[str, Any]]) -> str:
+    """Returns what a chip holds and is sent, of programs compiled for chips that are not there."""
+    lines = [
+        "| program | chips, mesh | rows | GB a chip | of | exchanged, GB a chip | formula"
+        " | compiled in |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in _in_order(rows):
+        mesh = " ".join(f"{axis}={size}" for axis, size in row["mesh"].items())
+        sent = sum(row["exchanged_bytes"].values()) / 1e9
+        formula = row.get("expected_bytes")
+        told = f"{formula['total'] / 1e9:.1f}" if formula else ""
+        lines.append(
+            f"| {row['task']}, {row['method']} | {row['device']['topology']}, {mesh}"
+            f" | {row['batch']} | {row['bytes']['total'] / 1e9:.1f}"
+            f" | {row['device']['memory_bytes'] / 1e9:.0f} | {sent:.1f} | {told}"
+            f" | {row['compile_s']:.0f} s |"
+        )
+    return "\n".join(lines)
+
+
+def aot_times_table(rows: list[dict[str, Any]]) -> str:
+    """Returns projected seconds of a call; nothing in it was measured."""
+    lines = [
+        "| program | chips | compute, s | attention, s | exchange, s | projected step, s"
+        " | projected MFU |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in _in_order([row for row in rows if "projected" in row]):
+        told = row["projected"]
+        mfu = ""
+        if row["flops"]["useful"]:
+            mfu = f"{100 * told['mfu_apart']:.0f} to {100 * told['mfu_overlapped']:.0f} %"
+        lines.append(
+            f"| {row['task']}, {row['method']} | {row['device']['topology']}"
+            f" | {told['compute_s']:.3f} | {told['attention_s']:.3f} | {told['exchange_s']:.3f}"
+            f" | {told['overlapped_s']:.3f} to {told['apart_s']:.3f} | {mfu} |"
+        )
+    return "\n".join(lines)
+
+
+def _in_order(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(rows, key=lambda r: (r["task"], r["device"]["topology"], r["method"]))
+
+
 def quality_table(rows: list[dict[str, Any]]) -> str:
     """Returns the share right of every task with its interval, beside the bar if there is one."""
     bars = tomllib.loads(BARS.read_text())["quality"]
@@ -181,6 +277,10 @@ def main() -> None:
         "Speed": ("sampling", sampling_table),
         "Attention": ("attention", attention_table),
         "Attention, held against its bars": ("attention", attention_bars),
+        "Ways to train": ("training", training_table),
+        "Memory of the loss over 127,378 words": ("training", head_table),
+        "Compiled for TPUs that are not there": ("aot", aot_table),
+        "Projected, not measured": ("aot", aot_times_table),
         "Quality": ("quality", quality_table),
         "Sparse against dense, each trained its own way": ("quality", twins_table),
     }

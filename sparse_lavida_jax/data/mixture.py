@@ -19,19 +19,13 @@ import grain
 import numpy as np
 
 from sparse_lavida_jax import config, diffusion
-from sparse_lavida_jax.data import prepare
+from sparse_lavida_jax.data import packing, prepare
 from sparse_lavida_jax.data.chat import ChatTokenizer
 from sparse_lavida_jax.data.chat_training import Mixer
 from sparse_lavida_jax.data.records import Record, RecordError, ShardedRecords
 from sparse_lavida_jax.data.rows import laid_out
 from sparse_lavida_jax.diffusion import Corrupted, Predicts, RowShape
-from sparse_lavida_jax.layout import (
-    Answer,
-    Text,
-    Views,
-    stack_views,
-    stacked_features,
-)
+from sparse_lavida_jax.layout import Answer, Text, Views
 
 PROBED = 256  # records of a group whose lengths decide its static shape
 LENGTH_MULTIPLE = 64  # tokens; a shape is rounded up to this
@@ -43,14 +37,16 @@ class Shape:
     """The static shape of a group.
 
     Attributes:
-        tokens: of a row in both streams.
-        views: of the vision tower.
+        tokens: of an example in both streams.
+        views: of the vision tower, likewise.
         predicts: the streams that hold responses.
+        buckets: tokens of the rows of a batch, where they are not those of an example.
     """
 
     tokens: RowShape
     views: int
     predicts: Predicts
+    buckets: tuple[RowShape, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,13 +133,24 @@ class MixtureBatches:
         """Returns this process's rows of the batch number `index` of a group."""
         share = self.sizes[group] // self.process_count
         start = index * self.sizes[group] + self.process_index * share
-        rows = [self.row(group, start + i) for i in range(share)]
-        return self._stacked(rows, self.shapes[group])
+        for again in range(MOST_ATTEMPTS):
+            rows = [self.row(group, start + i, again) for i in range(share)]
+            batch = self._stacked(rows, self.shapes[group])
+            if batch is not None:
+                return batch
+        raise RecordError(
+            f"{MOST_ATTEMPTS} batches of group {group} are longer than"
+            f" {self.shapes[group].buckets[-1]} tokens a row: records of another length need a"
+            " length_group of their own."
+        )
 
-    def row(self, group: str, number: int) -> _Row:
+    def row(self, group: str, number: int, again: int = 0) -> _Row:
         """Returns the row of a group by its number, counted through all epochs.
 
         Of a record that is too long for the group another is taken, chosen by the same numbers.
+
+        Args:
+            again: how many times its batch was drawn before, and was too long as a whole.
 
         Raises:
             RecordError: so many are too long in a row that the group's shape must be wrong.
@@ -152,7 +159,7 @@ class MixtureBatches:
         index = self.orders[group][number]
         assert index is not None
         epoch = number // len(found)
-        for attempt in range(MOST_ATTEMPTS):
+        for attempt in range(again * MOST_ATTEMPTS, (again + 1) * MOST_ATTEMPTS):
             rng = self._generator(group, epoch, index, attempt)
             chosen = index if not attempt else int(rng.integers(len(found)))
             row = self._made(found[chosen], rng)
@@ -201,77 +208,76 @@ class MixtureBatches:
                 f"every sequence of group {group} is longer than data.max_sequence_len={most}:"
                 " raise it, or show smaller pictures."
             )
-        longest = (
-            max(getattr(row.tokens, name) for row in short)
-            for name in ("understanding", "generation")
-        )
         kinds = frozenset().union(*(row.kinds for row in rows))
         predicts: Predicts = "both"
         if kinds == {"text"}:
             predicts = "understanding"
         elif kinds == {"image"} or not self.settings.diffusion.text_loss:
             predicts = "generation"
-        tokens = RowShape(*(-(-n // LENGTH_MULTIPLE) * LENGTH_MULTIPLE for n in longest))
-        return Shape(tokens, max(row.num_views for row in short), predicts)
+        lengths, data = [row.tokens for row in short], self.settings.data
+        buckets: tuple[RowShape, ...] = ()
+        if data.packing > 1 or data.length_buckets > 1:
+            share = self.sizes[group] // self.process_count
+            buckets = packing.buckets(
+                lengths, share, data.packing, data.length_buckets, LENGTH_MULTIPLE
+            )
+        return Shape(
+            packing.longest_of(lengths, LENGTH_MULTIPLE),
+            max(row.num_views for row in short),
+            predicts,
+            buckets,
+        )
 
     def _size(self, group: str) -> int:
-        """Rows of a batch of a group, over all processes."""
-        factor = self.index["batch_sizes"][group]
+        """Examples of a batch of a group, over all processes."""
+        factor, data = self.index["batch_sizes"][group], self.settings.data
         rows = max(1, round(self.settings.train.batch_size * factor))
-        if rows % self.process_count:
-            raise config.ConfigError(
-                f"a batch of group {group} has {rows} rows (train.batch_size="
-                f"{self.settings.train.batch_size} times {factor:g}), which do not divide over"
-                f" {self.process_count} processes: change train.batch_size."
-            )
+        what = f"a batch of group {group} (train.batch_size={self.settings.train.batch_size} times"
+        packing.check_shared(f"{what} {factor:g})", rows, self.process_count, data)
         return rows
 
     # Batches.
 
-    def _stacked(self, rows: list[_Row], shape: Shape) -> Corrupted:
-        views = [_with_blanks(row, shape.views, self.settings.model.vision) for row in rows]
+    def _stacked(self, rows: list[_Row], shape: Shape) -> Corrupted | None:
+        """Stacks the rows; None where together they are too long."""
+        vision = self.settings.model.vision
+        views = [packing.with_blanks(row.views, shape.views, vision) for row in rows]
         stack = self._stacked_sequences if self.released else self._stacked_examples
-        batch = stack(rows, views, shape.tokens)
-        return dataclasses.replace(batch, predicts=shape.predicts)
+        batch = stack(rows, views, shape)
+        return batch and dataclasses.replace(batch, predicts=shape.predicts)
 
-    def _stacked_sequences(self, rows, views, shape: RowShape) -> Corrupted:
-        sequences, draws = [], []
+    def _stacked_sequences(self, rows, views, shape: Shape) -> Corrupted:
+        sequences, draws, tokens = [], [], shape.tokens
         for row, shown in zip(rows, views, strict=True):
             sequence, rng = row.made
             # Padding is learned where the row's text is (spec Sec. 9.1).
             clean = not any(isinstance(part, Answer) for part in sequence.parts)
             padding = np.full(
-                shape.understanding - row.tokens.understanding, self.settings.model.end_of_text_id
+                tokens.understanding - row.tokens.understanding, self.settings.model.end_of_text_id
             )
             pad = Text(padding, keep=True) if clean else Answer(padding)
             padded = dataclasses.replace(sequence, parts=(*sequence.parts, pad), views=shown)
             sequences.append(padded)
             draws.append(diffusion.draw(rng, padded))
-        return diffusion.batch_sequences(sequences, draws, shape, self.settings)
+        return diffusion.batch_sequences(sequences, draws, tokens, self.settings)
 
-    def _stacked_examples(self, rows, views, shape: RowShape) -> Corrupted:
-        pixels, vision = stack_views(views), self.settings.model.vision
-        numbered = []
-        for row, shown in zip(rows, views, strict=True):
-            (text, image), _, _ = row.made
-            index = stacked_features(
-                text.index,
-                tuple(map(len, shown)),
-                0 if pixels is None else pixels.shape[1],
-                vision.num_tokens,
-                newline=vision.newline,
-            )
-            numbered.append((dataclasses.replace(text, index=index), image))
+    def _stacked_examples(self, rows, views, shape: Shape) -> Corrupted | None:
+        packed = packing.pack(
+            [row.made[0] for row in rows], views, self.settings, shape.buckets or (shape.tokens,)
+        )
+        if packed is None:
+            return None
         batch = diffusion.batch_rows(
-            numbered,
+            packed.rows,
             [row.made[1] for row in rows],
             [row.made[2] for row in rows],
             [None] * len(rows),
-            shape,
+            packed.shape,
             self.settings.model,
             full_attention=self.settings.diffusion.attention == "full",
+            shared=packed.shared,
         )
-        return dataclasses.replace(batch, pixels=pixels)
+        return dataclasses.replace(batch, pixels=packed.pixels)
 
     def _check_tokenizer(self) -> None:
         made, model = self.index["tokenizer"], self.settings.model
@@ -317,12 +323,3 @@ def _fits(row: _Row, shape: Shape) -> bool:
         and row.tokens.generation <= shape.tokens.generation
         and row.num_views <= shape.views
     )
-
-
-def _with_blanks(row: _Row, most: int, vision: config.Vision) -> tuple[Views, ...]:
-    """Returns the views of a row and as many blank ones as make `most`."""
-    missing = most - row.num_views
-    if not missing:
-        return row.views
-    blank = np.zeros((missing, vision.image_size, vision.image_size, 3), np.uint8)
-    return (*row.views, blank)

@@ -15,7 +15,7 @@ import grain
 import numpy as np
 
 from sparse_lavida_jax import config, diffusion
-from sparse_lavida_jax.data import digits, tasks
+from sparse_lavida_jax.data import digits, packing, tasks
 from sparse_lavida_jax.data.examples import Encoder, Example
 from sparse_lavida_jax.data.rows import Row, laid_out
 from sparse_lavida_jax.diffusion import Blocks, Corrupted, Draws, RowShape, Sequence
@@ -40,6 +40,7 @@ GROUPS = {
 }
 PICTURE_GROUPS = {"draw", "edit"}  # whose responses are pictures
 LENGTH_PROBE = 512  # examples whose lengths decide the static shape of a group
+MOST_ATTEMPTS = 64  # to draw an example, or a batch, that fits its shape
 LENGTH_MULTIPLE = 8  # tokens; a shape is rounded up to this
 
 
@@ -78,15 +79,29 @@ class GroupedBatches:
             if any(task in settings.data.tasks for task in members)
         }
         self.released = settings.diffusion.corruption == "released"
-        self.sizes = dict.fromkeys(self.groups, settings.train.batch_size)
-        if settings.train.batch_size % process_count:
-            raise config.ConfigError(
-                f"train.batch_size={settings.train.batch_size} rows do not divide over"
-                f" {process_count} processes."
-            )
+        data, size = settings.data, settings.train.batch_size
+        self.sizes = dict.fromkeys(self.groups, size)
+        packing.check_shared(f"train.batch_size={size}", size, process_count, data)
         self._check_something_to_learn()
-        shape = self._sequence_shape if self.released else self._shape
-        self.shapes = {group: shape(group) for group in self.groups}
+        self.shapes: dict[str, RowShape] = {}  # tokens of one example
+        # Tokens of the rows of a batch, where they are not those of one example.
+        self.buckets: dict[str, tuple[RowShape, ...]] = {}
+        for group in self.groups:
+            if self.released:
+                self.shapes[group] = self._sequence_shape(group)
+                continue
+            probed = [
+                packing.length_of(self._row_at(group, index)[0]) for index in range(LENGTH_PROBE)
+            ]
+            self.shapes[group] = packing.longest_of(probed, LENGTH_MULTIPLE)
+            if data.packing > 1 or data.length_buckets > 1:
+                self.buckets[group] = packing.buckets(
+                    probed,
+                    size // process_count,
+                    data.packing,
+                    data.length_buckets,
+                    LENGTH_MULTIPLE,
+                )
 
     def dataset(self) -> grain.MapDataset:
         """Returns this process's rows of batch i at index i; a slice from step s resumes there."""
@@ -118,27 +133,42 @@ class GroupedBatches:
             drawn = [self._sequence(group, start + i) for i in range(size)]
             sequences, draws = map(list, zip(*drawn, strict=True))
             return diffusion.batch_sequences(sequences, draws, self.shapes[group], self.settings)
-        rows = [self._row(group, start + i) for i in range(size)]
-        full = self.settings.diffusion.attention == "full"
-        return diffusion.batch_rows(
-            [row for row, _, _ in rows],
+        shapes = self.buckets.get(group, (self.shapes[group],))
+        for again in range(MOST_ATTEMPTS):
+            rows = [self._row(group, start + i, again) for i in range(size)]
+            examples = [example for _, _, example in rows]
+            packed = packing.pack(
+                [row for row, _, _ in rows],
+                [() if e.pixels is None else (e.pixels[None],) for e in examples],
+                self.settings,
+                shapes,
+            )
+            if packed is not None:
+                break
+        else:
+            raise ValueError(
+                f"{MOST_ATTEMPTS} batches of group {group} are longer than {shapes[-1]}:"
+                " LENGTH_PROBE examples do not represent the group."
+            )
+        batch = diffusion.batch_rows(
+            packed.rows,
             [blocks for _, blocks, _ in rows],
-            [example.kind for _, _, example in rows],
-            [example.pixels for _, _, example in rows],
-            self.shapes[group],
+            [example.kind for example in examples],
+            [None] * len(rows) if packed.shared else [example.pixels for example in examples],
+            packed.shape,
             self.settings.model,
-            full_attention=full,
+            full_attention=self.settings.diffusion.attention == "full",
+            shared=packed.shared,
         )
+        return dataclasses.replace(batch, pixels=packed.pixels) if packed.shared else batch
 
-    def _shape(self, group: str) -> RowShape:
-        """Static token counts: the longest of the first rows, rounded up."""
-        rows = [self._row_at(group, index) for index in range(LENGTH_PROBE)]
-        longest = [max(len(row[0][i].block) for row in rows) for i in (0, 1)]
-        return RowShape(*(-(-n // LENGTH_MULTIPLE) * LENGTH_MULTIPLE for n in longest))
+    def _row(self, group: str, index: int, again: int = 0) -> tuple[Row, Blocks, Example]:
+        """The row at `index`, or the next one of its own stream of retries that fits.
 
-    def _row(self, group: str, index: int) -> tuple[Row, Blocks, Example]:
-        """The row at `index`, or the next one of its own stream of retries that fits."""
-        for attempt in range(64):
+        Args:
+            again: how many times its batch was drawn before, and was too long as a whole.
+        """
+        for attempt in range(again * MOST_ATTEMPTS, (again + 1) * MOST_ATTEMPTS):
             row = self._row_at(group, index, attempt)
             shape = self.shapes[group]
             if len(row[0][0].block) <= shape.understanding and (
@@ -146,8 +176,8 @@ class GroupedBatches:
             ):
                 return row
         raise ValueError(
-            f"64 examples of group {group} in a row are longer than {self.shapes[group]}:"
-            " LENGTH_PROBE examples do not represent the group."
+            f"{MOST_ATTEMPTS} examples of group {group} in a row are longer than"
+            f" {self.shapes[group]}: LENGTH_PROBE examples do not represent the group."
         )
 
     def _row_at(self, group: str, index: int, attempt: int = 0) -> tuple[Row, Blocks, Example]:

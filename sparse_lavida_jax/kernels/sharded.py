@@ -191,6 +191,21 @@ def taken_back(
     return {name: _over_tokens(deals[name].back(x), deals[name]) for name, x in streams.items()}
 
 
+def over_rows(x: Float[Array, "b s e"]) -> Float[Array, "b s e"]:
+    """Keeps the rows of a residual stream where they are, and its tokens split over `sequence`.
+
+    Of a matrix product whose rows and whose matrix are both split over `fsdp` the compiler gathers
+    what it takes for the smaller; this says that it is the matrix. The width is left to it.
+    """
+    free = _free_axes()
+    rows = _rows_axes(x.shape[0], free)
+    if math.prod(free.values()) == 1 or rows is None:
+        return x
+    tokens = _divides(TOKENS_AXIS, free, x.shape[1])
+    spec = PartitionSpec(rows, tokens, PartitionSpec.UNCONSTRAINED)
+    return jax.lax.with_sharding_constraint(x, spec)
+
+
 def place_cache(stored: Float[Array, "n b t hd"], num_heads: int) -> Float[Array, "n b t hd"]:
     """Lays a stacked cache out as `attend` reads it, so that no step moves it."""
     free = _free_axes()

@@ -122,6 +122,11 @@ class Denoiser(nnx.Module):
         self.text_head = Linear(settings.width, settings.vocab_size, rngs=rngs)
         if not settings.understanding_only:
             self.image_head = ImageHead(settings, rngs=rngs)
+        if settings.grad_reduce_dtype != "compute" and settings.compute_dtype != "float32":
+            for layers in (self.joint_layers, self.split_layers):
+                for _, module in nnx.iter_modules(layers):
+                    if isinstance(module, Linear):
+                        module.wide_gradient = True
 
     def masked_cell(self) -> Float[Array, " e"]:
         """Returns the embedding of a cell of which no code is known."""

@@ -42,6 +42,7 @@ class Linear(nnx.Module):
     """
 
     lora_scale = 0.0  # of the adapter; 0: there is none
+    wide_gradient = False  # whether the gradient of the kernel is summed in float32
     lora_a: nnx.Param
     lora_b: nnx.Param
 
@@ -53,11 +54,39 @@ class Linear(nnx.Module):
         self, x: Float[Array, "*b i"], out_width: int | None = None
     ) -> Float[Array, "*b o"]:
         """Multiplies; `out_width` keeps only the first outputs and computes no others."""
-        y = x @ self.kernel[:, :out_width].astype(x.dtype)
+        multiply = _multiply_wide if self.wide_gradient else _multiply
+        y = multiply(x, self.kernel[:, :out_width])
         if self.lora_scale:
             low = x @ self.lora_a.astype(x.dtype)
             y += self.lora_scale * (low @ self.lora_b[:, :out_width].astype(x.dtype))
         return y
+
+
+def _multiply(x: Float[Array, "*b i"], kernel: Float[Array, "i o"]) -> Float[Array, "*b o"]:
+    return x @ kernel.astype(x.dtype)
+
+
+@jax.custom_vjp
+def _multiply_wide(x: Float[Array, "*b i"], kernel: Float[Array, "i o"]) -> Float[Array, "*b o"]:
+    """`_multiply`, but for the kernel's gradient: its sum over tokens leaves the dot in float32.
+
+    So the partial sums of devices are added up in float32 too: the cotangent of a kernel that was
+    cast to bfloat16 would be bfloat16 (`config.Model.grad_reduce_dtype`).
+    """
+    return _multiply(x, kernel)
+
+
+def _multiply_forward(x, kernel):
+    return _multiply(x, kernel), (x, kernel)
+
+
+def _multiply_backward(kept, pulled):
+    x, kernel = kept
+    to_kernel = jnp.einsum("...i,...o->io", x, pulled, preferred_element_type=jnp.float32)
+    return pulled @ kernel.astype(x.dtype).T, to_kernel.astype(kernel.dtype)
+
+
+_multiply_wide.defvjp(_multiply_forward, _multiply_backward)
 
 
 class SwiGlu(nnx.Module):

@@ -97,6 +97,8 @@ def run_layers(
         implementation, heads.q.kernel.shape[-1] // heads.num_heads, x[present[0]].dtype
     )
     x = sharded.dealt_out(x, deals)
+    if cache is None:
+        x = {name: sharded.over_rows(x[name]) for name in x}
     layouts = {name: jax.tree.map(deals[name].out, layouts[name]) for name in present}
 
     seen = cache if attend_cache else None  # whose tags the keys have
@@ -169,6 +171,7 @@ class _Attention:
     Attributes:
         queries: tags of the queries.
         key_block: tags of the keys.
+        key_segment: likewise, where several examples share a row; a cache holds no such rows.
         tables: of these tags, or None where the implementation needs none.
         cached: whether the keys are those of the cache.
         implementation: of attention; by default the best for the platform.
@@ -177,6 +180,7 @@ class _Attention:
 
     queries: TokenLayout
     key_block: Int[Array, "b t"]
+    key_segment: Int[Array, "b t"] | None
     tables: Tables | GpuTables | None
     cached: bool
     implementation: str | None
@@ -201,7 +205,7 @@ class _Attention:
 
         queries, _ = joint(asking)
         keys, key_deals = joint(present)
-        return cls._of(queries, keys.block, cache and cache.block, chosen_by, key_deals)
+        return cls._of(queries, keys, cache and cache.block, chosen_by, key_deals)
 
     @classmethod
     def split(
@@ -216,20 +220,25 @@ class _Attention:
         own = cache is not None and cache.decodes == name
         stored = cache.split_block if cache is not None and own else None
         queries = layouts[name]
-        return cls._of(queries, queries.block, stored, chosen_by, [deals[name]])
+        return cls._of(queries, queries, stored, chosen_by, [deals[name]])
 
     @classmethod
-    def _of(cls, queries, keys, stored, chosen_by: _ChosenBy, key_deals) -> "_Attention":
-        key_block = keys if stored is None else stored
+    def _of(
+        cls, queries: TokenLayout, keys: TokenLayout, stored, chosen_by: _ChosenBy, key_deals
+    ) -> "_Attention":
+        key_block = keys.block if stored is None else stored
         tables = make_tables(
             queries.block,
             queries.horizon,
             key_block,
+            queries.segment,
+            keys.segment,
             key_deals=key_deals,
             **dataclasses.asdict(chosen_by),
         )
         cached = stored is not None
-        return cls(queries, key_block, tables, cached, chosen_by.implementation, key_deals)
+        implementation = chosen_by.implementation
+        return cls(queries, key_block, keys.segment, tables, cached, implementation, key_deals)
 
     def __call__(self, q, keys, values, num_heads: int, layer: Int[Array, ""] | None):
         attended = step_causal_attention(
@@ -241,6 +250,8 @@ class _Attention:
             self.key_block,
             num_heads=num_heads,
             layer=layer,
+            query_segment=self.queries.segment,
+            key_segment=self.key_segment,
             tables=self.tables,
             implementation=self.implementation,
             key_deals=self.key_deals,
@@ -277,6 +288,8 @@ def _joint_layer(layer, index, x, layouts, deals, keep, cache, attention):
         name: layer.finish(_branch(layer, name), x[name], part)
         for name, part in zip(keep, parted(attended, own), strict=True)
     }
+    if cache is None:
+        result = {name: sharded.over_rows(result[name]) for name in result}
     return result, cache
 
 
@@ -291,5 +304,6 @@ def _split_layer(layer, index, x, layouts, cache, attention):
         if cache is not None and attention[name].cached:
             keys, values, at = cache.split_keys, cache.split_values, index
         attended = attention[name](q, keys, values, branch.num_heads, at)
-        result[name] = layer.finish(branch, x[name], attended)
+        finished = layer.finish(branch, x[name], attended)
+        result[name] = sharded.over_rows(finished) if cache is None else finished
     return result, cache

@@ -55,6 +55,33 @@ def test_rule_is_algorithm_1(length):
             np.testing.assert_array_equal(mask, oracles.algorithm_1(block, num_clean))
 
 
+@pytest.mark.parametrize("lengths", [(1, 3), (2, 2), (3, 2), (2, 4)])
+def test_examples_of_a_row_see_what_each_would_alone(lengths):
+    """All pairs of assignments in one row, mixed: so both lemmas hold for each of a packed row."""
+    first, second = map(assignments, lengths)
+    pairs = [np.repeat(first, len(second), axis=0), np.tile(second, (len(first), 1))]
+    mixed = np.random.default_rng(0).permutation(sum(lengths))
+    block = np.concatenate(pairs, axis=1)[:, mixed]
+    segment = np.repeat([0, 1], lengths)[mixed]
+    for clean in itertools.product(range(LAST_BLOCK + 1), repeat=2):
+        tags = layout.make_layout(
+            np.zeros_like(block),
+            block,
+            np.array(clean)[segment],
+            np.broadcast_to(segment, block.shape),
+        )
+        query, key = (slice(None), slice(None), None), (slice(None), None, slice(None))
+        mask = visible(
+            tags.block[query], tags.horizon[query], tags.block[key],
+            tags.segment[query], tags.segment[key],
+        )  # fmt: skip
+        assert not mask[:, segment[:, None] != segment[None]].any()
+        for i in (0, 1):
+            own = np.flatnonzero(segment == i)
+            alone = sees(block[:, own], clean[i])
+            np.testing.assert_array_equal(mask[:, own[:, None], own[None]], alone)
+
+
 @pytest.mark.parametrize("length", LENGTHS)
 def test_truncation_lemma(length):
     """A masked block and all clean ones are closed; without its rivals it computes the same."""

@@ -219,7 +219,7 @@ def test_processes_share_a_batch_and_draw_what_one_would(by_kind):
         parts = [half[step] for half in halves]
         joined = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
         stand_ins.assert_equal(joined, whole.dataset()[step])
-    with pytest.raises(config.ConfigError, match=r"rows do not divide over 5 processes"):
+    with pytest.raises(config.ConfigError, match=r"examples do not divide over 5 processes"):
         pipeline.GroupedBatches(whole.settings, whole.encoder, process_count=5)
 
 

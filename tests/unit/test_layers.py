@@ -9,6 +9,7 @@ import tiny
 from flax import nnx
 
 from sparse_lavida_jax.models import layers
+from sparse_lavida_jax.models.denoiser import Denoiser
 
 TOLERANCE = 2e-6
 SETTINGS = tiny.model_settings(width=64, mlp_hidden=128)
@@ -107,3 +108,42 @@ def test_values_stay_in_the_dtype_of_the_activations(layer):
     q, k, v = layer.understanding.qkv(x, jnp.array([[0, 1]]))
     assert q.dtype == k.dtype == v.dtype == jnp.bfloat16
     assert layer.finish(layer.understanding, x, v).dtype == jnp.bfloat16
+
+
+def test_gradients_of_matrices_are_summed_in_float32():
+    """Of bfloat16 activations: nothing is rounded before it is summed over all tokens."""
+    plain = layers.Linear(16, 8, rngs=nnx.Rngs(0))
+    wide = layers.Linear(16, 8, rngs=nnx.Rngs(0))
+    wide.wide_gradient = True
+    x, pulled = (
+        jax.random.normal(jax.random.key(i), (2, 64, width), jnp.bfloat16)
+        for i, width in enumerate((16, 8))
+    )
+    for width in (None, 5):  # all outputs, and the first of them
+        out, back = jax.vjp(lambda m, x, w=width: m(x, w), wide, x)
+        same, plain_back = jax.vjp(lambda m, x, w=width: m(x, w), plain, x)
+        np.testing.assert_array_equal(out, same)
+        to_wide, to_x = back(pulled[..., :width])
+        to_plain, to_same = plain_back(pulled[..., :width])
+        np.testing.assert_array_equal(to_x, to_same)
+        exact = jnp.einsum(
+            "bsi,bso->io", x.astype(jnp.float32), pulled[..., :width].astype(jnp.float32)
+        )
+        found = to_wide.kernel[...][:, :width]
+        np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-4)
+        rounded = to_plain.kernel[...][:, :width]
+        assert jnp.abs(rounded - exact).max() > 10 * jnp.abs(found - exact).max()
+
+
+def test_a_model_in_bfloat16_sums_in_the_dtype_of_its_settings():
+    for settings, expected in (
+        ({"compute_dtype": "bfloat16"}, True),
+        ({"compute_dtype": "bfloat16", "grad_reduce_dtype": "compute"}, False),
+        ({}, False),
+    ):
+        model = jax.eval_shape(
+            lambda s=settings: Denoiser(tiny.model_settings(**s), rngs=nnx.Rngs(0))
+        )
+        linear = model.joint_layers.understanding.q
+        assert linear.wide_gradient is expected
+        assert model.split_layers.generation.mlp.up.wide_gradient is expected

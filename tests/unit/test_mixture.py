@@ -253,3 +253,42 @@ def test_batches_that_do_not_divide_are_told(folder, tokenizer):
 def test_sequences_longer_than_allowed_are_told(folder, tokenizer):
     with pytest.raises(RecordError, match=r"longer than data.max_sequence_len=10"):
         batches(folder, tokenizer, data={"max_sequence_len": 10})
+
+
+def test_packed_rows_hold_the_records_that_rows_of_their_own_would(folder, tokenizer):
+    """Token by token, and each record looks at its own pictures."""
+    words = {"prompt_drop": 0.0, "text_block_len": 8}
+    alone = batches(folder, tokenizer, data=words)
+    packed = batches(folder, tokenizer, data=words | {"packing": 2})
+
+    def tokens(batch):
+        text, layout = batch.understanding, batch.understanding.layout
+        columns = (text.tokens, layout.position, layout.block, layout.horizon)
+        real = layout.block != PAD_BLOCK
+        targets = (batch.text_target, batch.text_weight)
+        return sorted(zip(*(column[real].tolist() for column in (*columns, *targets)), strict=True))
+
+    for group in ("understand", "draw"):
+        one, other = (each.batch(group, 0) for each in (alone, packed))
+        assert tokens(other) == tokens(one)
+        np.testing.assert_allclose(other.text_total.sum(), one.text_total.sum())
+        assert len(other.text_total) == 2 and other.predicts == one.predicts
+    vision, views = packed.settings.model.vision, packed.shapes["understand"].views
+    batch = packed.batch("understand", 0)
+    assert batch.pixels.shape[:2] == (2, 2 * views)
+    index, segment = batch.understanding.index, batch.understanding.layout.segment
+    for row, owner in zip(index, segment, strict=True):
+        seen = (row >= 0) & (row < 2 * views * vision.num_tokens)
+        assert set(owner[seen]) == {0, 1}
+        np.testing.assert_array_equal(row[seen] // vision.num_tokens // views, owner[seen])
+        newline = row[row >= 2 * views * vision.num_tokens]
+        assert len(newline) and set(newline) == {2 * views * vision.num_tokens}
+
+
+def test_lengths_that_processes_would_choose_apart_are_refused(folder, tokenizer):
+    two = {"length_buckets": 2}
+    assert len(batches(folder, tokenizer, data=two).shapes["understand"].buckets) <= 2
+    with pytest.raises(config.ConfigError, match="a length of its own"):
+        batches(folder, tokenizer, data=two, process=(0, 2))
+    with pytest.raises(config.ConfigError, match=r"2 processes of data.packing=4"):
+        batches(folder, tokenizer, data={"packing": 4}, process=(0, 2))

@@ -62,9 +62,13 @@ def test_adapters_match_one_rule_and_are_split_like_their_matrix():
         assert tuple(spec)[-2:] == wanted, name
 
 
-def test_an_axis_that_does_not_divide_is_left_whole():
+def test_an_axis_that_does_not_divide_a_side_splits_the_other():
     mesh = mesh_of(fsdp=2, tensor=4)
     found = sharding.spec_of("text_head/kernel", (32, 42), mesh)
+    assert found == PartitionSpec(("fsdp", "tensor"), None)
+    found = sharding.spec_of("text_embedding", (42, 32), mesh_of(tensor=4))
+    assert found == PartitionSpec(None, "tensor")
+    found = sharding.spec_of("text_head/kernel", (6, 42), mesh)
     assert found == PartitionSpec("fsdp", None)
     found = sharding.spec_of("joint_layers/attn_out/kernel", (3, 8, 32), mesh)
     assert found == PartitionSpec(None, "tensor", "fsdp")

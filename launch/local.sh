@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Trains on this machine, on all of its devices.
+#
+#   launch/local.sh [--dry-run] --config=configs/scenes.py [--workdir=runs/scenes] [other flags]
+#
+# Flags are those of sparse_lavida_jax.main. Ctrl-C and SIGTERM save the state and end; the same
+# command goes on from there. A run that was killed is started again, at most RESTARTS times.
+#
+#   PYTHON    the interpreter (python)
+#   RESTARTS  0: none (0)
+set -euo pipefail
+
+dry=false
+[ "${1:-}" = --dry-run ] && dry=true && shift
+if [ $# = 0 ]; then
+    sed -n '3,11s/^# \{0,1\}//p' "$0" >&2
+    exit 2
+fi
+
+command=("${PYTHON:-python}" -m sparse_lavida_jax.main "$@")
+if $dry; then
+    printf '%q ' "${command[@]}"
+    echo
+    exit
+fi
+
+# A signal for this shell is for training, which saves and ends.
+trap 'kill -TERM "$child" 2>/dev/null || true' TERM INT
+for ((left = ${RESTARTS:-0}; ; left--)); do
+    "${command[@]}" &
+    child=$!
+    status=0
+    wait "$child" || status=$?
+    while kill -0 "$child" 2>/dev/null; do # a signal came in between
+        status=0
+        wait "$child" || status=$?
+    done
+    # 137: killed, by a machine that was short of memory for instance. Errors of ours are not
+    # worth another try.
+    if [ "$status" != 137 ] || [ "$left" -le 0 ]; then
+        exit "$status"
+    fi
+    echo "killed; starting again from the last saved state, $((left - 1)) more times" >&2
+done

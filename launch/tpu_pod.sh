@@ -1,0 +1,75 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Trains on a Cloud TPU slice that is asked for as a queued resource.
+#
+#   ZONE=us-east5-a launch/tpu_pod.sh [--dry-run] --config=... --workdir=gs://bucket/run [other flags]
+#
+# Asks for the slice, waits for it, installs what is committed here on all of its hosts and trains.
+# Where a spot slice is preempted it is deleted and asked for again, until training has ended: the
+# state is in --workdir, which every host must reach. Needs gcloud, logged in, with a project.
+#
+#   NAME (sparse-lavida), ZONE, TYPE (v5p-128: 64 chips), RUNTIME (v2-alpha-tpuv5), SPOT (true)
+set -euo pipefail
+
+dry=false
+[ "${1:-}" = --dry-run ] && dry=true && shift
+if [ $# = 0 ] || [ -z "${ZONE:-}" ]; then
+    sed -n '3,11s/^# \{0,1\}//p' "$0" >&2
+    exit 2
+fi
+
+name=${NAME:-sparse-lavida}
+queue=(gcloud compute tpus queued-resources)
+ask=("${queue[@]}" create "$name" "--node-id=$name" "--zone=$ZONE"
+    "--accelerator-type=${TYPE:-v5p-128}" "--runtime-version=${RUNTIME:-v2-alpha-tpuv5}")
+[ "${SPOT:-true}" = true ] && ask+=(--spot)
+state=("${queue[@]}" describe "$name" "--zone=$ZONE" '--format=value(state.state)')
+delete=("${queue[@]}" delete "$name" "--zone=$ZONE" --force --quiet)
+vm=(gcloud compute tpus tpu-vm)
+archive=${TMPDIR:-/tmp}/$name.tar.gz
+pack=(git -C "$(dirname "$0")/.." archive --format=tar.gz --output="$archive" HEAD)
+copy=("${vm[@]}" scp "$archive" "$name:project.tar.gz" "--zone=$ZONE" --worker=all)
+ssh=("${vm[@]}" ssh "$name" "--zone=$ZONE" --worker=all)
+install=(--command="mkdir -p sparse-lavida-jax && tar xzf project.tar.gz -C sparse-lavida-jax\
+ && cd sparse-lavida-jax && python3 -m pip install -q -e '.[tpu]'")
+# Hosts of a slice find each other without being told. The flag: OPTIONS of bench/described.py.
+printf -v train '%q ' env LIBTPU_INIT_ARGS=--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000 \
+    python3 -m sparse_lavida_jax.main --distributed "$@"
+train=(--command="cd sparse-lavida-jax && $train")
+
+if $dry; then
+    for what in ask state pack copy; do
+        declare -n command=$what
+        printf '%q ' "${command[@]}"
+        echo
+    done
+    for what in install train; do
+        declare -n command=$what
+        printf '%q ' "${ssh[@]}" "${command[@]}"
+        echo
+    done
+    printf '%q ' "${delete[@]}"
+    echo
+    exit
+fi
+
+"${pack[@]}"
+while true; do
+    "${ask[@]}"
+    until [ "$("${state[@]}")" = ACTIVE ]; do
+        case "$("${state[@]}")" in
+        FAILED | SUSPENDED) "${delete[@]}" && "${ask[@]}" ;;
+        esac
+        sleep 30
+    done
+    if "${copy[@]}" && "${ssh[@]}" "${install[@]}" && "${ssh[@]}" "${train[@]}"; then
+        "${delete[@]}"
+        exit
+    fi
+    # The slice is still there: not a preemption, so trying again would not help.
+    if [ "$("${state[@]}")" = ACTIVE ]; then
+        echo "training failed; the slice $name is left as it is: ${delete[*]}" >&2
+        exit 1
+    fi
+    "${delete[@]}"
+done

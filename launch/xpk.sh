@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Trains on TPU slices of a GKE cluster through xpk (pip install xpk).
+#
+#   CLUSTER=my-cluster IMAGE=gcr.io/my/image launch/xpk.sh [--dry-run] --config=... --workdir=gs://... [other flags]
+#
+# IMAGE holds this project, installed with its extra `tpu`, and is started in its folder. A workload
+# whose slice is preempted is started again, at most RESTARTS times, and goes on from the state in
+# --workdir.
+#
+#   NAME (sparse-lavida), TYPE (v5p-128: 64 chips), SLICES (1), RESTARTS (100)
+set -euo pipefail
+
+dry=false
+[ "${1:-}" = --dry-run ] && dry=true && shift
+if [ $# = 0 ] || [ -z "${CLUSTER:-}" ] || [ -z "${IMAGE:-}" ]; then
+    sed -n '3,11s/^# \{0,1\}//p' "$0" >&2
+    exit 2
+fi
+
+# The flag: OPTIONS of bench/described.py.
+printf -v train '%q ' env LIBTPU_INIT_ARGS=--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000 \
+    python3 -m sparse_lavida_jax.main --distributed "$@"
+create=(xpk workload create "--cluster=$CLUSTER" "--workload=${NAME:-sparse-lavida}"
+    "--tpu-type=${TYPE:-v5p-128}" "--num-slices=${SLICES:-1}" "--docker-image=$IMAGE"
+    "--max-restarts=${RESTARTS:-100}" "--command=$train")
+if $dry; then
+    printf '%q ' "${create[@]}"
+    echo
+else
+    "${create[@]}"
+fi

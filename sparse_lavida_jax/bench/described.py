@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training and sampling at full size compiled for TPUs that are only described.
+
+No hardware and no array: `libtpu` compiles from shapes on any Linux machine. What a chip holds and
+what chips send each other is then a fact of the program; how long it takes is not, and everything
+called projected here is the compiler's estimate or a quotient of numbers of vendors.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import math
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from sparse_lavida_jax import config, parameters, presets, prompts, sample, sharding, train
+from sparse_lavida_jax.bench import hlo, plan
+from sparse_lavida_jax.kernels.attention import slot_multiple
+from sparse_lavida_jax.layout import Response, Text
+from sparse_lavida_jax.models.denoiser import Denoiser
+
+MARGIN = 0.9  # of a chip's memory that a program may take (ours)
+QUICK = -1.0  # lowest effort of the compiler: half of its time, and estimates that are no use
+# Without it the compiler for v6e may make a loop of every product with a split matrix, a part of
+# the matrix a round, and takes minutes longer. `launch/` sets it too.
+OPTIONS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
+KERNEL_SHARE = 0.5  # of its peak that attention is taken to reach: the compiler cannot tell (ours)
+PROMPT_LEN = 250  # words of a prompt to draw from
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """What the vendor says of a chip (https://cloud.google.com/tpu/docs/system-architecture-tpu-vm).
+
+    Attributes:
+        memory: bytes.
+        flops: of bfloat16 in a second, at most.
+        hertz: cycles in a second, from `flops` and its 8 (v5p), 4 (v5e) matrix units of 128 x 128
+            or 4 (v6e) of 256 x 256.
+        link: bytes in a second that it can send to its neighbours, over all links.
+    """
+
+    memory: int
+    flops: float
+    hertz: float
+    link: float
+
+
+CHIPS = {
+    "v5e": Chip(16 * 2**30, 197e12, 1.5e9, 200e9),
+    "v5p": Chip(95 * 2**30, 459e12, 1.75e9, 600e9),
+    "v6e": Chip(32 * 2**30, 918e12, 1.75e9, 448e9),
+}
+# 64 chips for training, 8 to sample.
+TRAINING: dict[str, dict[str, int]] = {
+    "v5p:4x4x4": {"data": 2, "fsdp": 16, "tensor": 2},
+    "v6e:8x8": {"fsdp": 32, "tensor": 2},
+}
+SAMPLING: dict[str, dict[str, int]] = {"v5e:2x4": {"tensor": 8}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A program for described chips.
+
+    Attributes:
+        topology: such as "v5p:4x4x4".
+        axes: sizes of the mesh.
+        program: what `jax` compiled.
+        inputs: its arguments, shapes with shardings: what is trained, or the model, comes first.
+        seconds: that compiling took.
+    """
+
+    topology: str
+    axes: dict[str, int]
+    program: Any
+    inputs: Any
+    seconds: float
+
+    @property
+    def chip(self) -> Chip:
+        return CHIPS[self.topology.partition(":")[0]]
+
+    @functools.cached_property
+    def text(self) -> str:
+        return self.program.as_text()
+
+    def memory(self) -> dict[str, int]:
+        """Returns bytes on a chip: what goes in, what comes out beside it, and in between."""
+        found = self.program.memory_analysis()
+        parts = {
+            "arguments": found.argument_size_in_bytes,
+            "results": found.output_size_in_bytes - found.alias_size_in_bytes,
+            "temporaries": found.temp_size_in_bytes,
+            "code": found.generated_code_size_in_bytes,
+        }
+        return parts | {"total": sum(parts.values())}
+
+    def fits(self) -> bool:
+        """Whether a chip has this memory, with room to spare."""
+        return self.memory()["total"] <= MARGIN * self.chip.memory
+
+    def whole(self, least: int) -> list[str]:
+        """Returns leaves of the state of at least so many elements that too few chips share.
+
+        Each is to be split over all chips of the axes `fsdp` and `tensor`.
+        """
+        parts = self.axes.get("fsdp", 1) * self.axes.get("tensor", 1)
+        return [
+            name
+            for name, x in parameters.by_name(self.inputs[0]).items()
+            if x.size >= least and x.size < parts * math.prod(x.sharding.shard_shape(x.shape))
+        ]
+
+    def exchanged(self) -> dict[str, int]:
+        """Returns bytes of each kind of exchange in one call, by `hlo.collectives`."""
+        total: collections.Counter[str] = collections.Counter()
+        for row in hlo.collectives(self.text):
+            total[row.kind] += row.bytes
+        return dict(total)
+
+    def projected(self, useful_flops: float) -> dict[str, float]:
+        """Returns seconds of a call, of which nothing was measured, and what follows from them.
+
+        The compiler's estimate of what it schedules, attention at `KERNEL_SHARE` of the peak, and
+        exchanges at the full rate of all links. Overlapped: exchanges cost nothing where there is
+        something to compute; apart: they are waited for.
+
+        Args:
+            useful_flops: that the task needs, on all chips.
+        """
+        compute = hlo.cycles(self.text) / self.chip.hertz
+        attention = hlo.kernel_flops(self.text) / (KERNEL_SHARE * self.chip.flops)
+        exchange = sum(self.exchanged().values()) / self.chip.link
+        overlapped = max(compute + attention, exchange)
+        apart = compute + attention + exchange
+        ideal = useful_flops / math.prod(self.axes.values()) / self.chip.flops
+        return {
+            "compute_s": compute,
+            "attention_s": attention,
+            "exchange_s": exchange,
+            "overlapped_s": overlapped,
+            "apart_s": apart,
+            "mfu_overlapped": ideal / overlapped,
+            "mfu_apart": ideal / apart,
+        }
+
+
+def full_run(settings: config.Config) -> config.Config:
+    """Returns settings with what a run on many TPUs needs: their kernel, and layers kept by input.
+
+    Masters, moments and sums of gradients stay what the config says: float32 by default.
+    """
+    model = dataclasses.replace(
+        settings.model, remat="layer", attention_implementation="pallas_tpu"
+    )
+    return dataclasses.replace(settings, model=model)
+
+
+def described(topology: str, axes: Mapping[str, int]) -> Mesh:
+    """Returns a mesh of chips that are not there.
+
+    Raises:
+        ImportError: there is no `libtpu`.
+    """
+    from jax.experimental import topologies
+
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # its lock file stops a second one
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # asks the network for what is not there
+    chips = topologies.get_topology_desc(topology, "tpu").devices
+    return Mesh(np.array(chips).reshape(*axes.values()), tuple(axes))
+
+
+def training(
+    settings: config.Config,
+    topology: str,
+    axes: Mapping[str, int],
+    batch: plan.Batch,
+    effort: float = 0.0,
+) -> Compiled:
+    """Compiles one step of training: `train.train_step`, as `train.train` calls it.
+
+    Args:
+        effort: of the compiler, from -1, quickly, to 1. What a chip holds and sends is hardly
+            moved by it; the estimate of its time is, tenfold.
+    """
+    with _effort(effort):
+        return step_on(settings, described(topology, axes), batch, topology, OPTIONS)
+
+
+def step_on(
+    settings: config.Config,
+    mesh: Mesh,
+    batch: plan.Batch,
+    topology: str = "",
+    options: Mapping[str, Any] | None = None,
+) -> Compiled:
+    """Compiles one step of training for the devices of a mesh, from shapes alone.
+
+    Args:
+        options: of the compiler.
+    """
+    state = jax.eval_shape(
+        lambda: train.init_state(settings, Denoiser(settings.model, rngs=nnx.Rngs(0)))
+    )
+    rows = jax.eval_shape(lambda: plan.rows(settings.model, batch))
+    given = (
+        _laid(state, sharding.of_state(state, mesh)),
+        _laid(rows, sharding.of_batch(rows, mesh)),
+        _whole(jax.ShapeDtypeStruct((), jnp.float32), mesh),
+    )
+    begin = time.perf_counter()
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        program = train.train_step.trace(
+            *given,
+            settings=settings.optimizer,
+            microbatches=settings.train.microbatches,
+            loss_chunk=settings.train.loss_chunk,
+        ).lower().compile(compiler_options=dict(options or {}))  # fmt: skip
+    seconds = time.perf_counter() - begin
+    return Compiled(topology, dict(mesh.shape), program, given, seconds)
+
+
+def sampling(
+    settings: config.Config, topology: str, axes: Mapping[str, int], pictures: int = 1
+) -> tuple[Compiled, Compiled]:
+    """Compiles the two programs behind a picture: prefill, and the longest run of alike steps."""
+    mesh, model = described(topology, axes), settings.model
+    choose = sharding.over(mesh)
+
+    def parameter(path, x):
+        place = choose(parameters.leaf_name(path), x.shape)
+        return jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=place)
+
+    asked = dataclasses.replace(settings.sampling, preset="sparse")
+    chosen = presets.step_settings(asked, model, "image")
+    parts = (Text(np.arange(PROMPT_LEN)), Response(model.num_cells))
+    nothing = np.zeros((model.num_cells, model.codes_per_token), np.int32)
+    request = prompts.Request(parts, nothing, np.zeros(model.num_cells, bool), None, seed=0)
+    requests = [request] * pictures
+    known = np.stack([one.given for one in requests])
+    seeds = [0] * pictures
+    steps = presets.plan(asked, chosen, model, known, settings.data.text_block_len, seeds)
+    prompt = prompts.prepare(requests, "image", model, chosen.guidance_rows)
+    room = sample.capacity(prompt, steps, chosen, slot_multiple(model.attention_implementation))
+    longest = max(steps, key=lambda part: len(part.block))
+    step = sample.StepTokens(
+        *(getattr(longest, field.name) for field in dataclasses.fields(sample.StepTokens))
+    )
+    program = chosen.program(greedy=False)
+    shapes = jax.eval_shape(lambda: Denoiser(model, rngs=nnx.Rngs(0)))
+    own = jax.tree_util.tree_map_with_path(parameter, shapes)
+    canvas = np.stack([nothing] * pictures)
+    rest = _whole((canvas, known.astype(np.int32), sample.rows_of(requests, chosen), prompt), mesh)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        begin = time.perf_counter()
+        traced = sample.prefill.trace(own, *rest, settings=program, capacity=room)
+        prefilled = traced.lower(lowering_platforms=("tpu",)).compile()
+        middle = time.perf_counter()
+        state = _laid(traced.out_info, prefilled.output_shardings)
+        now = dataclasses.replace(program, guided=bool(longest.guided[0]))
+        given = (own, state, _whole(step, mesh), rest[-1])
+        segment = sample.run_segment.trace(*given, settings=now)
+        segment = segment.lower(lowering_platforms=("tpu",)).compile()
+    end, sizes = time.perf_counter(), dict(axes)
+    return (
+        Compiled(topology, sizes, prefilled, (own, *rest), middle - begin),
+        Compiled(topology, sizes, segment, given, end - middle),
+    )
+
+
+@contextlib.contextmanager
+def _effort(effort: float):
+    before = jax.config.jax_exec_time_optimization_effort
+    jax.config.update("jax_exec_time_optimization_effort", effort)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_exec_time_optimization_effort", before)
+
+
+def _laid(tree: Any, shardings: Any) -> Any:
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree, shardings
+    )
+
+
+def _whole(tree: Any, mesh: Mesh) -> Any:
+    """Shapes of arrays that every chip holds."""
+    shapes = jax.eval_shape(lambda tree: tree, tree)
+    place = NamedSharding(mesh, PartitionSpec())
+    return _laid(shapes, jax.tree.map(lambda _: place, shapes))
+
+
+# ---------------------------------------------------------------------------------------------
+# What there should be.
+
+
+def matrices(model: config.Model) -> dict[str, int]:
+    """Returns the elements of all matrices inside the layers, of each branch, and of the heads.
+
+    `attn_out` is of the understanding branch; a generation token uses its first outputs alone.
+    """
+    found = parameters.by_name(jax.eval_shape(lambda: Denoiser(model, rngs=nnx.Rngs(0))))
+    total: collections.Counter[str] = collections.Counter()
+    for name, x in found.items():
+        if "_layers/" in name and name.endswith("/kernel"):
+            total["generation" if "/generation/" in name else "understanding"] += x.size
+            if "attn_out" in name:
+                total["shared"] += x.size * model.generation_width // model.width
+        elif name == "text_head/kernel":
+            total["text_head"] += x.size
+        elif name == "image_head/logits/kernel":
+            total["image_head"] += x.size
+    return dict(total)
+
+
+def useful_flops(model: config.Model, batch: plan.Batch) -> float:
+    """Returns what a step of training needs: 6 for every token and element of its matrices.
+
+    Attention is left out (3 to 16 % of it), and what is computed again for `remat`, and the layers
+    around the codes. Every token is taken to have a loss.
+    """
+    size = matrices(model)
+    text = batch.understanding * (size["understanding"] + size["text_head"])
+    codes = model.codes_per_token * size["image_head"]
+    image = batch.generation * (size["generation"] + size["shared"] + codes)
+    return 6.0 * batch.rows * (text + image)
+
+
+def expected_bytes(
+    settings: config.Config, axes: Mapping[str, int], batch: plan.Batch
+) -> dict[str, float]:
+    """Returns the bytes of results of all exchanges of a step on one device, by what they are for.
+
+    With W elements in the matrices of the layers, d, f, t devices along data, fsdp and tensor, c
+    bytes a number in the compute dtype, r in the dtype in which gradients are summed, R rows of
+    which a device has R / (d f), u and g tokens a row of widths e and e', and n layers:
+
+        weights     2 W c / t                   gathered along fsdp, forward and once more backward
+        gradients   W r / t  +  W r / (t f)     summed along fsdp (the whole is the result), then
+                                                along data what each keeps
+        activations 14 n (R / d f) (u e + g e') c      along tensor, with remat: 9 gathered in front
+                                                of matrices (forward, again, and for the gradient),
+                                                5 summed behind them
+        heads       (c + 4) V e / t  a chunk    gathered and its gradient summed in float32, for
+                                                every chunk of the loss, of words and of codes
+        embeddings  R u e (c + 4) + R g' e' c   along fsdp, by which both rows and widths are split:
+                                                of all rows, g' codes of pictures
+
+    An axis of one device exchanges nothing.
+    """
+    model, chunk = settings.model, settings.train.loss_chunk
+    d, f, t = (axes.get(axis, 1) for axis in ("data", "fsdp", "tensor"))
+    size = matrices(model)
+    layers = size["understanding"] + size["generation"]
+    c = jnp.dtype(model.compute_dtype).itemsize
+    r = 4 if model.grad_reduce_dtype == "float32" else c
+    text, image = batch.rows * batch.understanding, batch.rows * batch.generation
+    wide = text * model.width + image * model.generation_width
+    codes = batch.generation * model.codes_per_token
+    words, pieces = (math.ceil(n / chunk) if chunk else 1 for n in (batch.understanding, codes))
+    heads = size["text_head"] * words + size["image_head"] * pieces
+    found = {
+        "weights": (f > 1) * 2 * layers * c / t,
+        "gradients": (f > 1) * layers * r / t + (d > 1) * layers * r / (t * f),
+        "activations": (t > 1) * 14 * model.num_layers * wide * c / (d * f),
+        "heads": (f > 1) * (c + 4) * heads / t,
+        "embeddings": (f > 1)
+        * (
+            text * model.width * (c + 4)
+            + image * model.codes_per_token * model.generation_width * c
+        ),
+    }
+    return {name: float(number) for name, number in found.items()}

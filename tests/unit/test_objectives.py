@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ways to train are compared on the same examples, and counted as what they are."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import segment_programs
+import stand_ins
+import tiny
+
+from sparse_lavida_jax.bench import described, objectives, table
+from sparse_lavida_jax.visibility import PAD_BLOCK
+
+COUNT, ROWS = 2, 4
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+@pytest.fixture(scope="module")
+def settings():
+    return stand_ins.settings(diffusion={"num_masked_blocks": 2, "plan_steps": (4,)})
+
+
+@pytest.fixture(scope="module")
+def ways(settings):
+    # As on a device with a kernel, whose pairs are those that see each other.
+    found = objectives.methods(settings)
+    model = dataclasses.replace(settings.model, attention_implementation="pallas_tpu")
+    found["step_causal"] = dataclasses.replace(found["step_causal"], model=model)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(settings, ways):
+    make_example = objectives.scene_examples(stand_ins.encoder(settings), seed=0)
+    return {name: objectives.batches(way, make_example, COUNT, ROWS) for name, way in ways.items()}
+
+
+def test_all_ways_see_the_same_pictures(found):
+    cells = {}
+    for name, batches in found.items():
+        for number, batch in enumerate(batches):
+            for row in range(ROWS):
+                seen = np.asarray(batch.image_weight[row]) > 0
+                codes = cells.setdefault((number, row), {})
+                stream = batch.generation
+                for cell, code in zip(
+                    stream.index[row][seen], batch.image_target[row][seen], strict=True
+                ):
+                    assert codes.setdefault(int(cell), int(code[0])) == int(code[0]), name
+
+
+def test_masked_diffusion_has_no_registers_and_sees_everything(settings, found):
+    model = settings.model
+    for batch in found["vanilla"]:
+        block = batch.generation.layout.block
+        assert set(np.unique(block)) <= {0, PAD_BLOCK}
+        assert (batch.generation.tokens != model.image_register_id).all()
+    assert any((b.generation.tokens == model.image_register_id).any() for b in found["step_causal"])
+
+
+def test_pairs_that_do_not_see_each_other_cost_a_kernel_nothing(settings, ways, found):
+    sizes = described.matrices(settings.model)
+    work = {name: objectives.flops(way, found[name], sizes) for name, way in ways.items()}
+    batch = found["step_causal"][0]
+    u, g = batch.understanding.layout.shape[1], batch.generation.layout.shape[1]
+    matrices = 6 * ROWS * (u * sizes["understanding"] + g * (sizes["generation"] + sizes["shared"]))
+    heads, joint, split = settings.model.num_heads * settings.model.head_dim, 2, 1
+    pairs = ROWS * (joint * (u + g) ** 2 + split * g**2)
+    assert work["step_causal_mask"] == matrices + 12 * heads * pairs
+    assert matrices < work["step_causal"] < work["step_causal_mask"]
+
+
+def test_a_step_changes_nothing_and_can_be_taken_again(settings, ways, found):
+    way = ways["step_causal_mask"]
+    plain = dataclasses.replace(way.optimizer, ema=0.0)
+    with segment_programs.unchecked():
+        trainer = objectives.Trainer(
+            dataclasses.replace(way, optimizer=plain), found["step_causal"], QUICK
+        )
+    state = objectives.State.of(
+        dataclasses.replace(settings, optimizer=plain), tiny.denoiser(settings.model)
+    )
+    losses = [trainer.run(state, index)[1] for index in (0, 1, 0)]
+    assert losses[0] == losses[2] != losses[1]
+    assert trainer.temporaries > 0
+
+
+def test_the_loss_in_chunks_takes_less_memory():
+    plain, _ = objectives.head_memory(32, 4096, tokens=256, chunk=0, dtype="float32")
+    chunked, results = objectives.head_memory(32, 4096, tokens=256, chunk=32, dtype="float32")
+    assert chunked < plain / 2
+    assert results >= 4 * 32 * 4096
+
+
+def test_the_table_holds_every_way_against_masked_diffusion():
+    def row(method, seconds, loss, flops, std):
+        return {
+            "run": "a", "task": "draw", "batch": 16, "method": method, "model": "scenes",
+            "attention": "reference", "times_s": [seconds], "median_s": seconds,
+            "tokens": {"loss": loss, "padded": 2 * loss}, "flops": {"computed": flops},
+            "loss": {"mean": 2.0, "std": std}, "device": {"kind": "cpu"},
+        }  # fmt: skip
+
+    rows = [row("vanilla", 1.0, 100, 4e9, 0.2), row("step_causal", 0.5, 150, 2e9, 0.4)]
+    ours, theirs = table.training_table(rows).splitlines()[2:]
+    assert "| 3.00 x | 3.00 x | 0.200 |" in ours and "| 150 | 50 % |" in ours
+    assert "| 1.00 x | 1.00 x | 0.100 |" in theirs
