@@ -680,12 +680,11 @@ class Config:
                 "Train.stage='vq' trains the whole image tokenizer: it takes neither Lora.rank nor"
                 " Optimizer.groups."
             )
-<<<<<<< HEAD
         if self.data.source == "prepared" and not self.train.init_from:
             raise ConfigError(
                 "Data.source='prepared' takes the tokenizers that lie beside a model: name its"
                 " folder in train.init_from (a released one is converted with --mode=convert)."
-=======
+            )
         packing, parts = self.data.packing, self.train.microbatches
         if self.train.batch_size % (packing * parts):
             raise ConfigError(
@@ -698,7 +697,6 @@ class Config:
             raise ConfigError(
                 "Diffusion.corruption='released' fills rows up with end-of-text that is learned:"
                 " it takes neither Data.packing nor Data.length_buckets."
->>>>>>> 774d6504c1cfac3db2dc52f6972c74d5e337f32b
             )
 
 
