@@ -280,6 +280,23 @@ class VQ:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Lesson:
+    """The tasks of a part of a run, which begins where the lesson before it ends."""
+
+    until: int  # the batch behind its last one
+    tasks: dict[str, float]  # weights
+
+    def __post_init__(self):
+        _check_positive(self, "until")
+        _check(
+            self,
+            "tasks",
+            len(self.tasks) > 0 and all(weight > 0 for weight in self.tasks.values()),
+            "at least one task, every weight greater than 0",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Data:
     """Where examples come from and in which proportions."""
 
@@ -289,10 +306,9 @@ class Data:
     folder: str = "prepared"  # what `--mode=prepare` wrote, of source "prepared"
     # Weight of each task; a batch holds tasks of one shape group.
     tasks: dict[str, float] = dataclasses.field(default_factory=lambda: {"draw": 1.0})
-    # The first batches of a run are of these tasks alone. A small model learns to look things up in
-    # a picture from nothing else or not at all.
-    first_tasks: dict[str, float] = dataclasses.field(default_factory=dict)
-    first_batches: int = 0
+    # The first batches of a run are of other tasks, one lesson after another. A small model learns
+    # to look things up in a picture from nothing else or not at all.
+    lessons: dict[str, Lesson] = dataclasses.field(default_factory=dict)
     picture_codec: str = "scenes_g1"  # a folder of `assets/vq`, a path, or "grey" (digits)
     text_block_len: int = 8  # S: tokens decoded together in a text answer
     max_prompt_len: int = 96  # understanding tokens of the longest prompt, vision included
@@ -332,17 +348,9 @@ class Data:
             len(self.tasks) > 0 and all(weight > 0 for weight in self.tasks.values()),
             "at least one task, every weight greater than 0",
         )
+        ends = [lesson.until for lesson in self.lessons.values()]
         _check(
-            self,
-            "first_batches",
-            self.first_batches >= 0 and (self.first_batches == 0 or len(self.first_tasks) > 0),
-            "0, or a number of batches of `first_tasks`, which must then hold a task",
-        )
-        _check(
-            self,
-            "first_tasks",
-            all(weight > 0 for weight in self.first_tasks.values()),
-            "every weight greater than 0",
+            self, "lessons", len(set(ends)) == len(ends), "lessons that end at different batches"
         )
 
 
@@ -728,8 +736,10 @@ def _convert(schema: type, name: str, kind: Any, value: Any) -> Any:
     if isinstance(origin, types.UnionType):
         return value
     if origin is dict:
-        number = typing.get_args(kind)[1]
-        return {str(key): number(weight) for key, weight in dict(value).items()}
+        of = typing.get_args(kind)[1]
+        if dataclasses.is_dataclass(of):
+            return {str(key): _convert(schema, name, of, one) for key, one in dict(value).items()}
+        return {str(key): of(weight) for key, weight in dict(value).items()}
     if origin is tuple:
         return tuple(tuple(item) if isinstance(item, list | tuple) else item for item in value)
     if origin is float and isinstance(value, int) and not isinstance(value, bool):

@@ -105,25 +105,27 @@ class GroupedBatches:
 
     def dataset(self) -> grain.MapDataset:
         """Returns this process's rows of batch i at index i; a slice from step s resumes there."""
-        weights, first = self.settings.data.tasks, self.settings.data.first_batches
+        weights = self.settings.data.tasks
         batches = [
             grain.MapDataset.range(2**40).map(functools.partial(self.batch, group))
             for group in self.groups
         ]
         totals = [sum(weights[task] for task in members) for members in self.groups.values()]
         mixed = grain.MapDataset.mix(batches, weights=[t / sum(totals) for t in totals])
-        if not first:
-            return mixed
-        data = dataclasses.replace(
-            self.settings.data, tasks=self.settings.data.first_tasks, first_batches=0
-        )
-        before = GroupedBatches(
+        parts, begin = [], 0
+        for lesson in sorted(self.settings.data.lessons.values(), key=lambda one: one.until):
+            parts.append(self._of_lesson(lesson).dataset()[begin : lesson.until])
+            begin = lesson.until
+        return grain.MapDataset.concatenate([*parts, mixed]) if parts else mixed
+
+    def _of_lesson(self, lesson: config.Lesson) -> "GroupedBatches":
+        data = dataclasses.replace(self.settings.data, tasks=lesson.tasks, lessons={})
+        return GroupedBatches(
             dataclasses.replace(self.settings, data=data),
             self.encoder,
             process_index=self.process_index,
             process_count=self.process_count,
         )
-        return grain.MapDataset.concatenate([before.dataset()[:first], mixed])
 
     def batch(self, group: str, index: int) -> Corrupted:
         """Returns this process's rows of the batch number `index` of a group."""

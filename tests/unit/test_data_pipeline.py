@@ -251,18 +251,36 @@ def test_tasks_come_in_their_proportions():
     assert 200 * 5 / 7 == pytest.approx(boxes, abs=25)
 
 
-def test_the_first_batches_are_of_their_own_tasks():
-    first = {"first_tasks": {"point": 1.0}, "first_batches": 3}
-    batches = make_batches(data={"tasks": {"draw": 1.0}, **first}).dataset()
+def test_lessons_come_first_one_after_another():
+    lessons = {
+        "late": {"until": 3, "tasks": {"point": 1.0}},
+        "early": {"until": 2, "tasks": {"answer": 1.0}},
+    }
+    batches = make_batches(data={"tasks": {"draw": 1.0}, "lessons": lessons}).dataset()
     predicted = [batches[step].predicts for step in range(6)]
     assert predicted == ["understanding"] * 3 + ["generation"] * 3
+    early, late = (
+        make_batches(data={"tasks": {name: 1.0}}).dataset() for name in ("answer", "point")
+    )
+    stand_ins.assert_equal(batches[1], early[1])
+    stand_ins.assert_equal(batches[2], late[2])
+    alone = make_batches(data={"tasks": {"draw": 1.0}}).dataset()
+    stand_ins.assert_equal(batches[3], alone[0])
     resumed = batches[2:]
     stand_ins.assert_equal(resumed[0], batches[2])
     stand_ins.assert_equal(resumed[1], batches[3])
-    alone = make_batches(data={"tasks": {"draw": 1.0}}).dataset()
-    stand_ins.assert_equal(batches[3], alone[0])
-    with pytest.raises(config.ConfigError, match="first_batches=3 is out of range"):
-        config.Data(first_batches=3)
+
+
+def test_lessons_that_cannot_be_are_refused():
+    one = config.Lesson(until=3, tasks={"point": 1.0})
+    with pytest.raises(config.ConfigError, match="until=0 is out of range"):
+        config.Lesson(until=0, tasks={"point": 1.0})
+    with pytest.raises(config.ConfigError, match="at least one task"):
+        config.Lesson(until=3, tasks={})
+    with pytest.raises(config.ConfigError, match="end at different batches"):
+        config.Data(lessons={"one": one, "other": one})
+    with pytest.raises(config.ConfigError, match=r"no pointing\. It has: answer, arith"):
+        make_batches(data={"lessons": {"one": {"until": 1, "tasks": {"pointing": 1.0}}}}).dataset()
 
 
 def test_an_unknown_task_lists_the_known_ones():

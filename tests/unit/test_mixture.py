@@ -246,7 +246,9 @@ def test_codes_of_another_tokenizer_are_told(folder, tokenizer):
 
 
 def test_batches_that_do_not_divide_are_told(folder, tokenizer):
-    with pytest.raises(config.ConfigError, match=r"group change has 2 rows .* over 4 processes"):
+    with pytest.raises(
+        config.ConfigError, match=r"group change .* 2 examples do not divide over 4"
+    ):
         batches(folder, tokenizer, process=(0, 4))
 
 
@@ -290,5 +292,5 @@ def test_lengths_that_processes_would_choose_apart_are_refused(folder, tokenizer
     assert len(batches(folder, tokenizer, data=two).shapes["understand"].buckets) <= 2
     with pytest.raises(config.ConfigError, match="a length of its own"):
         batches(folder, tokenizer, data=two, process=(0, 2))
-    with pytest.raises(config.ConfigError, match=r"2 processes of data.packing=4"):
+    with pytest.raises(config.ConfigError, match=r"2 processes in rows of data.packing=4"):
         batches(folder, tokenizer, data={"packing": 4}, process=(0, 2))
