@@ -86,6 +86,10 @@ def _run(name: str, words: Sequence[str]) -> int:
         asked = _parser(name).parse_args(words)
     except SystemExit:  # --help
         return 0
+    if name in ("demo", "serve"):
+        from sparse_lavida_jax import hosting
+
+        return hosting.run(name, asked)
     from sparse_lavida_jax import commands  # takes seconds
 
     return commands.run(name, asked)
@@ -243,6 +247,22 @@ def _chat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("turns"), help="a folder")
 
 
+def _address(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--checkpoint", default=None,
+        help=f"a model folder, a run directory or a bundled model; by default {DEFAULT_MODEL}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="by default this machine alone reaches it"
+    )
+    parser.add_argument("--port", type=int, default=8000, help="0: any that is free")
+    parser.add_argument(
+        "--max-waiting", type=int, default=8, metavar="N", help="requests; more are refused"
+    )
+    parser.add_argument("--warmup", action="store_true", help="compile before the first request")
+    parser.add_argument("--debug", action="store_true", help="show where an error comes from")
+
+
 def _json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print it for programs")
     parser.add_argument("--debug", action="store_true", help="show where an error comes from")
@@ -300,6 +320,11 @@ COMMANDS = {
     ),
     "replay": Command(
         "draw a picture again, bit for bit", "replay out.png --out again.png", (_replay, _model)
+    ),
+    "demo": Command("serve a page to play with", "demo --port 8000", (_address,)),
+    "serve": Command(
+        "serve OpenAI-shaped endpoints: /v1/images/generations, ...", "serve --port 8000",
+        (_address,),
     ),
     "doctor": Command("say what is installed and what fits", "doctor", (_json,)),
 }  # fmt: skip

@@ -23,13 +23,14 @@ LEVELS = [
     {"diffusion", "losses", "sample", "parameters", "lora"},
     {"data", "optimizer", "metrics", "checkpoint", "runs", "pictures"},
     {"results", "codec", "convert", "sharding"},
-    {"drawings", "decoding"},
+    {"drawings", "decoding", "sampling_options"},
     {"engine"},
     {"pipeline"},
     {"evals"},
     {"report", "bench", "train_vq", "train"},
-    {"conversation", "doctor"},
-    {"main", "cli", "commands"},
+    {"conversation", "doctor", "serving"},
+    {"server", "demo"},
+    {"main", "cli", "commands", "hosting"},
 ]
 FOREIGN = {"torch", "tensorflow", "transformers", "diffusers", "pickle", "yaml"}
 MODULES_TAKEN_APART = re.compile(
