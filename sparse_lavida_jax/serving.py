@@ -214,7 +214,9 @@ class Service:
         for ticket in left:
             ticket.cancel()
         self._device.shutdown(wait=False, cancel_futures=True)
-        concurrent.futures.wait([ticket.future for ticket in left], CLOSE_SECONDS)
+        # Those that waited are cancelled, and nobody will say so to `wait`.
+        running = [ticket.future for ticket in left if not ticket.future.cancelled()]
+        concurrent.futures.wait(running, CLOSE_SECONDS)
 
     def picture(self, contents: bytes, name: str = "the picture") -> pictures.Picture:
         """Returns the pixels of an uploaded file.

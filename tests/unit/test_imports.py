@@ -28,7 +28,7 @@ LEVELS = [
     {"pipeline"},
     {"evals"},
     {"report", "bench", "train_vq", "train"},
-    {"conversation", "doctor", "serving"},
+    {"conversation", "doctor", "serving", "figures"},
     {"server", "demo"},
     {"main", "cli", "commands", "hosting"},
 ]

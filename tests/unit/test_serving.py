@@ -8,53 +8,18 @@ import threading
 
 import numpy as np
 import pytest
+import staged
 from PIL import Image
 
 from sparse_lavida_jax import cli, config, hosting, pictures, sampling_options, serving
 from sparse_lavida_jax.data.task_prompts import RequestError
 from sparse_lavida_jax.main import UsageError
-from sparse_lavida_jax.results import Result, Source
-from sparse_lavida_jax.serving import Cancelled, Limits, QueueFull, ServedModel, Service
-
-PATIENCE = 20  # seconds until a test gives up
-
-
-class Staged(ServedModel):
-    """Takes a step whenever it is let, and says what it was asked."""
-
-    settings = config.Config()
-
-    def __init__(self):
-        self.on_step = None
-        self.go = threading.Semaphore(0)
-        self.at_step = threading.Semaphore(0)
-        self.asked, self.together, self.most_together = [], 0, 0
-
-    def ask(self, shown, question, **more):
-        self.asked.append(question)
-        self.together += 1
-        self.most_together = max(self.most_together, self.together)
-        try:
-            for step in range(3):
-                self.on_step("text", step, 3)
-                self.at_step.release()
-                assert self.go.acquire(timeout=PATIENCE)
-            self.tokens = 7
-            if question == "wrong":
-                raise RequestError("no.")
-            if question == "broken":
-                raise ZeroDivisionError("x")
-        finally:
-            self.together -= 1
-        return Result("ask", (question,), (0,), config.Sampling(), Source(), {}, texts=("b",))
-
-    def run_free(self):
-        self.go.release(1000)
+from sparse_lavida_jax.serving import Cancelled, Limits, QueueFull, Service
 
 
 @pytest.fixture
 def service():
-    made = Service(Staged(), Limits(waiting=2, words=20, upload=400, images=2, new_tokens=9))
+    made = Service(staged.Staged(), Limits(waiting=2, words=20, upload=400, images=2, new_tokens=9))
     yield made
     made.pipe.run_free()
     made.close()
@@ -62,7 +27,7 @@ def service():
 
 def begun(service):
     """Waits until the running request is at a step."""
-    assert service.pipe.at_step.acquire(timeout=PATIENCE)
+    assert service.pipe.at_step.acquire(timeout=staged.PATIENCE)
 
 
 def test_requests_run_one_at_a_time_in_their_order(service):
@@ -72,7 +37,7 @@ def test_requests_run_one_at_a_time_in_their_order(service):
     assert [ticket.ahead for ticket in tickets] == [0, 1, 2]
     assert [ticket.began is None for ticket in tickets] == [False, True, True]
     service.pipe.run_free()
-    assert [ticket.future.result(PATIENCE).text for ticket in tickets] == ["b"] * 3
+    assert [ticket.future.result(staged.PATIENCE).text for ticket in tickets] == ["b"] * 3
     assert service.pipe.asked == ["a", "b", "c"]
     assert service.pipe.most_together == 1
     assert [ticket.tokens for ticket in tickets] == [7, 7, 7]
@@ -88,7 +53,7 @@ def test_a_full_queue_refuses_and_takes_again(service):
     kept[2].cancel()
     service.submit("ask", "e")
     service.pipe.run_free()
-    assert kept[1].future.result(PATIENCE).text == "b"
+    assert kept[1].future.result(staged.PATIENCE).text == "b"
 
 
 def test_leaving_frees_the_device_at_the_next_segment(service):
@@ -98,11 +63,11 @@ def test_leaving_frees_the_device_at_the_next_segment(service):
     assert not left.future.done()  # a segment is not broken off
     service.pipe.go.release()
     with pytest.raises(Cancelled, match="left after 1 of 3 steps of the text"):
-        left.future.result(PATIENCE)
+        left.future.result(staged.PATIENCE)
     begun(service)
     assert service.pipe.asked == ["left", "after"]
     service.pipe.run_free()
-    assert after.future.result(PATIENCE).text == "b"
+    assert after.future.result(staged.PATIENCE).text == "b"
     assert service.counts == {("ask", "cancelled"): 1, ("ask", "done"): 1}
 
 
@@ -118,9 +83,9 @@ def test_a_request_that_waits_leaves_at_once(service):
 def test_errors_reach_who_asked_and_no_other(service):
     service.pipe.run_free()
     tickets = [service.submit("ask", words) for words in ("wrong", "broken", "a")]
-    assert isinstance(tickets[0].future.exception(PATIENCE), RequestError)
-    assert isinstance(tickets[1].future.exception(PATIENCE), ZeroDivisionError)
-    assert tickets[2].future.result(PATIENCE).text == "b"
+    assert isinstance(tickets[0].future.exception(staged.PATIENCE), RequestError)
+    assert isinstance(tickets[1].future.exception(staged.PATIENCE), ZeroDivisionError)
+    assert tickets[2].future.result(staged.PATIENCE).text == "b"
     assert {outcome for _, outcome in service.counts} == {"refused", "failed", "done"}
     assert service.pipe.on_step is None
 
@@ -131,9 +96,9 @@ def test_closing_leaves_what_runs_and_what_waits(service):
     closing = threading.Thread(target=service.close)
     closing.start()
     service.pipe.run_free()
-    closing.join(PATIENCE)
+    closing.join(staged.PATIENCE)
     assert not closing.is_alive()
-    assert isinstance(tickets[0].future.exception(PATIENCE), Cancelled)
+    assert isinstance(tickets[0].future.exception(staged.PATIENCE), Cancelled)
     assert tickets[1].future.cancelled()
 
 
