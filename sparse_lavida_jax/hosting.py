@@ -63,7 +63,7 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family)
     except socket.gaierror as error:
         raise UsageError(
-            f"--host={host} is no address of this machine: {error.strerror}."
+            f"--host={host} is not known: {error.strerror}."
         ) from error
     except OSError as error:
         reasons = {
