@@ -17,7 +17,7 @@ import pathlib
 import sys
 from collections.abc import Callable, Sequence
 
-from sparse_lavida_jax import checkpoint, config
+from sparse_lavida_jax import __version__, checkpoint, config
 from sparse_lavida_jax import main as full
 from sparse_lavida_jax.data.task_prompts import RequestError
 from sparse_lavida_jax.main import DEFAULT_MODEL, UsageError
@@ -28,6 +28,7 @@ MODES = {"train": ["config"], "evaluate": ["checkpoint"]} | {
     mode: list(folders) for mode, folders in full.FOLDERS.items()
 }
 MISTAKE, FAILURE, STOPPED = 2, 1, 130
+NO_DEVICE = ("Unable to initialize backend", "Unknown backend")  # what jax says then
 MISTAKES = (
     UsageError, RequestError, PictureError, config.ConfigError, checkpoint.CheckpointError,
 )  # fmt: skip
@@ -56,6 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_overview())
         return 0
     name, *rest = words
+    if name == "--version":
+        print(__version__)
+        return 0
     if name in MODES:
         return full.main([program, *_mode_words(name, rest)])
     if name not in COMMANDS:
@@ -77,6 +81,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # ours to mend, yet no page of traceback for a person
         if "RESOURCE_EXHAUSTED" in str(error):
             return _told("the device has not enough memory: lower --batch-size.", FAILURE)
+        if any(part in str(error) for part in NO_DEVICE):
+            return _told(
+                f"jax cannot use the device that was asked for: {error} JAX_PLATFORMS=cpu takes the"
+                " CPU; `sparse-lavida doctor` says which devices there are.",
+                FAILURE,
+            )
         said = f"{type(error).__name__}: {error}"
         return _told(f"an error of the program: {said} Run it with --debug to see where.", FAILURE)
 

@@ -41,9 +41,11 @@ class StepCost:
         return self.prompt + self.newest + self.decode + self.rest + self.registers
 
 
-COLOURS = {
-    "prompt": PROMPT, "newest": CLEAN, "decode": MASKED, "rest": (170, 170, 176),
-    "registers": (204, 121, 167),
+# Colour and name of each part of a cost.
+PARTS = {
+    "prompt": (PROMPT, "prompt"), "newest": (CLEAN, "decoded before"),
+    "decode": (MASKED, "decoded now"), "rest": ((170, 170, 176), "other masks"),
+    "registers": ((204, 121, 167), "registers"),
 }  # fmt: skip
 
 
@@ -138,18 +140,19 @@ def cost_bars(runs: dict[str, Sequence[StepCost]], width: int = 620) -> Image.Im
         pen.text((MARGIN, floor - height - 4), f"{name}: {whole} tokens", INK, font, "ls")
         for i, step in enumerate(steps):
             x, y = MARGIN + i * room, float(floor)
-            for part, colour in COLOURS.items():
-                tall = getattr(step, part) / most * (height - 20)
-                pen.rectangle((x, y - tall, x + room - 3, y), fill=colour)
-                y -= tall
+            for part, (colour, _) in PARTS.items():
+                if tall := getattr(step, part) / most * (height - 20):
+                    pen.rectangle((x, y - tall, x + room - 3, y), fill=colour)
+                    y -= tall
             pen.text((x + room / 2, y - 2), str(step.total), INK, font, "ms")
         pen.line((MARGIN, floor + 1, width - MARGIN, floor + 1), INK)
-        pen.text((MARGIN, floor + 4), "step by step", INK, font)
+        first = "prompt, then step by step" if steps[0].decode == 0 else "step by step"
+        pen.text((MARGIN, floor + 4), first, INK, font)
     x = MARGIN
-    for part, colour in COLOURS.items():
+    for colour, meaning in PARTS.values():
         pen.rectangle((x, image.height - 20, x + 10, image.height - 10), fill=colour)
-        pen.text((x + 14, image.height - 22), part, INK, font)
-        x += 24 + int(font.getlength(part)) + 12
+        pen.text((x + 14, image.height - 22), meaning, INK, font)
+        x += 24 + int(font.getlength(meaning)) + 12
     return image
 
 

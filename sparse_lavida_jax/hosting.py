@@ -62,9 +62,7 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family)
     except socket.gaierror as error:
-        raise UsageError(
-            f"--host={host} is not known: {error.strerror}."
-        ) from error
+        raise UsageError(f"--host={host} is not known: {error.strerror}.") from error
     except OSError as error:
         reasons = {
             errno.EADDRINUSE: "another program has it: choose another with --port, or 0 for any",

@@ -31,6 +31,7 @@ LEVELS = [
     {"conversation", "doctor", "serving", "figures"},
     {"server", "demo"},
     {"main", "cli", "commands", "hosting"},
+    {"__main__"},
 ]
 FOREIGN = {"torch", "tensorflow", "transformers", "diffusers", "pickle", "yaml"}
 MODULES_TAKEN_APART = re.compile(
