@@ -11,7 +11,7 @@ import sys
 from sparse_lavida_jax.main import DEFAULT_MODEL, UsageError
 from sparse_lavida_jax.serving import Limits, ServedModel, Service
 
-PACKAGES = {"serve": ("fastapi", "uvicorn", "multipart", "prometheus_client")}
+PACKAGES = {"serve": ("fastapi", "uvicorn", "python_multipart", "prometheus_client")}
 PACKAGES["demo"] = (*PACKAGES["serve"], "gradio")
 CLOSE_SECONDS = 5  # that open connections have to end
 
