@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page in a headless Chromium on loopback: draw, paint a mask, ask, and a broken upload."""
 
+import dataclasses
 import os
 import pathlib
 import shutil
@@ -28,7 +29,8 @@ PASSED = "tokens through the network"
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
     folder = stand_ins.model_of_every_task(tmp_path_factory.mktemp("demo") / "tiny")
-    return Service(ServedModel.from_pretrained(folder))
+    pipe = ServedModel.from_pretrained(folder)
+    return Service(pipe.with_sampling(dataclasses.replace(pipe.settings.sampling, plan=False)))
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +93,6 @@ def test_a_picture_is_drawn(page, service):
     drawn = tab.locator(".picture img")
     assert drawn.evaluate("image => [image.naturalWidth, image.naturalHeight]") == [96, 96]
     assert service.counts["generate", "done"] >= 1
-    assert tab.get_by_label("Said about it").input_value().strip()
 
 
 def test_a_mask_is_painted_and_drawn_anew(page, shown, service, monkeypatch):

@@ -82,9 +82,7 @@ def test_extras_name_packages_that_are_said_where_they_are_needed():
     extras = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
-    named = {
-        word.split(">")[0].replace("python-", "").replace("-", "_") for word in extras["serve"]
-    }
+    named = {word.split(">")[0].replace("-", "_") for word in extras["serve"]}
     assert set(hosting.PACKAGES["serve"]) <= named
     assert extras["demo"][0] == "sparse-lavida-jax[serve]"
     assert {"serve", "demo", "colabs"} <= set(extras)

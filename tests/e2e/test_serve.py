@@ -2,6 +2,7 @@
 """OpenAI's own client draws, edits and asks on loopback; what is refused is a sentence."""
 
 import base64
+import dataclasses
 import io
 import threading
 import time
@@ -32,7 +33,9 @@ QUICK = {"steps": 2, "seed": 3}
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
     folder = stand_ins.model_of_every_task(tmp_path_factory.mktemp("serve") / "tiny")
-    return Service(ServedModel.from_pretrained(folder), Limits(upload=200_000))
+    pipe = ServedModel.from_pretrained(folder)
+    pipe = pipe.with_sampling(dataclasses.replace(pipe.settings.sampling, plan=False))
+    return Service(pipe, Limits(upload=200_000))
 
 
 @pytest.fixture(scope="module")
