@@ -356,7 +356,7 @@ async def _paint(
     """Yields picture, note and what was said of it, as they come."""
     steps, guidance, registers, sampler, seed = options
     settings = _settings(
-        service, seed, draws=True, steps=int(steps), guidance=guidance,
+        service, seed, draws=True, steps=int(steps), guidance=float(guidance),
         registers=(int(registers), -1), sampler=_preset(sampler),
     )  # fmt: skip
     follows = _follow(service, task, words, given, preview=True, **settings, **more)

@@ -104,16 +104,16 @@ def test_a_mask_is_painted_and_drawn_anew(page, shown, service, monkeypatch):
     )  # fmt: skip
     tab = opened(page, "Inpaint")
     tab.locator("input[type=file]").first.set_input_files(shown)
+    tab.get_by_text("Upload an image").wait_for(state="hidden")
+    tab.get_by_role("button", name="Brush").click()
     canvas = tab.locator("canvas").first
-    canvas.wait_for()
-    page.wait_for_timeout(1500)  # the picture is put on the canvas by a script
     box = canvas.bounding_box()
     x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
     page.mouse.move(x, y)
     page.mouse.down()
     page.mouse.move(x + 20, y + 20, steps=5)
     page.mouse.up()
-    page.wait_for_timeout(1500)
+    page.wait_for_timeout(1500)  # the layers are sent to the server behind the stroke
     tab.get_by_label("What the whole picture shows").fill("two blue squares")
     tab.get_by_role("button", name="Inpaint", exact=True).click()
     tab.get_by_text(PASSED).wait_for()
