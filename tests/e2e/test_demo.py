@@ -105,7 +105,7 @@ def test_a_mask_is_painted_and_drawn_anew(page, shown, service, monkeypatch):
     tab = opened(page, "Inpaint")
     tab.locator("input[type=file]").first.set_input_files(shown)
     tab.get_by_text("Upload an image").wait_for(state="hidden")
-    tab.get_by_role("button", name="Brush").click()
+    tab.get_by_role("button", name="Brush", exact=True).click()
     canvas = tab.locator("canvas").first
     box = canvas.bounding_box()
     x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2

@@ -4,6 +4,11 @@
 import base64
 import dataclasses
 import io
+import os
+import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -150,6 +155,33 @@ def test_only_its_own_names_are_answered_to(address):
     assert httpx.get(f"{address}/healthz").json()["status"] == "ok"
     reply = httpx.get(f"{address}/healthz", headers={"host": "rebound.example"})
     assert reply.status_code == 400
+
+
+def test_the_command_serves_until_it_is_interrupted(tmp_path):
+    folder = stand_ins.model_of_every_task(tmp_path / "tiny")
+    words = [sys.executable, "-m", "sparse_lavida_jax", "serve", "--port=0"]
+    process = subprocess.Popen(
+        [*words, f"--checkpoint={folder}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    try:
+        told = process.stdout.readline()
+        address = re.search(r"http://127\.0\.0\.1:\d+", told).group()
+        until(lambda: _answers(f"{address}/healthz"))
+        assert httpx.get(f"{address}/v1/models").json()["data"][0]["id"] == "tiny"
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=staged.PATIENCE)[1]
+    finally:
+        process.kill()
+    assert process.returncode in (0, 130)
+    assert "Traceback" not in said
+
+
+def _answers(address):
+    try:
+        return httpx.get(address).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 # ---------------------------------------------------------------------------------------------
