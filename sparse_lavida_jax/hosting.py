@@ -11,8 +11,8 @@ import sys
 from sparse_lavida_jax.main import DEFAULT_MODEL, UsageError
 from sparse_lavida_jax.serving import Limits, ServedModel, Service
 
-PACKAGES = {"serve": ("fastapi", "uvicorn", "python_multipart", "prometheus_client")}
-PACKAGES["demo"] = (*PACKAGES["serve"], "gradio")
+_SERVING = ("fastapi", "uvicorn", "python_multipart", "prometheus_client")
+PACKAGES: dict[str, tuple[str, ...]] = {"serve": _SERVING, "demo": (*_SERVING, "gradio")}
 CLOSE_SECONDS = 5  # that open connections have to end
 
 

@@ -310,15 +310,18 @@ def _question(messages: list[dict[str, Any]], service: Service) -> tuple[str, An
             "the model answers one question at a time, without instructions of a system: send one"
             ' message with the role "user".'
         )
-    content = messages[0].get("content")
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+    content: Any = messages[0].get("content")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+        raise RequestError("the content of a message must be a text, or a list of parts.")
     words, uris = [], []
     for part in parts:
         kind = part.get("type")
         if kind == "text":
             words.append(str(part.get("text", "")))
         elif kind == "image_url":
-            uris.append(str((part.get("image_url") or {}).get("url", "")))
+            named = part.get("image_url")
+            uris.append(str(named.get("url", "") if isinstance(named, dict) else named))
         else:
             raise RequestError(f"a part of type {kind!r} is not known: text or image_url.")
     if len(uris) > 1:

@@ -128,6 +128,8 @@ REFUSED = [
     (400, "images/edits", {"prompt": "a"}, "send one file named image"),
     (400, "chat/completions", user(PICTURE_THERE), "is not fetched: send the picture itself"),
     (400, "chat/completions", user({"type": "audio"}), "a part of type 'audio' is not known"),
+    (400, "chat/completions", user("a"), "must be a text, or a list of parts"),
+    (400, "chat/completions", user({"type": "image_url", "image_url": "a.png"}), "is not fetched"),
     (400, "chat/completions", {"messages": []}, "one question at a time"),
     (400, "chat/completions", {**user(), "stream": True}, "leave n and stream out"),
 ]
