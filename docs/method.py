@@ -12,7 +12,7 @@ import sys
 import numpy as np
 from PIL import Image
 
-from sparse_lavida_jax import SparseLaViDa, checkpoint, config, figures, report
+from sparse_lavida_jax import SparseLaViDa, checkpoint, config, figures
 from sparse_lavida_jax.layout import make_layout
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -62,8 +62,8 @@ def unmasking() -> Image.Image:
                 pipe.preview(progress.after(block)[0]) for block in progress.blocks
             ),
         )
-        rows.append(report.Tile(np.asarray(figures.strip(frames)), preset))
-    return Image.fromarray(np.concatenate([row.pixels for row in rows]))
+        rows.append(np.asarray(figures.strip(frames)))
+    return Image.fromarray(np.concatenate(rows))
 
 
 if __name__ == "__main__":
