@@ -29,6 +29,7 @@ MOST_GUIDANCE = 8.0
 STYLE = ".picture img {object-fit: contain; image-rendering: pixelated; width: 100%; height: 100%}"
 FONTS = ["system-ui", "sans-serif"]  # gradio's own would be fetched from elsewhere
 BRUSH = "#ff40c0"
+BUTTONS: list[Any] = ["download", "fullscreen"]  # without the one that shares with a web site
 
 Notes = tuple[Any, ...]  # values of a tab's outputs
 
@@ -138,6 +139,7 @@ def _inpaint(service: Service, shown: list[gr.Image], drawn: list[gr.Image]) -> 
                 transforms=[],
                 height=HEIGHT + 80,
                 format="png",
+                buttons=BUTTONS,
             )
             words = gr.Textbox(label="What the whole picture shows")
             options = _drawing_options(service)
@@ -271,7 +273,11 @@ TABS: tuple[tuple[str, str, Callable[..., None]], ...] = (
 def _picture(service: Service, shown: list[gr.Image]) -> gr.Image:
     """A place for a picture; what is no picture is refused as soon as it is there."""
     given = gr.Image(
-        label="Picture", sources=["upload", "clipboard"], height=HEIGHT, elem_classes="picture"
+        label="Picture",
+        sources=["upload", "clipboard"],
+        height=HEIGHT,
+        elem_classes="picture",
+        buttons=BUTTONS,
     )
 
     def read(payload: Any) -> pictures.Picture | None:
@@ -336,8 +342,9 @@ def _buttons(label: str) -> tuple[gr.Button, gr.Button]:
 def _drawn() -> tuple[gr.Image, gr.Markdown, gr.Textbox]:
     with gr.Column():
         picture = gr.Image(
-            label="Picture", height=HEIGHT, format="png", interactive=False, elem_classes="picture"
-        )
+            label="Picture", height=HEIGHT, format="png", interactive=False,
+            elem_classes="picture", buttons=BUTTONS,
+        )  # fmt: skip
         return picture, gr.Markdown(), gr.Textbox(label="Said about it: layout or verdict")
 
 
