@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sparse-LaViDa in JAX: one masked diffusion model that draws, edits, answers and points."""
 
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -8,6 +9,27 @@ if TYPE_CHECKING:
     from sparse_lavida_jax.pipeline import SparseLaViDa as SparseLaViDa
 
 __version__ = "0.1.0"
+
+OLDEST_JAX = (0, 10, 2)
+
+
+def _check_jax() -> None:
+    """Refuses a jax that is too old, which notebooks that bring their own may have."""
+    needed = ".".join(map(str, OLDEST_JAX))
+    try:
+        found = importlib.metadata.version("jax")
+    except importlib.metadata.PackageNotFoundError:
+        found = ""
+    numbers = tuple(int(part) for part in found.split(".")[:3] if part.isdecimal())
+    if numbers < OLDEST_JAX:
+        raise ImportError(
+            f"sparse_lavida_jax needs jax {needed} or later, and"
+            f" {f'this is jax {found}' if found else 'there is none'}:"
+            f" pip install -U 'jax>={needed}' (jax[cuda13] for a GPU, jax[tpu] for a TPU)."
+        )
+
+
+_check_jax()
 
 
 def __getattr__(name: str) -> Any:

@@ -17,7 +17,7 @@ import pathlib
 import sys
 from collections.abc import Callable, Sequence
 
-from sparse_lavida_jax import checkpoint, config
+from sparse_lavida_jax import __version__, checkpoint, config
 from sparse_lavida_jax import main as full
 from sparse_lavida_jax.data.task_prompts import RequestError
 from sparse_lavida_jax.main import DEFAULT_MODEL, UsageError
@@ -28,6 +28,7 @@ MODES = {"train": ["config"], "evaluate": ["checkpoint"]} | {
     mode: list(folders) for mode, folders in full.FOLDERS.items()
 }
 MISTAKE, FAILURE, STOPPED = 2, 1, 130
+NO_DEVICE = ("Unable to initialize backend", "Unknown backend")  # what jax says then
 MISTAKES = (
     UsageError, RequestError, PictureError, config.ConfigError, checkpoint.CheckpointError,
 )  # fmt: skip
@@ -56,6 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_overview())
         return 0
     name, *rest = words
+    if name == "--version":
+        print(__version__)
+        return 0
     if name in MODES:
         return full.main([program, *_mode_words(name, rest)])
     if name not in COMMANDS:
@@ -77,6 +81,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # ours to mend, yet no page of traceback for a person
         if "RESOURCE_EXHAUSTED" in str(error):
             return _told("the device has not enough memory: lower --batch-size.", FAILURE)
+        if any(part in str(error) for part in NO_DEVICE):
+            return _told(
+                f"jax cannot use the device that was asked for: {error} JAX_PLATFORMS=cpu takes the"
+                " CPU; `sparse-lavida doctor` says which devices there are.",
+                FAILURE,
+            )
         said = f"{type(error).__name__}: {error}"
         return _told(f"an error of the program: {said} Run it with --debug to see where.", FAILURE)
 
@@ -86,6 +96,10 @@ def _run(name: str, words: Sequence[str]) -> int:
         asked = _parser(name).parse_args(words)
     except SystemExit:  # --help
         return 0
+    if name in ("demo", "serve"):
+        from sparse_lavida_jax import hosting
+
+        return hosting.run(name, asked)
     from sparse_lavida_jax import commands  # takes seconds
 
     return commands.run(name, asked)
@@ -243,6 +257,22 @@ def _chat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("turns"), help="a folder")
 
 
+def _address(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--checkpoint", default=None,
+        help=f"a model folder, a run directory or a bundled model; by default {DEFAULT_MODEL}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="by default this machine alone reaches it"
+    )
+    parser.add_argument("--port", type=int, default=8000, help="0: any that is free")
+    parser.add_argument(
+        "--max-waiting", type=int, default=8, metavar="N", help="requests; more are refused"
+    )
+    parser.add_argument("--warmup", action="store_true", help="compile before the first request")
+    parser.add_argument("--debug", action="store_true", help="show where an error comes from")
+
+
 def _json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print it for programs")
     parser.add_argument("--debug", action="store_true", help="show where an error comes from")
@@ -300,6 +330,11 @@ COMMANDS = {
     ),
     "replay": Command(
         "draw a picture again, bit for bit", "replay out.png --out again.png", (_replay, _model)
+    ),
+    "demo": Command("serve a page to play with", "demo --port 8000", (_address,)),
+    "serve": Command(
+        "serve OpenAI-shaped endpoints: /v1/images/generations, ...", "serve --port 8000",
+        (_address,),
     ),
     "doctor": Command("say what is installed and what fits", "doctor", (_json,)),
 }  # fmt: skip

@@ -15,8 +15,8 @@ import jax
 import rich.console
 import rich.progress
 
-from sparse_lavida_jax import config, doctor, pictures
-from sparse_lavida_jax.conversation import Conversation
+from sparse_lavida_jax import config, doctor, pictures, sampling_options
+from sparse_lavida_jax.conversation import DRAWING, Conversation
 from sparse_lavida_jax.data.task_prompts import RequestError, check_words
 from sparse_lavida_jax.main import DEFAULT_MODEL, UsageError
 from sparse_lavida_jax.pipeline import SparseLaViDa
@@ -150,25 +150,10 @@ def _load(asked: argparse.Namespace, name: str) -> SparseLaViDa:
 
 def _sampling(name: str, asked: argparse.Namespace, pipe: SparseLaViDa) -> config.Sampling:
     """Returns the checkpoint's sampling settings with those of the command line put in."""
-    changes: dict[str, Any] = {}
-    draws = name in ("generate", "edit", "inpaint", "outpaint", "reflect", "chat")
-    if asked.steps is not None:
-        steps = {"num_steps": asked.steps} if draws else {"text_steps": asked.steps}
-        changes |= steps if draws else {**steps, "text_step_ratio": 0.0}
-    if asked.temperature is not None:
-        changes["temperature" if draws else "text_temperature"] = asked.temperature
-    if asked.sampler is not None:
-        changes["preset" if draws or asked.sampler in config.PRESETS else "text_preset"] = (
-            asked.sampler
-        )
-        if not draws and asked.sampler in config.PRESETS:
-            changes["text_preset"] = ""
-    if asked.registers is not None:
-        changes |= dict(zip(("registers", "registers_end"), asked.registers, strict=True))
-    for option, field in (("guidance", "guidance"), ("order", "order")):
-        if getattr(asked, option, None) is not None:
-            changes[field] = getattr(asked, option)
-    sampling = dataclasses.replace(pipe.settings.sampling, **changes)
+    draws = name in (*DRAWING, "chat")
+    options = ("steps", "temperature", "sampler", "registers", "guidance", "order")
+    given = {option: getattr(asked, option, None) for option in options}
+    sampling = sampling_options.changed(pipe.settings.sampling, draws=draws, **given)
     model = pipe.settings.model
     if model.trained_attention == "full" and sampling.preset not in ("", "dense"):
         print(

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, UInt8
-from PIL import Image, ImageDraw, ImageOps, PngImagePlugin
+from PIL import Image, ImageDraw, ImageOps, PngImagePlugin, UnidentifiedImageError
 
 Picture = UInt8[np.ndarray, "_h _w 3"]  # each of its own size
 Box = tuple[int | float, int | float, int | float, int | float]  # x1, y1, x2, y2 in pixels
@@ -111,6 +111,10 @@ def _opened(file: pathlib.Path | io.BytesIO, name: str = "") -> Iterator[Image.I
     except Image.DecompressionBombError:
         raise PictureError(
             f"{path} has more than {MOST_PIXELS} pixels, the most that is read: make it smaller."
+        ) from None
+    except UnidentifiedImageError:
+        raise PictureError(
+            f"{path} is no picture that can be read: neither {' nor '.join(FORMATS)}, or damaged."
         ) from None
     # Damaged files make Pillow raise these three.
     except (OSError, SyntaxError, EOFError) as error:

@@ -10,12 +10,13 @@ import jax
 import numpy as np
 import tiny
 
-from sparse_lavida_jax import config, train
+from sparse_lavida_jax import checkpoint, config, train
 from sparse_lavida_jax import pipeline as pipelines
 from sparse_lavida_jax.data import pipeline, scenes, tasks
 from sparse_lavida_jax.data.examples import Encoder
 from sparse_lavida_jax.data.scene_prompts import ScenePrompts
-from sparse_lavida_jax.data.text import Tokenizer
+from sparse_lavida_jax.data.text import SHIPPED, Tokenizer
+from sparse_lavida_jax.models import vq
 
 VISION = config.Vision(
     image_size=48, patch_size=16, width=16, num_layers=1, num_heads=2, mlp_hidden=24, pool=1
@@ -69,6 +70,21 @@ def settings(**sections) -> config.Config:
         changed = isinstance(values.get(name), dict) and isinstance(changes, dict)
         values[name] = values[name] | changes if changed else changes
     return config.build(config.Config, values)
+
+
+def model_of_every_task(folder: pathlib.Path) -> pathlib.Path:
+    """Writes a model folder, with arbitrary weights, that says it was trained on every task."""
+    every_task = dict.fromkeys((*tasks.TASKS, "fill_plan"), 1.0)
+    given = settings(data={"tasks": every_task, "max_answer_len": 16})
+    checkpoint.save_model(
+        folder,
+        tiny.denoiser(given.model),
+        given,
+        tokenizer_path=SHIPPED,
+        vq_folder=vq.find("scenes_g1"),
+        readme="",
+    )
+    return folder
 
 
 def command_line(folder: pathlib.Path, given: config.Config) -> list[str]:

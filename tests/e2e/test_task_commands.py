@@ -9,13 +9,10 @@ import sys
 import numpy as np
 import pytest
 import stand_ins
-import tiny
 from PIL import Image
 
-from sparse_lavida_jax import checkpoint, cli, decoding, main, pictures
+from sparse_lavida_jax import cli, decoding, main, pictures
 from sparse_lavida_jax.data import grammar, scenes, tasks
-from sparse_lavida_jax.data.text import SHIPPED
-from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.pipeline import SparseLaViDa
 
 PROMPT = "a red circle above a blue square"
@@ -25,17 +22,7 @@ ALL_TASKS = dict.fromkeys((*tasks.TASKS, "fill_plan"), 1.0)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A model folder that says it was trained on every task."""
-    given = stand_ins.settings(data={"tasks": ALL_TASKS, "max_answer_len": 16})
-    folder = tmp_path_factory.mktemp("tasks") / "model"
-    checkpoint.save_model(
-        folder,
-        tiny.denoiser(given.model),
-        given,
-        tokenizer_path=SHIPPED,
-        vq_folder=vq.find("scenes_g1"),
-        readme="",
-    )
-    return folder
+    return stand_ins.model_of_every_task(tmp_path_factory.mktemp("tasks") / "model")
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 """Command lines are read, and what is wrong with one is said in a sentence. No model is loaded."""
 
 import functools
+import importlib.metadata
 import io
 import json
 import shlex
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import rich.console
 
+import sparse_lavida_jax
 from sparse_lavida_jax import cli, commands, config, doctor, pictures
 from sparse_lavida_jax.data.task_prompts import TASKS
 from sparse_lavida_jax.main import UsageError
@@ -110,6 +112,39 @@ def test_the_overview_lists_all_commands(capsys):
 )
 def test_a_command_line_with_a_mistake_is_told(asked, capsys, words, part):
     assert part in complaint(capsys, *words)
+
+
+def test_the_version_is_told(capsys):
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"{sparse_lavida_jax.__version__}\n"
+
+
+def test_a_device_that_is_not_there_is_told_with_what_to_do(monkeypatch, capsys):
+    def missing(*_):
+        raise RuntimeError("Unable to initialize backend 'cuda': no such platform.")
+
+    monkeypatch.setattr(commands, "run", missing)
+    said = complaint(capsys, "doctor", code=1)
+    assert "jax cannot use the device that was asked for: Unable to initialize backend" in said
+    assert "JAX_PLATFORMS=cpu takes the CPU" in said
+
+
+@pytest.mark.parametrize(("found", "told"), [("0.4.30", "this is jax 0.4.30"), (None, "is none")])
+def test_an_old_jax_is_told_with_what_to_install(monkeypatch, found, told):
+    def version(_):
+        if found is None:
+            raise importlib.metadata.PackageNotFoundError
+        return found
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(ImportError, match=f"{told}: pip install -U 'jax>=0.10.2'"):
+        sparse_lavida_jax._check_jax()
+
+
+@pytest.mark.parametrize("found", ["0.10.2", "0.11.0.dev20260101", "1.0"])
+def test_a_new_jax_is_fine(monkeypatch, found):
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: found)
+    sparse_lavida_jax._check_jax()
 
 
 def test_options_become_settings(asked, capsys):
@@ -240,8 +275,6 @@ def test_results_are_saved_with_what_drew_them(tmp_path):
 def test_the_package_is_light_until_it_is_used():
     code = "import sys, sparse_lavida_jax; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
-    import sparse_lavida_jax
-
     assert sparse_lavida_jax.SparseLaViDa is SparseLaViDa
     with pytest.raises(AttributeError, match="no attribute 'SparseLavida'"):
         sparse_lavida_jax.SparseLavida  # noqa: B018

@@ -23,13 +23,15 @@ LEVELS = [
     {"diffusion", "losses", "sample", "parameters", "lora", "processes", "flops"},
     {"data", "optimizer", "metrics", "checkpoint", "runs", "pictures"},
     {"results", "codec", "convert", "sharding", "train_step"},
-    {"drawings", "decoding"},
+    {"drawings", "decoding", "sampling_options"},
     {"engine"},
     {"pipeline"},
     {"evals"},
     {"report", "bench", "train_vq", "train", "sources"},
-    {"conversation", "doctor"},
-    {"main", "cli", "commands"},
+    {"conversation", "doctor", "serving", "figures"},
+    {"server", "demo"},
+    {"main", "cli", "commands", "hosting"},
+    {"__main__"},
 ]
 FOREIGN = {"torch", "tensorflow", "transformers", "diffusers", "pickle", "yaml"}
 MODULES_TAKEN_APART = re.compile(

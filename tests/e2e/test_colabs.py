@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The notebooks run from the first cell to the last, and are committed clean."""
+
+import ast
+import json
+import os
+import pathlib
+import re
+
+import pytest
+
+COLABS = pathlib.Path(__file__).parents[2] / "colabs"
+NAMES = sorted(path.stem for path in COLABS.glob("*.ipynb"))
+QUICK = ("convert_lavida_o", "how_it_works")
+SECONDS = 300  # until a cell is given up
+
+
+def cells(name, kind):
+    book = json.loads((COLABS / f"{name}.ipynb").read_text())
+    return [cell for cell in book["cells"] if cell["cell_type"] == kind]
+
+
+def sources(name, kind="code"):
+    return ["".join(cell["source"]) for cell in cells(name, kind)]
+
+
+def test_there_are_six():
+    assert NAMES == [
+        "ask_ground_infill", "convert_lavida_o", "edit_and_inpaint", "generate_image",
+        "how_it_works", "train_small",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_notebook_is_clean_and_short(name):
+    for cell in cells(name, "code"):
+        assert cell["outputs"] == []
+        assert cell["execution_count"] is None
+    text = "\n".join(sources(name) + sources(name, "markdown"))
+    assert not re.search(r"/(home|root|tmp|work|Users)/", text)
+    assert len(sources(name)) < 40
+    assert "SPARSE_LAVIDA_SMALL=1" in sources(name, "markdown")[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_colab_is_installed_on(name):
+    first, *rest = sources(name)
+    assert first == sources(NAMES[0])[0]
+    before, _, after = first.partition('if "google.colab" in sys.modules')
+    assert "%pip" not in before
+    assert all(line.startswith("    ") for line in after.splitlines()[1:])
+    for source in rest:
+        tree = ast.parse(source)  # no magic, so plain Python
+        assert not any(isinstance(node, ast.FunctionDef) for node in ast.walk(tree))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_notebook_runs(name, tmp_path, monkeypatch):
+    why = "pip install 'sparse-lavida-jax[colabs]' to run the notebooks"
+    nbclient = pytest.importorskip("nbclient", reason=why)
+    nbformat = pytest.importorskip("nbformat", reason=why)
+    pytest.importorskip("ipykernel", reason=why)
+    if name not in QUICK and os.environ.get("SPARSE_LAVIDA_ALL_COLABS") != "1":
+        pytest.skip("takes up to half a minute: set SPARSE_LAVIDA_ALL_COLABS=1")
+    for key, value in {
+        "SPARSE_LAVIDA_SMALL": "1",
+        "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "IPYTHONDIR": str(tmp_path),
+        "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+    }.items():
+        monkeypatch.setenv(key, value)
+    book = nbformat.read(COLABS / f"{name}.ipynb", as_version=4)
+    runner = nbclient.NotebookClient(
+        book, timeout=SECONDS, resources={"metadata": {"path": str(COLABS)}}
+    )
+    runner.execute()
+    if folder := os.environ.get("COLABS_OUT"):
+        nbformat.write(book, pathlib.Path(folder) / f"{name}.ipynb")
+    results = [output for cell in book.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert results
+    assert all(output.output_type != "error" for output in results)
+    if name == "how_it_works":
+        drawn = [one for one in results if "image/png" in one.get("data", {})]
+        said = [one.data["text/plain"] for one in results if one.output_type == "execute_result"]
+        assert len(drawn) == 5
+        assert "True" in said
+    if name == "convert_lavida_o":
+        assert results[-1].data["text/plain"] == "True"

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page in a headless Chromium on loopback: draw, paint a mask, ask, and a broken upload."""
+
+import dataclasses
+import os
+import pathlib
+import shutil
+
+import numpy as np
+import pytest
+import stand_ins
+from PIL import Image
+
+from sparse_lavida_jax import pictures
+from sparse_lavida_jax.data import scenes, tasks
+
+gr = pytest.importorskip(
+    "gradio", reason="pip install 'sparse-lavida-jax[demo]' playwright to test the page"
+)
+
+from serving_on_loopback import served  # noqa: E402
+
+from sparse_lavida_jax import demo, server  # noqa: E402
+from sparse_lavida_jax.serving import ServedModel, Service  # noqa: E402
+
+MILLISECONDS = 60_000  # until a test gives up; the first picture is compiled
+PASSED = "tokens through the network"
+# Root may run it; the canvas wants WebGL, which a machine without a GPU computes.
+ARGUMENTS = ["--no-sandbox", "--use-angle=swiftshader", "--enable-unsafe-swiftshader"]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    folder = stand_ins.model_of_every_task(tmp_path_factory.mktemp("demo") / "tiny")
+    pipe = ServedModel.from_pretrained(folder)
+    return Service(pipe.with_sampling(dataclasses.replace(pipe.settings.sampling, plan=False)))
+
+
+@pytest.fixture(scope="module")
+def address(service):
+    def make(host, port):
+        return demo.mounted(server.make_app(service, (host,)), service, host, port)
+
+    with served(make) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory):
+    path = tmp_path_factory.mktemp("shown") / "shown.png"
+    pictures.write(path, scenes.render(tasks.sample("edit", 0, 0).picture))
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Chromium: $CHROMIUM, one on the path, or playwright's own."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    named = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    with sync_api.sync_playwright() as playwright:
+        own = playwright.chromium.executable_path
+        if named is None and not pathlib.Path(own).is_file():
+            pytest.skip("no Chromium: `playwright install chromium`, or set CHROMIUM to one")
+        started = playwright.chromium.launch(executable_path=named or own, args=ARGUMENTS)
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def page(browser, address):
+    found = browser.new_page(viewport={"width": 1200, "height": 1400})
+    found.set_default_timeout(MILLISECONDS)
+    # Nothing is fetched from anywhere else.
+    found.route("**/*", lambda route: route.continue_() if "127.0.0.1" in route.request.url
+                or route.request.url.startswith(("data:", "blob:")) else route.abort())  # fmt: skip
+    found.goto(address)
+    found.get_by_role("tab", name="Draw", exact=True).wait_for()
+    yield found
+    if folder := os.environ.get("DEMO_PICTURES"):
+        name = os.environ["PYTEST_CURRENT_TEST"].split("::")[-1].split(" ")[0]
+        found.screenshot(path=pathlib.Path(folder) / f"{name}.png", full_page=True)
+    found.close()
+
+
+def opened(page, name):
+    page.get_by_role("tab", name=name, exact=True).click()
+    return page.get_by_role("tabpanel").filter(visible=True)
+
+
+def test_a_picture_is_drawn(page, service):
+    tab = opened(page, "Draw")
+    tab.get_by_role("button", name="Settings").click()
+    tab.get_by_label("number input for Steps").fill("3")
+    tab.get_by_role("button", name="Draw", exact=True).click()
+    tab.get_by_text(PASSED).wait_for()
+    drawn = tab.locator(".picture img")
+    assert drawn.evaluate("image => [image.naturalWidth, image.naturalHeight]") == [96, 96]
+    assert service.counts["generate", "done"] >= 1
+
+
+@pytest.fixture
+def masks(service, monkeypatch):
+    """The masks that the model is asked to draw in."""
+    seen, inpaint = [], service.pipe.inpaint
+
+    def spy(*given, **more):
+        seen.append(more["mask"])
+        return inpaint(*given, **more)
+
+    monkeypatch.setattr(service.pipe, "inpaint", spy, raising=False)
+    return seen
+
+
+def test_a_mask_is_painted_and_drawn_anew(page, shown, masks):
+    tab = opened(page, "Inpaint")
+    with page.expect_file_chooser() as chooser:
+        tab.get_by_role("button", name="Upload", exact=True).click()
+    chooser.value.set_files(shown)
+    tab.get_by_text("Upload an image").wait_for(state="hidden")
+    tab.get_by_role("button", name="Brush", exact=True).click()
+    canvas = tab.locator("canvas").first
+    box = canvas.bounding_box()
+    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    page.mouse.move(x, y)
+    page.mouse.down()
+    page.mouse.move(x + 20, y + 20, steps=5)
+    page.mouse.up()
+    page.wait_for_timeout(1500)  # the layers are sent to the server behind the stroke
+    tab.get_by_label("What the whole picture shows").fill("two blue squares")
+    tab.get_by_role("button", name="Inpaint", exact=True).click()
+    tab.get_by_text(PASSED).wait_for()
+    (mask,) = masks
+    assert mask.shape == (96, 96)
+    assert 0 < mask.mean() < 0.9
+
+
+def test_a_question_is_answered(page, shown):
+    tab = opened(page, "Ask")
+    tab.locator("input[type=file]").first.set_input_files(shown)
+    tab.locator(".picture img").wait_for()
+    tab.get_by_role("button", name="Ask", exact=True).click()
+    tab.get_by_text(PASSED).wait_for()
+
+
+def test_boxes_are_drawn(page, shown, service, monkeypatch):
+    tab = opened(page, "Find")
+    tab.locator("input[type=file]").first.set_input_files(shown)
+    tab.locator(".picture img").first.wait_for()
+    tab.get_by_role("button", name="Find", exact=True).click()
+    tab.get_by_text(PASSED).wait_for()
+
+
+def test_a_broken_upload_is_refused_with_a_sentence(page, tmp_path):
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(b"not a picture")
+    tab = opened(page, "Edit")
+    tab.locator("input[type=file]").first.set_input_files(broken)
+    page.get_by_text("broken.png is no picture that can be read").first.wait_for()
+
+
+def test_a_mistake_in_the_settings_is_a_sentence(page):
+    tab = opened(page, "Draw")
+    tab.get_by_label("Prompt").fill(" ")
+    tab.get_by_role("button", name="Draw", exact=True).click()
+    page.get_by_text("the prompt is empty: say in words what you want").first.wait_for()
+
+
+# ---------------------------------------------------------------------------------------------
+# Without a browser.
+
+
+def test_programs_use_the_page_too(address, shown):
+    client = pytest.importorskip("gradio_client").Client(address, verbose=False)
+    *_, note = client.predict(
+        None, "a red circle is ___ a blue square", 1, 3, "as trained", 0, api_name="/infill"
+    )
+    assert PASSED in note
+
+
+def test_programs_send_a_painted_layer_as_the_mask(address, shown, service, tmp_path, masks):
+    client = pytest.importorskip("gradio_client")
+    layer = np.zeros((96, 96, 4), np.uint8)
+    layer[20:30, 40:50] = 255
+    Image.fromarray(layer).save(tmp_path / "layer.png")
+    editor = {
+        "background": client.handle_file(str(shown)),
+        "layers": [client.handle_file(str(tmp_path / "layer.png"))],
+        "composite": None,
+    }
+    *_, note, _ = client.Client(address, verbose=False).predict(
+        editor, "two blue squares", 2, 0, 3, "as trained", 0, api_name="/inpaint"
+    )
+    assert PASSED in note
+    np.testing.assert_array_equal(masks[0], layer[..., 3] > 0)
+
+
+def test_a_task_that_was_not_learned_has_no_tab(service, monkeypatch):
+    assert demo._knows(service, "edit")
+    whole = demo.make_page(service)
+    monkeypatch.setattr(demo, "_knows", lambda _, task: task != "edit")
+    labels = [
+        [block.label for block in page.blocks.values() if isinstance(block, gr.Tab)]
+        for page in (whole, demo.make_page(service))
+    ]
+    assert set(labels[0]) - set(labels[1]) == {"Edit"}
+    assert len(labels[0]) == len(demo.TABS)
+
+
+def test_what_is_painted_is_the_mask():
+    background = np.full((4, 6, 4), 255, np.uint8)
+    layer = np.zeros((4, 6, 4), np.uint8)
+    layer[1, 2] = (255, 64, 192, 40)
+    picture, mask = demo._painted({"background": background, "layers": [layer], "composite": None})
+    assert picture.shape == (4, 6, 3)
+    assert np.argwhere(mask).tolist() == [[1, 2]]
+    with pytest.raises(gr.Error, match="give one"):
+        demo._painted({"background": None, "layers": [], "composite": None})

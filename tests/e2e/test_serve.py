@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpenAI's own client draws, edits and asks on loopback; what is refused is a sentence."""
+
+import base64
+import dataclasses
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import staged
+import stand_ins
+from PIL import Image
+
+from sparse_lavida_jax.data import scenes, tasks
+
+WHY = "pip install 'sparse-lavida-jax[serve]' openai to test the server"
+pytest.importorskip("fastapi", reason=WHY)
+pytest.importorskip("prometheus_client", reason=WHY)
+httpx = pytest.importorskip("httpx", reason=WHY)
+openai = pytest.importorskip("openai", reason=WHY)
+
+from serving_on_loopback import served  # noqa: E402
+
+from sparse_lavida_jax import server  # noqa: E402
+from sparse_lavida_jax.serving import Limits, ServedModel, Service  # noqa: E402
+
+PROMPT = "a red circle above a blue square"
+QUICK = {"steps": 2, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    folder = stand_ins.model_of_every_task(tmp_path_factory.mktemp("serve") / "tiny")
+    pipe = ServedModel.from_pretrained(folder)
+    pipe = pipe.with_sampling(dataclasses.replace(pipe.settings.sampling, plan=False))
+    return Service(pipe, Limits(upload=200_000))
+
+
+@pytest.fixture(scope="module")
+def address(service):
+    with served(lambda host, port: server.make_app(service, (host,))) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(address):
+    return openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def shown():
+    return scenes.render(tasks.sample("edit", 0, 0).picture)
+
+
+def png(pixels) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def pixels(reply):
+    contents = [base64.b64decode(one.b64_json) for one in reply.data]
+    return [np.array(Image.open(io.BytesIO(one)).convert("RGB")) for one in contents]
+
+
+def test_pictures_are_those_that_python_draws(client, service):
+    reply = client.images.generate(
+        prompt=PROMPT, n=2, size="96x96", model="tiny", response_format="b64_json", extra_body=QUICK
+    )
+    assert [one.shape for one in pixels(reply)] == [(96, 96, 3)] * 2
+    notes = reply.sparse_lavida
+    assert notes["seeds"] == [3, 4]
+    assert notes["tokens_passed"] > 0
+    sampling = server.sampling_options.changed(service.pipe.settings.sampling, draws=True, steps=2)
+    wanted = service.pipe.generate(PROMPT, num_images=2, seed=3, sampling=sampling)
+    np.testing.assert_array_equal(pixels(reply), wanted.pixels)
+
+
+def test_a_mask_is_transparent_where_it_is_drawn(client, service, shown):
+    holed = np.dstack([shown, np.full(shown.shape[:2], 255, np.uint8)])
+    holed[:16, :16, 3] = 0  # one cell
+    reply = client.images.edit(
+        image=("a.png", png(shown)), mask=("m.png", png(holed)), prompt=PROMPT, extra_body=QUICK
+    )
+    codes = [service.pipe.codec.encode(one[None])[0] for one in (shown, pixels(reply)[0])]
+    np.testing.assert_array_equal(codes[0][1:], codes[1][1:])
+    reply = client.images.edit(image=("a.png", png(shown)), prompt="remove it", extra_body=QUICK)
+    assert pixels(reply)[0].shape == (96, 96, 3)
+
+
+def test_a_question_about_a_picture_is_answered(client, shown, service):
+    uri = f"data:image/png;base64,{base64.b64encode(png(shown)).decode()}"
+    content = [
+        {"type": "text", "text": "how many squares are there?"},
+        {"type": "image_url", "image_url": {"url": uri}},
+    ]
+    reply = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": content}], seed=1, max_tokens=8
+    )
+    wanted = service.pipe.ask(shown, content[0]["text"], seed=1, max_new_tokens=8)
+    assert reply.choices[0].message.content == wanted.text
+    assert reply.choices[0].finish_reason in ("stop", "length")
+
+
+def user(*parts):
+    return {"model": "tiny", "messages": [{"role": "user", "content": list(parts)}]}
+
+
+PICTURE_THERE = {"type": "image_url", "image_url": {"url": "http://example.org/a.png"}}
+REFUSED = [
+    (400, "images/generations", {"prompt": " "}, "the prompt is empty"),
+    (400, "images/generations", {}, "prompt: Field required"),
+    (400, "images/generations", {"prompt": "a", "n": 9}, "num_images=9 is out of range: 1 to 4"),
+    (400, "images/generations", {"prompt": "a", "size": "big"}, "size='big' must be such as"),
+    (400, "images/generations", {"prompt": "a", "size": "7x7"}, "7x7 cannot be drawn"),
+    (400, "images/generations", {"prompt": "a", "steps": 99}, "Sampling.num_steps=99 is more"),
+    (400, "images/generations", {"prompt": "a", "sampler": "x"}, "choose one of dense, none"),
+    (400, "images/generations", {"prompt": "a", "seed": -1}, "seed: Input should be"),
+    (400, "images/generations", {"prompt": "a", "response_format": "url"}, "come as b64_json"),
+    (404, "images/generations", {"prompt": "a", "model": "dall-e-3"}, "there is no model"),
+    (400, "images/edits", {"prompt": "a"}, "send one file named image"),
+    (400, "chat/completions", user(PICTURE_THERE), "is not fetched: send the picture itself"),
+    (400, "chat/completions", user({"type": "audio"}), "a part of type 'audio' is not known"),
+    (400, "chat/completions", user("a"), "must be a text, or a list of parts"),
+    (400, "chat/completions", user({"type": "image_url", "image_url": "a.png"}), "is not fetched"),
+    (400, "chat/completions", {"messages": []}, "one question at a time"),
+    (400, "chat/completions", {**user(), "stream": True}, "leave n and stream out"),
+]
+
+
+@pytest.mark.parametrize(("code", "path", "asked", "told"), REFUSED)
+def test_what_cannot_be_is_refused_with_a_sentence(address, code, path, asked, told):
+    reply = httpx.post(f"{address}/v1/{path}", json=asked)
+    assert reply.status_code == code, reply.text
+    error = reply.json()["error"]
+    assert told in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+def test_broken_and_large_uploads_are_refused(client, address, service):
+    with pytest.raises(openai.BadRequestError, match="the image is no picture that can be read"):
+        client.images.edit(image=("a.png", b"not a picture"), prompt="a")
+    with pytest.raises(openai.BadRequestError, match="has 200001 bytes: at most 200000"):
+        client.images.edit(image=("a.png", bytes(200_001)), prompt="a")
+    reply = httpx.post(f"{address}/v1/images/generations", content=bytes(3_000_000))
+    assert reply.status_code == 413
+
+
+def test_only_its_own_names_are_answered_to(address):
+    assert httpx.get(f"{address}/healthz").json()["status"] == "ok"
+    reply = httpx.get(f"{address}/healthz", headers={"host": "rebound.example"})
+    assert reply.status_code == 400
+
+
+def test_the_command_serves_until_it_is_interrupted(tmp_path):
+    folder = stand_ins.model_of_every_task(tmp_path / "tiny")
+    words = [sys.executable, "-m", "sparse_lavida_jax", "serve", "--port=0"]
+    process = subprocess.Popen(
+        [*words, f"--checkpoint={folder}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    try:
+        told = process.stdout.readline()
+        address = re.search(r"http://127\.0\.0\.1:\d+", told).group()
+        until(lambda: _answers(f"{address}/healthz"))
+        assert httpx.get(f"{address}/v1/models").json()["data"][0]["id"] == "tiny"
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=staged.PATIENCE)[1]
+    finally:
+        process.kill()
+    assert process.returncode in (0, 130)
+    assert "Traceback" not in said
+
+
+def _answers(address):
+    try:
+        return httpx.get(address).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+# ---------------------------------------------------------------------------------------------
+# The queue.
+
+
+@pytest.fixture
+def slow():
+    """A server whose model takes a step when it is let: its service and its client."""
+    service = Service(staged.Staged(), Limits(waiting=1))
+    with served(lambda *_: server.make_app(service)) as address:
+        yield service, openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        service.pipe.run_free()
+
+
+def ask(client, words, replies, **more):
+    def call():
+        try:
+            message = {"role": "user", "content": words}
+            reply = client.chat.completions.create(model="staged", messages=[message], **more)
+            replies[words] = reply.choices[0].message.content
+        except openai.APIError as error:
+            replies[words] = type(error).__name__
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    return thread
+
+
+def until(condition):
+    deadline = time.monotonic() + staged.PATIENCE
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert condition()
+
+
+def test_a_full_queue_gives_429_and_health_goes_on(slow):
+    service, client = slow
+    replies = {}
+    threads = [ask(client, "a", replies)]
+    until(lambda: service.running)
+    threads.append(ask(client, "b", replies))
+    until(lambda: service.waiting == 1)
+    with pytest.raises(openai.RateLimitError, match="1 requests wait already") as caught:
+        client.images.generate(prompt="c")
+    assert caught.value.response.headers["retry-after"] == "2"
+    health = httpx.get(str(client.base_url).replace("/v1/", "/healthz")).json()
+    assert (health["running"], health["waiting"], health["model"]) == (True, 1, "staged")
+    service.pipe.run_free()
+    for thread in threads:
+        thread.join(staged.PATIENCE)
+    assert replies == {"a": "b", "b": "b"}
+    metrics = httpx.get(str(client.base_url).replace("/v1/", "/metrics")).text
+    assert 'sparse_lavida_requests_total{outcome="done",task="ask"} 2.0' in metrics
+    assert 'sparse_lavida_tokens_total{task="ask"} 14.0' in metrics
+    assert "sparse_lavida_waiting 0.0" in metrics
+
+
+def test_a_client_that_leaves_frees_the_device_at_the_next_segment(slow):
+    service, client = slow
+    replies = {}
+    leaves = ask(client, "leaves", replies, timeout=0.3)
+    until(lambda: service.running)
+    stays = ask(client, "stays", replies)
+    leaves.join(staged.PATIENCE)
+    assert replies == {"leaves": "APITimeoutError"}
+    time.sleep(4 * server.POLL_SECONDS)
+    assert service.pipe.asked == ["leaves"]  # the segment is not broken off
+    service.pipe.go.release()
+    until(lambda: service.pipe.asked == ["leaves", "stays"])
+    service.pipe.run_free()
+    stays.join(staged.PATIENCE)
+    assert replies["stays"] == "b"
+    assert service.counts["ask", "cancelled"] == 1

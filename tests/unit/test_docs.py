@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the pages in docs/ name is there, and messages are quoted as they are printed."""
+
+import pathlib
+import re
+
+import pytest
+
+CHECKOUT = pathlib.Path(__file__).parents[2]
+PACKAGE = CHECKOUT / "sparse_lavida_jax"
+UNIT_TESTS = {path.name for path in (CHECKOUT / "tests/unit").glob("*.py")}
+PAGES = ("method", "extending", "troubleshooting")
+# Fixed parts of messages that troubleshooting.md quotes.
+QUOTED = (
+    "needs packages that are not installed",
+    "jax cannot use the device that was asked for:",
+    "attention runs without a kernel, and slower:",
+    "the GPU kernel needs jax 0.11 (Python 3.12)",
+    "the device has not enough memory: lower --batch-size.",
+    "the device has not enough memory: ask for less.",
+    "(compiling, once for each size)",
+    "will draw badly: fine-tune it first",
+    "has not written its model yet: that happens at its end.",
+    "Give a model folder, a run directory, or the name of a",
+    "is no picture that can be read: neither",
+    "it was drawn by another checkpoint:",
+    "another program has it: choose another with --port, or 0 for any",
+    "requests wait already, as many as may",
+)
+
+
+def text_of(page):
+    return (CHECKOUT / "docs" / f"{page}.md").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)", text_of(page)):
+        assert (CHECKOUT / "docs" / target).resolve().exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_are_named_exist(page):
+    text = re.sub(r"there is no config file \S+", "", text_of(page))  # a mistake, quoted
+    named = {name.lstrip("/") for name in re.findall(r"[\w/]+\.py\b", text)}
+    assert named
+    for name in named:
+        places = (
+            CHECKOUT,
+            PACKAGE,
+            PACKAGE / "kernels",
+            CHECKOUT / "tests/unit",
+            CHECKOUT / "docs",
+        )
+        assert any((place / name).is_file() for place in places) or name in UNIT_TESTS, name
+
+
+def test_troubleshooting_quotes_what_is_printed():
+    page = " ".join(text_of("troubleshooting").split())
+    # Messages are written in pieces of a line each.
+    sources = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    code = re.sub(r'"\s*f?"', "", sources)
+    for part in QUOTED:
+        assert part in page, part
+        assert part in code, part

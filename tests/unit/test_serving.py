@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request at a time, a queue of known length, limits, and leaving at the next segment."""
+
+import base64
+import io
+import socket
+import threading
+
+import numpy as np
+import pytest
+import staged
+from PIL import Image
+
+from sparse_lavida_jax import cli, config, hosting, pictures, sampling_options, serving
+from sparse_lavida_jax.data.task_prompts import RequestError
+from sparse_lavida_jax.main import UsageError
+from sparse_lavida_jax.serving import Cancelled, Limits, QueueFull, Service
+
+
+@pytest.fixture
+def service():
+    made = Service(staged.Staged(), Limits(waiting=2, words=20, upload=400, images=2, new_tokens=9))
+    yield made
+    made.pipe.run_free()
+    made.close()
+
+
+def begun(service):
+    """Waits until the running request is at a step."""
+    assert service.pipe.at_step.acquire(timeout=staged.PATIENCE)
+
+
+def test_requests_run_one_at_a_time_in_their_order(service):
+    tickets = [service.submit("ask", name) for name in "abc"]
+    begun(service)
+    assert (service.running, service.waiting) == (True, 2)
+    assert [ticket.ahead for ticket in tickets] == [0, 1, 2]
+    assert [ticket.began is None for ticket in tickets] == [False, True, True]
+    service.pipe.run_free()
+    assert [ticket.future.result(staged.PATIENCE).text for ticket in tickets] == ["b"] * 3
+    assert service.pipe.asked == ["a", "b", "c"]
+    assert service.pipe.most_together == 1
+    assert [ticket.tokens for ticket in tickets] == [7, 7, 7]
+    assert (service.running, service.waiting) == (False, 0)
+    assert dict(service.counts) == {("ask", "done"): 3}
+    assert service.tokens == {"ask": 21}
+
+
+def test_a_full_queue_refuses_and_takes_again(service):
+    kept = [service.submit("ask", name) for name in "abc"]
+    with pytest.raises(QueueFull, match="2 requests wait already"):
+        service.submit("ask", "d")
+    kept[2].cancel()
+    service.submit("ask", "e")
+    service.pipe.run_free()
+    assert kept[1].future.result(staged.PATIENCE).text == "b"
+
+
+def test_leaving_frees_the_device_at_the_next_segment(service):
+    left, after = service.submit("ask", "left"), service.submit("ask", "after")
+    begun(service)
+    left.cancel()
+    assert not left.future.done()  # a segment is not broken off
+    service.pipe.go.release()
+    with pytest.raises(Cancelled, match="left after 1 of 3 steps of the text"):
+        left.future.result(staged.PATIENCE)
+    begun(service)
+    assert service.pipe.asked == ["left", "after"]
+    service.pipe.run_free()
+    assert after.future.result(staged.PATIENCE).text == "b"
+    assert service.counts == {("ask", "cancelled"): 1, ("ask", "done"): 1}
+
+
+def test_a_request_that_waits_leaves_at_once(service):
+    service.submit("ask", "a")
+    begun(service)
+    waits = service.submit("ask", "b")
+    waits.cancel()
+    assert waits.future.cancelled()
+    assert service.waiting == 0
+
+
+def test_errors_reach_who_asked_and_no_other(service):
+    service.pipe.run_free()
+    tickets = [service.submit("ask", words) for words in ("wrong", "broken", "a")]
+    assert isinstance(tickets[0].future.exception(staged.PATIENCE), RequestError)
+    assert isinstance(tickets[1].future.exception(staged.PATIENCE), ZeroDivisionError)
+    assert tickets[2].future.result(staged.PATIENCE).text == "b"
+    assert {outcome for _, outcome in service.counts} == {"refused", "failed", "done"}
+    assert service.pipe.on_step is None
+
+
+def test_closing_leaves_what_runs_and_what_waits(service):
+    tickets = [service.submit("ask", name) for name in "ab"]
+    begun(service)
+    closing = threading.Thread(target=service.close)
+    closing.start()
+    service.pipe.run_free()
+    closing.join(staged.PATIENCE)
+    assert not closing.is_alive()
+    assert isinstance(tickets[0].future.exception(staged.PATIENCE), Cancelled)
+    assert tickets[1].future.cancelled()
+
+
+# ---------------------------------------------------------------------------------------------
+# Limits and decoding.
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"words": " "}, "the prompt is empty"),
+        ({"words": "a" * 21}, "21 characters: at most 20"),
+        ({"words": ["a", "b" * 30]}, "30 characters: at most 20"),
+        ({"words": None, "template": "c" * 22}, "22 characters: at most 20"),
+        ({"words": "a", "num_images": 3}, "num_images=3 is out of range: 1 to 2"),
+        ({"words": "a", "rounds": 0}, "rounds=0 is out of range: 1 to 2"),
+        ({"words": "a", "max_new_tokens": 10}, "max_new_tokens=10 is out of range: 1 to 9"),
+    ],
+)
+def test_too_much_is_refused_before_it_waits(service, given, told):
+    with pytest.raises(RequestError, match=told):
+        service.submit("ask", **given)
+    assert service.waiting == 0
+    assert not service.running
+
+
+def png(colour=(9, 8, 7)) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (4, 3), colour).save(file, "PNG")
+    return file.getvalue()
+
+
+def test_a_picture_in_a_data_uri_is_read(service):
+    uri = "data:image/png;base64," + base64.b64encode(png()).decode()
+    np.testing.assert_array_equal(service.picture_of_uri(uri), np.full((3, 4, 3), (9, 8, 7)))
+
+
+@pytest.mark.parametrize(
+    ("uri", "told"),
+    [
+        ("https://example.org/a.png", "is not fetched: send the picture itself"),
+        ("file:///etc/passwd", "is not fetched"),
+        ("/etc/passwd", "is not fetched"),
+        ("data:text/html;base64,aGk=", "is not fetched"),
+        ("data:image/png;base64,@@", "is no base64"),
+        ("data:image/png;base64,aGk=", "the picture is no picture that can be read"),
+        (f"data:image/png;base64,{'A' * 800}", "has 600 bytes: at most 400"),
+    ],
+)
+def test_other_addresses_and_broken_pictures_are_refused(service, uri, told):
+    with pytest.raises(pictures.PictureError, match=told) as caught:
+        service.picture_of_uri(uri)
+    assert "0x" not in str(caught.value)  # no address of an object
+
+
+def test_settings_that_are_not_given_stay_as_they_are():
+    own = config.Sampling(num_steps=5, text_steps=3, text_step_ratio=0.5, text_preset="prefix")
+    assert sampling_options.changed(own, draws=True) == own
+    drawn = sampling_options.changed(own, draws=True, steps=2, sampler="dense", registers=(4, 1))
+    assert (drawn.num_steps, drawn.preset, drawn.text_steps) == (2, "dense", 3)
+    assert (drawn.registers, drawn.registers_end) == (4, 1)
+    said = sampling_options.changed(own, draws=False, steps=2, sampler="pr", temperature=0.5)
+    assert (said.text_steps, said.text_step_ratio, said.num_steps) == (2, 0.0, 5)
+    assert (said.preset, said.text_preset, said.text_temperature) == ("pr", "", 0.5)
+
+
+# ---------------------------------------------------------------------------------------------
+# The address.
+
+
+def test_a_port_in_use_is_told_before_a_model_is_loaded():
+    with hosting.listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match="another program has it: choose another with --port"):
+            hosting.listen("127.0.0.1", port)
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "told"),
+    [
+        ("127.0.0.1", 70000, "--port=70000 is out of range: 0 to 65535"),
+        ("192.0.2.1", 0, "it is no address of this machine"),
+    ],
+)
+def test_an_address_that_cannot_be_had_is_told(host, port, told):
+    with pytest.raises(UsageError, match=told):
+        hosting.listen(host, port)
+
+
+def test_an_unknown_host_is_told(monkeypatch):
+    def unknown(*_, **__):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(UsageError, match="--host=nowhere is not known: Name or service"):
+        hosting.listen("nowhere", 0)
+
+
+def test_a_missing_extra_is_told_with_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(hosting.importlib.util, "find_spec", lambda name: None)
+    assert cli.main(["sparse-lavida", "demo"]) == cli.MISTAKE
+    said = capsys.readouterr().err
+    assert "pip install 'sparse-lavida-jax[demo]'" in said
+    assert "(fastapi, uvicorn, python_multipart, prometheus_client, gradio)" in said
+
+
+def test_only_loopback_is_served_unless_told_otherwise(capsys):
+    assert cli._parser("serve").parse_args([]).host == "127.0.0.1"
+    assert hosting._names("127.0.0.1", "localhost") == ("127.0.0.1", "localhost", "localhost")
+    assert hosting._names("0.0.0.0", "0.0.0.0") == ()
+    hosting._tell("serve", "127.0.0.1", 8)
+    printed = capsys.readouterr()
+    assert "http://127.0.0.1:8/v1" in printed.out
+    assert printed.err == ""
+    hosting._tell("demo", "0.0.0.0", 8)
+    assert "everybody who reaches this machine can use it" in capsys.readouterr().err
+
+
+def test_limits_of_the_server_are_those_of_the_service():
+    assert Limits().waiting == cli._parser("serve").parse_args([]).max_waiting
+    assert serving.Limits(waiting=0).waiting == 0
