@@ -132,7 +132,7 @@ class Engine:
         *,
         max_new_tokens: int = ANSWER_TOKENS,
         sampling: config.Sampling | None = None,
-        seed: int = 0,
+        seed: int | Sequence[int] = 0,
     ) -> list[str]:
         """Returns a text response to each prompt, with the picture it is shown, if any.
 
@@ -164,7 +164,7 @@ class Engine:
         *,
         plans: Sequence[str] | None = None,
         sampling: config.Sampling | None = None,
-        seed: int = 0,
+        seed: int | Sequence[int] = 0,
         on_segment: OnSegment | None = None,
     ) -> list[Picture]:
         """Returns a picture for each prompt, laid out first unless `sampling.plan` is off.
@@ -172,11 +172,11 @@ class Engine:
         Args:
             plans: layouts to follow, in place of the model's own.
         """
-        sampling = sampling or self.settings.sampling
+        sampling, seeds = sampling or self.settings.sampling, row_seeds(seed, len(prompts))
         if plans is None and sampling.plan and self.prompts.lays_out("generate"):
-            plans = self.plan(prompts, sampling=sampling, seed=seed)
+            plans = self.plan(prompts, sampling=sampling, seed=seeds)
         drawings = [
-            Drawing(prompt, seed + i, self._grid, plan=None if plans is None else plans[i])
+            Drawing(prompt, seeds[i], self._grid, plan=None if plans is None else plans[i])
             for i, prompt in enumerate(prompts)
         ]
         return self._drawn(drawings, sampling, on_segment)
@@ -189,7 +189,7 @@ class Engine:
         plans: Sequence[str] | None = None,
         known: Sequence[Grid] | None = None,
         sampling: config.Sampling | None = None,
-        seed: int = 0,
+        seed: int | Sequence[int] = 0,
     ) -> list[Picture]:
         """Returns each picture changed as told; everything else stays.
 
@@ -199,14 +199,14 @@ class Engine:
             known: for in- and outpainting, the grid of cells of each picture to keep; their codes
                 come out as they went in.
         """
-        sampling = sampling or self.settings.sampling
+        sampling, seeds = sampling or self.settings.sampling, row_seeds(seed, len(instructions))
         task = "edit" if known is None else "inpaint"
         if plans is None and sampling.plan and self.prompts.lays_out(task):
-            plans = self.plan(instructions, pictures, sampling=sampling, seed=seed)
+            plans = self.plan(instructions, pictures, sampling=sampling, seed=seeds)
         drawings = [
             Drawing(
                 instruction,
-                seed + i,
+                seeds[i],
                 self._grid,
                 picture=pictures[i],
                 canvas=self.prompts.canvas(pictures[i], self._codec.picture_size),

@@ -80,7 +80,7 @@ class Run:
     def __enter__(self) -> "Run":
         with contextlib.ExitStack() as undo:
             self._claim_folder()
-            undo.callback(_lock(self.folder))
+            undo.callback(lock(self.folder))
             self._check_config()
             self.states = checkpoint.States(self.folder / "state", keep=self.keep)
             undo.callback(self.states.close)
@@ -185,7 +185,7 @@ def _settings(settings: config.Config) -> dict[str, Any]:
     return flat
 
 
-def _lock(folder: pathlib.Path) -> Callable[[], None]:
+def lock(folder: pathlib.Path) -> Callable[[], None]:
     """Makes this process the only writer of the folder; returns what gives that up.
 
     The operating system drops the lock of a process that dies, however it dies; the number in the
