@@ -5,8 +5,10 @@ import contextlib
 import importlib.util
 import pathlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
+
+from ml_collections import ConfigDict
 
 from sparse_lavida_jax import config
 
@@ -42,11 +44,11 @@ def read(path: pathlib.Path, base: config.Config | None = None) -> config.Config
     return config.build(config.Config, given)
 
 
-def _over(base: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _over(base: dict[str, Any], given: dict[str, Any] | ConfigDict) -> dict[str, Any]:
     """Returns settings with those of `given` in their place, section by section."""
     merged = dict(base)
     for name in given:
-        section = isinstance(base.get(name), dict) and isinstance(given[name], Mapping)
+        section = isinstance(base.get(name), dict) and isinstance(given[name], dict | ConfigDict)
         merged[name] = _over(base[name], given[name]) if section else given[name]
     return merged
 

@@ -10,8 +10,7 @@ from jaxtyping import Float
 
 Box = Sequence[int | float]  # x1, y1, x2, y2
 
-# MathVista, ChartQA and others call numbers equal that differ by 5 % at most.
-RELAXATION = 0.05
+RELAXATION = 0.05  # by which numbers may differ in ChartQA
 LEAST_ANLS = 0.5
 
 
@@ -82,7 +81,7 @@ def overlap(one: Box, other: Box) -> float:
     return shared / union if union > 0 else 0.0
 
 
-def frechet_distance(one: Float[np.ndarray, "n d"], other: Float[np.ndarray, "m d"]) -> float:
+def frechet_distance(one: Float[np.ndarray, "n d"], other: Float[np.ndarray, "m e"]) -> float:
     """Returns the squared Fréchet distance of two normal distributions (arXiv:1706.08500).
 
     |m1 - m2|^2 + tr(S1 + S2 - 2 (S1 S2)^(1/2)), means and covariances those of the features. With
@@ -109,7 +108,7 @@ def frechet_distance(one: Float[np.ndarray, "n d"], other: Float[np.ndarray, "m 
 
 
 def cosine_scores(
-    images: Float[np.ndarray, "n d"], texts: Float[np.ndarray, "n d"], scale: float = 1.0
+    images: Float[np.ndarray, "n d"], texts: Float[np.ndarray, "m e"], scale: float = 1.0
 ) -> Float[np.ndarray, " n"]:
     """Returns `scale` times the cosine of each picture's features with those of its text.
 
