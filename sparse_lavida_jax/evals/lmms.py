@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from lmms_eval.api.model import lmms  # pip install lmms-eval
+from lmms_eval.api.model import lmms  # pyright: ignore[reportMissingImports]
 from PIL import Image
 
 from sparse_lavida_jax.pipeline import SparseLaViDa
@@ -23,7 +23,7 @@ PLACEHOLDER = "<image>"  # our prompts put pictures in front
 
 def manifest() -> Any:
     """Returns what the entry point gives to lmms-eval: a name and where the class is."""
-    from lmms_eval.models.registry_v2 import ModelManifest
+    from lmms_eval.models.registry_v2 import ModelManifest  # pyright: ignore[reportMissingImports]
 
     return ModelManifest("sparse_lavida", simple_class_path=f"{__name__}.SparseLaViDaLmms")
 
