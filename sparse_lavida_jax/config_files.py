@@ -44,7 +44,7 @@ def read(path: pathlib.Path, base: config.Config | None = None) -> config.Config
     return config.build(config.Config, given)
 
 
-def _over(base: dict[str, Any], given: dict[str, Any] | ConfigDict) -> dict[str, Any]:
+def _over(base: dict[str, Any], given: Any) -> dict[str, Any]:
     """Returns settings with those of `given` in their place, section by section."""
     merged = dict(base)
     for name in given:

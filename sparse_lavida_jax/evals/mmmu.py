@@ -101,10 +101,10 @@ def is_right(record: Mapping, said: str, key: str) -> bool:
         wanted = ast.literal_eval(wanted)
     rights = [one for text in _listed(wanted) for one in _comparable(text)]
     for given in open_answers(said):
-        if isinstance(given, float):
-            if given in rights:
+        if isinstance(given, str):
+            if any(isinstance(right, str) and right in given for right in rights):
                 return True
-        elif any(isinstance(right, str) and right in given for right in rights):
+        elif given in rights:
             return True
     return False
 
