@@ -31,6 +31,7 @@ Grid = Bool[np.ndarray, "y x"]
 
 E = TypeVar("E", bound="Engine")
 
+SHARED_PROMPT = 128  # tokens
 MASKED_GREY = 168  # of cells that are not decoded yet, in previews
 
 
@@ -258,6 +259,15 @@ class Engine:
             on_segment=on_segment,
             on_step=on_step,
         )
+
+    def shared_bucket(self, examples: Sequence[Example], sampling: config.Sampling) -> Bucket:
+        """Returns shapes that many batches share, so that few programs are compiled for them.
+
+        All rows that are decoded together, and prompts padded to a multiple of `SHARED_PROMPT`.
+        """
+        fitting = self._bucket(examples, sampling).prompt_len
+        understanding, generation = (-(-n // SHARED_PROMPT) * SHARED_PROMPT for n in fitting)
+        return Bucket(self.batch_size, (understanding, generation))
 
     def texts(self, responses: Sequence[Int[np.ndarray, "_l 1"]]) -> list[str]:
         """Returns the text of responses, up to the first end-of-text."""

@@ -92,7 +92,8 @@ class Bench(Benchmark):
                 sampling, text_steps=1, text_step_ratio=0.0, text_commit="count"
             )
         seeds = [self.seed_of(item) for item in items]
-        said = pipe.run(examples, sampling=sampling, seed=seeds)
+        bucket = pipe.shared_bucket(examples, sampling)
+        said = pipe.run(examples, sampling=sampling, seed=seeds, bucket=bucket)
         outputs = []
         for item, picture, ids in zip(items, shown, said, strict=True):
             height, width = picture.shape[:2]

@@ -37,7 +37,11 @@ class Pipe(pipeline.SparseLaViDa):
     def ask(self, words, pictures, tokens):
         return words, [tuple(picture[0, 0].tolist()) for picture in pictures], tokens
 
-    def run(self, examples, *, sampling, seed):
+    def shared_bucket(self, examples, sampling):
+        return len(examples)
+
+    def run(self, examples, *, sampling, seed, bucket):
+        assert bucket == len(examples)
         self.calls.append((len(examples), sampling.text_step_ratio, sampling.text_steps))
         return list(zip(examples, seed, strict=True))
 

@@ -40,7 +40,11 @@ class Pipe(pipeline.SparseLaViDa):
         assert len(pictures) == 1
         return words
 
-    def run(self, examples, *, sampling, seed):
+    def shared_bucket(self, examples, sampling):
+        return len(examples)
+
+    def run(self, examples, *, sampling, seed, bucket):
+        assert bucket == len(examples)
         for words in examples:
             with self.log.open("a") as file:
                 file.write(words.splitlines()[0] + "\n")
