@@ -227,6 +227,8 @@ def _finish(
 ) -> str:
     """Writes the export, `results.json` and `table.md`, and returns the table."""
     _made(folder / JUDGED)
+    for part in folder.glob(f"{EXPORT}/**/.*.png-*"):  # of pictures that a killed process wrote
+        part.unlink()
     bench.export(rows, _made(folder / EXPORT))
     scores = bench.scores(rows, folder)
     made = [json.loads(path.read_text()) for path in sorted(folder.glob(f"shards/*/{MADE_WITH}"))]

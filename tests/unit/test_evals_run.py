@@ -172,6 +172,17 @@ class _held:
         self.close = runs.lock(folder)
 
 
+def test_half_written_pictures_are_removed_before_they_are_judged(data, asked, tmp_path):
+    folder = tmp_path / "run"
+    run.evaluate(settings(data), "scenes", folder, shard="0/2")
+    deep = folder / "export" / "a" / "b"
+    deep.mkdir(parents=True)
+    for name in (".0.png-x1y2", "0.png"):
+        (deep / name).touch()
+    run.evaluate(settings(data), "scenes", folder, shard="1/2")
+    assert [path.name for path in deep.iterdir()] == ["0.png"]
+
+
 def test_a_damaged_line_is_named(data, asked, tmp_path):
     folder = tmp_path / "run"
     run.evaluate(settings(data), "scenes", folder)
