@@ -30,8 +30,8 @@ class Bench(QuestionBenchmark):
     title = "MathVerse"
     source = (
         "Take testmini.json and images.zip of huggingface.co/datasets/AI4Math/MathVerse, unpack"
-        " images.zip, and put them into the folder as testmini.json and images/images_version_1-4"
-        " and so on."
+        " images.zip, and put them into the folder as testmini.json and images_version_1-4 and so"
+        " on, or these inside images."
     )
     judge = (
         "run evaluation/extract_answer_s1.py and then evaluation/score_answer_s2.py of"
@@ -42,11 +42,14 @@ class Bench(QuestionBenchmark):
     def read(self, settings):
         """Returns an item a version of a problem."""
         path = existing(self.folder / "testmini.json", self.source)
-        items = []
+        images, items = self.folder / "images", []
         for index, record in enumerate(read_json(path)):
             where = f"{path}, entry {index},"
             record = check_fields(record, FIELDS, where)
-            file = self.folder / "images" / picture_name(record["image"], where)
+            name = picture_name(record["image"], where)
+            file = next(
+                (f for f in (images / name, self.folder / name) if f.exists()), images / name
+            )
             load = functools.partial(read_pictures, existing(file, self.source))
             items.append(
                 Item(index, str(record["sample_index"]), record["query_cot"], record, load)

@@ -450,6 +450,16 @@ def test_mathverse_takes_the_judgement(tmp_path):
         scored(bench, said, tmp_path)
 
 
+def test_pictures_of_mathverse_may_lie_beside_its_questions(tmp_path):
+    data = shutil.copytree(SAMPLES / "mathverse", tmp_path / "data")
+    for folder in (data / "images").iterdir():
+        folder.rename(data / folder.name)
+    assert load("mathverse", data).items[4].load()[0].shape == (24, 40, 3)
+    shutil.rmtree(data / "images_version_6")
+    with pytest.raises(EvaluationError, match=r"images/images_version_6/image_1\.png\. Take"):
+        load("mathverse", data)
+
+
 def test_chartqa_is_relaxed(tmp_path):
     bench = load("chartqa")
     found = scored(bench, ["1.04", "green", "3", "4.3", "97%"], tmp_path)
