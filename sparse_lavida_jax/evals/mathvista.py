@@ -67,16 +67,14 @@ class Bench(QuestionBenchmark):
         """Returns the share of right answers: found by rules, and by GPT-4 if it was asked."""
         if "answer" not in self.items[0].record:
             return []  # the test split is judged elsewhere
-        hits, unread = [], 0
+        hits, unread = [], []
         for item, row in zip(self.items, rows, strict=True):
             extracted = extract(row.output["text"], item.record)
-            unread += extracted is None
+            unread.append(extracted is None)
             hits.append((_task(item), is_right(extracted, item.record)))
         found = [
             share("accuracy, answers found by rules", [hit for _, hit in hits]),
-            share(
-                "answers that no rule finds, counted wrong", [i < unread for i in range(len(rows))]
-            ),
+            share("answers that no rule finds, counted wrong", unread),
             *shares(hits),
         ]
         path = folder / JUDGED / OUTPUT

@@ -273,13 +273,22 @@ def _table(bench: Benchmark, scores: Sequence[Score], results: dict, folder: pat
 
 
 def _description(results: dict[str, Any]) -> str:
-    made, sampling = results["made_with"][0], results["sampling"]
+    made = results["made_with"][0]
     device, commit = made["device"], made["commit"] + ("+" if made["dirty"] else "")
+    set_ = [
+        *_changed(results["evaluate"], config.Evaluate()),
+        *_changed(results["sampling"], config.Sampling()),
+    ]
     return (
         f"{results['items']} items, {results['checkpoint']['name']} (SHA-256"
-        f" {results['checkpoint']['sha256'][:12]}), seed {results['seed']}, preset"
-        f" {sampling['preset'] or 'as trained'}, {sampling['num_steps']} picture steps, guidance"
-        f" {sampling['guidance']:g}, temperature {sampling['temperature']:g}; commit"
+        f" {results['checkpoint']['sha256'][:12]}), seed {results['seed']}; commit"
         f" {commit or 'unknown'}, {device['count']} x {device['kind']}, jax"
-        f" {made['software']['jax']}, {results['seconds']:.0f} s."
+        f" {made['software']['jax']}, {results['seconds']:.0f} s. Other than the defaults:"
+        f" {', '.join(set_)}."
     )
+
+
+def _changed(section: dict[str, Any], defaults: Any) -> list[str]:
+    """Returns the settings of a section that are not the defaults."""
+    before = config.to_dict(defaults)
+    return [f"{name} {value}" for name, value in section.items() if value != before[name]]

@@ -385,6 +385,14 @@ def test_mmbench_wants_every_order_right(tmp_path):
     assert lines[4]["index"] == "2000252" and "image" not in lines[0]
 
 
+def test_mmbench_without_answers_is_handed_in(tmp_path):
+    data = shutil.copytree(SAMPLES / "mmbench", tmp_path / "data")
+    path = data / "MMBench_DEV_EN.tsv"
+    path.write_text(path.read_text().replace("\tanswer\t", "\tkept\t"))
+    assert scored(load("mmbench", data), ["A"] * 5, tmp_path) == {}
+    assert (tmp_path / "export" / "MMBench_DEV_EN.tsv").exists()
+
+
 @pytest.mark.parametrize(
     ("said", "letter"),
     [("B", "B"), ("The answer is B.", "B"), ("(C)", "C"), ("A: red", "A"), ("A or B", None),

@@ -112,6 +112,7 @@ def test_every_item_has_a_row_and_the_folder_its_results(data, asked, tmp_path):
     assert table == (tmp_path / "run" / "table.md").read_text().rstrip("\n")
     assert f"| relaxed accuracy | 0 | 0 | {ITEMS} | 0.000 to " in table
     assert made_with["device"]["kind"] in table
+    assert "seed 7" in table and "split test, batch_size 2." in table
 
 
 def test_a_finished_evaluation_asks_nothing_again(data, asked, tmp_path):
