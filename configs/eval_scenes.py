@@ -15,7 +15,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.evaluate = dict(
         benchmark="scenes",
         checkpoint="scenes",
-        items=100,
+        limit=100,
         batch_size=32,
     )
     return c

@@ -643,7 +643,7 @@ class Evaluate:
     checkpoint: str = ""  # what is evaluated unless --checkpoint names another
     data: str = ""  # folder of the official files; docs/evaluation.md says how they lie there
     split: str = ""  # of the benchmark, where it has several
-    items: int = 0  # how many, the first ones (scenes: of each task); 0: all
+    limit: int = 0  # how many items, the first ones (scenes: of each task); 0: all
     batch_size: int = 8  # rows decoded together
     num_images: int = 1  # pictures drawn of each prompt
     prefix: str = ""  # in front of every prompt of a picture
@@ -651,7 +651,7 @@ class Evaluate:
 
     def __post_init__(self):
         _check_positive(self, "batch_size", "num_images", "max_new_tokens")
-        _check(self, "items", self.items >= 0, "it must be 0 or more")
+        _check(self, "limit", self.limit >= 0, "it must be 0 or more")
         _check(
             self,
             "benchmark",

@@ -156,7 +156,7 @@ class Benchmark(abc.ABC):
 
     def first(self, items: list[Item]) -> list[Item]:
         """Returns as many items as the settings ask for."""
-        return items[: self.settings.items] if self.settings.items else items
+        return items[: self.settings.limit] if self.settings.limit else items
 
     @abc.abstractmethod
     def answer(

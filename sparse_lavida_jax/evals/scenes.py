@@ -169,12 +169,12 @@ class Bench(Benchmark):
         asked = [(task, "test") for task in trained]
         if "draw" in trained:
             asked.append(("draw", "held_out"))
-        count = self.settings.items or max(settings.train.eval_prompts, 1)
+        count = self.settings.limit or max(settings.train.eval_prompts, 1)
         numbered = ((task, split, i) for task, split in asked for i in range(count))
         return [self._item(index, *one) for index, one in enumerate(numbered)]
 
     def first(self, items):
-        """Returns all: `items` is of each task."""
+        """Returns all: `limit` is of each task."""
         return items
 
     def batches(self, items: Sequence[Item]) -> Iterator[list[Item]]:

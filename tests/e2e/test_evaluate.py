@@ -82,7 +82,7 @@ def test_questions_are_answered_and_scored(model, name, tmp_path, capsys):
         pytest.importorskip("pyarrow", reason="Parquet: pip install '.[data]'")
     count, files = QUESTIONS[name]
     words = ["--config.sampling.text_step_ratio=0.0", "--config.sampling.text_steps=1"]
-    words += ["--config.evaluate.max_new_tokens=32", "--config.evaluate.items=8"]
+    words += ["--config.evaluate.max_new_tokens=32", "--config.evaluate.limit=8"]
     results, export = evaluated(model, name, tmp_path / "run", *words)
     assert results["items"] == count
     assert {path.name for path in export.iterdir()} == files
@@ -101,15 +101,17 @@ def test_questions_are_answered_and_scored(model, name, tmp_path, capsys):
 def test_pictures_are_drawn_for_the_judges(model, name, tmp_path, capsys):
     changes = ("num_steps=1", "guidance=0", "guidance_image=0")
     words = [f"--config.sampling.{change}" for change in changes]
-    words.append("--config.evaluate.batch_size=20")  # GenEval at once
+    # Four pictures of four prompts, or one of five: batches of eight rows, one compiled program.
+    count = 4 if name in ("geneval", "dpg") else 5
+    words.append(f"--config.evaluate.limit={count}")
     results, export = evaluated(model, name, tmp_path / "run", *words)
-    assert (results["items"], results["scores"]) == (5, [])
+    assert (results["items"], results["scores"]) == (count, [])
     assert "To judge " in capsys.readouterr().out
     files = {str(path.relative_to(export)) for path in export.rglob("*.*")}
     expected = {
-        "geneval": {f"{i:05}/samples/{j:05}.png" for i in range(5) for j in range(4)}
-        | {f"{i:05}/metadata.jsonl" for i in range(5)},
-        "dpg": {f"{i}.png" for i in range(5)},
+        "geneval": {f"{i:05}/samples/{j:05}.png" for i in range(4) for j in range(4)}
+        | {f"{i:05}/metadata.jsonl" for i in range(4)},
+        "dpg": {f"{i}.png" for i in range(4)},
         "mjhq": {"animals/1f.png", "art/2e.png", "animals/3d.png", "food/4c.png", "art/5b.png"}
         | {"prompts.jsonl"},
         "imgedit": {f"{70 + i}.png" for i in range(5)},
@@ -124,7 +126,7 @@ def test_pictures_are_drawn_for_the_judges(model, name, tmp_path, capsys):
 
 def test_a_scenes_model_has_its_exact_table(finished, tmp_path, capsys):
     words = [str(finished.folder), f"--config={CONFIGS['eval_scenes']}", f"--workdir={tmp_path}"]
-    few = ["--config.evaluate.items=2", "--config.evaluate.batch_size=2"]
+    few = ["--config.evaluate.limit=2", "--config.evaluate.batch_size=2"]
     assert cli.main(["sparse-lavida", "evaluate", *words, *few]) == 0
     table = capsys.readouterr().out
     for task in ("draw", "answer", "draw/held_out"):

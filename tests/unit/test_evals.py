@@ -14,7 +14,7 @@ from sparse_lavida_jax.evals import scenes as exact
 from sparse_lavida_jax.pipeline import ANSWER_TOKENS
 
 PROMPTS = 40
-EVALUATE = config.Evaluate(items=PROMPTS)
+EVALUATE = config.Evaluate(limit=PROMPTS)
 SETTINGS = stand_ins.settings()
 
 

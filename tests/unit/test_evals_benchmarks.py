@@ -84,7 +84,7 @@ def test_items_are_numbered_and_show_their_pictures(name):
             assert picture.shape == (24, 40, 3)
     shows = isinstance(bench, benchmark.QuestionBenchmark) or name in ("imgedit", "refcoco")
     assert all(bool(item.load()) == shows for item in bench.items)
-    few = load(name, items=2)
+    few = load(name, limit=2)
     assert [item.key for item in few.items] == [item.key for item in bench.items[:2]]
 
 
