@@ -667,6 +667,31 @@ class Sampling:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluate:
+    """One benchmark (`--mode=evaluate`; docs/evaluation.md)."""
+
+    benchmark: str = "scenes"  # a file of `evals/`
+    checkpoint: str = ""  # what is evaluated unless --checkpoint names another
+    data: str = ""  # folder of the official files; docs/evaluation.md says how they lie there
+    split: str = ""  # of the benchmark, where it has several
+    limit: int = 0  # how many items, the first ones (scenes: of each task); 0: all
+    batch_size: int = 8  # rows decoded together
+    num_images: int = 1  # pictures drawn of each prompt
+    prefix: str = ""  # in front of every prompt of a picture
+    max_new_tokens: int = 32  # room for an answer, rounded up to whole text blocks
+
+    def __post_init__(self):
+        _check_positive(self, "batch_size", "num_images", "max_new_tokens")
+        _check(self, "limit", self.limit >= 0, "it must be 0 or more")
+        _check(
+            self,
+            "benchmark",
+            self.benchmark.isidentifier(),
+            "the name of a file of sparse_lavida_jax/evals, such as geneval",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """One experiment."""
 
@@ -681,6 +706,7 @@ class Config:
     lora: Lora = dataclasses.field(default_factory=Lora)
     train: Train = dataclasses.field(default_factory=Train)
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    evaluate: Evaluate = dataclasses.field(default_factory=Evaluate)
 
     def __post_init__(self):
         if self.train.stage == "vq" and (self.lora.rank or self.optimizer.groups):

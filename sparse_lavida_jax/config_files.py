@@ -6,14 +6,20 @@ import importlib.util
 import pathlib
 import sys
 from collections.abc import Iterator
+from typing import Any
+
+from ml_collections import ConfigDict
 
 from sparse_lavida_jax import config
 
 
-def read(path: pathlib.Path) -> config.Config:
+def read(path: pathlib.Path, base: config.Config | None = None) -> config.Config:
     """Runs a config file and returns what its `get_config` gave, checked.
 
     It may import the config files beside it: `import scenes`.
+
+    Args:
+        base: where everything comes from that the file does not set; None: the defaults.
 
     Raises:
         ConfigError: there is no such file, it cannot be run, or it sets what does not exist or is
@@ -33,7 +39,18 @@ def read(path: pathlib.Path) -> config.Config:
         raise
     except Exception as error:  # the file may do anything
         raise config.ConfigError(f"{path} failed: {type(error).__name__}: {error}") from error
+    if base is not None:
+        given = _over(config.to_dict(base), given)
     return config.build(config.Config, given)
+
+
+def _over(base: dict[str, Any], given: Any) -> dict[str, Any]:
+    """Returns settings with those of `given` in their place, section by section."""
+    merged = dict(base)
+    for name in given:
+        section = isinstance(base.get(name), dict) and isinstance(given[name], dict | ConfigDict)
+        merged[name] = _over(base[name], given[name]) if section else given[name]
+    return merged
 
 
 @contextlib.contextmanager

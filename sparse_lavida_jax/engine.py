@@ -31,6 +31,7 @@ Grid = Bool[np.ndarray, "y x"]
 
 E = TypeVar("E", bound="Engine")
 
+SHARED_PROMPT = 128  # tokens
 MASKED_GREY = 168  # of cells that are not decoded yet, in previews
 
 
@@ -132,7 +133,7 @@ class Engine:
         *,
         max_new_tokens: int = ANSWER_TOKENS,
         sampling: config.Sampling | None = None,
-        seed: int = 0,
+        seed: int | Sequence[int] = 0,
     ) -> list[str]:
         """Returns a text response to each prompt, with the picture it is shown, if any.
 
@@ -164,7 +165,7 @@ class Engine:
         *,
         plans: Sequence[str] | None = None,
         sampling: config.Sampling | None = None,
-        seed: int = 0,
+        seed: int | Sequence[int] = 0,
         on_segment: OnSegment | None = None,
     ) -> list[Picture]:
         """Returns a picture for each prompt, laid out first unless `sampling.plan` is off.
@@ -172,11 +173,11 @@ class Engine:
         Args:
             plans: layouts to follow, in place of the model's own.
         """
-        sampling = sampling or self.settings.sampling
+        sampling, seeds = sampling or self.settings.sampling, row_seeds(seed, len(prompts))
         if plans is None and sampling.plan and self.prompts.lays_out("generate"):
-            plans = self.plan(prompts, sampling=sampling, seed=seed)
+            plans = self.plan(prompts, sampling=sampling, seed=seeds)
         drawings = [
-            Drawing(prompt, seed + i, self._grid, plan=None if plans is None else plans[i])
+            Drawing(prompt, seeds[i], self._grid, plan=None if plans is None else plans[i])
             for i, prompt in enumerate(prompts)
         ]
         return self._drawn(drawings, sampling, on_segment)
@@ -189,7 +190,7 @@ class Engine:
         plans: Sequence[str] | None = None,
         known: Sequence[Grid] | None = None,
         sampling: config.Sampling | None = None,
-        seed: int = 0,
+        seed: int | Sequence[int] = 0,
     ) -> list[Picture]:
         """Returns each picture changed as told; everything else stays.
 
@@ -199,14 +200,14 @@ class Engine:
             known: for in- and outpainting, the grid of cells of each picture to keep; their codes
                 come out as they went in.
         """
-        sampling = sampling or self.settings.sampling
+        sampling, seeds = sampling or self.settings.sampling, row_seeds(seed, len(instructions))
         task = "edit" if known is None else "inpaint"
         if plans is None and sampling.plan and self.prompts.lays_out(task):
-            plans = self.plan(instructions, pictures, sampling=sampling, seed=seed)
+            plans = self.plan(instructions, pictures, sampling=sampling, seed=seeds)
         drawings = [
             Drawing(
                 instruction,
-                seed + i,
+                seeds[i],
                 self._grid,
                 picture=pictures[i],
                 canvas=self.prompts.canvas(pictures[i], self._codec.picture_size),
@@ -258,6 +259,15 @@ class Engine:
             on_segment=on_segment,
             on_step=on_step,
         )
+
+    def shared_bucket(self, examples: Sequence[Example], sampling: config.Sampling) -> Bucket:
+        """Returns shapes that many batches share, so that few programs are compiled for them.
+
+        All rows that are decoded together, and prompts padded to a multiple of `SHARED_PROMPT`.
+        """
+        fitting = self._bucket(examples, sampling).prompt_len
+        understanding, generation = (-(-n // SHARED_PROMPT) * SHARED_PROMPT for n in fitting)
+        return Bucket(self.batch_size, (understanding, generation))
 
     def texts(self, responses: Sequence[Int[np.ndarray, "_l 1"]]) -> list[str]:
         """Returns the text of responses, up to the first end-of-text."""

@@ -7,6 +7,8 @@ r"""Trains, samples and evaluates from the command line.
     python -m sparse_lavida_jax.main --mode=sample --checkpoint=scenes --task=ask \
         --picture=picture.png --prompt="how many red circles are there?"
     python -m sparse_lavida_jax.main --mode=evaluate --checkpoint=runs/scenes
+    python -m sparse_lavida_jax.main --mode=evaluate --config=configs/eval_geneval.py \
+        --checkpoint=models/lavida-o --config.evaluate.data=benchmarks/geneval --shard=0/4
     python -m sparse_lavida_jax.main --mode=convert --src=LaViDa-O-v1.0 --dst=models/lavida-o
     python -m sparse_lavida_jax.main --mode=verify --src=models/lavida-o
     python -m sparse_lavida_jax.main --mode=export --src=runs/mine --dst=for-pytorch
@@ -38,6 +40,7 @@ from sparse_lavida_jax import checkpoint, config, config_files, pictures, proces
 from sparse_lavida_jax.data.recipe import PrepareError
 from sparse_lavida_jax.data.records import RecordError
 from sparse_lavida_jax.data.task_prompts import RequestError
+from sparse_lavida_jax.evals.files import EvaluationError
 
 MODES = ("train", "sample", "evaluate", "convert", "export", "verify", "prepare")
 FOLDERS = {  # flags that these modes need, and what they name
@@ -59,7 +62,8 @@ class UsageError(Exception):
 # OSError: a full disk, a file that is not there, a folder that may not be written.
 OURS = (
     config.ConfigError, checkpoint.CheckpointError, runs.RunError, pictures.PictureError,
-    RequestError, UsageError, PrepareError, RecordError, processes.ProcessError, OSError,
+    RequestError, UsageError, PrepareError, RecordError, EvaluationError,
+    processes.ProcessError, OSError,
 )  # fmt: skip
 
 
@@ -82,6 +86,7 @@ class Command:
     together: processes.Together | None
     profile_steps: range
     compilation_cache: str
+    shard: str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -165,16 +170,15 @@ def _sample(command: Command) -> int:
 
 
 def _evaluate(command: Command) -> int:
-    from sparse_lavida_jax.evals import scenes
-    from sparse_lavida_jax.pipeline import SparseLaViDa
+    from sparse_lavida_jax.evals import run
 
-    if command.config.data.source != "scenes":
-        raise UsageError("--mode=evaluate judges models of scenes; others have a report.md.")
-    model = SparseLaViDa.from_pretrained(command.checkpoint)
-    results = scenes.evaluate_all(
-        model, command.config.train.eval_prompts, sampling=command.config.sampling
-    )
-    print(scenes.table(results))
+    title = f"{command.config.evaluate.benchmark}: {command.checkpoint}"
+    with _progress(title, rich.progress.MofNCompleteColumn) as on_progress:
+        said = run.evaluate(
+            command.config, command.checkpoint, command.workdir,
+            shard=command.shard, on_progress=on_progress,
+        )  # fmt: skip
+    print(said)
     return 0
 
 
@@ -295,7 +299,7 @@ def parse(argv: list[str]) -> Command | None:
         mode=values.mode,
         config=settings,
         workdir=pathlib.Path(values.workdir or pathlib.Path("runs") / settings.name),
-        checkpoint=values.checkpoint,
+        checkpoint=values.checkpoint or settings.evaluate.checkpoint,
         task=values.task,
         prompt=values.prompt,
         picture=pathlib.Path(values.picture) if values.picture else None,
@@ -307,6 +311,7 @@ def parse(argv: list[str]) -> Command | None:
         together=_together(values),
         profile_steps=_steps(values.profile_steps),
         compilation_cache=values.compilation_cache,
+        shard=values.shard,
     )
 
 
@@ -367,6 +372,10 @@ def _define(values: flags.FlagValues) -> None:
         "compilation_cache", str(cache), "Keeps compiled programs; empty: nothing is kept.",
         flag_values=values,
     )  # fmt: skip
+    flags.DEFINE_string(
+        "shard", "", "Which items to evaluate, as i/n: every n-th from the i-th (0 the first) on."
+        " By default each process of a cluster takes its share.", flag_values=values,
+    )  # fmt: skip
     flags.DEFINE_boolean("help", False, "Prints this.", flag_values=values)
 
 
@@ -384,6 +393,8 @@ def _base_config(values: flags.FlagValues) -> config.Config:
             known = config_files.listed(pathlib.Path("configs"))
             raise UsageError(f"training needs --config=FILE. {known}")
         return config_files.read(pathlib.Path(values.config))
+    if values.mode == "evaluate" and values.config:
+        return _evaluate_config(values.checkpoint, pathlib.Path(values.config))
     if not values.checkpoint:
         raise UsageError(
             f"--mode={values.mode} needs --checkpoint: a model folder, a run directory, or the"
@@ -395,7 +406,21 @@ def _base_config(values: flags.FlagValues) -> config.Config:
         raise UsageError(f"--task={values.task} needs --picture=FILE, the picture it is about.")
     if values.config:
         return config_files.read(pathlib.Path(values.config))
-    return checkpoint.read_config(checkpoint.find_model(values.checkpoint))
+    settings = checkpoint.read_config(checkpoint.find_model(values.checkpoint))
+    if values.mode == "evaluate":  # its results have a folder of their own
+        return dataclasses.replace(settings, name=f"eval_{settings.name}")
+    return settings
+
+
+def _evaluate_config(name: str, path: pathlib.Path) -> config.Config:
+    """Returns the settings of a checkpoint with those of a config file in their place."""
+    name = name or config_files.read(path).evaluate.checkpoint
+    if not name:
+        raise UsageError(
+            f"--config={path} needs --checkpoint: a model folder, a run directory, or the name of a"
+            f" bundled model ({', '.join(checkpoint.bundled_models()) or 'none'})."
+        )
+    return config_files.read(path, checkpoint.read_config(checkpoint.find_model(name)))
 
 
 def _override(base: config.Config, words: list[str]) -> config.Config:

@@ -142,7 +142,7 @@ class Run:
         """Makes the folder ours; returns what gives it up."""
         self._claim_folder()
         with contextlib.ExitStack() as undo:
-            undo.callback(_lock(self.folder))
+            undo.callback(lock(self.folder))
             self._check_config()
             return undo.pop_all().close
 
@@ -223,7 +223,7 @@ def _settings(settings: config.Config) -> dict[str, Any]:
     return flat
 
 
-def _lock(folder: pathlib.Path) -> Callable[[], None]:
+def lock(folder: pathlib.Path) -> Callable[[], None]:
     """Makes this process the only writer of the folder; returns what gives that up.
 
     The operating system drops the lock of a process that dies, however it dies; the number in the

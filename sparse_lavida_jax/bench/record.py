@@ -40,18 +40,9 @@ class Bench:
             "suite": self.suite,
             "id": row_id,
             "status": "ok",
-            "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             **self.source,
             "run": self.run,
-            "device": _device(),
-            "software": {
-                "python": platform.python_version(),
-                "jax": jax.__version__,
-                "jaxlib": _version("jaxlib"),
-                "xla_flags": os.environ.get("XLA_FLAGS", ""),
-                "tokamax": _version("tokamax"),
-                "torch": _version("torch"),
-            },
+            **circumstances(),
             **values,
         }
         device = re.sub(r"[^a-z0-9]+", "-", row["device"]["kind"].lower()).strip("-")
@@ -59,6 +50,22 @@ class Bench:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, row)
         return path
+
+
+def circumstances() -> dict[str, Any]:
+    """Returns when, on what device and with what software this process runs."""
+    return {
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": _device(),
+        "software": {
+            "python": platform.python_version(),
+            "jax": jax.__version__,
+            "jaxlib": _version("jaxlib"),
+            "xla_flags": os.environ.get("XLA_FLAGS", ""),
+            "tokamax": _version("tokamax"),
+            "torch": _version("torch"),
+        },
+    }
 
 
 def write_json(path: pathlib.Path, values: Any) -> None:

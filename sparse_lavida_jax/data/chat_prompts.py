@@ -204,6 +204,12 @@ class ChatPrompts:
         example = self._example(parts, known[:, None], given, "text", [seen])
         return [self._fits(" ".join(phrases), example)]
 
+    def locate_one(self, phrase: str, picture: Picture) -> Example:
+        """Returns what finds one thing, in the words of the released RefCOCO evaluation."""
+        seen = images.see(picture, self.model.vision)
+        parts = self._words(chat.locate, phrase, seen.part)
+        return self._fits(phrase, self._example(parts, None, None, "text", [seen]))
+
     @property
     def locates_in_one_step(self) -> bool:
         """Whether boxes take one step: as released, all boxes at once."""

@@ -209,6 +209,11 @@ class ScenePrompts:
             for phrase in phrases
         ]
 
+    def locate_one(self, phrase: str, picture: Picture) -> Example:
+        """Returns what finds one thing."""
+        (example,) = self.locate([phrase], picture)
+        return example
+
     @property
     def locates_in_one_step(self) -> bool:
         """Whether boxes take one step; here they take as many as any answer."""

@@ -3,13 +3,16 @@
 
 import collections
 import dataclasses
-import math
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from sparse_lavida_jax import config
+from sparse_lavida_jax import config, pictures
 from sparse_lavida_jax.data import scenes, scoring, tasks
+from sparse_lavida_jax.evals.benchmark import EXPORT, Benchmark, Item, Score
+from sparse_lavida_jax.evals.files import EvaluationError
+from sparse_lavida_jax.evals.metrics import wilson_interval
 from sparse_lavida_jax.pipeline import ANSWER_TOKENS, SparseLaViDa
 
 Output = np.ndarray | str
@@ -46,23 +49,12 @@ class TaskResult:
         return wilson_interval(self.correct, self.total)
 
 
-def wilson_interval(correct: int, total: int, z: float = 1.96) -> tuple[float, float]:
-    """Returns the 95 % confidence interval of a share (E. B. Wilson, 1927)."""
-    if total == 0:
-        return 0.0, 1.0
-    share = correct / total
-    middle = share + z * z / (2 * total)
-    half = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
-    scale = 1 + z * z / total
-    return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
-
-
 def answer(
     pipe: SparseLaViDa,
     samples: Sequence[tasks.Sample],
     *,
     sampling: config.Sampling | None = None,
-    seed: int = 0,
+    seed: int | Sequence[int] = 0,
 ) -> list[Output]:
     """Returns the model's output for samples of one task: pictures or text."""
     if any(sample.given for sample in samples):
@@ -100,17 +92,6 @@ def evaluate(
     samples = [tasks.sample(task, seed, index, split) for index in range(prompts)]
     outputs = answer(pipe, samples, sampling=sampling, seed=seed)
     return tally(task if split == "test" else f"{task}/{split}", samples, outputs)
-
-
-def evaluate_all(
-    pipe: SparseLaViDa, prompts: int, *, sampling: config.Sampling | None = None
-) -> list[TaskResult]:
-    """Scores every task that the model was trained on, and drawing of held-out combinations."""
-    trained = [task for task in pipe.settings.data.tasks if task in tasks.TASKS]
-    results = [evaluate(pipe, task, prompts, sampling=sampling) for task in trained]
-    if "draw" in trained:
-        results.append(evaluate(pipe, "draw", prompts, split="held_out", sampling=sampling))
-    return results
 
 
 def tally(name: str, samples: Sequence[tasks.Sample], outputs: Sequence[Output]) -> TaskResult:
@@ -169,3 +150,93 @@ def table(results: Sequence[TaskResult]) -> str:
         if result.precision is not None and result.columns:
             lines.append(f"| - attribute precision | | | {result.precision:.2f} | |")
     return "\n".join(lines)
+
+
+class Bench(Benchmark):
+    """Every task that a small model was trained on, and drawing of held-out combinations."""
+
+    title = "Scenes"
+    source = "The package makes its prompts itself."
+
+    def read(self, settings):
+        """Returns the prompts of each task."""
+        if settings.data.source != "scenes":
+            raise EvaluationError(
+                "the benchmark 'scenes' judges models of scenes. Digits are judged in report.md;"
+                " for a LaViDa-O choose one of configs/eval_*.py."
+            )
+        trained = [task for task in settings.data.tasks if task in tasks.TASKS]
+        asked = [(task, "test") for task in trained]
+        if "draw" in trained:
+            asked.append(("draw", "held_out"))
+        count = self.settings.limit or max(settings.train.eval_prompts, 1)
+        numbered = ((task, split, i) for task, split in asked for i in range(count))
+        return [self._item(index, *one) for index, one in enumerate(numbered)]
+
+    def first(self, items):
+        """Returns all: `limit` is of each task."""
+        return items
+
+    def batches(self, items: Sequence[Item]) -> Iterator[list[Item]]:
+        """Yields items of one task each, all with given tokens or none."""
+        samples = {item.index: self._sample(item) for item in items}
+
+        def kind(item):
+            return item.record["task"], item.record["split"], bool(samples[item.index].given)
+
+        for _, members in itertools.groupby(sorted(items, key=kind), kind):
+            yield from super().batches(list(members))
+
+    def seed_of(self, item):
+        """Returns the seed that `evaluate` gives the same prompt."""
+        return EVAL_SEED + self.seed + item.record["number"]
+
+    def answer(self, pipe, items, folder):
+        """Returns texts, and the names of files with pictures."""
+        samples = [self._sample(item) for item in items]
+        seeds = [self.seed_of(item) for item in items]
+        outputs = []
+        for item, made in zip(
+            items, answer(pipe, samples, sampling=self.sampling, seed=seeds), strict=True
+        ):
+            if isinstance(made, str):
+                outputs.append({"text": made})
+            else:
+                name = f"{item.key}.png"
+                pictures.write(folder / EXPORT / name, made)
+                outputs.append({"files": [name]})
+        return outputs
+
+    def scores(self, rows, folder):
+        """Returns the share of right responses of each task, and of its columns."""
+        found = []
+        by_name = itertools.groupby(zip(self.items, rows, strict=True), lambda one: _name(one[0]))
+        for name, members in by_name:
+            samples, outputs = [], []
+            for item, row in members:
+                samples.append(self._sample(item))
+                text, files = row.output.get("text"), row.output.get("files", [])
+                outputs.append(pictures.read(folder / EXPORT / files[0]) if files else text)
+            result = tally(name, samples, outputs)
+            found.append(Score(name, result.share, result.total, result.correct))
+            found += [
+                Score(f"- {column}", hits / total, total, hits)
+                for column, (hits, total) in sorted(result.columns.items())
+            ]
+            if result.precision is not None and result.columns:
+                found.append(Score("- attribute precision", result.precision, result.total))
+        return found
+
+    def _item(self, index: int, task: str, split: str, number: int) -> Item:
+        record = {"task": task, "split": split, "number": number}
+        words = tasks.sample(task, EVAL_SEED, number, split).prompt
+        return Item(index, f"{task}/{split}/{number:05}", words, record)
+
+    def _sample(self, item: Item) -> tasks.Sample:
+        record = item.record
+        return tasks.sample(record["task"], EVAL_SEED, record["number"], record["split"])
+
+
+def _name(item: Item) -> str:
+    task, split = item.record["task"], item.record["split"]
+    return task if split == "test" else f"{task}/{split}"

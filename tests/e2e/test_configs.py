@@ -18,8 +18,10 @@ from sparse_lavida_jax.data import pipeline as batches
 from sparse_lavida_jax.evals import scenes as exact
 from sparse_lavida_jax.models.denoiser import Denoiser
 
-CONFIGS = {
-    path.stem: path for path in sorted((pathlib.Path(__file__).parents[2] / "configs").glob("*.py"))
+CONFIGS = {  # those of benchmarks are in test_evaluate.py
+    path.stem: path
+    for path in sorted((pathlib.Path(__file__).parents[2] / "configs").glob("*.py"))
+    if not path.stem.startswith("eval_")
 }
 BUNDLED_BYTES = 16_000_000  # of the model that comes with the package
 

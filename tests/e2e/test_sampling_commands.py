@@ -42,8 +42,8 @@ def test_the_command_line_draws_the_same_for_the_same_seed(finished, tmp_path, c
     assert (pictures["first"] != pictures["other"]).any()
 
 
-def test_the_command_line_evaluates(finished, capsys):
-    words = ["main", "--mode=evaluate", f"--checkpoint={finished.folder}"]
+def test_the_command_line_evaluates(finished, tmp_path, capsys):
+    words = ["main", "--mode=evaluate", f"--checkpoint={finished.folder}", f"--workdir={tmp_path}"]
     assert main.main(words) == 0
     table = capsys.readouterr().out
     for task in ("draw", "answer", "draw/held_out"):

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Right responses score 1, empty ones 0, and intervals are Wilson's."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import stand_ins
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import digits, scenes, tasks
+from sparse_lavida_jax.evals import benchmark
 from sparse_lavida_jax.evals import scenes as exact
 from sparse_lavida_jax.pipeline import ANSWER_TOKENS
 
 PROMPTS = 40
+EVALUATE = config.Evaluate(limit=PROMPTS)
 SETTINGS = stand_ins.settings()
 
 
@@ -70,15 +74,26 @@ def test_held_out_combinations_have_a_name_of_their_own():
     assert (result.task, result.share) == ("draw/held_out", 1.0)
 
 
-def test_everything_that_was_trained_is_evaluated():
+def test_everything_that_was_trained_is_evaluated(tmp_path):
     trained = {"draw": 1.0, "answer": 1.0, "fill_plan": 1.0}
     pipe = stand_ins.Knowing(
         stand_ins.settings(data={"tasks": trained}),
         [*asked("draw"), *asked("answer"), *asked("draw", "held_out")],
     )
-    results = exact.evaluate_all(pipe, PROMPTS)
-    assert [result.task for result in results] == ["draw", "answer", "draw/held_out"]
-    assert [result.share for result in results] == [1.0, 1.0, 1.0]
+    bench = exact.Bench(dataclasses.replace(pipe.settings, evaluate=EVALUATE))
+    rows = []
+    for batch in bench.batches(bench.items[::-1]):
+        assert len({item.key.rsplit("/", 1)[0] for item in batch}) == 1 and len(batch) <= 8
+        outputs = bench.answer(pipe, batch, tmp_path)
+        for item, output in zip(batch, outputs, strict=True):
+            rows.append(benchmark.Row(item.index, item.key, bench.seed_of(item), output, 0.0))
+    rows.sort(key=lambda row: row.index)
+    scores = bench.scores(rows, tmp_path)
+    tasks_scored = [score.name for score in scores if not score.name.startswith("-")]
+    assert tasks_scored == ["draw", "answer", "draw/held_out"]
+    assert all(score.value == 1.0 for score in scores)
+    # Every prompt has the seed that it has when its task is scored alone.
+    assert [row.seed for row in rows] == 3 * [exact.EVAL_SEED + i for i in range(PROMPTS)]
 
 
 def test_tasks_that_show_different_things_are_asked_in_their_own_way():

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The official files of benchmarks, read with care: what is missing or wrong is named."""
+
+import csv
+import io
+import json
+import pathlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from sparse_lavida_jax import pictures
+from sparse_lavida_jax.data import tables
+from sparse_lavida_jax.data.records import RecordError
+
+Record = dict[str, Any]
+Picture = pictures.Picture
+
+MOST_CELL = 2**27  # characters of a cell that holds a picture
+
+
+class EvaluationError(Exception):
+    """A benchmark that cannot be run: files are missing or wrong; the message says what to do."""
+
+
+def existing(path: pathlib.Path, source: str) -> pathlib.Path:
+    """Returns a path that is there.
+
+    Args:
+        source: sentences that say where the benchmark comes from and how it must lie.
+
+    Raises:
+        EvaluationError: it is not.
+    """
+    if not path.exists():
+        raise EvaluationError(f"there is no {path}. {source}")
+    return path
+
+
+def matching(folder: pathlib.Path, pattern: str, source: str) -> list[pathlib.Path]:
+    """Returns the files below a folder that a pattern names, sorted.
+
+    Raises:
+        EvaluationError: there is none.
+    """
+    found = sorted(existing(folder, source).glob(pattern))
+    if not found:
+        raise EvaluationError(f"there is no {pattern} in {folder}. {source}")
+    return found
+
+
+def read_json(path: pathlib.Path) -> Any:
+    """Returns what a JSON file holds.
+
+    Raises:
+        EvaluationError: it is no JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8-sig"))
+    except ValueError as error:
+        raise EvaluationError(f"{path} is no JSON: {error}. Download it again.") from error
+
+
+def read_lines(path: pathlib.Path) -> list[Record]:
+    """Returns the objects of a file with one a line.
+
+    Raises:
+        EvaluationError: a line is none.
+    """
+    records = []
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), 1):
+        if line.strip():
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise EvaluationError(f"{path}, line {number}, is no JSON: {error}.") from error
+            if not isinstance(record, dict):
+                raise EvaluationError(f"{path}, line {number}, is no object.")
+            records.append(record)
+    return records
+
+
+def read_separated(path: pathlib.Path, delimiter: str) -> list[dict[str, str]]:
+    """Returns the rows of a file with a line of column names.
+
+    Raises:
+        EvaluationError: it cannot be read.
+    """
+    before = csv.field_size_limit(MOST_CELL)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        rows = list(csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter))
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise EvaluationError(f"{path} cannot be read: {error}. Download it again.") from error
+    finally:
+        csv.field_size_limit(before)
+    return [{str(k): "" if v is None else str(v) for k, v in row.items()} for row in rows]
+
+
+def check_fields(record: Any, fields: Iterable[str], where: str) -> Record:
+    """Returns a record that has all of some fields.
+
+    Raises:
+        EvaluationError: it lacks one.
+    """
+    if not isinstance(record, Mapping):
+        raise EvaluationError(f"{where} is no object with fields, but {type(record).__name__}.")
+    if missing := [name for name in fields if name not in record]:
+        raise EvaluationError(
+            f"{where} has no {', '.join(missing)}; it has {', '.join(map(str, record))}. Is it"
+            " another benchmark, or another version of this one?"
+        )
+    return dict(record)
+
+
+def read_pictures(*paths: pathlib.Path) -> list[Picture]:
+    """Returns picture files as RGB bytes.
+
+    Raises:
+        PictureError: see `pictures.read`.
+    """
+    return [pictures.read(path) for path in paths]
+
+
+def picture_name(name: str, where: str) -> str:
+    """Returns the name of a picture inside the folder of a benchmark.
+
+    Raises:
+        EvaluationError: it leads out of there.
+    """
+    path = pathlib.PurePosixPath(name)
+    if not name or path.is_absolute() or ".." in path.parts:
+        raise EvaluationError(f"{where} names the picture {name!r}, which is no file inside it.")
+    return name
+
+
+class Parquet:
+    """The rows of Parquet files, one after another, pictures read when they are asked for.
+
+    Args:
+        paths: the files.
+        fields: columns that every file must have.
+        others: columns to read where there are such.
+        picture_fields: columns of pictures, as Hugging Face writes them (`bytes` and `path`).
+
+    Raises:
+        EvaluationError: a file cannot be read, or lacks a column.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[pathlib.Path],
+        fields: Sequence[str],
+        others: Sequence[str] = (),
+        picture_fields: Sequence[str] = (),
+    ):
+        self.records: list[Record] = []
+        self._places: list[tuple[tables.Table, int]] = []
+        self._reader = tables.Reader(columns=picture_fields)
+        try:
+            for path in paths:
+                table = tables.locate(path)
+                with tables.Reader(columns=(*fields, *others)) as reader:
+                    for number in range(table.num_rows):
+                        row = reader.row(table, number)
+                        self.records.append(check_fields(row, fields, f"{path}, row {number},"))
+                        self._places.append((table, number))
+        except (tables.TableError, RecordError) as error:
+            raise EvaluationError(str(error)) from error
+
+    def pictures(self, row: int, fields: Sequence[str]) -> list[Picture]:
+        """Returns pictures of a row.
+
+        Raises:
+            EvaluationError: the row has none in one of the fields.
+            PictureError: one cannot be read.
+        """
+        return [self._picture(row, field) for field in fields]
+
+    def _picture(self, row: int, field: str) -> Picture:
+        table, number = self._places[row]
+        try:
+            contents = self._reader.picture(self._reader.row(table, number).get(field))
+        except (tables.TableError, RecordError) as error:
+            raise EvaluationError(f"{table.path}, row {number}, {field}: {error}.") from error
+        return pictures.read_bytes(contents, f"{table.path}, row {number}, {field}")

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores that are formulas."""
+
+import math
+import re
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float
+
+Box = Sequence[int | float]  # x1, y1, x2, y2
+
+RELAXATION = 0.05  # by which numbers may differ in ChartQA
+LEAST_ANLS = 0.5
+
+
+def wilson_interval(correct: int, total: int, z: float = 1.96) -> tuple[float, float]:
+    """Returns the 95 % confidence interval of a share (E. B. Wilson, 1927)."""
+    if total == 0:
+        return 0.0, 1.0
+    share = correct / total
+    middle = share + z * z / (2 * total)
+    half = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
+    scale = 1 + z * z / total
+    return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
+
+
+def edit_distance(one: str, other: str) -> int:
+    """Returns how few characters must be put in, left out or replaced (V. Levenshtein, 1966)."""
+    before = list(range(len(other) + 1))
+    for i, a in enumerate(one, 1):
+        now = [i]
+        for j, b in enumerate(other, 1):
+            now.append(min(before[j] + 1, now[-1] + 1, before[j - 1] + (a != b)))
+        before = now
+    return before[-1]
+
+
+def anls(answer: str, wanted: Sequence[str]) -> float:
+    """Returns the similarity of an answer to the nearest of the wanted ones (arXiv:1905.13648).
+
+    That is 1 - edit distance / length of the longer, case and runs of spaces aside; 0 below 0.5.
+    """
+    given = " ".join(answer.lower().split())
+    best = 0.0
+    for one in wanted:
+        right = " ".join(one.lower().split())
+        longer = max(len(given), len(right))
+        best = max(best, 1.0 if longer == 0 else 1 - edit_distance(given, right) / longer)
+    return best if best >= LEAST_ANLS else 0.0
+
+
+def relaxed_match(answer: str, wanted: str) -> bool:
+    """Whether an answer is right for ChartQA (arXiv:2203.10244 Sec. 5.1).
+
+    Numbers may differ by 5 %, all else must be the same but for case.
+    """
+    given, right = _number(answer), _number(wanted)
+    if given is not None and right:
+        return abs(given - right) / abs(right) <= RELAXATION
+    return answer.strip().lower() == wanted.strip().lower()
+
+
+def _number(text: str) -> float | None:
+    """Returns a number, percentages as shares; None for other text."""
+    text = text.strip()
+    match = re.fullmatch(r"([-+]?[\d.]+(?:[eE][-+]?\d+)?)(%?)", text)
+    try:
+        return None if match is None else float(match[1]) / (100 if match[2] else 1)
+    except ValueError:
+        return None
+
+
+def overlap(one: Box, other: Box) -> float:
+    """Returns the intersection of two boxes over their union; 0 for a box without area."""
+    width = min(one[2], other[2]) - max(one[0], other[0])
+    height = min(one[3], other[3]) - max(one[1], other[1])
+    shared = max(width, 0) * max(height, 0)
+    areas = [max(x2 - x1, 0) * max(y2 - y1, 0) for x1, y1, x2, y2 in (one, other)]
+    union = sum(areas) - shared
+    return shared / union if union > 0 else 0.0
+
+
+def frechet_distance(one: Float[np.ndarray, "n d"], other: Float[np.ndarray, "m e"]) -> float:
+    """Returns the squared Fréchet distance of two normal distributions (arXiv:1706.08500).
+
+    |m1 - m2|^2 + tr(S1 + S2 - 2 (S1 S2)^(1/2)), means and covariances those of the features. With
+    features of Inception-v3 (the layer of 2048 before its classifier) this is FID.
+
+    Raises:
+        ValueError: fewer than two rows, or features of different widths.
+    """
+    if one.shape[1] != other.shape[1] or min(len(one), len(other)) < 2:
+        raise ValueError(
+            f"features of shapes {one.shape} and {other.shape} cannot be compared: two rows or more"
+            " of one width are needed."
+        )
+    one, other = one.astype(np.float64), other.astype(np.float64)
+    first, second = np.cov(one, rowvar=False), np.cov(other, rowvar=False)
+    first, second = np.atleast_2d(first), np.atleast_2d(second)
+    # (S1 S2)^(1/2) has the trace of (R S2 R)^(1/2) with R = S1^(1/2), which is symmetric.
+    values, vectors = np.linalg.eigh(first)
+    root = (vectors * np.sqrt(np.maximum(values, 0))) @ vectors.T
+    shared = np.linalg.eigvalsh(root @ second @ root)
+    gap = one.mean(axis=0) - other.mean(axis=0)
+    trace = np.trace(first) + np.trace(second) - 2 * np.sqrt(np.maximum(shared, 0)).sum()
+    return float(gap @ gap + trace)
+
+
+def cosine_scores(
+    images: Float[np.ndarray, "n d"], texts: Float[np.ndarray, "m e"], scale: float = 1.0
+) -> Float[np.ndarray, " n"]:
+    """Returns `scale` times the cosine of each picture's features with those of its text.
+
+    CLIP score and HPS v2 are this with scale 1, PickScore with the exponential of its model's
+    logit scale, about 100.
+
+    Raises:
+        ValueError: the shapes differ, or features are 0.
+    """
+    if images.shape != texts.shape:
+        raise ValueError(
+            f"features of pictures have shape {images.shape} and those of texts {texts.shape}:"
+            " they must be one a picture, of one width."
+        )
+    images, texts = images.astype(np.float64), texts.astype(np.float64)
+    lengths = np.linalg.norm(images, axis=1) * np.linalg.norm(texts, axis=1)
+    if not (lengths > 0).all():
+        raise ValueError("features of a picture or a text are all 0, which no encoder gives.")
+    return scale * np.einsum("nd,nd->n", images, texts) / lengths

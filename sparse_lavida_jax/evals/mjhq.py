@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MJHQ-30K (arXiv:2402.17245): how near are pictures to ones that people liked?
+
+Files: huggingface.co/datasets/playgroundai/MJHQ-30K. FID, PickScore and HPS v2 are formulas of
+features that other people's encoders give; HPS v3 is a score that another model gives.
+"""
+
+import json
+import pathlib
+import zipfile
+
+import numpy as np
+
+from sparse_lavida_jax.evals.benchmark import JUDGED, Item, PictureBenchmark, Score, mean
+from sparse_lavida_jax.evals.files import EvaluationError, check_fields, existing, read_json
+from sparse_lavida_jax.evals.metrics import cosine_scores, frechet_distance
+
+PAIRS = "prompts.jsonl"
+FID = "fid"
+
+
+class Bench(PictureBenchmark):
+    """30,000 prompts in ten categories."""
+
+    title = "MJHQ-30K"
+    source = (
+        "Take meta_data.json of huggingface.co/datasets/playgroundai/MJHQ-30K, and put it into the"
+        " folder; judges also need mjhq30k_imgs.zip of there."
+    )
+    judge = (
+        f"{PAIRS} there says which picture goes with which prompt. Put features into"
+        f" {JUDGED}/fid.npz (drawn, real: Inception-v3, a row a picture) and"
+        f" {JUDGED}/pickscore.npz, hps_v2.npz (names; pictures, texts, scale), or scores into"
+        f" {JUDGED}/hps_v3.npz (names, scores), beside it; docs/evaluation.md shows how."
+    )
+
+    def read(self, settings):
+        """Returns an item a prompt."""
+        path = existing(self.folder / "meta_data.json", self.source)
+        items = []
+        for index, (key, record) in enumerate(read_json(path).items()):
+            record = check_fields(record, ("category", "prompt"), f"{path}, {key},")
+            items.append(Item(index, key, record["prompt"], record))
+        return items
+
+    def keep(self, item, drawn):
+        """Returns one picture in the folder of its category, as the real ones lie."""
+        if len(drawn) > 1:
+            raise EvaluationError("MJHQ-30K takes one picture a prompt: evaluate.num_images=1.")
+        return {f"{item.record['category']}/{item.key}.png": drawn[0]}
+
+    def export(self, rows, folder):
+        """Writes which picture goes with which prompt."""
+        lines = [
+            {"name": item.key, "file": row.output["files"][0], **item.record}
+            for item, row in zip(self.items, rows, strict=True)
+        ]
+        (folder / PAIRS).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+    def scores(self, rows, folder):
+        """Returns FID and the mean of every other file of judges."""
+        found = []
+        for path in sorted((folder / JUDGED).glob("*.npz")):
+            given = _arrays(path)
+            if path.stem == FID:
+                check_fields(given, ("drawn", "real"), str(path))
+                if len(given["drawn"]) != len(rows):
+                    raise EvaluationError(
+                        f"{path} holds features of {len(given['drawn'])} drawn pictures, and"
+                        f" {len(rows)} were drawn."
+                    )
+                value = _formula(path, frechet_distance, given["drawn"], given["real"])
+                found.append(Score("FID", value, len(rows)))
+            else:
+                found += self._judged(path, given)
+        return found
+
+    def _judged(self, path: pathlib.Path, given: dict[str, np.ndarray]) -> list[Score]:
+        """Returns the mean of a judge's scores, over all pictures and over each category."""
+        names = [str(name) for name in check_fields(given, ("names",), str(path))["names"]]
+        if sorted(names) != sorted(item.key for item in self.items):
+            raise EvaluationError(
+                f"{path} names {len(names)} pictures, and not the {len(self.items)} that were"
+                f" drawn: take the names from {PAIRS}."
+            )
+        if "scores" in given:
+            values = given["scores"]
+        else:
+            check_fields(given, ("pictures", "texts"), str(path))
+            scale = float(given.get("scale", np.ones(())))
+            values = _formula(path, cosine_scores, given["pictures"], given["texts"], scale)
+        by_name = dict(zip(names, np.asarray(values, np.float64).tolist(), strict=True))
+        groups: dict[str, list[float]] = {}
+        for item in self.items:
+            groups.setdefault(item.record["category"], []).append(by_name[item.key])
+        whole = mean(path.stem, [by_name[item.key] for item in self.items])
+        return [whole, *(mean(f"- {name}", group) for name, group in groups.items())]
+
+
+def _arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise EvaluationError(f"{path} is no .npz of plain arrays: {error}.") from error
+
+
+def _formula(path: pathlib.Path, formula, *given):
+    try:
+        return formula(*given)
+    except (ValueError, IndexError) as error:
+        raise EvaluationError(f"{path}: {error}") from error

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every benchmark from its official files to what its scorer reads, on a tiny LaViDa-O."""
+
+import ast
+import dataclasses
+import json
+import pathlib
+import shutil
+
+import chat_tokenizer
+import numpy as np
+import pytest
+import torch_folder
+from PIL import Image
+
+from sparse_lavida_jax import checkpoint, cli, config_files, main, prompts
+from sparse_lavida_jax.convert import from_torch
+from sparse_lavida_jax.data import chat
+from sparse_lavida_jax.evals import benchmark
+
+CHECKOUT = pathlib.Path(__file__).parents[2]
+SAMPLES = CHECKOUT / "tests" / "data" / "evals"
+CONFIGS = {path.stem: path for path in sorted((CHECKOUT / "configs").glob("eval_*.py"))}
+NEEDS_PARQUET = {"mathvista", "mmmu"}
+
+# What lies in the export besides the pictures, and how many items a sample has.
+QUESTIONS = {
+    "chartqa": (5, {"test_human.json", "test_augmented.json"}),
+    "docvqa": (5, {"val_submission.json"}),
+    "mathverse": (5, {"output_testmini.json"}),
+    "mathvista": (5, {"output.json"}),
+    "mmbench": (5, {"MMBench_DEV_EN.tsv"}),
+    "mme": (8, {"color.txt", "count.txt", "landmark.txt"}),
+    "mmmu": (5, {"total_val_output.json"}),
+    "refcoco": (3, {"refcoco_val.json"}),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_program():
+    """All questions have one padded length, so that they share a compiled program."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prompts, "PROMPT_BUCKET", 640)
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A converted LaViDa-O with arbitrary weights that was trained sparsely since."""
+    folder = tmp_path_factory.mktemp("lavida-o")
+    sizes = dataclasses.replace(
+        torch_folder.SETTINGS.model,
+        vocab_size=len(chat.CONTROL) + 256 + len(chat_tokenizer.LOCATIONS + chat_tokenizer.BOXES),
+        end_of_text_id=chat.CONTROL.index(chat.END_OF_TEXT),
+        text_mask_id=chat.CONTROL.index(chat.MASK),
+        num_registers=2,
+    )
+    made = dataclasses.replace(torch_folder.SETTINGS, model=sizes)
+    state = torch_folder.arbitrary(made, "float32")
+    torch_folder.write(folder / "released", state, made)
+    chat_tokenizer.made_tokenizer(folder / "released")
+    from_torch.convert(folder / "released", folder / "model")
+    return folder / "model"
+
+
+def evaluated(model, name, workdir, *words):
+    """Runs a shipped config on the sample of its benchmark; returns its results and export."""
+    code = main.main(
+        [
+            "main", "--mode=evaluate", f"--config={CONFIGS[f'eval_{name}']}",
+            f"--checkpoint={model}", f"--config.evaluate.data={SAMPLES / name}",
+            f"--workdir={workdir}", *words,
+        ]
+    )  # fmt: skip
+    assert code == 0
+    return json.loads((workdir / "results.json").read_text()), workdir / "export"
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_questions_are_answered_and_scored(model, name, tmp_path, capsys):
+    if name in NEEDS_PARQUET:
+        pytest.importorskip("pyarrow", reason="Parquet: pip install '.[data]'")
+    count, files = QUESTIONS[name]
+    words = ["--config.sampling.text_step_ratio=0.0", "--config.sampling.text_steps=1"]
+    words += ["--config.evaluate.max_new_tokens=32", "--config.evaluate.limit=8"]
+    results, export = evaluated(model, name, tmp_path / "run", *words)
+    assert results["items"] == count
+    assert {path.name for path in export.iterdir()} == files
+    assert results["scores"]
+    assert all(np.isfinite(score["value"]) for score in results["scores"])
+    assert results["evaluate"]["benchmark"] == name
+    assert results["sampling"]["text_steps"] == 1
+    table = (tmp_path / "run" / "table.md").read_text()
+    assert table.strip() in capsys.readouterr().out
+    for score in results["scores"]:
+        assert f"| {score['name']} | " in table
+    assert results["checkpoint"]["sha256"][:12] in table
+
+
+@pytest.mark.parametrize("name", ["geneval", "dpg", "mjhq", "imgedit"])
+def test_pictures_are_drawn_for_the_judges(model, name, tmp_path, capsys):
+    changes = ("num_steps=1", "guidance=0", "guidance_image=0")
+    words = [f"--config.sampling.{change}" for change in changes]
+    # Four pictures of four prompts, or one of five: batches of eight rows, one compiled program.
+    count = 4 if name in ("geneval", "dpg") else 5
+    words.append(f"--config.evaluate.limit={count}")
+    results, export = evaluated(model, name, tmp_path / "run", *words)
+    assert (results["items"], results["scores"]) == (count, [])
+    assert "To judge " in capsys.readouterr().out
+    files = {str(path.relative_to(export)) for path in export.rglob("*.*")}
+    expected = {
+        "geneval": {f"{i:05}/samples/{j:05}.png" for i in range(4) for j in range(4)}
+        | {f"{i:05}/metadata.jsonl" for i in range(4)},
+        "dpg": {f"{i}.png" for i in range(4)},
+        "mjhq": {"animals/1f.png", "art/2e.png", "animals/3d.png", "food/4c.png", "art/5b.png"}
+        | {"prompts.jsonl"},
+        "imgedit": {f"{70 + i}.png" for i in range(5)},
+    }
+    assert files == expected[name]
+    side = 48 if name == "dpg" else 24
+    for file in files:
+        if file.endswith(".png"):
+            with Image.open(export / file) as picture:
+                assert picture.size == (side, side)
+
+
+def test_a_scenes_model_has_its_exact_table(finished, tmp_path, capsys):
+    words = [str(finished.folder), f"--config={CONFIGS['eval_scenes']}", f"--workdir={tmp_path}"]
+    few = ["--config.evaluate.limit=2", "--config.evaluate.batch_size=2"]
+    assert cli.main(["sparse-lavida", "evaluate", *words, *few]) == 0
+    table = capsys.readouterr().out
+    for task in ("draw", "answer", "draw/held_out"):
+        assert f"| {task} | " in table
+    assert len([*tmp_path.glob("export/draw/held_out/*.png")]) == 2
+
+
+def test_another_checkpoint_needs_another_folder(model, tmp_path, capsys):
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    settings = checkpoint.read_config(other)
+    checkpoint.write_config(other, dataclasses.replace(settings, name="other"))
+    manifest = other / checkpoint.MANIFEST
+    line = ["main", "--mode=evaluate", f"--config={CONFIGS['eval_docvqa']}",
+            f"--config.evaluate.data={SAMPLES / 'docvqa'}", f"--workdir={tmp_path / 'run'}",
+            "--shard=5/6"]  # fmt: skip
+    assert main.main([*line, f"--checkpoint={model}"]) == 0  # the shard has no item
+    manifest.write_text(manifest.read_text() + "\n")
+    assert main.main([*line, f"--checkpoint={other}"]) == 2
+    assert "is another evaluation: checkpoint was" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_config_says_how_to_run_it_and_names_a_benchmark(name):
+    settings = config_files.read(CONFIGS[name])
+    assert settings.name == name
+    docstring = ast.get_docstring(ast.parse(CONFIGS[name].read_text())) or ""
+    assert f"main --mode=evaluate --config=configs/{name}.py" in docstring
+    assert settings.evaluate.benchmark in benchmark.names()
+
+
+def test_every_benchmark_has_a_config():
+    named = {config_files.read(path).evaluate.benchmark for path in CONFIGS.values()}
+    assert named == {*benchmark.names()}

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An evaluation goes on where it was, in shards or not, and is not mixed with another."""
+
+import contextlib
+import json
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from sparse_lavida_jax import config, pipeline, runs
+from sparse_lavida_jax.evals import run
+from sparse_lavida_jax.evals.files import EvaluationError
+
+SAMPLE = pathlib.Path(__file__).parents[1] / "data" / "evals" / "chartqa"
+ITEMS = 30
+
+
+class Pipe(pipeline.SparseLaViDa):
+    """Answers every question with its own words, and writes down what it was asked."""
+
+    log: pathlib.Path
+    seconds = 0.0
+
+    def __init__(self):
+        self.prompts = self
+
+    @classmethod
+    def from_pretrained(cls, name, batch_size):
+        return cls()
+
+    def check_task(self, task):
+        assert task == "ask"
+
+    def ask(self, words, pictures, tokens):
+        assert len(pictures) == 1
+        return words
+
+    def shared_bucket(self, examples, sampling):
+        return len(examples)
+
+    def run(self, examples, *, sampling, seed, bucket):
+        assert bucket == len(examples)
+        for words in examples:
+            with self.log.open("a") as file:
+                file.write(words.splitlines()[0] + "\n")
+        time.sleep(self.seconds)
+        return [
+            f"{words.splitlines()[0]}, seed {one}"
+            for words, one in zip(examples, seed, strict=True)
+        ]
+
+    def texts(self, said):
+        return list(said)
+
+
+def made(folder: pathlib.Path) -> pathlib.Path:
+    """Writes a ChartQA of as many questions as `ITEMS`."""
+    shutil.copytree(SAMPLE / "test" / "png", folder / "test" / "png")
+    for part, count in (("human", 10), ("augmented", ITEMS - 10)):
+        entries = [{"imgname": "0.png", "query": f"{part} {i}", "label": "1"} for i in range(count)]
+        (folder / "test" / f"test_{part}.json").write_text(json.dumps(entries))
+    return folder
+
+
+def settings(folder, **changes):
+    evaluate = {"benchmark": "chartqa", "data": str(folder), "split": "test", "batch_size": 2}
+    return config.build(config.Config, {"seed": 7, "evaluate": evaluate | changes})
+
+
+@pytest.fixture
+def asked(tmp_path, monkeypatch):
+    """What the model was asked so far."""
+    monkeypatch.setattr(run, "SparseLaViDa", Pipe)
+    monkeypatch.setattr(Pipe, "log", tmp_path / "log", raising=False)
+    Pipe.log.touch()
+    return lambda: Pipe.log.read_text().splitlines()
+
+
+@pytest.fixture
+def data(tmp_path):
+    return made(tmp_path / "data")
+
+
+def kept(folder):
+    """The lines of all shards."""
+    lines = [line for path in folder.glob("shards/*/items.jsonl")
+             for line in path.read_text().splitlines()]  # fmt: skip
+    return sorted((json.loads(line) for line in lines), key=lambda row: row["index"])
+
+
+def test_every_item_has_a_row_and_the_folder_its_results(data, asked, tmp_path):
+    told = []
+    table = run.evaluate(
+        settings(data), "scenes", tmp_path / "run", on_progress=lambda *both: told.append(both)
+    )
+    rows = kept(tmp_path / "run")
+    assert [row["index"] for row in rows] == list(range(ITEMS))
+    assert [row["seed"] for row in rows] == [7 + i for i in range(ITEMS)]
+    assert rows[3]["key"] == "human/3" and rows[3]["output"] == {"text": "human 3, seed 10"}
+    assert told == [(i, ITEMS) for i in range(0, ITEMS + 1, 2)]
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["schema"] == "sparse-lavida-eval/1"
+    assert results["checkpoint"]["name"] == "scenes" and len(results["checkpoint"]["sha256"]) == 64
+    assert results["seed"] == 7 and results["items"] == ITEMS
+    (made_with,) = results["made_with"]
+    assert made_with.keys() >= {"device", "software", "commit", "created"}
+    assert table == (tmp_path / "run" / "table.md").read_text().rstrip("\n")
+    assert f"| relaxed accuracy | 0 | 0 | {ITEMS} | 0.000 to " in table
+    assert made_with["device"]["kind"] in table
+    assert "seed 7" in table and "split test, batch_size 2." in table
+
+
+def test_a_finished_evaluation_asks_nothing_again(data, asked, tmp_path):
+    first = run.evaluate(settings(data), "scenes", tmp_path / "run")
+    before = asked()
+    assert run.evaluate(settings(data), "scenes", tmp_path / "run") == first
+    assert asked() == before
+
+
+def test_shards_share_the_items(data, asked, tmp_path):
+    folder = tmp_path / "run"
+    said = run.evaluate(settings(data), "scenes", folder, shard="1/3")
+    assert f"10 of {ITEMS} items are there, 20 are missing" in said
+    assert [row["index"] for row in kept(folder)] == list(range(1, ITEMS, 3))
+    # The rest in two: what is there already is left out whoever computed it.
+    run.evaluate(settings(data), "scenes", folder, shard="0/2")
+    assert "relaxed accuracy" in run.evaluate(settings(data), "scenes", folder, shard="1/2")
+    assert sorted(asked()) == sorted({*asked()}) and len(asked()) == ITEMS
+    assert [row["output"]["text"].split()[-1] for row in kept(folder)] == [
+        str(7 + i) for i in range(ITEMS)
+    ]
+
+
+@pytest.mark.parametrize("shard", ["3/3", "1", "a/b", "1/0", "-1/2"])
+def test_a_shard_that_is_none_is_told(data, asked, tmp_path, shard):
+    with pytest.raises(EvaluationError, match="is no shard: write i/n"):
+        run.evaluate(settings(data), "scenes", tmp_path / "run", shard=shard)
+
+
+def test_another_evaluation_is_refused_and_says_what_differs(data, asked, tmp_path):
+    folder = tmp_path / "run"
+    run.evaluate(settings(data), "scenes", folder, shard="0/2")
+    with pytest.raises(runs.RunError, match=r"evaluate.max_new_tokens was 32 and is 64.*workdir"):
+        run.evaluate(settings(data, max_new_tokens=64), "scenes", folder)
+    moved = shutil.move(data, tmp_path / "moved")
+    run.evaluate(settings(moved, batch_size=5), "scenes", folder, shard="0/2")
+
+
+def test_a_folder_of_something_else_is_left_alone(data, asked, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("x")
+    with pytest.raises(runs.RunError, match=r"holds files but no settings\.json"):
+        run.evaluate(settings(data), "scenes", tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.tex"]
+
+
+def test_two_processes_do_not_compute_the_same_shard(data, asked, tmp_path):
+    folder = tmp_path / "run"
+    run.evaluate(settings(data), "scenes", folder, shard="0/2")
+    with contextlib.closing(_held(folder / "shards" / "1-of-2")):
+        with pytest.raises(runs.RunError, match="is being written by process"):
+            run.evaluate(settings(data), "scenes", folder, shard="1/2")
+
+
+class _held:
+    def __init__(self, folder):
+        folder.mkdir(parents=True)
+        self.close = runs.lock(folder)
+
+
+def test_half_written_pictures_are_removed_before_they_are_judged(data, asked, tmp_path):
+    folder = tmp_path / "run"
+    run.evaluate(settings(data), "scenes", folder, shard="0/2")
+    deep = folder / "export" / "a" / "b"
+    deep.mkdir(parents=True)
+    for name in (".0.png-x1y2", "0.png"):
+        (deep / name).touch()
+    run.evaluate(settings(data), "scenes", folder, shard="1/2")
+    assert [path.name for path in deep.iterdir()] == ["0.png"]
+
+
+def test_a_damaged_line_is_named(data, asked, tmp_path):
+    folder = tmp_path / "run"
+    run.evaluate(settings(data), "scenes", folder)
+    path = folder / "shards" / "0-of-1" / "items.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:4], "{}\n", *lines[4:]]))
+    with pytest.raises(EvaluationError, match=r"items.jsonl, line 5, is damaged.*Delete that"):
+        run.evaluate(settings(data), "scenes", folder)
+
+
+KILLED = f"""
+import pathlib, sys
+sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})
+import test_evals_run as here
+from sparse_lavida_jax.evals import run
+folder = pathlib.Path(sys.argv[1])
+here.Pipe.log, here.Pipe.seconds = folder / "log", 0.1
+run.SparseLaViDa = here.Pipe
+run.evaluate(here.settings(folder / "data"), "scenes", folder / "run")
+"""
+
+
+def test_after_a_kill_only_what_was_under_way_is_computed_again(data, asked, tmp_path):
+    first = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)])
+    deadline = time.monotonic() + 120
+    while len(asked()) < 9 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    first.send_signal(signal.SIGKILL)
+    assert first.wait() == -signal.SIGKILL
+    path = tmp_path / "run" / "shards" / "0-of-1" / "items.jsonl"
+    done = path.read_text().count("\n")
+    assert 0 < done < ITEMS
+    with path.open("a") as file:  # as if it had died within a line
+        file.write('{"index": 29, "key": "augm')
+    before = asked()
+    run.evaluate(settings(data), "scenes", tmp_path / "run")
+    assert [row["index"] for row in kept(tmp_path / "run")] == list(range(ITEMS))
+    again = asked()[len(before) :]
+    assert len(again) == ITEMS - done
+    assert len({*before} & {*again}) == len(before) - done <= 2  # one batch
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["items"] == ITEMS
