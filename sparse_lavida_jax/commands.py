@@ -165,9 +165,9 @@ def _sampling(name: str, asked: argparse.Namespace, pipe: SparseLaViDa) -> confi
             changes["text_preset"] = ""
     if asked.registers is not None:
         changes |= dict(zip(("registers", "registers_end"), asked.registers, strict=True))
-    for option, field in (("guidance", "guidance"), ("order", "order")):
+    for option in ("guidance", "order", "quantize"):
         if getattr(asked, option, None) is not None:
-            changes[field] = getattr(asked, option)
+            changes[option] = getattr(asked, option)
     sampling = dataclasses.replace(pipe.settings.sampling, **changes)
     model = pipe.settings.model
     if model.trained_attention == "full" and sampling.preset not in ("", "dense"):

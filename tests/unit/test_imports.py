@@ -20,7 +20,7 @@ LEVELS = [
     {"kernels", "orders", "choose", "prompts"},
     {"presets"},
     {"models"},
-    {"diffusion", "losses", "sample", "parameters", "lora"},
+    {"diffusion", "losses", "sample", "parameters", "lora", "quantize"},
     {"data", "optimizer", "metrics", "checkpoint", "runs", "pictures"},
     {"results", "codec", "convert", "sharding"},
     {"drawings", "decoding"},
