@@ -161,15 +161,14 @@ class _Counter:
         joint, split = self.model.num_joint_layers, self.model.num_split_layers
         weights = self.text * (joint + split * (is_text or self.settings.discards)) if text else 0
         weights += self.image * (joint + split * (not is_text)) if image else 0
-        if predicted:
-            weights += self.text_head if is_text else self.image_head
+        itemsize = jnp.dtype(self.model.compute_dtype).itemsize
+        head = (self.text_head if is_text else self.image_head) if predicted else 0
         keys = joint * (sum(cached) + committed + text + image)
         keys += split * ((cached[0] + text if is_text else cached[1] + image) + committed)
-        itemsize = jnp.dtype(self.model.compute_dtype).itemsize
         return Pass(
             useful=rows * useful,
             padded=rows * padded,
-            weights=float(weights * self.weight_bytes),
+            weights=float(weights * self.weight_bytes + head * itemsize),
             keys=float(rows * keys * 2 * self.heads * itemsize),
             tokens=round(rows * (text + image)),
             slots=round(rows * (sum(prompt_slots) + own_slots)),
