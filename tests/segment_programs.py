@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +74,7 @@ class Program:
     hlo: str
     cache_shapes: frozenset[tuple[int, ...]]
     weight_shapes: frozenset[tuple[int, ...]]
-    memory: jax.stages.CompiledMemoryStats
+    memory: Any
 
 
 @contextlib.contextmanager

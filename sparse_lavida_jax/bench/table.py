@@ -82,7 +82,7 @@ def speed_bars(rows: list[dict[str, Any]]) -> str:
                     held = value <= bar if at_most else value >= bar
                     told = "met" if held else "not met"
                     told = told if counts else "does not count: the dense side is slow"
-                    name = f"{kind.replace('_', ' ')}: {row_id.replace(' ', ' over ')}"
+                    name = f"{kind.replace('_', ' ')}: {row_id}"
                     lines.append(f"| {name} | {bound} | {value:.3g} | {told} |")
     return "\n".join(lines)
 
@@ -100,7 +100,7 @@ def _speeds(
         ]  # fmt: skip
         return [
             (
-                pattern,
+                f"{first} over {second}",
                 _ratio(kind, ours, theirs),
                 kind != "times_faster" or _share_of_matmul(theirs) >= dense_side,
             )

@@ -45,7 +45,7 @@ class Work:
         return [*([self.prefill] if self.prefill else []), *self.steps]
 
     def total(self, name: str) -> float:
-        return sum(getattr(one, name) for one in self.passes)
+        return float(sum(getattr(one, name) for one in self.passes))
 
     def floor_s(self, matmul_tflops: float, copy_gbps: float) -> float:
         """Returns the least seconds of the loop at these rates: each step computes or reads."""

@@ -28,7 +28,7 @@ def test_a_product_in_8_bits_is_close(method):
     assert linear.kernel.dtype.itemsize == 1
     error = jnp.abs(linear(x) - x @ kernel).max(axis=(0, 1)) / jnp.abs(x @ kernel).max(axis=(0, 1))
     assert 0 < error.max() < ERROR[method][0]
-    np.testing.assert_array_equal(linear(x, 7), linear(x)[..., :7])
+    np.testing.assert_allclose(linear(x, 7), linear(x)[..., :7], rtol=0, atol=1e-5)
     assert linear(x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
 
 

@@ -73,8 +73,8 @@ def test_work_of_the_release_is_what_its_sizes_make():
     }
     assert sum(one.useful for one in sparse.steps) == pytest.approx(68.6e12, rel=0.01)
     assert sum(one.useful for one in dense.steps) == pytest.approx(907e12, rel=0.01)
-    assert sparse.floor_s(790, 4300) == pytest.approx(0.098, rel=0.02)
-    assert work_of(case_of("edit", "edit1024/sparse/b1")).floor_s(790, 4300) == pytest.approx(
+    assert sparse.floor_s(790.0, 4300.0) == pytest.approx(0.098, rel=0.02)
+    assert work_of(case_of("edit", "edit1024/sparse/b1")).floor_s(790.0, 4300.0) == pytest.approx(
         0.152, rel=0.02
     )
     assert sparse.prefill is not None and dense.prefill is None
