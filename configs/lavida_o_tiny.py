@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""LaViDa-O's structure at a tiny width: 32 layers, two branches, views of pictures, 4 codes.
 
-    python -m sparse_lavida_jax.bench.sampling --suite=headline --config=configs/lavida_o_tiny.py \
-        --random-weights
+    python -m sparse_lavida_jax.bench.sampling --config=configs/lavida_o_tiny.py --random-weights \
+        --suite=headline
 
 What runs here runs at full size; nothing about its speed follows from it.
 """
