@@ -174,6 +174,7 @@ def _sampling(parser: argparse.ArgumentParser) -> None:
         help="how many are passed; 64:8 falls from 64 to 8; by default as trained",
     )  # fmt: skip
     parser.add_argument("--temperature", type=float, help="0: the most probable")
+    parser.add_argument("--quantize", help=f"matrices in 8 bits: {', '.join(config.QUANTIZED)}")
 
 
 def _drawing(parser: argparse.ArgumentParser) -> None:

@@ -151,7 +151,7 @@ def _load(asked: argparse.Namespace, name: str) -> SparseLaViDa:
 def _sampling(name: str, asked: argparse.Namespace, pipe: SparseLaViDa) -> config.Sampling:
     """Returns the checkpoint's sampling settings with those of the command line put in."""
     draws = name in (*DRAWING, "chat")
-    options = ("steps", "temperature", "sampler", "registers", "guidance", "order")
+    options = ("steps", "temperature", "sampler", "registers", "guidance", "order", "quantize")
     given = {option: getattr(asked, option, None) for option in options}
     sampling = sampling_options.changed(pipe.settings.sampling, draws=draws, **given)
     model = pipe.settings.model

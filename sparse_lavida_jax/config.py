@@ -20,6 +20,7 @@ PRESETS = ("dense", "none", "p", "r", "t", "pr", "pt", "rt", "sparse")
 # Full attention with a cache that it makes inexact, for text only: LaViDa-O's own (the prompt),
 # and the two of Fast-dLLM.
 TEXT_PRESETS = ("prefix", "fast_dllm_prefix", "fast_dllm_dual")
+QUANTIZED = ("int8", "w8a8", "fp8")  # matrices of the layers while sampling (`quantize.py`)
 TEXT_BLOCK_ORDERS = ("left_to_right", "right_to_left", "random")
 
 
@@ -604,6 +605,9 @@ class Sampling:
     # decoded), and nothing ends at end-of-text.
     released_behaviour: bool = False
     plan: bool = True  # lay the picture out in text first, where the task allows
+    # Matrices of the layers in 8 bits: "" not; "int8" the weights alone; "w8a8" activations too;
+    # "fp8" both in float8. Other numbers come out, and on few tokens sooner.
+    quantize: str = ""
 
     def __post_init__(self):
         for name, choices in (("preset", PRESETS), ("text_preset", (*PRESETS, *TEXT_PRESETS))):
@@ -625,6 +629,7 @@ class Sampling:
             ("text_schedule", ("even", *schedules)),
             ("text_confidence", ("probability", "margin", "entropy", "random")),
             ("text_commit", ("count", "threshold", "factor", "entropy")),
+            ("quantize", ("", *QUANTIZED)),
         ):
             _check_choice(self, name, choices)
         _check_positive(self, "num_steps", "text_steps", "shift", "text_shift", "text_factor")

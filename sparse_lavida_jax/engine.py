@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Int, UInt8
 
-from sparse_lavida_jax import checkpoint, config, sharding
+from sparse_lavida_jax import checkpoint, config, quantize, sharding
 from sparse_lavida_jax.codec import PictureCodec
 from sparse_lavida_jax.data.chat import ChatTokenizer
 from sparse_lavida_jax.data.chat_prompts import ChatPrompts
@@ -22,6 +22,7 @@ from sparse_lavida_jax.data.scene_prompts import ANSWER_TOKENS, ScenePrompts
 from sparse_lavida_jax.data.text import Tokenizer
 from sparse_lavida_jax.decoding import Bucket, bucket_of, check_steps, decode, row_seeds
 from sparse_lavida_jax.drawings import Drawing
+from sparse_lavida_jax.models import fuse
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.results import Source
 from sparse_lavida_jax.sample import OnSegment
@@ -68,6 +69,7 @@ class Engine:
         self.source = source or Source()
         self.prompts = _prompts(settings, tokenizer, codec)
         self.on_step: Callable[[str, int, int], None] | None = None
+        self._quantized: dict[str, Denoiser] = {}
 
     @classmethod
     def from_pretrained(
@@ -79,6 +81,8 @@ class Engine:
         dtype: str | None = None,
     ) -> E:
         """Loads a checkpoint folder, a run directory or a bundled model by name.
+
+        On one GPU the parameters are fused for sampling (`fuse.for_inference`).
 
         Args:
             mesh: splits the parameters over several devices (`sharding.RULES`), each of which
@@ -104,7 +108,9 @@ class Engine:
         codec = None if textual else PictureCodec(loaded.vq_folder, settings.model)
         manifest = (folder / checkpoint.MANIFEST).read_bytes()
         source = Source(str(folder_or_name), hashlib.sha256(manifest).hexdigest())
-        return cls(loaded.model, settings, tokenizer, codec, batch_size, source)
+        fused = mesh is None and jax.default_backend() == "gpu"
+        model = fuse.for_inference(loaded.model) if fused else loaded.model
+        return cls(model, settings, tokenizer, codec, batch_size, source)
 
     def with_model(self: E, model: Denoiser) -> E:
         """Returns the same pipeline around other parameters."""
@@ -250,7 +256,7 @@ class Engine:
         making = making or {"image": "picture", "text": "text"}[kind]
         on_step = None if self.on_step is None else functools.partial(self.on_step, making)
         return decode(
-            self.model,
+            self._sampled_with(sampling.quantize),
             examples,
             row_seeds(seed, len(examples)),
             sampling,
@@ -268,6 +274,14 @@ class Engine:
         fitting = self._bucket(examples, sampling).prompt_len
         understanding, generation = (-(-n // SHARED_PROMPT) * SHARED_PROMPT for n in fitting)
         return Bucket(self.batch_size, (understanding, generation))
+
+    def _sampled_with(self, method: str) -> Denoiser:
+        """Returns the model, in 8 bits if asked for; those are kept beside it."""
+        if not method:
+            return self.model
+        if method not in self._quantized:
+            self._quantized[method] = quantize.quantized(self.model, method)
+        return self._quantized[method]
 
     def texts(self, responses: Sequence[Int[np.ndarray, "_l 1"]]) -> list[str]:
         """Returns the text of responses, up to the first end-of-text."""

@@ -22,7 +22,14 @@ import numpy as np
 from jaxtyping import Bool
 
 from sparse_lavida_jax import config, orders
+from sparse_lavida_jax.kernels import sampling_head
 from sparse_lavida_jax.layout import Kind, codes_from_cells
+
+# Widths where a step passes most of the response: padding costs more there than a program does.
+WIDE_BUCKETS = tuple(width for width in orders.BUCKETS if width <= 96) + tuple(
+    range(128, 2**16 + 1, 32)
+)
+WIDE_PADDING = 0.03
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +112,11 @@ class StepSettings:
         edit_guidance: what the second row of three keeps (`config.Sampling`).
         released: text as the released code writes it (`config.Sampling.released_behaviour`).
         guided, refreshing: of the segment (`orders.Segment`).
+        head_tile: words of a tile of the vocabulary that is drawn from by tiles
+            (`sampling_head`); 0: all logits are made at once.
+        discards: whether a step computes, as the released code does, the whole understanding tower
+            and its head for all tokens of the pass, and throws away what nothing reads: the same
+            response, for benchmarks.
     """
 
     kind: Kind
@@ -121,6 +133,8 @@ class StepSettings:
     released: bool = False
     guided: bool = True
     refreshing: bool = False
+    head_tile: int = 0
+    discards: bool = False
 
     @property
     def uses_cache(self) -> bool:
@@ -160,6 +174,7 @@ def step_settings(
         top_k=0 if is_text else sampling.top_k,
         top_p=1.0 if is_text else sampling.top_p,
         released=is_text and sampling.released_behaviour,
+        head_tile=sampling_head.tile_of(model.vocab_size) if is_text else 0,
     )
 
 
@@ -258,10 +273,12 @@ def _image_segments(
     )
     if by_code or by_confidence:
         return orders.code_segments(whole, rows, columns, side, by_confidence=by_confidence)
+    wide = not (chosen.truncate and chosen.cache_response)
     return orders.segments(
         whole,
         passes_clean="newest" if chosen.cache_response else "all",
         passes_rest=not chosen.truncate,
+        **({"buckets": WIDE_BUCKETS, "padding": WIDE_PADDING} if wide else {}),
     )
 
 

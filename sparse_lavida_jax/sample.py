@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from sparse_lavida_jax import choose, config, orders
-from sparse_lavida_jax.kernels import sharded
+from sparse_lavida_jax.kernels import sampling_head, sharded
 from sparse_lavida_jax.kernels.attention import slot_multiple
 from sparse_lavida_jax.layout import (
     GIVEN_BLOCK,
@@ -42,6 +42,10 @@ from sparse_lavida_jax.visibility import PAD_BLOCK
 
 NOT_DECODED = PAD_BLOCK  # in `decoded_at`: no step has decoded the position yet
 RANKING = 2**31 - 1  # keys the noise on confidences apart from that of the draws; no block is this
+
+# Steps of one width are run by programs of so many steps, so that requests of any number of steps
+# share them. Programs of small models on CPUs compile sooner whole.
+TRIPS = (16, 8, 4, 2, 1)
 
 AVERAGED = ("no_source", "no_picture")  # rows that the full one is averaged with (spec Sec. 7.2)
 
@@ -167,12 +171,25 @@ def step(
     The body of the segment loop, for image and text and for every preset.
     """
     draws = draws or Draws()
-    logits, cache = step_logits(model, state, now, prompt, settings)
-    logits = _allowed(logits, model.settings, settings)
-    drawn = _draw(state.rows, now, logits, draws, greedy=settings.temperature == 0)
+    how = settings.choice.confidence
+    if settings.head_tile and draws.codes is None and draws.noise is None:
+        hidden, cache = _step_hidden(model, state, now, prompt, settings)
+        by_tiles = _draw_by_tiles(model, hidden, state.rows, now, settings)
+        drawn = by_tiles.token[..., None]
+
+        def sure():
+            return by_tiles.confidence(how)[..., None]
+    else:
+        logits, cache = step_logits(model, state, now, prompt, settings)
+        logits = _allowed(logits, model.settings, settings)
+        drawn = _draw(state.rows, now, logits, draws, settings)
+
+        def sure():
+            return choose.confidence(how, logits, drawn)
+
     mask_id = _mask_id(model.settings, settings.kind)
     known, masked, candidate = _open(state, now, mask_id)
-    confidence = _confidence(state.rows.key, now, logits, drawn, settings.choice, draws)
+    confidence = _confidence(state.rows.key, now, sure, settings.choice, draws)
     commit = masked & policy(confidence, candidate, now.count)
     codes = jnp.where(commit, drawn, known)
     changed = commit.any(axis=-1)
@@ -213,6 +230,24 @@ def step_logits(
     settings: StepSettings,
 ) -> tuple[Float[Array, "b w g v"], KVCache | None]:
     """Returns guided logits of the tokens to decode, float32, and the cache behind this step."""
+    hidden, cache = _step_hidden(model, state, now, prompt, settings)
+    candidates = hidden.reshape(-1, *hidden.shape[2:])
+    if settings.kind == "text":
+        logits = model.text_logits(candidates)[:, :, None]
+    else:
+        logits = model.image_logits(candidates)
+    logits = logits.reshape(*hidden.shape[:2], *logits.shape[1:])
+    return _guide(logits, settings, state.rows, now.guidance), cache
+
+
+def _step_hidden(
+    model: Denoiser,
+    state: SamplerState,
+    now: StepTokens,
+    prompt: Prompt,
+    settings: StepSettings,
+) -> tuple[Float[Array, "r b w e"], KVCache | None]:
+    """Returns the final hidden states of the tokens to decode, and the cache behind this step."""
     is_text, preset_ = settings.kind == "text", settings.preset
     cache, features = state.cache, state.features
     if not settings.guided and not settings.uses_cache:  # the full rows are the last ones
@@ -234,19 +269,20 @@ def step_logits(
         stream if is_text else other,
         other if is_text else stream,
         None if preset_.cache_prompt and not settings.refreshing else features,
-        wanted="understanding" if is_text else "generation",
+        wanted="both" if settings.discards else "understanding" if is_text else "generation",
         cache=cache,
     )
+    unread = 0.0
+    if settings.discards and "understanding" in hidden:
+        # The compiler drops what nothing depends on, but may not know that 0 times it is 0.
+        unread = 0.0 * jnp.max(model.text_logits(hidden["understanding"]))
     if cache is not None:
         cache = cache.commit(before if settings.refreshing else kept)
     candidates = hidden["understanding" if is_text else "generation"]
     candidates = candidates[:, before : before + decode_len]
-    if is_text:
-        logits = model.text_logits(candidates)[:, :, None]
-    else:
-        logits = model.image_logits(candidates)
-    logits = logits.reshape(rows, -1, *logits.shape[1:])
-    return _guide(logits, settings, state.rows, now.guidance), cache
+    if settings.discards:
+        candidates += jnp.asarray(unread, candidates.dtype)
+    return candidates.reshape(rows, -1, *candidates.shape[1:]), cache
 
 
 def _response_stream(
@@ -313,11 +349,11 @@ def _join(response: Stream, prompt: Stream | None, clean_len: int) -> Stream:
 
 
 def _guide(
-    logits: Float[Array, "r b w g v"],
+    logits: Float[Array, "r b *w v"],
     settings: StepSettings,
     rows: Rows,
     share: Float[Array, ""],
-) -> Float[Array, "b w g v"]:
+) -> Float[Array, "b *w v"]:
     """Classifier-free guidance over the leading axis (spec Sec. 7.2: (1+g) cond - g uncond)."""
     full = logits[-1]
     if not settings.guided:
@@ -353,31 +389,73 @@ def _draw(
     now: StepTokens,
     logits: Float[Array, "b w g v"],
     draws: Draws,
-    *,
-    greedy: bool,
+    settings: StepSettings,
 ) -> Int[Array, "b w g"]:
     """Draws each code independently; at temperature 0 takes the most probable."""
     at = jnp.maximum(now.decode, 0)
     if draws.codes is not None:
         return _take(draws.codes, at)
-    if greedy:
+    if settings.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    temperature = _of_row(rows.temperature, logits)
     if draws.noise is not None:
         noise = _take(draws.noise, at)
     else:
         noise = _noise(rows.key, now, logits.shape[2:])
+    return jnp.argmax(_scores(rows, now, logits, noise), axis=-1).astype(jnp.int32)
+
+
+def _scores(
+    rows: Rows, now: StepTokens, logits: Float[Array, "b *w v"], noise: Float[Array, "b *w v"]
+) -> Float[Array, "b *w v"]:
+    """The largest is drawn: Gumbel-max, or the most probable where the row's temperature is 0."""
+    temperature = _of_row(rows.temperature, logits)
     drawn = logits / jnp.where(temperature > 0, temperature, 1) / now.temperature + noise
-    scores = jnp.where(temperature > 0, drawn, logits)
-    return jnp.argmax(scores, axis=-1).astype(jnp.int32)
+    return jnp.where(temperature > 0, drawn, logits)
 
 
-def _noise(row_key: Key[Array, " b"], now: StepTokens, shape: tuple[int, ...]) -> Array:
-    """Gumbel noise of each token to decode: depends on (row, step, position) and nothing else."""
+def _draw_by_tiles(
+    model: Denoiser,
+    hidden: Float[Array, "r b w e"],
+    rows: Rows,
+    now: StepTokens,
+    settings: StepSettings,
+) -> sampling_head.Drawn:
+    """Draws text as `_draw` does from `_allowed` logits, of which only a tile exists at a time."""
+
+    def logits_of(hidden, columns, start):
+        logits = (hidden @ columns.astype(hidden.dtype)).astype(jnp.float32)
+        logits = _guide(logits, settings, rows, now.guidance)
+        if settings.released:
+            return logits
+        banned = start + jnp.arange(logits.shape[-1]) == model.settings.text_mask_id
+        return jnp.where(banned[None, None], -jnp.inf, logits)
+
+    def score_of(logits, number):
+        if settings.temperature == 0:
+            return logits
+        noise = _noise(rows.key, now, (settings.head_tile,), number)[..., : logits.shape[-1]]
+        return _scores(rows, now, logits, noise)
+
+    return sampling_head.draw(
+        hidden, model.text_kernel, logits_of=logits_of, score_of=score_of, tile=settings.head_tile
+    )
+
+
+def _noise(
+    row_key: Key[Array, " b"],
+    now: StepTokens,
+    shape: tuple[int, ...],
+    tile: Int[Array, ""] | int | None = None,
+) -> Array:
+    """Gumbel noise of each token to decode: depends on (row, step, position) and nothing else.
+
+    Args:
+        tile: of the vocabulary, where that is drawn from by tiles.
+    """
 
     def noise_at(key, position):
         key = jax.random.fold_in(jax.random.fold_in(key, now.block), position)
-        return jax.random.gumbel(key, shape)
+        return jax.random.gumbel(key if tile is None else jax.random.fold_in(key, tile), shape)
 
     return jax.vmap(jax.vmap(noise_at, in_axes=(None, 0)))(row_key, now.decode)
 
@@ -385,12 +463,15 @@ def _noise(row_key: Key[Array, " b"], now: StepTokens, shape: tuple[int, ...]) -
 def _confidence(
     row_key: Key[Array, " b"],
     now: StepTokens,
-    logits: Float[Array, "b w g v"],
-    drawn: Int[Array, "b w g"],
+    sure: Callable[[], Float[Array, "b w g"]],
     choice: Choice,
     draws: Draws,
 ) -> Float[Array, "b w u"]:
-    """How sure the model is of each candidate: of a whole token, as of its least sure code."""
+    """How sure the model is of each candidate: of a whole token, as of its least sure code.
+
+    Args:
+        sure: how sure it is of each code.
+    """
     shape, is_random = now.candidates.shape, choice.confidence == "random"
     noise = jnp.zeros(shape)
     if choice.commit == "all":
@@ -403,7 +484,7 @@ def _confidence(
         noise = jnp.exp(-jnp.exp(-noise)) if is_random else noise  # uniform in [0, 1]
     if is_random:
         return noise
-    confidence = choose.confidence(choice.confidence, logits, drawn)
+    confidence = sure()
     if shape[-1] == 1:
         confidence = confidence.min(axis=-1, keepdims=True)
     return choose.with_noise(confidence, noise, now.noise) if choice.noisy else confidence
@@ -528,6 +609,7 @@ def sample(
     stop_early: bool = True,
     on_segment: OnSegment | None = None,
     draws: Draws | None = None,
+    in_trips: bool | None = None,
 ) -> Int[np.ndarray, "b l g"]:
     """Decodes a batch of requests of one kind and one response length.
 
@@ -538,6 +620,7 @@ def sample(
             everything before it decoded (never with `settings.released`).
         on_segment: called with what is there after each segment.
         draws: recorded random numbers of every step of the plan.
+        in_trips: whether a segment is run by programs of `TRIPS` steps; by default not on CPUs.
 
     Returns:
         The responses.
@@ -545,9 +628,72 @@ def sample(
     Raises:
         ValueError: the requests differ in response length, or the plan is for another batch.
     """
+    ends = settings.kind == "text" and not settings.released
+    begun = begin(model, requests, segments, settings=settings, prompt_len=prompt_len)
+    state, mask_id = begun.state, _mask_id(model.settings, settings.kind)
+    if state is None:  # everything is given
+        return begun.canvas
+    start = 0
+    for segment in segments:
+        own = slice(start, start + segment.num_steps)
+        recorded = None if draws is None else jax.tree.map(lambda x, own=own: x[own], draws)
+        state = advance(model, begun, state, segment, draws=recorded, in_trips=in_trips)
+        start = own.stop
+        if on_segment is not None:
+            on_segment(
+                Progress(
+                    np.asarray(state.canvas),
+                    np.asarray(state.decoded_at),
+                    int(state.passes),
+                    range(int(segment.block[0]), int(segment.block[-1]) + 1),
+                    mask_id,
+                )
+            )
+        if stop_early and ends:
+            decoded = np.asarray(state.decoded_at) != NOT_DECODED
+            ended = (np.asarray(state.canvas)[..., 0] == model.settings.end_of_text_id) & decoded
+            first_end = np.where(ended.any(1), ended.argmax(1), ended.shape[1])
+            before = np.arange(ended.shape[1])[None] < first_end[:, None]
+            if ended.any(1).all() and decoded[before].all():
+                break
+    canvas = np.array(state.canvas)
+    if ends:
+        # What stands behind the first end-of-text would depend on when the batch stopped.
+        ended = np.cumsum(canvas[..., 0] == model.settings.end_of_text_id, axis=1) > 0
+        canvas[ended & ~begun.given] = model.settings.end_of_text_id
+    return canvas
+
+
+@dataclasses.dataclass(frozen=True)
+class Begun:
+    """A batch behind its prefill.
+
+    Attributes:
+        canvas: the responses at first, on the host.
+        given: known tokens.
+        prompt: on the device.
+        program: what chooses the compiled programs.
+        state: None where nothing is left to decode.
+    """
+
+    canvas: Int[np.ndarray, "b l g"]
+    given: Bool[np.ndarray, "b l"]
+    prompt: Prompt | None
+    program: StepSettings
+    state: SamplerState | None
+
+
+def begin(
+    model: Denoiser,
+    requests: list[Request],
+    segments: list[orders.Segment],
+    *,
+    settings: StepSettings,
+    prompt_len: tuple[int, int] = (0, 0),
+) -> Begun:
+    """Lays a batch out and passes its prompts (`sample`)."""
     model_settings = model.settings
     mask_id = _mask_id(model_settings, settings.kind)
-    ends = settings.kind == "text" and not settings.released
     lengths = sorted({len(request.given) for request in requests})
     if len(lengths) > 1:
         raise ValueError(
@@ -560,8 +706,10 @@ def sample(
             f"the plan is for {segments[0].decode.shape[1]} rows, got {len(requests)} requests."
         )
     canvas = np.where(given[..., None], tokens, mask_id).astype(np.int32)
-    if not segments:  # everything is given
-        return canvas
+    rows = rows_of(requests, settings)
+    program = settings.program(greedy=not np.any(rows.temperature))
+    if not segments:
+        return Begun(canvas, given, None, program, None)
     decoded_at = np.where(given, GIVEN_BLOCK, NOT_DECODED).astype(np.int32)
     prompt = prepare(
         requests,
@@ -572,8 +720,7 @@ def sample(
         edit_guidance=settings.edit_guidance,
         with_given=not settings.preset.passes_given,
     )
-    on_device, rows = jax.tree.map(jnp.asarray, (prompt, rows_of(requests, settings)))
-    program = settings.program(greedy=not np.any(rows.temperature))
+    on_device, rows = jax.tree.map(jnp.asarray, (prompt, rows))
     with sharded.mesh_in_use(model):
         state = prefill(
             model,
@@ -589,47 +736,50 @@ def sample(
                 slot_multiple(model_settings.attention_implementation or None),
             ),
         )
+    return Begun(canvas, given, on_device, program, state)
+
+
+def advance(
+    model: Denoiser,
+    begun: Begun,
+    state: SamplerState,
+    segment: orders.Segment,
+    *,
+    draws: Draws | None = None,
+    in_trips: bool | None = None,
+) -> SamplerState:
+    """Runs the steps of a segment (`sample`); `draws` are those of its steps."""
+    if in_trips is None:
+        in_trips = jax.default_backend() != "cpu"
+    now = dataclasses.replace(
+        begun.program,
+        guided=bool(segment.guided[0]),
+        refreshing=bool(segment.refresh[0]),
+        num_registers=num_registers(segment, begun.program),
+    )
     start = 0
-    for segment in segments:
+    for part in trips(segment) if in_trips and not now.choice.ends_early else [segment]:
         steps = StepTokens(
-            *(jnp.asarray(getattr(segment, f.name)) for f in dataclasses.fields(StepTokens))
+            *(jnp.asarray(getattr(part, f.name)) for f in dataclasses.fields(StepTokens))
         )
-        stop = start + segment.num_steps
+        own = slice(start, start + part.num_steps)
+        start = own.stop
         recorded = {}
         if draws is not None:
-            recorded["draws"] = jax.tree.map(lambda x, a=start, z=stop: jnp.asarray(x[a:z]), draws)
-        now = dataclasses.replace(
-            program,
-            guided=bool(segment.guided[0]),
-            refreshing=bool(segment.refresh[0]),
-            num_registers=num_registers(segment, settings),
-        )
+            recorded["draws"] = jax.tree.map(lambda x, own=own: jnp.asarray(x[own]), draws)
         with sharded.mesh_in_use(model):
-            state = run_segment(model, state, steps, on_device, settings=now, **recorded)
-        start = stop
-        if on_segment is not None:
-            on_segment(
-                Progress(
-                    np.asarray(state.canvas),
-                    np.asarray(state.decoded_at),
-                    int(state.passes),
-                    range(int(segment.block[0]), int(segment.block[-1]) + 1),
-                    mask_id,
-                )
-            )
-        if stop_early and ends:
-            decoded = np.asarray(state.decoded_at) != NOT_DECODED
-            ended = (np.asarray(state.canvas)[..., 0] == model_settings.end_of_text_id) & decoded
-            first_end = np.where(ended.any(1), ended.argmax(1), ended.shape[1])
-            before = np.arange(ended.shape[1])[None] < first_end[:, None]
-            if ended.any(1).all() and decoded[before].all():
-                break
-    canvas = np.array(state.canvas)
-    if ends:
-        # What stands behind the first end-of-text would depend on when the batch stopped.
-        ended = np.cumsum(canvas[..., 0] == model_settings.end_of_text_id, axis=1) > 0
-        canvas[ended & ~given] = model_settings.end_of_text_id
-    return canvas
+            state = run_segment(model, state, steps, begun.prompt, settings=now, **recorded)
+    return state
+
+
+def trips(segment: orders.Segment) -> list[orders.Segment]:
+    """Returns a segment in parts of `TRIPS` steps, the long ones first."""
+    parts, start = [], 0
+    for length in TRIPS:
+        while segment.num_steps - start >= length:
+            parts.append(segment.steps(start, start + length))
+            start += length
+    return parts
 
 
 def capacity(

@@ -17,6 +17,7 @@ def changed(
     registers: tuple[int, int] | None = None,
     guidance: float | None = None,
     order: str | None = None,
+    quantize: str | None = None,
 ) -> config.Sampling:
     """Returns settings with what is given put in; None leaves a checkpoint's own.
 
@@ -26,6 +27,7 @@ def changed(
         steps: of a picture, or of a text block.
         sampler: a preset.
         registers: the first and the last number of them; the last -1: they do not fall.
+        quantize: matrices in 8 bits.
 
     Raises:
         ConfigError: one is out of range.
@@ -46,4 +48,6 @@ def changed(
         changes["guidance"] = guidance
     if order is not None:
         changes["order"] = order
+    if quantize is not None:
+        changes["quantize"] = quantize
     return dataclasses.replace(sampling, **changes)

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,10 @@ import jaxtyping
 import numpy as np
 from flax import nnx
 
-from sparse_lavida_jax import config, layout, presets, prompts, sample
+from sparse_lavida_jax import config, layout, parameters, presets, prompts, sample
+from sparse_lavida_jax import sharding as rules
 from sparse_lavida_jax.kernels.attention import slot_multiple
+from sparse_lavida_jax.models import fuse
 from sparse_lavida_jax.models.denoiser import Denoiser
 
 CELLS, TEXT_LEN, TEXT_BLOCK_LEN = 1024, 256, 32
@@ -64,10 +67,14 @@ class Program:
     Attributes:
         hlo: optimised.
         cache_shapes: dimensions of the two buffers, of one layer of each, and with a leading 1.
+        weight_shapes: of the matrices of a layer, either way round.
+        memory: by the compiler's account, on one device.
     """
 
     hlo: str
     cache_shapes: frozenset[tuple[int, ...]]
+    weight_shapes: frozenset[tuple[int, ...]]
+    memory: Any
 
 
 @contextlib.contextmanager
@@ -82,22 +89,45 @@ def unchecked() -> Iterator[None]:
 
 @unchecked()
 def compiled(
-    kind: layout.Kind, model: config.Model, sharding: jax.sharding.NamedSharding, platform: str
+    kind: layout.Kind,
+    model: config.Model,
+    sharding: jax.sharding.NamedSharding,
+    platform: str,
+    *,
+    by_layer: bool | None = None,
 ) -> Program:
-    """Compiles the longest segment of a response: two rows, of guidance or of a batch."""
+    """Compiles the longest segment of a response: two rows, of guidance or of a batch.
+
+    Args:
+        sharding: of what is not split; parameters and the cache are split over the axes of its
+            mesh, if they have names of ours.
+        by_layer: fused parameters (`fuse.for_inference`); None: as they are stored.
+    """
+    splits = "tensor" in sharding.mesh.axis_names
 
     def given(tree):
-        """The same arrays on the described device; parameters in the width they are stored in."""
+        """The same arrays on the described devices; parameters in the width they are stored in."""
 
-        def leaf(x):
-            wide = x.dtype == jnp.float32 and tree is model_shapes
-            return jax.ShapeDtypeStruct(
-                x.shape, jnp.bfloat16 if wide else x.dtype, sharding=sharding
-            )
+        def leaf(path, x):
+            own, of_model = sharding, tree is model_shapes
+            if splits and of_model:
+                spec = rules.spec_of(parameters.leaf_name(path), x.shape, sharding.mesh)
+                own = jax.sharding.NamedSharding(sharding.mesh, spec)
+            elif splits and x.ndim == 4:  # keys and values
+                spec = jax.sharding.PartitionSpec(None, None, None, "tensor")
+                own = jax.sharding.NamedSharding(sharding.mesh, spec)
+            wide = x.dtype == jnp.float32 and of_model
+            return jax.ShapeDtypeStruct(x.shape, jnp.bfloat16 if wide else x.dtype, sharding=own)
 
-        return jax.tree.map(leaf, tree)
+        return jax.tree_util.tree_map_with_path(leaf, tree)
 
-    model_shapes = jax.eval_shape(lambda: Denoiser(model, rngs=nnx.Rngs(0)))
+    def parameters_of():
+        stored = Denoiser(model, rngs=nnx.Rngs(0))
+        if by_layer is None:
+            return stored
+        return fuse.for_inference(stored, task=kind, by_layer=by_layer)
+
+    model_shapes = jax.eval_shape(parameters_of)
     asked = config.Sampling(preset="sparse", guidance=4.0, num_steps=64, shift=5.0)
     chosen = presets.step_settings(asked, model, kind)
     requests = _requests(kind, model, 1 if kind == "image" else 2)
@@ -109,23 +139,30 @@ def compiled(
         *(jnp.asarray(getattr(segment, f.name)) for f in dataclasses.fields(sample.StepTokens))
     )
     program = chosen.program(greedy=False)
-    own = given(model_shapes)
+    stored = given(model_shapes)
     room = sample.capacity(prompt, plan, chosen, slot_multiple(model.attention_implementation))
     canvas = np.zeros((len(requests), known.shape[1], model.codes_per_token), np.int32)
     with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
         state = jax.eval_shape(
             lambda *arrays: sample.prefill(*arrays, settings=program, capacity=room),
-            own, canvas, known.astype(np.int32), sample.rows_of(requests, chosen), prompt,
+            stored, canvas, known.astype(np.int32), sample.rows_of(requests, chosen), prompt,
         )  # fmt: skip
         now = dataclasses.replace(program, guided=bool(segment.guided[0]))
-        arrays = own, given(state), given(steps), given(jax.tree.map(jnp.asarray, prompt))
+        arrays = stored, given(state), given(steps), given(jax.tree.map(jnp.asarray, prompt))
         lowered = sample.run_segment.trace(*arrays, settings=now).lower(
             lowering_platforms=(platform,)
         )
-        hlo = lowered.compile().as_text()
+        done = lowered.compile()
     shapes = {x.shape for x in (state.cache.joint_keys, state.cache.split_keys)}
     layers = {shape[1:] for shape in shapes}
-    return Program(hlo, frozenset(shapes | layers | {(1, *shape) for shape in layers}))
+    own = {x.shape[-2:] for x in jax.tree.leaves(model_shapes.split_layers) if x.ndim >= 2}
+    weights = {shape for shape in own if min(shape) >= 1024}
+    return Program(
+        done.as_text(),
+        frozenset(shapes | layers | {(1, *shape) for shape in layers}),
+        frozenset(weights | {shape[::-1] for shape in weights}),
+        done.memory_analysis(),
+    )
 
 
 def _requests(kind: layout.Kind, model: config.Model, number: int) -> list[prompts.Request]:
@@ -165,6 +202,27 @@ def copies(hlo: str, shapes: frozenset[tuple[int, ...]]) -> list[str]:
         f"{name}: {result} {opcode}"
         for name, result, opcode in _of_shapes(hlo, shapes)
         if opcode not in IN_PLACE
+    ]
+
+
+def weights_made(hlo: str, shapes: frozenset[tuple[int, ...]]) -> list[str]:
+    """Returns every instruction inside a loop, outside a product, that makes a matrix of `shapes`.
+
+    That is a layer taken out of a stack, a copy, or a change of its type or its order.
+    """
+    products = {
+        name for name, instructions in loop_bodies(hlo).items()
+        if any(opcode == "dot" for _, opcode in instructions)
+        and not any(opcode in ("while", "fusion") for _, opcode in instructions)
+    }  # fmt: skip
+    # A leading 1 is what is left of a stack.
+    both = shapes | {(1, *shape) for shape in shapes}
+    return [
+        f"{name}: {result} {opcode}"
+        for name, result, opcode in _of_shapes(hlo, both)
+        if name not in products
+        and opcode not in IN_PLACE - {"fusion", "dynamic-update-slice"}
+        and not result.startswith("(")
     ]
 
 

@@ -11,16 +11,23 @@ import jax.numpy as jnp
 
 MATMULS = ((8192, 8192, 8192), (2048, 4096, 12288))  # a large one; an MLP of the model
 COPIED_BYTES = 2**30
+CPU_MATMULS, CPU_COPIED_BYTES = ((512, 512, 512),), 2**26  # what a processor does in a moment
 LAUNCHES = 200
 
 
 def calibrate(runs: int = 10) -> dict[str, Any]:
-    """Returns medians: TFLOP/s in bfloat16, GB/s read and written, microseconds a launch."""
+    """Returns medians: TFLOP/s, GB/s read and written, microseconds a launch.
+
+    Products are in bfloat16; on CPUs, which have no such products, they and the arrays are small
+    and in float32.
+    """
+    on_cpu = jax.default_backend() == "cpu"
+    matmuls, copied = (CPU_MATMULS, CPU_COPIED_BYTES) if on_cpu else (MATMULS, COPIED_BYTES)
     return {
         "matmul_tflops": {
-            "x".join(map(str, shape)): matmul_tflops(*shape, runs=runs) for shape in MATMULS
+            "x".join(map(str, shape)): matmul_tflops(*shape, runs=runs) for shape in matmuls
         },
-        "copy_gbps": copy_gbps(COPIED_BYTES, runs=runs),
+        "copy_gbps": copy_gbps(copied, runs=runs),
         "launch_us": launch_us(LAUNCHES, runs=runs),
     }
 
@@ -28,8 +35,9 @@ def calibrate(runs: int = 10) -> dict[str, Any]:
 def matmul_tflops(rows: int, inner: int, cols: int, *, runs: int) -> float:
     """[rows inner] @ [inner cols]."""
     keys = jax.random.split(jax.random.key(0))
-    a = jax.random.normal(keys[0], (rows, inner), jnp.bfloat16)
-    b = jax.random.normal(keys[1], (inner, cols), jnp.bfloat16)
+    dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    a = jax.random.normal(keys[0], (rows, inner), dtype)
+    b = jax.random.normal(keys[1], (inner, cols), dtype)
     product = jax.jit(jnp.matmul)
     return 2 * rows * inner * cols / _seconds(lambda: product(a, b), runs) / 1e12
 

@@ -3,6 +3,7 @@
 
 import dataclasses
 import datetime
+import functools
 import importlib.metadata
 import json
 import os
@@ -45,8 +46,7 @@ class Bench:
             **circumstances(),
             **values,
         }
-        device = re.sub(r"[^a-z0-9]+", "-", row["device"]["kind"].lower()).strip("-")
-        path = RESULTS / device / self.suite / f"{row_id.replace('/', '.')}.json"
+        path = path_of(self.suite, row_id)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, row)
         return path
@@ -66,6 +66,29 @@ def circumstances() -> dict[str, Any]:
             "torch": _version("torch"),
         },
     }
+
+
+def path_of(suite: str, row_id: str) -> pathlib.Path:
+    """Returns where a row measured on this device is written."""
+    device = re.sub(r"[^a-z0-9]+", "-", _device()["kind"].lower()).strip("-")
+    return RESULTS / device / suite / f"{row_id.replace('/', '.')}.json"
+
+
+def compilations() -> int:
+    """Returns how many programs this process has compiled since this was first asked."""
+    return len(_compiled())
+
+
+@functools.cache
+def _compiled() -> list[float]:
+    seconds: list[float] = []
+
+    def listen(event: str, duration: float, **_) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            seconds.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return seconds
 
 
 def write_json(path: pathlib.Path, values: Any) -> None:

@@ -8,14 +8,24 @@ All presets run in turn on the same weights, so that a drifting machine drifts f
 timed is plan, prefill and decoding of a picture, or of a text response of the longest length; the
 VQ decoder is not. Quality is not measured here: the values of the weights change no time, so a
 model may be of random ones. The rows are read by `bench/table.py`, which forms the ratios.
+
+    python -m sparse_lavida_jax.bench.sampling --suite=headline --config=configs/lavida_o.py \
+        --random-weights
+
+times whole requests, prompt in and pixels out (`bench/suites.py`): headline, ablation, batch, edit,
+reasoning, quant, cpu. A row is written as soon as it is measured; `--missing` goes on with a run
+that was broken off.
 """
 
 import dataclasses
+import json
 import pathlib
 import random
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +34,13 @@ from absl import app, flags, logging
 from flax import nnx
 
 from sparse_lavida_jax import checkpoint, config, config_files, presets, sample
+from sparse_lavida_jax.bench import record, suites
+from sparse_lavida_jax.bench.calibration import calibrate
 from sparse_lavida_jax.bench.record import Bench
 from sparse_lavida_jax.data.examples import Example, Kind
 from sparse_lavida_jax.decoding import tokens_passed
 from sparse_lavida_jax.layout import Response, Text
+from sparse_lavida_jax.models import fuse, vq
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.prompts import Request
@@ -45,8 +58,17 @@ STEPS = flags.DEFINE_integer(
 GUIDANCE = flags.DEFINE_float("guidance", None, "Scale; by default that of the config.")
 PRESETS = flags.DEFINE_list("presets", [], "Which to time; by default all.")
 
+SUITE = flags.DEFINE_enum("suite", None, suites.SUITES, "Rows of whole requests.")
+MISSING = flags.DEFINE_boolean("missing", False, "Of a suite, only rows that there are not.")
+VQ_DTYPE = flags.DEFINE_enum(
+    "vq-dtype", "bfloat16", ("bfloat16", "float32"), "Of the image tokenizer, in a suite."
+)
+
 RANDOM_PROMPT = 128  # tokens of the prompt of a model of random weights
 RANDOM_SCALE = 0.02  # of its weights
+
+
+M = TypeVar("M")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +111,14 @@ def of_random_weights(settings: config.Config) -> Subject:
 
 
 def _random_model(settings: config.Model) -> Denoiser:
-    leaves, tree = jax.tree.flatten(jax.eval_shape(lambda: Denoiser(settings, rngs=nnx.Rngs(0))))
+    """Fused, as sampling finds the parameters of a model that was loaded."""
     dtype = jnp.dtype(settings.compute_dtype)
+    return _random(lambda: fuse.for_inference(Denoiser(settings, rngs=nnx.Rngs(0))), dtype)
+
+
+def _random(make: Callable[[], M], dtype: jnp.dtype) -> M:
+    """Returns what `make` would, of random numbers: one array at a time is made."""
+    leaves, tree = jax.tree.flatten(jax.eval_shape(make))
     normal = jax.jit(
         lambda key, shape: RANDOM_SCALE * jax.random.normal(key, shape, dtype), static_argnums=1
     )
@@ -102,8 +130,49 @@ def _random_model(settings: config.Model) -> Denoiser:
     return jax.tree.unflatten(tree, made)
 
 
+def run_suite(subject: suites.Subject, suite: str) -> None:
+    """Measures a suite and writes a row as soon as it is measured."""
+    bench = Bench(suite)
+    wanted = suites.cases(suite, subject.settings)
+    if MISSING.value:
+        there = [path for case in wanted if (path := record.path_of(suite, case.id)).exists()]
+        if there:  # rows are compared within a run
+            bench = dataclasses.replace(bench, run=json.loads(there[0].read_text())["run"])
+        wanted = [case for case in wanted if record.path_of(suite, case.id) not in there]
+    if not wanted:
+        return
+    calibration = calibrate()
+    for case in wanted:
+        row = suites.measure(subject, case, runs=RUNS.value, calibration=calibration)
+        path = bench.write(case.id, row)
+        print(
+            f"{path.name}: median {row['median_s']:.4f} s, loop {row['split_s']['loop']:.4f} s,"
+            f" floor {row['floor_s']:.4f} s, compiled in {row['compile_s']:.1f} s",
+            flush=True,
+        )
+
+
+def _whole_subject() -> suites.Subject:
+    """Returns the model that suites measure, with its image tokenizer."""
+    dtype = jnp.dtype(VQ_DTYPE.value)
+    if RANDOM.value:
+        settings = config_files.read(pathlib.Path(CONFIG.value))
+        model, codec = _random_model(settings.model), None
+        sides = settings.model.grid_size * settings.model.codes_side * settings.vq.factor
+        if sides == settings.vq.image_size:
+            codec = _random(lambda: vq.VQModel(settings.vq, rngs=nnx.Rngs(0)), dtype)
+        return suites.Subject(model, settings, codec, random_weights=True)
+    pipe = SparseLaViDa.from_pretrained(CHECKPOINT.value)
+    codec = None if pipe.codec is None or pipe.codec.vq is None else pipe.codec.vq
+    settings = pipe.settings
+    if codec is not None:
+        settings = dataclasses.replace(settings, vq=codec.settings)
+        codec = jax.tree.map(lambda leaf: leaf.astype(dtype), codec)
+    return suites.Subject(pipe.model, settings, codec, random_weights=False)
+
+
 def main(argv: list[str]) -> None:
-    """Times all presets, of pictures and then of text, and writes a row for each."""
+    """Times all presets, of pictures and then of text, and writes a row for each; or a suite."""
     del argv
     logging.set_verbosity(logging.WARNING)  # of the array store
     known = (*config.PRESETS, *config.TEXT_PRESETS)
@@ -114,6 +183,9 @@ def main(argv: list[str]) -> None:
             "bench.sampling: --config and --random-weights go together, as a file has no weights."
         )
     try:
+        if SUITE.value:
+            run_suite(_whole_subject(), SUITE.value)
+            return
         if RANDOM.value:
             subject = of_random_weights(config_files.read(pathlib.Path(CONFIG.value)))
         else:

@@ -37,6 +37,100 @@ def sampling_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+SPEED_SUITES = ("headline", "ablation", "batch", "edit", "reasoning", "quant", "cpu")
+
+
+def speed_table(rows: list[dict[str, Any]]) -> str:
+    """Returns times of whole requests, what they are spent on and what the loop takes at least."""
+    lines = [
+        "| model | row | s | spread | host / prefill / loop / VQ, ms | floor of the loop, ms"
+        " | tokens | padding | device |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in sorted(rows, key=lambda r: (r["model"], r["suite"], r["task"], r["median_s"])):
+        split, tokens = row["split_s"], row["tokens"]
+        parts = (split["host"], split["prefill"], split["loop"])
+        parts = (*parts, split["vq_encode"] + split["vq_decode"])
+        times = " / ".join(f"{1e3 * part:.1f}" for part in parts)
+        equal = f" ({row['steps_timed']} steps timed)" if row["steps_timed"] < row["steps"] else ""
+        lines.append(
+            f"| {row['model']} | {row['suite']}: {row['id']} | {row['median_s']:.4f}{equal}"
+            f" | {row['min_s']:.4f} to {row['max_s']:.4f} | {times} | {1e3 * row['floor_s']:.1f}"
+            f" | {tokens['useful']:.0f} | {1 - tokens['useful'] / tokens['padded']:.2f}"
+            f" | {row['device']['kind']} |"
+        )
+    return "\n".join(lines)
+
+
+def speed_bars(rows: list[dict[str, Any]]) -> str:
+    """Returns every bar of whole requests beside what was measured, in each run that did."""
+    lines = ["| bar | wanted | measured | held |", "| --- | --- | --- | --- |"]
+    bars = tomllib.loads(BARS.read_text())
+    for section in ("speed", "speed_cpu"):
+        own = [row for row in rows if row["model"] in bars[section]["models"]]
+        for kind, wanted in bars[section].items():
+            if not isinstance(wanted, dict):
+                continue
+            at_most = kind in ("at_most_s", "loop_over_floor", "padding", "compilations")
+            for pattern, bar in wanted.items():
+                bound = f"{'<=' if at_most else '>='} {bar:g}"
+                found = _speeds(kind, own, pattern, bars[section]["dense_side"])
+                name = f"{kind.replace('_', ' ')}: {pattern.replace(' ', ' over ')}"
+                if not found:
+                    lines.append(f"| {name} | {bound} | | not measured |")
+                for row_id, value, counts in found:
+                    held = value <= bar if at_most else value >= bar
+                    told = "met" if held else "not met"
+                    told = told if counts else "does not count: the dense side is slow"
+                    name = f"{kind.replace('_', ' ')}: {row_id}"
+                    lines.append(f"| {name} | {bound} | {value:.3g} | {told} |")
+    return "\n".join(lines)
+
+
+def _speeds(
+    kind: str, rows: list[dict[str, Any]], pattern: str, dense_side: float
+) -> list[tuple[str, float, bool]]:
+    """Returns (id, value, whether it counts) of what a bar of this kind finds."""
+    if " " in pattern:
+        first, second = pattern.split()
+        pairs = [
+            (ours, theirs)
+            for ours in rows if ours["id"] == first
+            for theirs in rows if theirs["id"] == second and theirs["run"] == ours["run"]
+        ]  # fmt: skip
+        return [
+            (
+                f"{first} over {second}",
+                _ratio(kind, ours, theirs),
+                kind != "times_faster" or _share_of_matmul(theirs) >= dense_side,
+            )
+            for ours, theirs in pairs
+        ]
+    value = {
+        "at_most_s": lambda row: row["median_s"],
+        "loop_over_floor": lambda row: row["split_s"]["loop"] / row["floor_s"],
+        "loop_share_of_matmul": _share_of_matmul,
+        "pictures_a_minute": lambda row: 60 * row["batch"] / row["median_s"],
+        "padding": lambda row: 1 - row["tokens"]["useful"] / row["tokens"]["padded"],
+        "compilations": lambda row: row["compilations_timed"],
+    }[kind]
+    found = [row for row in rows if fnmatch.fnmatchcase(row["id"], pattern)]
+    return [(f"{row['suite']} {row['id']}", float(value(row)), True) for row in found]
+
+
+def _ratio(kind: str, ours: dict[str, Any], theirs: dict[str, Any]) -> float:
+    faster = theirs["median_s"] / ours["median_s"]
+    if kind == "share_of_token_ratio":
+        return faster / (theirs["tokens"]["useful"] / ours["tokens"]["useful"])
+    return faster
+
+
+def _share_of_matmul(row: dict[str, Any]) -> float:
+    """The rate of the loop over that of a matrix product of the same run."""
+    fastest = max(row["calibration"]["matmul_tflops"].values()) * 1e12
+    return row["loop_flops"] / row["split_s"]["loop"] / fastest
+
+
 def attention_table(rows: list[dict[str, Any]]) -> str:
     """Returns times, rates on useful pairs and on tiles, and how many times as slow others are."""
     lines = [
@@ -287,6 +381,9 @@ def main() -> None:
     for title, (suite, table) in tables.items():
         if rows := read_rows(suite):
             print(f"## {title}\n\n{table(rows)}\n")
+    if rows := [row for suite in SPEED_SUITES for row in read_rows(suite)]:
+        print(f"## Whole requests\n\n{speed_table(rows)}\n")
+        print(f"## Whole requests, held against their bars\n\n{speed_bars(rows)}\n")
 
 
 if __name__ == "__main__":

@@ -219,6 +219,11 @@ class Denoiser(nnx.Module):
         )
         return {name: self.final_norm(h, self.settings.width) for name, h in x.items()}, cache
 
+    @property
+    def text_kernel(self) -> Float[Array, "e v"] | tuple[Float[Array, "e _c"], ...]:
+        """The matrix of the text head, or its tiles in order (`sampling_head.draw`)."""
+        return self.text_head.kernel[...]
+
     def text_logits(self, hidden: Float[Array, "b s e"]) -> Float[Array, "b s v"]:
         """Returns logits over the text vocabulary, float32."""
         return self.text_head(hidden).astype(jnp.float32)

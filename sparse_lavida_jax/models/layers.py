@@ -119,6 +119,10 @@ class Branch(nnx.Module):
         self.num_heads = settings.num_heads
         self.rope_theta = settings.rope_theta
 
+    @property
+    def head_dim(self) -> int:
+        return self.q.kernel.shape[-1] // self.num_heads
+
     def qkv(
         self, x: Float[Array, "b s e"], position: Int[Array, "b s"]
     ) -> tuple[Float[Array, "b s hd"], Float[Array, "b s hd"], Float[Array, "b s hd"]]:

@@ -49,8 +49,8 @@ def init_stack(make_layer: Callable[[nnx.Rngs], M], depth: int, key: PRNGKeyArra
 
 
 def run_layers(
-    joint: Layer,
-    split: Layer,
+    joint: Layer | Sequence[Layer],
+    split: Layer | Sequence[Layer],
     num_joint: int,
     num_split: int,
     x: Residuals,
@@ -66,7 +66,8 @@ def run_layers(
     """Feeds the streams through all layers.
 
     Args:
-        joint, split: stacked layers, `num_joint` and `num_split` of them.
+        joint, split: layers, `num_joint` and `num_split` of them: stacked, or one by one
+            (`fuse.for_inference`), which are then written out.
         x: residual streams; a stream without tokens is absent.
         layouts: tags of the same streams.
         wanted: the streams to return.
@@ -81,21 +82,19 @@ def run_layers(
         The residual streams that are wanted and present, and the cache as written.
     """
     present: list[StreamName] = [name for name in STREAMS if name in x]
+    first = (joint if isinstance(joint, Layer) else joint[0]).understanding
     if cache is not None:
         for name in present:
             cache = cache.begin(name, layouts[name].block)
         if takes_tables(implementation):
-            cache = cache.placed(joint.understanding.num_heads)
+            cache = cache.placed(first.num_heads)
     # The slots of a cache are in the order of its steps, and the reference needs no balance.
     in_turn = cache is None and takes_tables(implementation)
     deals: Deals = sharded.deals_of(
         {name: x[name].shape[1] for name in present},
         functools.partial(query_tile, implementation=implementation) if in_turn else None,
     )
-    heads = joint.understanding
-    chosen_by = _ChosenBy(
-        implementation, heads.q.kernel.shape[-1] // heads.num_heads, x[present[0]].dtype
-    )
+    chosen_by = _ChosenBy(implementation, first.head_dim, x[present[0]].dtype)
     x = sharded.dealt_out(x, deals)
     if cache is None:
         x = {name: sharded.over_rows(x[name]) for name in x}
@@ -115,15 +114,12 @@ def run_layers(
     saving = remat != "none" and cache is None
     stops = [] if saving else unwanted
     whole = num_joint - 1 if stops else num_joint
-    if whole:
-        layers = jax.tree.map(lambda p: p[:whole], joint) if stops else joint
-        xs = (layers, jnp.arange(whole))
-        body = _rematerialized(joint_layer, remat, unroll) if saving else joint_layer
-        (x, cache), _ = jax.lax.scan(body, (x, cache), xs, unroll=unroll)
+    body = _rematerialized(joint_layer, remat, unroll) if saving else joint_layer
+    x, cache = _run(body, joint, whole, x, cache, unroll)
     if saving:
         x = {name: x[name] for name in x if name not in unwanted}
     if stops:
-        last = jax.tree.map(lambda p: p[-1], joint)
+        last = jax.tree.map(lambda p: p[-1], joint) if isinstance(joint, Layer) else joint[-1]
         keep: list[StreamName] = [name for name in present if name not in stops]
         last_attention = (
             _Attention.joint(layouts, keep, present, seen, chosen_by, deals) if keep else None
@@ -139,11 +135,24 @@ def run_layers(
         layer, index = layer_and_index
         return _split_layer(layer, index, x, layouts, cache, split_attention), None
 
-    if num_split and x:
-        xs = (split, jnp.arange(num_split))
+    if x:
         body = _rematerialized(split_layer, remat, unroll) if saving else split_layer
-        (x, cache), _ = jax.lax.scan(body, (x, cache), xs, unroll=unroll)
+        x, cache = _run(body, split, num_split, x, cache, unroll)
     return sharded.taken_back(x, deals), cache
+
+
+def _run(body, layers: Layer | Sequence[Layer], number: int, x, cache, unroll: bool):
+    """Feeds the streams through the first `number` layers, in a loop if they are stacked."""
+    if not isinstance(layers, Layer):
+        for index in range(number):
+            (x, cache), _ = body((x, cache), (layers[index], jnp.int32(index)))
+        return x, cache
+    if not number:
+        return x, cache
+    if number < len(jax.tree.leaves(layers)[0]):
+        layers = jax.tree.map(lambda p: p[:number], layers)
+    (x, cache), _ = jax.lax.scan(body, (x, cache), (layers, jnp.arange(number)), unroll=unroll)
+    return x, cache
 
 
 def _rematerialized(layer, remat: str, unroll: bool):
@@ -261,6 +270,11 @@ class _Attention:
 
 
 def _branch(layer: Layer, name: StreamName) -> Branch:
+    if not hasattr(layer, name):
+        raise ValueError(
+            f"the {name} stream has tokens, and these parameters no {name} branch: call"
+            " for_inference with task='both'."
+        )
     return layer.understanding if name == "understanding" else layer.generation
 
 

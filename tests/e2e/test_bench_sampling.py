@@ -81,3 +81,26 @@ def test_mistakes_are_told_in_a_sentence(run, words, told):
     done = run(*words)
     assert done.returncode == 1
     assert told in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_suite_of_whole_requests_goes_on_where_it_was_broken_off(run, tmp_path):
+    """The release's structure, 32 layers, at a tiny width: words in, pixels out."""
+    there = tmp_path / "results" / "cpu" / "headline"
+    there.mkdir(parents=True)
+    for name in ("dense_lean", "dense_released"):
+        (there / f"t2i64.{name}.b1.json").write_text(json.dumps({"run": "broken-off"}))
+    done = run(
+        "--suite=headline", "--config=configs/lavida_o_tiny.py", "--random-weights", "--missing",
+        "--runs=5",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    row = json.loads((there / "t2i64.sparse.b1.json").read_text())
+    assert row["run"] == "broken-off" and row["suite"] == "headline"
+    assert json.loads((there / "t2i64.dense_lean.b1.json").read_text()) == {"run": "broken-off"}
+    assert row["compilations"] > 0 == row["compilations_timed"]
+    assert len(row["times_s"]) == 5 and row["steps"] == row["steps_timed"] == 8
+    assert all(row["split_s"][part] > 0 for part in ("host", "prefill", "loop", "vq_decode"))
+    assert row["floor_s"] > 0 and row["calibration"]["copy_gbps"] > 0
+    assert 0 < row["flops"]["useful"] <= row["flops"]["padded"]
+    assert row["tokens"]["useful"] < row["tokens"]["padded"]
+    assert "| lavida_o_tiny | headline: t2i64/sparse/b1 |" in table.speed_table([row])

@@ -82,6 +82,20 @@ BLOCKS = textwrap.dedent("""
         print("bytes:", program.memory_analysis().temp_size_in_bytes)
     print("compiled")
 """)
+WEIGHTS = DEVICE + textwrap.dedent("""
+    import sys
+
+    import segment_programs
+
+    model = segment_programs.settings(attention_implementation="pallas_gpu", num_registers=64)
+    by_layer = {"stored": None, "by_layer": True}[sys.argv[2]]
+    program = segment_programs.compiled(sys.argv[1], model, sharding, "cuda", by_layer=by_layer)
+    for made in segment_programs.weights_made(program.hlo, program.weight_shapes):
+        print("made:", made)
+    for copy in segment_programs.copies(program.hlo, program.cache_shapes):
+        print("copied:", copy)
+    print("compiled")
+""")
 KERNELS = DEVICE + textwrap.dedent("""
     import dataclasses
     import itertools
@@ -180,3 +194,16 @@ def test_no_loop_of_the_sampler_copies_the_cache_or_a_layer_of_it(kind, implemen
     """The segment program of `sample.py` at the release's widths, kernels and all."""
     told, _ = run(SEGMENT, kind, implementation)
     assert "copied:" not in told, told
+
+
+@pytest.mark.parametrize("kind", ["image", "text"])
+def test_layers_of_their_own_are_read_where_they_lie(kind):
+    """Nothing outside a product makes an array of the shape of a matrix, in any loop."""
+    told, _ = run(WEIGHTS, kind, "by_layer")
+    assert "made:" not in told and "copied:" not in told, told
+
+
+def test_layers_of_a_stack_are_copied_out_of_it():
+    """Which is why there are fused parameters; and that the look-out sees it."""
+    told, _ = run(WEIGHTS, "image", "stored")
+    assert "made:" in told, told

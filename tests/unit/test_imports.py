@@ -20,7 +20,7 @@ LEVELS = [
     {"kernels", "orders", "choose", "prompts"},
     {"presets"},
     {"models"},
-    {"diffusion", "losses", "sample", "parameters", "lora", "processes", "flops"},
+    {"diffusion", "losses", "sample", "parameters", "lora", "processes", "flops", "quantize"},
     {"data", "optimizer", "metrics", "checkpoint", "runs", "pictures"},
     {"results", "codec", "convert", "sharding", "train_step"},
     {"drawings", "decoding", "sampling_options"},

@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the speed of whole requests is measured on: prompt in, pixels or words out."""
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import UInt8
+
+from sparse_lavida_jax import config, layout, orders, presets, prompts, quantize, sample
+from sparse_lavida_jax.bench import record, work
+from sparse_lavida_jax.data import images
+from sparse_lavida_jax.data.examples import Example
+from sparse_lavida_jax.layout import Response, Source, Text
+from sparse_lavida_jax.models import vq
+from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.prompts import Request
+
+SUITES = ("headline", "ablation", "batch", "edit", "reasoning", "quant", "cpu")
+BATCHES = (1, 2, 4, 8)
+STEPS_A_BLOCK = (4, 8, 32)  # of reasoning
+FULL_CELLS = 1024  # of a picture of 1024 pixels a side
+STEPS_TIMED = 8  # of rows whose steps all cost the same
+# Words of the prompt of a picture and of a question, tokens of the answer; of a smaller model.
+WORDS, QUESTION, ANSWER = 128, 1500, 1024
+FEW_WORDS, SHORT_QUESTION, SHORT_ANSWER = 32, 48, 16
+SPLIT = ("host", "prefill", "loop", "vq_encode", "vq_decode")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One row: a request by one method.
+
+    Attributes:
+        id: task/method/batch, and what else tells rows apart.
+        discards: see `presets.StepSettings`.
+        steps_timed: of the plan, from the middle of its longest segment; 0: all.
+        picture: that is encoded before, in an edit.
+    """
+
+    id: str
+    task: str
+    method: str
+    batch: int
+    example: Example
+    sampling: config.Sampling
+    text_block_len: int
+    discards: bool = False
+    steps_timed: int = 0
+    picture: UInt8[np.ndarray, "h w 3"] | None = None
+
+
+@dataclasses.dataclass
+class Subject:
+    """A model and its image tokenizer; variants in 8 bits are made when they are asked for."""
+
+    model: Denoiser
+    settings: config.Config
+    codec: vq.VQModel | None
+    random_weights: bool
+
+    def in_form(self, method: str) -> Denoiser:
+        return quantize.quantized(self.model, method) if method else self.model
+
+
+# ---------------------------------------------------------------------------------------------
+# Which rows a suite has.
+
+
+def cases(suite: str, settings: config.Config) -> list[Case]:
+    """Returns the rows of a suite for a model of this size."""
+    return {
+        "headline": _headline,
+        "ablation": _ablation,
+        "batch": _batches,
+        "edit": _edits,
+        "reasoning": _reasoning,
+        "quant": _quantized,
+        "cpu": functools.partial(_headline, released=False),
+    }[suite](settings)
+
+
+def _headline(settings: config.Config, *, released: bool = True) -> list[Case]:
+    names = ("sparse", "dense_lean", "dense_released") if released else ("sparse", "dense_lean")
+    return [_drawing(settings, name) for name in names]
+
+
+def _ablation(settings: config.Config) -> list[Case]:
+    names = [name for name in config.PRESETS if name != "dense"]
+    return [_drawing(settings, name) for name in names]
+
+
+def _batches(settings: config.Config) -> list[Case]:
+    return [_drawing(settings, name, b) for b in BATCHES for name in ("sparse", "dense_lean")]
+
+
+def _edits(settings: config.Config) -> list[Case]:
+    names = ("sparse", "dense_lean", "dense_released")
+    return [_drawing(settings, name, edits=True) for name in names]
+
+
+def _reasoning(settings: config.Config) -> list[Case]:
+    # Sparse; the prompt cached and everything else passed in every step; both forms of Fast-dLLM.
+    methods = ("sparse", "dense_cached", "fast_dllm_dual_released", "fast_dllm_dual_lean")
+    steps = [k for k in STEPS_A_BLOCK if k <= settings.data.text_block_len]
+    return [_writing(settings, name, k) for k in steps for name in methods]
+
+
+def _quantized(settings: config.Config) -> list[Case]:
+    steps = min(8, settings.data.text_block_len)
+    methods = ("", *config.QUANTIZED)
+    return [
+        *(_drawing(settings, "sparse", quantized=method) for method in methods),
+        *(_writing(settings, "sparse", steps, quantized=method) for method in methods),
+    ]
+
+
+def _drawing(
+    settings: config.Config, method: str, batch: int = 1, *, edits=False, quantized: str = ""
+) -> Case:
+    model, words = settings.model, _ids(settings.model, _sizes(settings.model)[0])
+    pixels = model.grid_size * model.codes_side * settings.vq.factor
+    cells = np.zeros((model.num_cells, model.codes_per_token), np.int32)
+    parts, views, picture = (Text(words), Response(model.num_cells)), (), None
+    if edits:
+        rng = np.random.default_rng(0)
+        picture = rng.integers(0, 256, (pixels, pixels, 3), dtype=np.uint8)
+        seen = images.see(picture, model.vision)
+        codes = rng.integers(0, model.codebook_size, cells.shape).astype(np.int32)
+        parts = (seen.part, Source(codes), Text(words), Response(model.num_cells))
+        views = (seen.pixels,)
+    known = np.zeros(len(cells), bool)
+    example = Example(parts, cells, known, "image", None, len(cells), views)
+    task = f"{'edit' if edits else 't2i'}{pixels}"
+    preset = "dense" if method.startswith("dense") else method
+    # Dense is LaViDa-O itself, over the grid of codes: every step passes the cells and no padding.
+    grid = "code" if preset == "dense" else "cell"
+    sampling = dataclasses.replace(settings.sampling, preset=preset, quantize=quantized, grid=grid)
+    # All of these pass as many tokens in every step.
+    constant = preset in ("dense", "none") and sampling.num_steps > STEPS_TIMED
+    name = quantized or method
+    return Case(
+        f"{task}/{name}/b{batch}", task, name, batch, example, sampling,
+        settings.data.text_block_len, method == "dense_released",
+        STEPS_TIMED if constant else 0, picture,
+    )  # fmt: skip
+
+
+def _writing(settings: config.Config, method: str, steps: int, *, quantized: str = "") -> Case:
+    _, question, answer = _sizes(settings.model)
+    preset = {"dense_cached": "prefix"}.get(method, method.removesuffix("_lean"))
+    preset = preset.removesuffix("_released")
+    sampling = dataclasses.replace(
+        settings.sampling, text_preset=preset, text_steps=steps, text_step_ratio=0.0,
+        text_commit="count", quantize=quantized,
+    )  # fmt: skip
+    parts = (Text(_ids(settings.model, question)), Response(answer))
+    empty, known = np.zeros((answer, 1), np.int32), np.zeros(answer, bool)
+    example = Example(parts, empty, known, "text", None, answer)
+    name = quantized or method
+    block_len = settings.data.text_block_len
+    constant = preset == "prefix" and steps * answer // block_len > STEPS_TIMED
+    timed = min(STEPS_TIMED, steps) if constant else 0
+    return Case(
+        f"reasoning/{name}/b1/k{steps}", "reasoning", name, 1, example, sampling, block_len,
+        method.endswith("_released"), timed,
+    )  # fmt: skip
+
+
+def _sizes(model: config.Model) -> tuple[int, int, int]:
+    full = model.num_cells >= FULL_CELLS
+    return (WORDS, QUESTION, ANSWER) if full else (FEW_WORDS, SHORT_QUESTION, SHORT_ANSWER)
+
+
+def _ids(model: config.Model, number: int) -> np.ndarray:
+    return np.arange(number, dtype=np.int32) % min(model.text_mask_id, model.end_of_text_id)
+
+
+# ---------------------------------------------------------------------------------------------
+# Measuring one.
+
+
+def measure(
+    subject: Subject, case: Case, *, runs: int, calibration: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns the values of a row: `runs` whole requests behind one that compiles."""
+    model = subject.in_form(case.sampling.quantize)
+    settings = dataclasses.replace(
+        presets.step_settings(
+            case.sampling, subject.settings.model, case.example.kind,
+            has_source=case.picture is not None,
+        ),
+        discards=case.discards,
+    )  # fmt: skip
+    run = functools.partial(_request, subject, model, case, settings)
+    before = record.compilations()
+    begin = time.perf_counter()
+    run(0)
+    compile_s, compiled = time.perf_counter() - begin, record.compilations() - before
+    splits = [run(1 + turn) for turn in range(runs)]
+    timed = record.compilations() - before - compiled
+    plan = _plan(case, settings, range(case.batch), subject.settings.model)
+    prompt = _prompt(case, settings, subject.settings.model)
+    itemsize = 1 if case.sampling.quantize else 0
+    need = work.of_request(
+        subject.settings.model, settings, plan, prompt, weight_bytes=itemsize
+    )  # fmt: skip
+    steps = sum(part.num_steps for part in plan)
+    scale = steps / (case.steps_timed or steps)
+    times = [sum(one.values()) + (scale - 1) * one["loop"] for one in splits]
+    split = {name: statistics.median(one[name] for one in splits) for name in SPLIT}
+    split["loop"] *= scale
+    device = jax.devices()[0].memory_stats() or {}
+    return {
+        "task": case.task,
+        "method": case.method,
+        "model": subject.settings.name,
+        "random_weights": subject.random_weights,
+        "dtype": subject.settings.model.compute_dtype,
+        "quantize": case.sampling.quantize,
+        "batch": case.batch,
+        "guidance_rows": settings.guidance_rows,
+        "steps": steps,
+        "steps_timed": case.steps_timed or steps,
+        "registers": settings.num_registers,
+        "times_s": times,
+        "median_s": statistics.median(times),
+        "min_s": min(times),
+        "max_s": max(times),
+        "split_s": split,
+        "compile_s": compile_s,
+        "compilations": compiled,
+        "compilations_timed": timed,
+        "tokens": {"useful": need.total("tokens"), "padded": need.total("slots")},
+        "flops": {name: need.total(name) for name in ("useful", "padded")},
+        "bytes": {"weights": need.total("weights"), "kv": need.total("keys")},
+        "loop_flops": sum(one.useful for one in need.steps),
+        "floor_s": need.floor_s(
+            max(calibration["matmul_tflops"].values()), calibration["copy_gbps"]
+        ),
+        "calibration": calibration,
+        "peak_memory_bytes": device.get("peak_bytes_in_use"),
+        **_error(subject, model, case, settings, plan),
+        "note": "whole request; quality not measured"
+        + (f"; {case.steps_timed} of {steps} equal steps timed" if case.steps_timed else ""),
+    }
+
+
+def _request(
+    subject: Subject,
+    model: Denoiser,
+    case: Case,
+    settings: presets.StepSettings,
+    turn: int,
+) -> dict[str, float]:
+    """Runs one request, other words and seeds every turn; returns seconds of its parts."""
+    split, clock = dict.fromkeys(SPLIT, 0.0), _Clock()
+    if case.picture is not None and subject.codec is not None:
+        vq.encode_pictures(subject.codec, np.repeat(case.picture[None], case.batch, 0), case.batch)
+        split["vq_encode"] = clock()
+    seeds = range(turn * case.batch, (turn + 1) * case.batch)
+    requests = _requests(case, seeds, turn)
+    plan = _plan(case, settings, seeds, model.settings)
+    if case.steps_timed:
+        plan = [_middle(plan, case.steps_timed)]
+    bucket = _bucket(_prompt(case, settings, model.settings))
+    split["host"] = clock()
+    begun = sample.begin(model, requests, plan, settings=settings, prompt_len=bucket)
+    state = jax.block_until_ready(begun.state)
+    split["prefill"] = clock()
+    assert state is not None
+    for segment in plan:
+        state = sample.advance(model, begun, state, segment)
+    canvas = np.asarray(state.canvas)
+    split["loop"] = clock()
+    if settings.kind == "image" and subject.codec is not None:
+        side = model.settings.codes_side
+        known = np.minimum(canvas, model.settings.codebook_size - 1)  # of steps not timed
+        grid = layout.codes_from_cells(known, model.settings.grid_size, side)
+        vq.decode_codes(subject.codec, np.asarray(grid), batch=1)
+        split["vq_decode"] = clock()
+    return split
+
+
+class _Clock:
+    """Returns the seconds since it was last asked."""
+
+    def __init__(self):
+        self.last = time.perf_counter()
+
+    def __call__(self) -> float:
+        before, self.last = self.last, time.perf_counter()
+        return self.last - before
+
+
+def _requests(case: Case, seeds, turn: int = 0) -> list[Request]:
+    example = case.example
+    # Fewer words within the bucket, which is what lets requests share programs.
+    parts = tuple(
+        Text(part.ids[: len(part.ids) - turn % 8]) if isinstance(part, Text) else part
+        for part in example.parts
+    )
+    shown = example.views or example.pixels
+    return [Request(parts, example.response, example.given, shown, seed) for seed in seeds]
+
+
+def _plan(case: Case, settings, seeds, model: config.Model) -> list[orders.Segment]:
+    given = np.stack([case.example.given] * case.batch)
+    return presets.plan(case.sampling, settings, model, given, case.text_block_len, list(seeds))
+
+
+def _prompt(case: Case, settings, model: config.Model) -> prompts.Prompt:
+    return prompts.prepare(
+        _requests(case, range(case.batch)),
+        settings.kind,
+        model,
+        settings.guidance_rows,
+        edit_guidance=settings.edit_guidance,
+        with_given=not settings.preset.passes_given,
+    )
+
+
+def _bucket(prompt: prompts.Prompt) -> tuple[int, int]:
+    generation = 0 if prompt.generation is None else prompt.generation.index.shape[1]
+    return prompt.understanding.index.shape[1], generation
+
+
+def _middle(plan: list[orders.Segment], number: int) -> orders.Segment:
+    longest = max(plan, key=lambda part: part.num_steps)
+    start = max(longest.num_steps - number, 0) // 2
+    return longest.steps(start, start + number)
+
+
+def _error(subject: Subject, model: Denoiser, case: Case, settings, plan) -> dict[str, Any]:
+    """Returns how far 8 bits move the logits of the first step, and how many modes stay."""
+    if not case.sampling.quantize:
+        return {}
+    requests = _requests(case, range(case.batch))
+
+    def logits(model: Denoiser) -> np.ndarray:
+        begun = sample.begin(model, requests, plan, settings=settings)
+        now = sample.StepTokens(
+            *(
+                jnp.asarray(getattr(plan[0], f.name))[0]
+                for f in dataclasses.fields(sample.StepTokens)
+            )
+        )
+        return np.asarray(_step_logits()(model, begun.state, now, begun.prompt, begun.program)[0])
+
+    plain, moved = logits(subject.model), logits(model)
+    return {
+        "logits": {
+            "largest": float(np.abs(plain).max()),
+            "largest_difference": float(np.abs(moved - plain).max()),
+            "mean_difference": float(np.abs(moved - plain).mean()),
+            "argmax_agreement": float((moved.argmax(-1) == plain.argmax(-1)).mean()),
+        }
+    }
+
+
+@functools.cache
+def _step_logits() -> Callable[..., Any]:
+    return jax.jit(sample.step_logits, static_argnums=4)

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a sampling request has to compute and to read at least, counted from its plan.
+
+Useful is what the method asks for: tokens without padding, keys that are there. Padded is what the
+programs compute: tokens of the compiled widths. Of the products only those of matrices and of
+attention count; a product is two operations.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+from sparse_lavida_jax import config, orders, presets
+from sparse_lavida_jax.prompts import Prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """One forward pass of all rows.
+
+    Attributes:
+        useful, padded: operations.
+        weights, keys: bytes to read: every matrix once, keys and values of valid slots.
+        tokens, slots: rows x tokens, without and with padding.
+    """
+
+    useful: float
+    padded: float
+    weights: float
+    keys: float
+    tokens: int
+    slots: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A request: its prefill, None where nothing is cached, and its steps."""
+
+    prefill: Pass | None
+    steps: list[Pass]
+
+    @property
+    def passes(self) -> list[Pass]:
+        return [*([self.prefill] if self.prefill else []), *self.steps]
+
+    def total(self, name: str) -> float:
+        return float(sum(getattr(one, name) for one in self.passes))
+
+    def floor_s(self, matmul_tflops: float, copy_gbps: float) -> float:
+        """Returns the least seconds of the loop at these rates: each step computes or reads."""
+        return sum(
+            max(one.useful / matmul_tflops / 1e12, (one.weights + one.keys) / copy_gbps / 1e9)
+            for one in self.steps
+        )
+
+
+def of_request(
+    model: config.Model,
+    settings: presets.StepSettings,
+    plan: list[orders.Segment],
+    prompt: Prompt,
+    *,
+    weight_bytes: int = 0,
+) -> Work:
+    """Counts a batch.
+
+    Args:
+        prompt: all guidance rows (`prompts.prepare`).
+        weight_bytes: of a number of the layers' matrices; 0: those of the compute dtype.
+    """
+    counter = _Counter(model, settings, weight_bytes or jnp.dtype(model.compute_dtype).itemsize)
+    rows = len(prompt.length)
+    streams = (prompt.understanding, prompt.generation)
+    valid, padded = (
+        [0.0 if s is None else float(count(s)) for s in streams]
+        for count in (lambda s: (s.layout.horizon >= 0).sum() / rows, lambda s: s.index.shape[1])
+    )
+    cached = settings.preset.cache_prompt
+    refreshes = settings.preset.refreshes
+    prefill = None
+    if cached and not refreshes:
+        prefill = counter.one_pass(rows, valid, padded, 0.0, 0, 0.0, 0.0)
+    steps, committed = [], 0.0
+    for part in plan:
+        registers = presets.num_registers(part, settings)
+        uses = (part.clean, part.decode, part.rest)
+        width = sum(positions.shape[-1] for positions in uses) + registers
+        for i in range(part.num_steps):
+            used = [float((positions[i] >= 0).sum(axis=-1).mean()) for positions in uses]
+            again = not cached or bool(part.refresh[i])
+            own_rows = rows
+            if not part.guided[i] and not settings.uses_cache:
+                own_rows = rows // settings.guidance_rows
+            steps.append(
+                counter.one_pass(
+                    own_rows,
+                    valid if again else [0.0, 0.0],
+                    padded if again else [0.0, 0.0],
+                    sum(used) + registers,
+                    width,
+                    used[1],
+                    committed,
+                    cached_prompt=[0.0, 0.0] if again else valid,
+                    decode_width=float(part.decode.shape[-1]),
+                )
+            )
+            if part.refresh[i]:
+                committed = used[0]
+            elif settings.preset.cache_response and not refreshes:
+                committed += used[0]
+    return Work(prefill, steps)
+
+
+class _Counter:
+    """Parameters of the matrices that a token meets, by stream."""
+
+    def __init__(self, model: config.Model, settings: presets.StepSettings, weight_bytes: int):
+        self.model, self.settings, self.weight_bytes = model, settings, weight_bytes
+        heads = model.num_heads * model.head_dim
+
+        def layer(width: int, hidden: int) -> int:
+            return 4 * width * heads + 3 * width * hidden
+
+        self.heads = heads
+        self.text = layer(model.width, model.mlp_hidden)
+        self.image = layer(model.generation_width, model.generation_mlp_hidden)
+        e, g = model.generation_width, model.codes_per_token
+        spread = g * e * e if g > 1 else 0
+        by_code = {"embed": 0, "dit2": 2 * e * e}.get(model.image_head, e * e)
+        self.image_head = spread + g * (by_code + e * model.codebook_size)
+        self.text_head = model.width * model.vocab_size
+
+    def one_pass(
+        self,
+        rows: int,
+        prompt: list[float],
+        prompt_slots: list[float],
+        own: float,
+        own_slots: int,
+        predicted: float,
+        committed: float,
+        *,
+        cached_prompt: list[float] | None = None,
+        decode_width: float = 0.0,
+    ) -> Pass:
+        """Counts a pass of prompt tokens (text, image) and of the response's own."""
+        is_text = self.settings.kind == "text"
+        cached = cached_prompt or [0.0, 0.0]
+
+        def tokens_of(prompt, own):
+            text, image = prompt
+            return (text + own, image) if is_text else (text, image + own)
+
+        numbers = (
+            (tokens_of(prompt, own), predicted),
+            (tokens_of(prompt_slots, own_slots), decode_width),
+        )
+        useful, padded = (self._operations(*one, cached, committed) for one in numbers)
+        text, image = tokens_of(prompt, own)
+        joint, split = self.model.num_joint_layers, self.model.num_split_layers
+        weights = self.text * (joint + split * (is_text or self.settings.discards)) if text else 0
+        weights += self.image * (joint + split * (not is_text)) if image else 0
+        itemsize = jnp.dtype(self.model.compute_dtype).itemsize
+        head = (self.text_head if is_text else self.image_head) if predicted else 0
+        keys = joint * (sum(cached) + committed + text + image)
+        keys += split * ((cached[0] + text if is_text else cached[1] + image) + committed)
+        return Pass(
+            useful=rows * useful,
+            padded=rows * padded,
+            weights=float(weights * self.weight_bytes + head * itemsize),
+            keys=float(rows * keys * 2 * self.heads * itemsize),
+            tokens=round(rows * (text + image)),
+            slots=round(rows * (sum(prompt_slots) + own_slots)),
+        )
+
+    def _operations(self, tokens, predicted: float, cached: list[float], committed: float) -> float:
+        """Of one row."""
+        text, image = tokens
+        is_text, whole = self.settings.kind == "text", self.settings.discards
+        joint, split = self.model.num_joint_layers, self.model.num_split_layers
+        text_layers = joint + split if is_text or whole else joint
+        image_layers = joint if is_text and not whole else joint + split
+        total = 2.0 * (text * self.text * text_layers + image * self.image * image_layers)
+        if is_text:
+            total += 2.0 * self.text_head * (text if whole else predicted)
+        else:
+            total += 2.0 * self.image_head * predicted + 2.0 * self.text_head * text * whole
+        keys = sum(cached) + committed + text + image
+        total += 4.0 * self.heads * joint * (text + image) * keys
+        own, stored = (text, cached[0]) if is_text else (image, cached[1])
+        return total + 4.0 * self.heads * split * own * (own + stored + committed)
+
+
+def padding(work: Work) -> float:
+    """Returns the share of all slots that hold no token."""
+    slots = float(np.sum([one.slots for one in work.passes]))
+    return 1 - float(np.sum([one.tokens for one in work.passes])) / slots

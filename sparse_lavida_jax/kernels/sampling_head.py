@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The head of text and the draw from its logits in one pass over tiles of the vocabulary.
+
+Logits of all tokens over 127,000 words are the largest array of a text step, written once and read
+by guidance, temperature, argmax and softmax in turn. Here a tile of logits is made, used for all of
+that and forgotten; what is kept of it are a few numbers a token:
+
+* the largest score (logit / temperature + Gumbel noise), whose column it was and its logit;
+* the two largest logits m, m', the sum of exp(x - m) and the sum of x exp(x - m).
+
+Of these follow the draw, its probability, the margin between the two most probable and the entropy.
+"""
+
+from collections.abc import Callable, Sequence
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+TILE = 8192  # words
+LEAST_VOCABULARY = 16_384  # below it, all logits of a step take less room than a tile of noise
+
+# (hidden states, columns of the kernel, number of the first of them) -> guided logits.
+LogitsOf = Callable[
+    [Float[Array, "r b w e"], Float[Array, "e c"], Int[Array, ""] | int], Float[Array, "b w c"]
+]
+# (logits, number of the tile) -> what is the larger, the sooner it is drawn.
+ScoreOf = Callable[[Float[Array, "b w c"], Int[Array, ""] | int], Float[Array, "b w c"]]
+
+
+def tile_of(vocab_size: int) -> int:
+    """Returns the words of a tile; 0 where a vocabulary is too small to be cut."""
+    return TILE if vocab_size > LEAST_VOCABULARY else 0
+
+
+@flax.struct.dataclass
+class Drawn:
+    """What a step needs to know of the logits of each token.
+
+    Attributes:
+        token: with the largest score; of equals, the first.
+        logit: of that token.
+        first, second: the two largest logits.
+        total: sum of exp(logit - first).
+        weighted: sum of logit exp(logit - first).
+        score: of the token.
+    """
+
+    token: Int[Array, "b w"]
+    logit: Float[Array, "b w"]
+    first: Float[Array, "b w"]
+    second: Float[Array, "b w"]
+    total: Float[Array, "b w"]
+    weighted: Float[Array, "b w"]
+    score: Float[Array, "b w"]
+
+    def confidence(self, name: str) -> Float[Array, "b w"]:
+        """Returns how sure the model is of each token (`choose.confidence`)."""
+        log_total = self.first + jnp.log(self.total)
+        if name == "margin":
+            return jnp.exp(self.first - log_total) - jnp.exp(self.second - log_total)
+        if name == "entropy":
+            return self.weighted / self.total - log_total
+        return jnp.exp(self.logit - log_total)
+
+
+def draw(
+    hidden: Float[Array, "r b w e"],
+    kernel: Float[Array, "e v"] | Sequence[Float[Array, "e _c"]],
+    *,
+    logits_of: LogitsOf,
+    score_of: ScoreOf,
+    tile: int,
+) -> Drawn:
+    """Draws a token at every position; [b w v] logits never exist.
+
+    The draw is that of all logits at once, with the same scores to the last bit of a product; the
+    sums agree to 1e-5 of themselves.
+
+    Args:
+        kernel: of the head; or its tiles, each an array of its own, in order and all but the last
+            of `tile` columns: then nothing is cut out of a large array.
+        tile: columns at a time.
+    """
+    nothing = jnp.full(hidden.shape[1:3], -jnp.inf)
+    zero = jnp.zeros(hidden.shape[1:3])
+    drawn = Drawn(zero.astype(jnp.int32), nothing, nothing, nothing, zero, zero, nothing)
+
+    def with_tile(drawn: Drawn, columns: Float[Array, "e c"], number) -> Drawn:
+        logits = logits_of(hidden, columns, number * tile)
+        return _with_tile(drawn, logits, score_of(logits, number), number * tile)
+
+    if not isinstance(kernel, jax.Array):
+        for number, columns in enumerate(kernel):
+            drawn = with_tile(drawn, columns, number)
+        return drawn
+    whole, rest = divmod(kernel.shape[-1], tile)
+
+    def body(drawn, number):
+        columns = jax.lax.dynamic_slice_in_dim(kernel, number * tile, tile, axis=1)
+        return with_tile(drawn, columns, number), None
+
+    drawn, _ = jax.lax.scan(body, drawn, jnp.arange(whole))
+    return with_tile(drawn, kernel[:, -rest:], whole) if rest else drawn
+
+
+def _with_tile(drawn: Drawn, logits, scores, start) -> Drawn:
+    best = jnp.argmax(scores, axis=-1)
+    score = jnp.max(scores, axis=-1)
+    better = score > drawn.score
+    logit = jnp.take_along_axis(logits, best[..., None], axis=-1)[..., 0]
+    first = jnp.max(logits, axis=-1)
+    is_first = jnp.arange(logits.shape[-1])[None, None] == jnp.argmax(logits, axis=-1)[..., None]
+    second = jnp.max(jnp.where(is_first, -jnp.inf, logits), axis=-1)
+    largest = jnp.maximum(drawn.first, first)
+    # Before the first tile there is nothing, and -inf less -inf is no number.
+    kept = jnp.where(jnp.isinf(drawn.first), 0.0, jnp.exp(drawn.first - largest))
+    allowed = ~jnp.isinf(logits)
+    share = jnp.where(allowed, jnp.exp(logits - largest[..., None]), 0.0)
+    return Drawn(
+        token=jnp.where(better, start + best, drawn.token).astype(jnp.int32),
+        logit=jnp.where(better, logit, drawn.logit),
+        first=largest,
+        second=jnp.maximum(jnp.minimum(drawn.first, first), jnp.maximum(drawn.second, second)),
+        total=drawn.total * kept + jnp.sum(share, axis=-1),
+        weighted=drawn.weighted * kept + jnp.sum(jnp.where(allowed, logits, 0.0) * share, axis=-1),
+        score=jnp.where(better, score, drawn.score),
+    )

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters as a device likes to read them while sampling.
+
+Parameters are stored, trained and exported unfused and stacked. A sampling step reads every matrix
+once and does little with it, so what counts is how often and in which pieces it is read:
+
+* queries, keys and values of a branch are one matrix, and so are gate and up of its MLP;
+* the output projection is cut to the width of the branch that reads it;
+* on GPUs the layers are no stack: a layer that is indexed out of a stack inside a loop is copied
+  first, which doubles what is read. So is a tile of the text head. On TPUs the stack is scanned,
+  as in training;
+* what the task never reads is left out.
+"""
+
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from sparse_lavida_jax.kernels import sampling_head
+from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.models.layers import Branch, Layer, Linear, rotate
+
+Task = Literal["image", "text", "both"]
+
+UNREAD: dict[str, tuple[str, ...]] = {
+    "image": ("text_head",),
+    "text": (
+        "image_embedding", "image_head", "register_generation", "cell_row", "cell_column",
+    ),
+    "both": (),
+}  # fmt: skip
+
+
+class Matrix(Linear):
+    """A `Linear` around a finished kernel."""
+
+    def __init__(self, kernel: Float[Array, "*n i o"]):
+        self.kernel = nnx.Param(kernel)
+
+
+class TiledHead(nnx.Module):
+    """A `Linear` whose columns are arrays of their own, tile by tile (`sampling_head.draw`)."""
+
+    def __init__(self, kernel: Float[Array, "e v"], tile: int):
+        starts = range(0, kernel.shape[-1], tile)
+        self.tiles = nnx.List([Matrix(kernel[:, i : i + tile]) for i in starts])
+
+    def __call__(self, x: Float[Array, "*b e"]) -> Float[Array, "*b v"]:
+        return jnp.concatenate([tile(x) for tile in self.tiles], axis=-1)
+
+
+class FusedBranch(Branch):
+    """A branch in four matrices: into attention, out of it, into the MLP, out of it.
+
+    Args:
+        branch: of one layer, or of a stack.
+        attn_out: the output projection that the layer's branches share.
+        dtype: of the parameters.
+        ends: whether the branch ends at this layer's keys and values, so that nothing behind them
+            is kept.
+    """
+
+    def __init__(self, branch: Branch, attn_out: Linear, dtype: jnp.dtype, *, ends: bool = False):
+        def matrix(*linears: Linear, width: int | None = None) -> Matrix:
+            kernels = [_kernel(linear)[..., :width].astype(dtype) for linear in linears]
+            return Matrix(jnp.concatenate(kernels, axis=-1) if len(kernels) > 1 else kernels[0])
+
+        self.num_heads, self.rope_theta = branch.num_heads, branch.rope_theta
+        self.attn_norm = _cast(branch.attn_norm, dtype)
+        self.into = matrix(branch.q, branch.k, branch.v)
+        if ends:
+            return
+        self.out = matrix(attn_out, width=branch.q.kernel.shape[-2])
+        self.mlp_norm = _cast(branch.mlp_norm, dtype)
+        self.gate_up = matrix(branch.mlp.gate, branch.mlp.up)
+        self.down = matrix(branch.mlp.down)
+
+    @property
+    def head_dim(self) -> int:
+        return self.into.kernel.shape[-1] // (3 * self.num_heads)
+
+    def qkv(
+        self, x: Float[Array, "b s e"], position: Int[Array, "b s"]
+    ) -> tuple[Float[Array, "b s hd"], Float[Array, "b s hd"], Float[Array, "b s hd"]]:
+        q, k, v = jnp.split(self.into(self.attn_norm(x)), 3, axis=-1)
+        q, k = (rotate(part, position, self.num_heads, self.rope_theta) for part in (q, k))
+        return q, k, v
+
+    def feed_forward(self, x: Float[Array, "b s e"]) -> Float[Array, "b s e"]:
+        gate, up = jnp.split(self.gate_up(self.mlp_norm(x)), 2, axis=-1)
+        return x + self.down(jax.nn.silu(gate) * up)
+
+
+class FusedLayer(Layer):
+    """A layer of fused branches; a branch that is not read is absent."""
+
+    def __init__(
+        self,
+        layer: Layer,
+        dtype: jnp.dtype,
+        *,
+        without: tuple[str, ...] = (),
+        ending: tuple[str, ...] = (),
+    ):
+        for name in ("understanding", "generation"):
+            branch = getattr(layer, name, None)
+            if branch is not None and name not in without:
+                fused = FusedBranch(branch, layer.attn_out, dtype, ends=name in ending)
+                setattr(self, name, fused)
+
+    def finish(
+        self, branch: Branch, x: Float[Array, "b s e"], attended: Float[Array, "b s hd"]
+    ) -> Float[Array, "b s e"]:
+        assert isinstance(branch, FusedBranch)
+        return branch.feed_forward(x + branch.out(attended))
+
+
+class FusedDenoiser(Denoiser):
+    """A denoiser for sampling: computes what the one it was made of does, and cannot be trained."""
+
+    def __init__(self, model: Denoiser, joint: list[FusedLayer] | FusedLayer, split, task: Task):
+        dtype = jnp.dtype(model.settings.compute_dtype)
+        own = ("joint_layers", "split_layers", *UNREAD[task])
+        for name, value in vars(model).items():
+            if not name.startswith("_") and name not in own:
+                cast = name in ("text_embedding", "text_head", "image_head", "final_norm")
+                setattr(self, name, _cast(value, dtype) if cast else value)
+        self.joint_layers, self.split_layers = (
+            nnx.List(layers) if isinstance(layers, list) else layers for layers in (joint, split)
+        )
+        self.task = task
+        tile = sampling_head.tile_of(model.settings.vocab_size)
+        if isinstance(joint, list) and tile and task != "image":
+            self.text_head = TiledHead(self.text_head.kernel[...], tile)
+
+    @property
+    def text_kernel(self) -> Float[Array, "e v"] | tuple[Float[Array, "e _c"], ...]:
+        self._check("text")
+        if isinstance(self.text_head, TiledHead):
+            return tuple(tile.kernel[...] for tile in self.text_head.tiles)
+        return self.text_head.kernel[...]
+
+    def text_logits(self, hidden: Float[Array, "b s e"]) -> Float[Array, "b s v"]:
+        self._check("text")
+        return super().text_logits(hidden)
+
+    def image_logits(self, hidden: Float[Array, "b s e"]) -> Float[Array, "b s g c"]:
+        self._check("image")
+        return super().image_logits(hidden)
+
+    def _check(self, kind: Task) -> None:
+        if self.task not in (kind, "both"):
+            raise ValueError(
+                f"these parameters were made for the task {self.task!r} and cannot predict {kind}:"
+                f" call for_inference with task={kind!r} or 'both'."
+            )
+
+
+def for_inference(
+    model: Denoiser, *, task: Task = "both", by_layer: bool | None = None
+) -> FusedDenoiser:
+    """Returns the parameters fused for sampling, in the dtype they are multiplied in.
+
+    Outputs are those of `model` to 2e-5 in float32: the same products, in another order at most.
+    Only what changes is copied; nothing of `model` is.
+
+    Args:
+        model: unfused; of arrays, or of shapes inside `jax.eval_shape`. Adapters are merged
+            before (`lora.merged`).
+        task: "image" draws pictures and leaves out what only text reads, "text" writes text to
+            text and pictures seen, and leaves out what only generated pictures read.
+        by_layer: whether every layer has arrays of its own; by default on GPUs.
+
+    Raises:
+        ValueError: the model is fused or quantised already, has adapters, or is to draw and knows
+            no pictures.
+    """
+    if isinstance(model, FusedDenoiser):
+        raise ValueError(f"the parameters are fused already, for the task {model.task!r}.")
+    if task == "image" and model.settings.understanding_only:
+        raise ValueError("a model of text alone draws no pictures: use task='text'.")
+    if by_layer is None:
+        by_layer = jax.default_backend() == "gpu"
+    without = ("generation",) if task == "text" else ()
+    behind = ("understanding",) if task == "image" else without
+    dtype = jnp.dtype(model.settings.compute_dtype)
+    if not by_layer:
+        joint = FusedLayer(model.joint_layers, dtype, without=without)
+        split = FusedLayer(model.split_layers, dtype, without=behind)
+        return FusedDenoiser(model, joint, split, task)
+    last = model.settings.num_joint_layers - 1
+    joint = [
+        FusedLayer(
+            _taken(model.joint_layers, i), dtype, without=without,
+            ending=("understanding",) if task == "image" and i == last else (),
+        )
+        for i in range(last + 1)
+    ]  # fmt: skip
+    split = [
+        FusedLayer(_taken(model.split_layers, i), dtype, without=behind)
+        for i in range(model.settings.num_split_layers)
+    ]
+    return FusedDenoiser(model, joint, split, task)
+
+
+def parameter_bytes(model: Denoiser) -> int:
+    """Returns the bytes of all parameters."""
+    return sum(
+        math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(model)
+    )
+
+
+def _taken(stack: Layer, index: int) -> Layer:
+    return jax.tree.map(lambda leaf: leaf[index], stack)
+
+
+def _cast(tree, dtype: jnp.dtype):
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
+
+
+def _kernel(linear: Linear) -> Float[Array, "*n i o"]:
+    if linear.lora_scale:
+        raise ValueError("a matrix has an adapter: call lora.merged before for_inference.")
+    if linear.kernel.dtype.itemsize == 1:
+        raise ValueError("a matrix is quantised: call for_inference first, then quantized.")
+    return linear.kernel[...]

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bars of whole requests, from rows that nobody measured and nobody writes."""
+
+import tomllib
+
+from sparse_lavida_jax.bench import table
+
+
+def row(row_id, seconds, model="lavida_o", run="a", loop_flops=1e14, **others):
+    task, method, *_ = row_id.split("/")
+    split = dict.fromkeys(("host", "prefill", "vq_encode", "vq_decode"), 0.01)
+    return {
+        "suite": "headline", "id": row_id, "task": task, "method": method, "model": model,
+        "run": run, "median_s": seconds, "min_s": seconds, "max_s": seconds, "batch": 1,
+        "split_s": split | {"loop": seconds - 0.04}, "steps": 64, "steps_timed": 64,
+        "tokens": {"useful": 90, "padded": 100}, "floor_s": 0.1, "loop_flops": loop_flops,
+        "calibration": {"matmul_tflops": {"a": 800.0}}, "compilations_timed": 0,
+        "device": {"kind": "H200"},
+    } | others  # fmt: skip
+
+
+def held(rows):
+    lines = table.speed_bars(rows).splitlines()[2:]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    return {name: (value, told) for name, _, value, told in cells if value}
+
+
+def test_every_bar_is_listed_even_if_nothing_was_measured():
+    bars = tomllib.loads(table.BARS.read_text())
+    number = sum(
+        len(of) for s in ("speed", "speed_cpu") for of in bars[s].values() if isinstance(of, dict)
+    )
+    lines = table.speed_bars([]).splitlines()[2:]
+    assert len(lines) == number > 15
+    assert all(line.endswith("| not measured |") for line in lines)
+
+
+def test_times_and_ratios_are_held_against_their_bars():
+    found = held(
+        [
+            row("t2i1024/sparse/b1", 0.3),
+            row("t2i1024/dense_lean/b1", 1.5, loop_flops=9e14),
+            row("t2i1024/dense_released/b1", 3.0, loop_flops=9e14),
+            row("t2i1024/dense_lean/b1", 9.0, run="another"),
+            row("t2i1024/sparse/b1", 1e-3, model="lavida_o_tiny"),
+        ]
+    )
+    assert found["at most s: headline t2i1024/sparse/b1"] == ("0.3", "met")
+    over = "times faster: t2i1024/sparse/b1 over t2i1024"
+    assert found[f"{over}/dense_lean/b1"] == ("5", "met")
+    # 9e14 operations in three seconds are 38 % of 800 TFLOP/s.
+    assert found[f"{over}/dense_released/b1"] == ("10", "does not count: the dense side is slow")
+    assert found["loop over floor: headline t2i1024/sparse/b1"] == ("2.6", "not met")
+    assert found["padding: headline t2i1024/sparse/b1"] == ("0.1", "met")
+    assert found["compilations: headline t2i1024/sparse/b1"] == ("0", "met")
+
+
+def test_the_table_tells_what_was_timed_in_part():
+    told = table.speed_table([row("t2i1024/dense_lean/b1", 1.5, steps_timed=8)])
+    assert "1.5000 (8 steps timed)" in told and "10.0 / 10.0 / 1460.0 / 20.0" in told
+
+
+def test_on_a_processor_the_ratio_is_held_against_that_of_the_tokens():
+    tokens = {"sparse": 10, "dense_lean": 80}
+    rows = [
+        row(
+            f"t2i256/{name}/b1", seconds, model="speed_cpu",
+            tokens={"useful": tokens[name], "padded": tokens[name]},
+        )
+        for name, seconds in (("sparse", 1.0), ("dense_lean", 4.4))
+    ]  # fmt: skip
+    name = "t2i256/sparse/b1 over t2i256/dense_lean/b1"
+    found = held(rows)
+    assert found[f"times faster: {name}"] == ("4.4", "met")
+    assert found[f"share of token ratio: {name}"] == ("0.55", "not met")

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is in the program of a step, and how many programs there are. Programs are read, not run."""
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+import tiny
+import traces
+
+from sparse_lavida_jax import orders, sample
+
+VOCABULARY, CODES = 53, 29  # numbers that are the size of nothing else
+SETTINGS = tiny.model_settings(vocab_size=VOCABULARY, codebook_size=CODES)
+
+
+def program(kind, name="sparse", **changes):
+    """Returns the first segment's program as text, with its plan and its settings."""
+    settings = traces.settings_of(name, kind, SETTINGS, guidance=2.0)
+    settings = dataclasses.replace(settings, **changes)
+    asked = [tiny.request(kind, SETTINGS, 0, words=3)]
+    plan = traces.plan(asked, settings, num_steps=2)
+    seen, run_segment = [], sample.run_segment
+
+    def read(*arrays, settings):
+        seen.append(str(run_segment.trace(*arrays, settings=settings).jaxpr))
+        return arrays[1]
+
+    with traces._patched(run_segment=read, prefill=traces._prefill):
+        sample.sample(tiny.denoiser(SETTINGS), asked, plan[:1], settings=settings)
+    return seen[0], plan[0], settings
+
+
+def made(text, size, *, but=()):
+    """Returns the shapes of arrays whose last axis has this size, but for matrices of the model."""
+    shapes = {tuple(map(int, found.split(","))) for found in re.findall(r"\[([\d,]+)\]", text)}
+    return {shape for shape in shapes if shape[-1] == size and len(shape) > 1} - set(but)
+
+
+def test_a_picture_makes_no_text_logits_and_a_text_no_codes():
+    head = (SETTINGS.width, VOCABULARY)
+    assert not made(program("image")[0], VOCABULARY, but=[head])
+    assert made(program("text")[0], VOCABULARY, but=[head])
+    assert not made(program("text")[0], CODES, but=[(SETTINGS.generation_width, CODES)])
+
+
+def test_the_image_head_sees_the_cells_to_decode_and_no_others():
+    text, segment, settings = program("image")
+    rows = made(text, CODES, but=[(SETTINGS.generation_width, CODES)])
+    decoded = segment.decode.shape[-1]
+    assert settings.guidance_rows == 2
+    assert {np.prod(shape[:-1]) for shape in rows} <= {2 * decoded, decoded, 1}
+    assert segment.clean.shape[-1] + settings.num_registers > 0  # which are passed as well
+
+
+def test_an_image_step_has_no_understanding_tokens():
+    """Nothing of its width is made; the shared projection is cut before it is read."""
+    text, *_ = program("image")
+    weights = {(32, 32), (3, 32, 32), (32, VOCABULARY), (VOCABULARY, 32)}
+    tokens = {s for s in made(text, SETTINGS.width, but=weights) if len(s) == 3 and s[0] in (1, 2)}
+    heads = SETTINGS.num_heads * SETTINGS.head_dim
+    assert heads == SETTINGS.width  # so queries have it, and keys in the cache
+    passed = program("image")[1]
+    width = sum(p.shape[-1] for p in (passed.clean, passed.decode, passed.rest))
+    slots = {shape[1] for shape in tokens}
+    assert width + SETTINGS.num_registers in slots
+    assert 16 not in slots - {width + SETTINGS.num_registers}  # the bucket of the prompt
+
+
+@pytest.mark.parametrize("kind", ["image", "text"])
+def test_what_is_thrown_away_changes_nothing(kind):
+    """As the released code: the whole text tower, and its head over every token."""
+    plain, wasteful = (program(kind, "dense", discards=on) for on in (False, True))
+    head = (SETTINGS.width, VOCABULARY)
+    before, after = (made(text, VOCABULARY, but=[head]) for text, *_ in (plain, wasteful))
+    assert after - before
+    asked = [tiny.request(kind, SETTINGS, 0, words=3)]
+    plan = [plain[1]]
+    same = [
+        traces.finished(tiny.denoiser(SETTINGS), asked, plan, settings, stop_early=False)
+        for _, _, settings in (plain, wasteful)
+    ]
+    np.testing.assert_array_equal(*same)
+
+
+def test_segments_are_cut_into_few_lengths():
+    def lengths(steps):
+        whole = dataclasses.replace(part, **{
+            field.name: np.repeat(getattr(part, field.name)[:1], steps, axis=0)
+            for field in dataclasses.fields(orders.Segment)
+        })  # fmt: skip
+        numbered = dataclasses.replace(whole, block=np.arange(steps))
+        parts = sample.trips(numbered)
+        np.testing.assert_array_equal(np.concatenate([p.block for p in parts]), np.arange(steps))
+        return [p.num_steps for p in parts]
+
+    _, part, _ = program("image")
+    assert lengths(1) == [1] and lengths(16) == [16]
+    assert lengths(40) == [16, 16, 8] and lengths(31) == [16, 8, 4, 2, 1]
+
+
+def test_a_response_does_not_depend_on_how_it_is_cut():
+    settings = traces.settings_of("sparse", "image", SETTINGS)
+    asked = [tiny.request("image", SETTINGS, 0, words=3)]
+    plan = traces.plan(asked, settings, num_steps=3)
+    assert [segment.num_steps for segment in plan] == [3]
+    model = tiny.denoiser(SETTINGS)
+    whole, cut = (
+        traces.finished(model, asked, plan, settings, in_trips=trips) for trips in (False, True)
+    )
+    np.testing.assert_array_equal(whole, cut)
