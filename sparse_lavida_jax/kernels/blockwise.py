@@ -17,7 +17,7 @@ deprecated since jax 0.11.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,8 @@ from sparse_lavida_jax.kernels.reference import NOTHING_SEEN_LSE
 from sparse_lavida_jax.kernels.tables import Tables, TileList, TileSizes
 from sparse_lavida_jax.visibility import AnyArray, is_padding, visible
 
-Tags = tuple[Array | None, ...]  # query block and horizon, key block, query and key segment
+# Query block and horizon, key block, query and key segment.
+Tags = tuple[Array, Array, Array, Array | None, Array | None]
 Carry = TypeVar("Carry")
 
 # Of the running maximum: not infinite, so that no difference is NaN in a row that sees nothing.
@@ -115,18 +116,12 @@ class _Span:
 def _mask(tags: Tags, queries: _Span, keys: _Span) -> Bool[Array, "1 1 s t"]:
     """Returns who sees whom of a tile, beside logits [hk g s t]."""
     query_block, horizon, key_block, query_segment, key_segment = tags
-
-    def down(tag):
-        return None if tag is None else queries.read(tag)[:, None]
-
-    def across(tag):
-        return None if tag is None else keys.read(tag)[None]
-
-    block = down(query_block)
-    sees = visible(
-        block, down(horizon), across(key_block), down(query_segment), across(key_segment)
-    )
-    mask = sees & ~is_padding(block) & queries.counts[:, None] & keys.counts[None]
+    block, seen = queries.read(query_block)[:, None], keys.read(key_block)[None]
+    of_query = None if query_segment is None else queries.read(query_segment)[:, None]
+    of_key = None if key_segment is None else keys.read(key_segment)[None]
+    sees = visible(block, queries.read(horizon)[:, None], seen, of_query, of_key)
+    counts = queries.counts[:, None] & keys.counts[None]
+    mask = jnp.asarray(sees & ~is_padding(block)) & counts
     return mask[None, None]
 
 
@@ -271,7 +266,7 @@ def attention(
         ValueError: tables of other tiles.
     """
     given = (query_block, query_horizon, key_block, query_segment, key_segment)
-    tags: Tags = tuple(None if tag is None else jnp.asarray(tag) for tag in given)
+    tags = cast(Tags, tuple(None if tag is None else jnp.asarray(tag) for tag in given))
     tables = tables or tiles.make_tables(*given, sizes=shape.sizes)
     if tables.sizes != shape.sizes:
         raise ValueError(f"the tables are of {tables.sizes}, the call is of {shape.sizes}.")

@@ -284,7 +284,7 @@ def make_gpu_tables(
     return GpuTables(
         _row_lists(classes(sizes.forward)),
         _row_lists(classes(sizes.dq)),
-        _row_lists(classes(sizes.dkv).swapaxes(1, 2)).replace(order=None),
+        dataclasses.replace(_row_lists(classes(sizes.dkv).swapaxes(1, 2)), order=None),
         sizes,
     )
 
