@@ -26,7 +26,7 @@ ask=("${queue[@]}" create "$name" "--node-id=$name" "--zone=$ZONE"
 state=("${queue[@]}" describe "$name" "--zone=$ZONE" '--format=value(state.state)')
 delete=("${queue[@]}" delete "$name" "--zone=$ZONE" --force --quiet)
 vm=(gcloud compute tpus tpu-vm)
-archive=${TMPDIR:-/tmp}/$name.tar.gz
+archive=$(mktemp -u).tar.gz
 pack=(git -C "$(dirname "$0")/.." archive --format=tar.gz --output="$archive" HEAD)
 copy=("${vm[@]}" scp "$archive" "$name:project.tar.gz" "--zone=$ZONE" --worker=all)
 ssh=("${vm[@]}" ssh "$name" "--zone=$ZONE" --worker=all)

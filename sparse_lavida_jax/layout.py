@@ -88,8 +88,11 @@ def make_layout(
     padding = block == PAD_BLOCK
     horizon = xp.where(padding, PAD_HORIZON, xp.minimum(block, last_clean))
     position = xp.where(padding, 0, position)
-    tags = (position, block, horizon, segment)
-    return TokenLayout(*(None if x is None else xp.asarray(x, dtype=np.int32) for x in tags))
+    position, block, horizon = (
+        xp.asarray(tag, dtype=np.int32) for tag in (position, block, horizon)
+    )
+    segment = None if segment is None else xp.asarray(segment, dtype=np.int32)
+    return TokenLayout(position, block, horizon, segment)
 
 
 def without_blocks(layout: TokenLayout) -> TokenLayout:

@@ -199,7 +199,8 @@ class Trainer:
             loss_chunk=settings.train.loss_chunk,
         ).compile(compiler_options=options)
         self.compile_s = time.perf_counter() - begin
-        self.temporaries = self.step.memory_analysis().temp_size_in_bytes
+        memory: Any = self.step.memory_analysis()
+        self.temporaries: int = memory.temp_size_in_bytes
 
     def run(self, state: State, index: int) -> tuple[float, float]:
         """Returns the seconds of a step on one of the batches, and its loss.
@@ -249,7 +250,7 @@ def head_memory(
         jax.ShapeDtypeStruct((1, tokens), jnp.float32),
     )
     program = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*given).compile()
-    found = program.memory_analysis()
+    found: Any = program.memory_analysis()
     return found.temp_size_in_bytes, found.output_size_in_bytes
 
 

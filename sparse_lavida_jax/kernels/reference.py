@@ -19,8 +19,8 @@ def attention_reference(
     query_block: Int[AnyArray, "b s"],
     query_horizon: Int[AnyArray, "b s"],
     key_block: Int[AnyArray, "b t"],
-    query_segment: Int[Array, "b s"] | None,
-    key_segment: Int[Array, "b t"] | None,
+    query_segment: Int[AnyArray, "b s"] | None,
+    key_segment: Int[AnyArray, "b t"] | None,
     scale: float,
 ) -> tuple[Float[Array, "b s h d"], Float[Array, "b h s"]]:
     """Returns the attention output and the log-sum-exp of the scaled logits, in float32 inside.

@@ -29,6 +29,7 @@ from sparse_lavida_jax.kernels.tables import GpuTables, Tables
 from sparse_lavida_jax.layout import TokenLayout
 from sparse_lavida_jax.models.cache import KVCache, StreamName
 from sparse_lavida_jax.models.layers import Branch, Layer
+from sparse_lavida_jax.visibility import AnyArray
 
 # Which streams' final hidden states are wanted. After the last joint layer the other stream can
 # no longer matter, so it stops at that layer's keys and values (exact, and half of a prefill).
@@ -188,8 +189,8 @@ class _Attention:
     """
 
     queries: TokenLayout
-    key_block: Int[Array, "b t"]
-    key_segment: Int[Array, "b t"] | None
+    key_block: Int[AnyArray, "b t"]
+    key_segment: Int[AnyArray, "b t"] | None
     tables: Tables | GpuTables | None
     cached: bool
     implementation: str | None
