@@ -280,12 +280,13 @@ def sampling(
 
 @contextlib.contextmanager
 def _effort(effort: float):
-    before = jax.config.jax_exec_time_optimization_effort
-    jax.config.update("jax_exec_time_optimization_effort", effort)
+    name = "jax_exec_time_optimization_effort"
+    before = getattr(jax.config, name)
+    jax.config.update(name, effort)
     try:
         yield
     finally:
-        jax.config.update("jax_exec_time_optimization_effort", before)
+        jax.config.update(name, before)
 
 
 def _laid(tree: Any, shardings: Any) -> Any:

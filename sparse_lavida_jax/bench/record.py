@@ -83,9 +83,9 @@ def compilations() -> int:
 def _compiled() -> list[float]:
     seconds: list[float] = []
 
-    def listen(event: str, duration: float, **_) -> None:
+    def listen(event: str, duration_secs: float, **_) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
-            seconds.append(duration)
+            seconds.append(duration_secs)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     return seconds

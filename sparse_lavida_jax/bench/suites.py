@@ -260,7 +260,8 @@ def _request(
     turn: int,
 ) -> dict[str, float]:
     """Runs one request, other words and seeds every turn; returns seconds of its parts."""
-    split, clock = dict.fromkeys(SPLIT, 0.0), _Clock()
+    split: dict[str, float] = dict.fromkeys(SPLIT, 0.0)
+    clock = _Clock()
     if case.picture is not None and subject.codec is not None:
         vq.encode_pictures(subject.codec, np.repeat(case.picture[None], case.batch, 0), case.batch)
         split["vq_encode"] = clock()

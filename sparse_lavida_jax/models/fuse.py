@@ -135,7 +135,7 @@ class FusedDenoiser(Denoiser):
         self.task = task
         tile = sampling_head.tile_of(model.settings.vocab_size)
         if isinstance(joint, list) and tile and task != "image":
-            self.text_head = TiledHead(self.text_head.kernel[...], tile)
+            self.text_head = TiledHead(model.text_head.kernel[...].astype(dtype), tile)
 
     @property
     def text_kernel(self) -> Float[Array, "e v"] | tuple[Float[Array, "e _c"], ...]:
