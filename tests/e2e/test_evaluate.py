@@ -36,12 +36,10 @@ QUESTIONS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_program():
-    """All questions have one padded length, so that they share a compiled program."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prompts, "PROMPT_BUCKET", 640)
-        yield
+@pytest.fixture
+def _one_program(monkeypatch):
+    """All prompts have one padded length, so that they share a compiled program."""
+    monkeypatch.setattr(prompts, "PROMPT_BUCKET", 640)
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +74,7 @@ def evaluated(model, name, workdir, *words):
     return json.loads((workdir / "results.json").read_text()), workdir / "export"
 
 
+@pytest.mark.usefixtures("_one_program")
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_questions_are_answered_and_scored(model, name, tmp_path, capsys):
     if name in NEEDS_PARQUET:
@@ -97,6 +96,7 @@ def test_questions_are_answered_and_scored(model, name, tmp_path, capsys):
     assert results["checkpoint"]["sha256"][:12] in table
 
 
+@pytest.mark.usefixtures("_one_program")
 @pytest.mark.parametrize("name", ["geneval", "dpg", "mjhq", "imgedit"])
 def test_pictures_are_drawn_for_the_judges(model, name, tmp_path, capsys):
     changes = ("num_steps=1", "guidance=0", "guidance_image=0")
