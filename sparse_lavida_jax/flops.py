@@ -15,7 +15,7 @@ from jaxtyping import Int
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.diffusion import Corrupted
-from sparse_lavida_jax.layout import Stream
+from sparse_lavida_jax.layout import Stream, TokenLayout
 from sparse_lavida_jax.visibility import PAD_BLOCK, AnyArray
 
 # Dense bfloat16 products a second, by what `device_kind` begins with; from the makers' tables.
@@ -102,11 +102,20 @@ def _count(weights: AnyArray | None) -> int:
 
 def _visible_pairs(streams: list[Stream]) -> int:
     """Returns how many (query, key) pairs the rule of `visibility.py` lets see each other."""
-    block, horizon = (
-        np.concatenate([np.asarray(getattr(s.layout, name)) for s in streams], axis=1)
-        for name in ("block", "horizon")
+    layouts = [stream.layout for stream in streams]
+    block, horizon, segment = (
+        np.concatenate([np.asarray(tags(layout)) for layout in layouts], axis=1)
+        for tags in (lambda x: x.block, lambda x: x.horizon, _segments)
     )
-    return sum(map(_pairs_of_a_row, block, horizon))
+    return sum(
+        _pairs_of_a_row(row[own == one], reach[own == one])
+        for row, reach, own in zip(block, horizon, segment, strict=True)
+        for one in np.unique(own)
+    )
+
+
+def _segments(layout: TokenLayout) -> Int[AnyArray, "b s"]:
+    return np.zeros_like(layout.block) if layout.segment is None else layout.segment
 
 
 def _pairs_of_a_row(block: Int[np.ndarray, " s"], horizon: Int[np.ndarray, " s"]) -> int:

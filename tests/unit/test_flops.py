@@ -47,11 +47,12 @@ def oracle(params, batch, model, trained):
     def pairs(names):
         tags = [
             np.concatenate([np.asarray(getattr(streams[n].layout, tag)) for n in names], axis=1)
-            for tag in ("block", "horizon")
+            for tag in ("block", "horizon", "segment")
         ]
         there = np.concatenate([real[n] for n in names], axis=1)
-        block, horizon = tags
-        seen = np.asarray(visible(block[:, :, None], horizon[:, :, None], block[:, None, :]))
+        block, horizon, own = tags
+        queries, keys = (block[:, :, None], horizon[:, :, None]), block[:, None, :]
+        seen = np.asarray(visible(*queries, keys, own[:, :, None], own[:, None, :]))
         return int((seen & there[:, :, None] & there[:, None, :]).sum())
 
     seen = model.num_joint_layers * pairs(list(streams))
@@ -66,13 +67,37 @@ def test_the_formula_is_a_walk_over_matrices_and_pairs(predicts):
         tiny.batch(["text", "image", "image"], model), predicts=predicts, pixels=None
     )
     work = flops.work_of(batch, model, trained=0.25)
-    assert work.flops == pytest.approx(oracle(tiny.denoiser(model), batch, model, 0.25))
+    assert work.flops == pytest.approx(oracle(tiny.denoiser(model), shared(batch, 1), model, 0.25))
     assert (
         work.tokens
         < work.slots
         == sum(stream.layout.block.size for stream in (batch.understanding, batch.generation))
     )
     assert work.with_loss == (batch.text_weight > 0).sum() + (batch.image_weight > 0).sum()
+
+
+def shared(batch, examples):
+    """The batch, as if its tokens were of so many examples in turn."""
+
+    def of(stream):
+        batch_size, length = stream.layout.block.shape
+        segment = np.broadcast_to(
+            np.arange(length, dtype=np.int32) % examples, (batch_size, length)
+        )
+        layout = dataclasses.replace(stream.layout, segment=segment)
+        return dataclasses.replace(stream, layout=layout)
+
+    return dataclasses.replace(
+        batch, understanding=of(batch.understanding), generation=of(batch.generation)
+    )
+
+
+def test_examples_that_share_a_row_do_not_see_each_other():
+    model = tiny.model_settings(codes_per_token=4)
+    batch = dataclasses.replace(tiny.batch(["text", "image"], model), pixels=None)
+    found = [flops.work_of(shared(batch, n), model).flops for n in (1, 3)]
+    assert found[1] == pytest.approx(oracle(tiny.denoiser(model), shared(batch, 3), model, 1.0))
+    assert found[1] < found[0] == flops.work_of(batch, model).flops
 
 
 def test_weights_by_code_count_a_cell_once():
