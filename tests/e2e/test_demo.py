@@ -11,8 +11,9 @@ import pytest
 import stand_ins
 from PIL import Image
 
-from sparse_lavida_jax import pictures
+from sparse_lavida_jax import config, pictures
 from sparse_lavida_jax.data import scenes, tasks
+from sparse_lavida_jax.results import Result, Source
 
 gr = pytest.importorskip(
     "gradio", reason="pip install 'sparse-lavida-jax[demo]' playwright to test the page"
@@ -142,7 +143,7 @@ def test_a_question_is_answered(page, shown):
     tab.get_by_text(PASSED).wait_for()
 
 
-def test_boxes_are_drawn(page, shown, service, monkeypatch):
+def test_things_are_looked_for(page, shown):
     tab = opened(page, "Find")
     tab.locator("input[type=file]").first.set_input_files(shown)
     tab.locator(".picture img").first.wait_for()
@@ -215,3 +216,10 @@ def test_what_is_painted_is_the_mask():
     assert np.argwhere(mask).tolist() == [[1, 2]]
     with pytest.raises(gr.Error, match="give one"):
         demo._painted({"background": None, "layers": [], "composite": None})
+
+
+def test_boxes_are_drawn_where_the_model_named_any():
+    boxes = ((1.2, 2, 3.7, 4), None)
+    found = Result("ground", ("a", "b"), (0, 0), config.Sampling(), Source(), {}, boxes=boxes)
+    picture = np.zeros((6, 6, 3), np.uint8)
+    assert demo._marked(picture, found)[1] == [((1, 2, 4, 4), "a")]

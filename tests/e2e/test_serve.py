@@ -33,6 +33,10 @@ from sparse_lavida_jax.serving import Limits, ServedModel, Service  # noqa: E402
 
 PROMPT = "a red circle above a blue square"
 QUICK = {"steps": 2, "seed": 3}
+slow_test = pytest.mark.skipif(
+    os.environ.get("SPARSE_LAVIDA_FULL_TESTS") != "1",
+    reason="takes seconds more: set SPARSE_LAVIDA_FULL_TESTS=1",
+)
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +87,7 @@ def test_pictures_are_those_that_python_draws(client, service):
     np.testing.assert_array_equal(pixels(reply), wanted.pixels)
 
 
+@slow_test
 def test_a_mask_is_transparent_where_it_is_drawn(client, service, shown):
     holed = np.dstack([shown, np.full(shown.shape[:2], 255, np.uint8)])
     holed[:16, :16, 3] = 0  # one cell
@@ -159,6 +164,7 @@ def test_only_its_own_names_are_answered_to(address):
     assert reply.status_code == 400
 
 
+@slow_test
 def test_the_command_serves_until_it_is_interrupted(tmp_path):
     folder = stand_ins.model_of_every_task(tmp_path / "tiny")
     words = [sys.executable, "-m", "sparse_lavida_jax", "serve", "--port=0"]
