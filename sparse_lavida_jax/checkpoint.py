@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies on disk: model folders, and the saved states of a training run.
+"""Models on disk: whole model folders, and adapters to one.
 
 A model folder is complete in itself:
 
@@ -21,7 +21,7 @@ So is a folder of adapters, but for the base model that it names:
     TENSORS.sha256, MANIFEST.sha256
 
 The array store does not notice a flipped bit, so both kinds carry a SHA-256 of their own. The only
-file that knows the array store, and the only one that takes modules apart.
+file that takes modules apart, and with `states.py` the only one that knows the array store.
 """
 
 import contextlib
@@ -47,9 +47,8 @@ import orbax.checkpoint.experimental.v1 as ocp
 import safetensors
 import safetensors.numpy
 from flax import nnx
-from jaxtyping import Array, UInt32
 
-from sparse_lavida_jax import config, lora, parameters, processes
+from sparse_lavida_jax import config, lora, parameters
 from sparse_lavida_jax.models.denoiser import Denoiser
 
 T = TypeVar("T")
@@ -73,7 +72,6 @@ FREE_SPACE_FACTOR = 1.2  # of the bytes to write: what must be free before writi
 # the host never more than a few times this is held, however deep the model.
 BATCH_BYTES = 256 * 2**20
 TENSORS_NAMED = 5  # in a complaint about a damaged file
-SUM_FACTORS = (0x9E3779B1, 0x85EBCA77)  # primes near 2**32 over the golden ratio, and another
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +118,7 @@ def save_model(
     model, stored = lora.merged(model), jnp.dtype(dtype)
     leaves = {name: np.asarray(leaf, stored) for name, leaf in _layer_leaves(model).items()}
     with new_model_folder(folder, settings, sum(leaf.nbytes for leaf in leaves.values())) as new:
-        ocp.save(str(new / "params"), _nest(leaves))
+        ocp.save(str(new / "params"), parameters.nest(leaves))
         _write_digests(new, {name: _tensor_digest(name, leaf) for name, leaf in leaves.items()})
         shutil.copyfile(tokenizer_path, new / "tokenizer.json")
         if vq_folder is not None:
@@ -219,7 +217,11 @@ def save_adapters(
     Raises:
         CheckpointError: the folder holds something else, there is no base, or the disk is full.
     """
-    leaves = {name: np.asarray(leaf) for name, leaf in _flatten(trained).items() if np.size(leaf)}
+    leaves = {
+        name: np.asarray(leaf)
+        for name, leaf in parameters.by_name(trained).items()
+        if np.size(leaf)
+    }
     model = find_model(base)
     known = {"model": str(model.resolve()), "manifest_sha256": _manifest_sha256(model)}
     with new_model_folder(folder, settings, sum(leaf.nbytes for leaf in leaves.values())) as new:
@@ -271,32 +273,6 @@ def _manifest_sha256(model: pathlib.Path) -> str:
     if not (model / MANIFEST).is_file():
         raise CheckpointError(f"{model} has no {MANIFEST}: it was not written to its end.")
     return _sha256(model / MANIFEST)
-
-
-def load_unfinished(
-    run_folder: pathlib.Path | str, *, make_model: Callable[[config.Config], T]
-) -> T:
-    """Reads the parameters of the newest state of a run that has not written its model yet.
-
-    Raises:
-        CheckpointError: nothing is saved there, or what is cannot be read.
-    """
-    run_folder = pathlib.Path(run_folder)
-    settings = read_config(run_folder)
-    states = States(run_folder / "state")
-    try:
-        found = states.restore_model(jax.eval_shape(lambda: make_model(settings)))
-    finally:
-        states.close()
-    if found is None:
-        raise CheckpointError(f"the run in {run_folder} has saved nothing yet.")
-    return found[1]
-
-
-def is_unfinished(folder: pathlib.Path | str) -> bool:
-    """Whether a folder is a run that has saved states and no model."""
-    folder = pathlib.Path(folder)
-    return any(folder.glob("state/*")) and not (folder / "model" / "params").is_dir()
 
 
 def find_model(folder_or_name: pathlib.Path | str) -> pathlib.Path:
@@ -357,7 +333,7 @@ def module_of(make_module: Callable[[], nnx.Module], leaves: Mapping[str, np.nda
         CheckpointError: lists every missing, unknown or misshapen parameter.
     """
     module = jax.eval_shape(make_module)
-    if problems := _differences(leaf_shapes(module), dict(leaves)):
+    if problems := parameters.differences(leaf_shapes(module), dict(leaves)):
         raise CheckpointError(f"the parameters do not fit the model:\n{problems}")
     return _fill_module(module, lambda stacks: _stacked(stacks, leaves), None)
 
@@ -371,7 +347,7 @@ def leaf_shapes(module: Any) -> dict[str, jax.ShapeDtypeStruct]:
     abstract = nnx.to_pure_dict(nnx.state(module))
     return {
         name: struct
-        for path, leaf in _flatten(abstract).items()
+        for path, leaf in parameters.by_name(abstract).items()
         for name, struct in _per_layer(path, leaf)
     }
 
@@ -387,7 +363,7 @@ def _fill_module(
         name: jax.ShapeDtypeStruct(
             leaf.shape, (dtype(name) if callable(dtype) else dtype) or leaf.dtype
         )
-        for name, leaf in _flatten(abstract).items()
+        for name, leaf in parameters.by_name(abstract).items()
     }
     filled: dict[str, jax.Array] = {}
     for names in _batches({name: leaf.size * leaf.dtype.itemsize for name, leaf in wanted.items()}):
@@ -486,7 +462,7 @@ class ParamsReader:
             self._metadata = ocp.metadata(str(self.folder)).metadata
         except Exception as error:  # the store raises whatever its layers raise
             raise self._unreadable(error) from error
-        self.leaves: dict[str, Any] = _flatten(self._metadata)
+        self.leaves: dict[str, Any] = parameters.by_name(self._metadata)
         self._together: dict[str, np.ndarray] = {}
 
     @property
@@ -503,7 +479,7 @@ class ParamsReader:
             CheckpointError: lists every missing, unknown or misshapen parameter.
         """
         wanted = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
-        if problems := _differences(wanted, self.leaves):
+        if problems := parameters.differences(wanted, self.leaves):
             raise CheckpointError(
                 f"the parameters in {self.folder} do not fit the model:\n{problems}"
             )
@@ -539,7 +515,7 @@ class ParamsReader:
             )
         except Exception as error:
             raise self._unreadable(error) from error
-        return {name: leaf for name, leaf in _flatten(tree).items() if name in targets}
+        return {name: leaf for name, leaf in parameters.by_name(tree).items() if name in targets}
 
     def _unreadable(self, error: Exception) -> CheckpointError:
         told = str(error).partition(" [tensorstore_spec=")[0]
@@ -589,7 +565,7 @@ class ParamsWriter:
     def _write(self) -> None:
         if self._held:
             with self._writing():
-                ocp.partial.save(str(self.folder / "params"), _nest(self._held))
+                ocp.partial.save(str(self.folder / "params"), parameters.nest(self._held))
         self._held = {}
         _give_back_memory()
 
@@ -617,7 +593,7 @@ def _make_denoiser(settings: config.Config) -> nnx.Module:
 
 def _layer_leaves(module: nnx.Module) -> dict[str, np.ndarray]:
     """Returns the parameters on the host, stacked ones layer by layer."""
-    leaves = _flatten(nnx.to_pure_dict(nnx.state(module)))
+    leaves = parameters.by_name(nnx.to_pure_dict(nnx.state(module)))
     return {
         name: np.asarray(part)
         for path, leaf in leaves.items()
@@ -647,38 +623,6 @@ def _stack_depth(name: str) -> int | None:
         if part in STACKED and not parts[depth].isdigit():
             return depth
     return None
-
-
-def _differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    lines = [
-        f"  {name}: missing, the model has {tuple(wanted[name].shape)}"
-        for name in sorted(wanted.keys() - found.keys())
-    ]
-    lines += [
-        f"  {name} {tuple(np.shape(found[name]))}: the model has no such parameter"
-        for name in sorted(found.keys() - wanted.keys())
-    ]
-    lines += [
-        f"  {name}: {np.shape(found[name])} on disk, {tuple(wanted[name].shape)} in the model"
-        for name in sorted(wanted.keys() & found.keys())
-        if np.shape(found[name]) != tuple(wanted[name].shape)
-    ]
-    return "\n".join(lines)
-
-
-def _flatten(tree: Any) -> dict[str, Any]:
-    return parameters.by_name(tree)
-
-
-def _nest(leaves: dict[str, T]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for name, leaf in leaves.items():
-        *groups, last = name.split("/")
-        branch = tree
-        for group in groups:
-            branch = branch.setdefault(group, {})
-        branch[last] = leaf
-    return tree
 
 
 # ---------------------------------------------------------------------------------------------
@@ -848,7 +792,7 @@ def _give_back_memory() -> None:
 
 
 def _tensor_digest(name: str, array: np.ndarray) -> str:
-    return _digest({name: array})
+    return digest_of({name: array})
 
 
 def _write_manifest(folder: pathlib.Path) -> None:
@@ -904,384 +848,11 @@ def check_free_space(folder: pathlib.Path, num_bytes: int) -> None:
         )
 
 
-# ---------------------------------------------------------------------------------------------
-# States of a run.
-
-
-@dataclasses.dataclass
-class States:
-    """The saved training states of a run: any pytree of arrays, numbers and random keys.
-
-    Where several processes train together all of them call the same methods with the same
-    arguments, and the folder is one that all of them see.
-
-    Attributes:
-        folder: holds one folder a step.
-        keep: how many of the newest to keep.
-        keep_every: steps; the state nearest to each multiple is kept too; 0: no more than `keep`.
-            So is the one with the best score.
-    """
-
-    folder: pathlib.Path
-    keep: int = 2
-    keep_every: int = 0
-
-    def __post_init__(self):
-        self.folder = pathlib.Path(self.folder).resolve()
-        self._checkpointer = self._open()
-
-    def _open(self) -> ocp.training.Checkpointer:
-        if processes.is_first():
-            for half_written in self.folder.glob("*.orbax-checkpoint-tmp*"):
-                shutil.rmtree(half_written)
-        processes.wait_for_all("states swept")
-        policies = ocp.training.preservation_policies
-        kept: list[Any] = [
-            policies.LatestN(self.keep),
-            policies.BestN(get_metric_fn=_score_of, n=1, keep_checkpoints_without_metrics=False),
-        ]
-        if self.keep_every:
-            kept.append(policies.EveryNStepsClosest(self.keep_every))
-        any_of_them: Any = policies.AnyPreservationPolicy(kept)
-        return ocp.training.Checkpointer(str(self.folder), preservation_policy=any_of_them)
-
-    @property
-    def steps(self) -> list[int]:
-        """Saved steps, ascending."""
-        return sorted(saved.step for saved in self._checkpointer.checkpoints)
-
-    def save(
-        self,
-        step: int,
-        state: Any,
-        *,
-        note: dict[str, Any] | None = None,
-        score: float | None = None,
-    ) -> None:
-        """Copies the state and writes it in the background.
-
-        Args:
-            note: what JSON can hold, to be saved with it.
-            score: how good it is; larger is better.
-
-        Raises:
-            CheckpointError: the disk is too full, or writing the state before this one failed.
-        """
-        self.wait()
-        # The store refuses arrays without elements, such as a stack of no layers.
-        leaves: Any = {name: leaf for name, leaf in _flatten(state).items() if np.size(leaf)}
-        if processes.are_several():
-            leaves = _shared_arrays(leaves)
-        else:  # copies, for the next step donates its buffers
-            leaves = {name: _to_host(leaf) for name, leaf in leaves.items()}
-        size = sum(leaf.nbytes for leaf in leaves.values())
-        processes.first_does(lambda: check_free_space(self.folder, size))
-        metadata: Any = {"sha256": _known(leaves), "note": note}
-        with self._writing():
-            self._checkpointer.save_checkpointables_async(
-                step,
-                {"state": _nest(leaves)},
-                force=True,
-                metrics=None if score is None else {"score": score},
-                custom_metadata=metadata,
-            )
-
-    def restore(self, template: T) -> tuple[int, T] | None:
-        """Returns the newest readable state, behind its step; None where nothing was saved.
-
-        A state that cannot be read, or whose checksums are wrong, is put aside with a warning and
-        the one before it is taken.
-
-        Args:
-            template: a state of the same shapes; it says where the arrays go, which need not be
-                where they were when they were saved.
-
-        Raises:
-            CheckpointError: none of the states is readable, or they are of another model.
-        """
-        found = self._newest(template)
-        return None if found is None else (found[0], _fill(template, found[1], self.folder))
-
-    def restore_model(self, template: T) -> tuple[int, T] | None:
-        """Returns the parameters of the newest readable state, the average where one was kept.
-
-        Only they are read. See `restore`; the state must be a `train.TrainState` under "state".
-        """
-        found = self._newest(template, only=("state/ema/", "state/params/"))
-        return None if found is None else (found[0], _fill(template, found[1], self.folder))
-
-    def note(self, step: int) -> dict[str, Any]:
-        """Returns the note that was saved with a state; an empty one where there was none."""
-        return self._metadata(step).get("note") or {}
-
-    def _newest(
-        self, template: Any, only: tuple[str, ...] = ()
-    ) -> tuple[int, dict[str, Any]] | None:
-        self.wait()
-        steps = self.steps
-        for step in reversed(steps):
-            trouble: Any = None
-            try:
-                leaves = self._read(step, template, only)
-            except _MisfitError as error:
-                raise CheckpointError(str(error)) from error
-            except Exception as error:  # the store raises whatever its layers raise
-                leaves, trouble = {}, error
-            if processes.all_of_them(trouble is None):
-                return step, leaves
-            if processes.is_first():
-                log.warning(
-                    "The state of step %d in %s is damaged (%s); trying the one before it.",
-                    step, self.folder, trouble or "another process says",
-                )  # fmt: skip
-            self._put_aside(step)
-        if steps:
-            raise CheckpointError(
-                f"none of the states of steps {steps} in {self.folder} can be read. Delete"
-                f" {self.folder.parent} to start anew."
-            )
-        return None
-
-    def wait(self) -> None:
-        """Waits until the last state is written.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
-        with self._writing():
-            self._checkpointer.wait()
-
-    def close(self) -> None:
-        """Waits, and lets go of the folder."""
-        try:
-            self.wait()
-        finally:
-            self._checkpointer.close()
-
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # the store raises whatever its layers raise
-            # It would count a step whose writing failed as saved, so begin afresh. Of several
-            # processes the others know nothing of it yet: they cannot do this together.
-            if not processes.are_several():
-                self._checkpointer = self._open()
-            raise CheckpointError(
-                f"a state could not be written to {self.folder} ({error}). Intact are those of"
-                f" steps {self.steps}: run the same command again to go on from there."
-            ) from error
-
-    def _metadata(self, step: int) -> dict[str, Any]:
-        found: Any = self._checkpointer.checkpointables_metadata(step).custom_metadata
-        return found or {}
-
-    def _read(self, step: int, template: Any, only: tuple[str, ...]) -> dict[str, Any]:
-        """Returns leaves by name, of one of the groups that `only` names if it names any."""
-        metadata: Any = self._checkpointer.checkpointables_metadata(step)
-        known = (metadata.custom_metadata or {}).get("sha256")
-        whole = not only and not processes.are_several()
-        if whole and not _is_of_several(known):
-            tree = self._checkpointer.load_checkpointables(step, {"state": None})["state"]
-            leaves = {name: np.asarray(leaf) for name, leaf in _flatten(tree).items()}
-            _check_known(known, leaves)
-            return leaves
-        saved = metadata.metadata["state"]
-        names = list(_flatten(saved))
-        prefix = next((p for p in only if any(name.startswith(p) for name in names)), "")
-        given = {name: leaf for name, leaf in _flatten(template).items() if _size_of(leaf)}
-        wanted = {prefix + n: jax.eval_shape(_key_data, leaf) for n, leaf in given.items()}
-        there = {n: leaf for n, leaf in _flatten(saved).items() if n.startswith(prefix)}
-        if problems := _differences(wanted, there):
-            raise _MisfitError(f"the states in {self.folder} are of another model:\n{problems}")
-        anywhere = _anywhere(given)
-
-        def target(path: tuple, found: Any) -> Any:
-            name = parameters.leaf_name(path)
-            if name not in wanted:
-                return ocp.PLACEHOLDER
-            where = getattr(given[name.removeprefix(prefix)], "sharding", None) or anywhere
-            return jax.ShapeDtypeStruct(found.shape, found.dtype, sharding=where)
-
-        abstract = jax.tree_util.tree_map_with_path(target, saved)
-        tree = self._checkpointer.load_checkpointables(step, {"state": abstract})["state"]
-        leaves = {name: leaf for name, leaf in _flatten(tree).items() if name in wanted}
-        if isinstance(known, dict):
-            _check_known(known, leaves)
-        return {name.removeprefix(prefix): leaf for name, leaf in leaves.items()}
-
-    def _put_aside(self, step: int) -> None:
-        damaged = self.folder.parent / "damaged"
-        target = damaged / str(step)
-        if processes.is_first():
-            damaged.mkdir(exist_ok=True)
-            shutil.rmtree(target, ignore_errors=True)
-            (self.folder / str(step)).rename(target)
-        processes.wait_for_all("put aside")
-        self._checkpointer.reload()
-
-
-class _MisfitError(Exception):
-    """A state that is whole and of another model."""
-
-
-def _score_of(metrics: dict[str, float]) -> float:
-    return metrics["score"]
-
-
-def _to_host(leaf: Any) -> np.ndarray:
-    return np.array(_key_data(leaf))
-
-
-def _size_of(leaf: Any) -> int:
-    """Returns how many numbers an array, a number, or the shape of an array holds."""
-    return math.prod(leaf.shape) if isinstance(leaf, jax.ShapeDtypeStruct) else np.size(leaf)
-
-
-def _shared_arrays(leaves: dict[str, Any]) -> dict[str, jax.Array]:
-    """Returns arrays that lie over several processes, where they lie.
-
-    Numbers, the same in all processes, become such arrays. What is on an accelerator the store
-    copies to the host before it returns; on CPU it would read the very buffers that the next step
-    donates, so it gets copies.
-    """
-    anywhere = _anywhere(leaves)
-
-    def shared(leaf: Any) -> jax.Array:
-        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-            return leaf
-        held = np.asarray(leaf, None if np.ndim(leaf) else jnp.result_type(leaf))
-        return jax.make_array_from_callback(held.shape, anywhere, held.__getitem__)
-
-    arrays = {name: shared(leaf) for name, leaf in leaves.items()}
-    if jax.default_backend() != "cpu":
-        return arrays
-    where = {name: array.sharding for name, array in arrays.items()}
-    return jax.jit(lambda held: jax.tree.map(jnp.copy, held), out_shardings=where)(arrays)
-
-
-def _anywhere(leaves: Mapping[str, Any]) -> jax.sharding.Sharding:
-    """Returns a copy on every device that holds a part of these arrays."""
-    for leaf in leaves.values():
-        where = getattr(leaf, "sharding", None)
-        if isinstance(where, jax.sharding.NamedSharding):
-            return where.update(spec=jax.sharding.PartitionSpec())
-    return jax.sharding.SingleDeviceSharding(jax.devices()[0])
-
-
-def _key_data(leaf: Any) -> Any:
-    """Returns the numbers of a random key, and anything else as it is."""
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
-
-
-def _is_key(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-# ---------------------------------------------------------------------------------------------
-# Checksums of a state. Of arrays that one process holds, each by itself: the SHA-256 of its bytes.
-# Over several processes none has these: SHA-256 of sums that the devices make together, in which a
-# flipped bit shows, and which are the same however the array is split.
-
-
-def _known(leaves: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the checksum of each array."""
-    if processes.are_several():
-        return {name: f"sums {digest}" for name, digest in _sum_digests(leaves).items()}
-    return {name: _digest({name: leaf}) for name, leaf in leaves.items()}
-
-
-def _check_known(known: dict[str, str] | str | None, leaves: Mapping[str, Any]) -> None:
-    """Compares arrays with the checksums they were saved with: one each, or one of all together.
-
-    Raises:
-        ValueError: names those that differ.
-    """
-    if not isinstance(known, dict):
-        if known != _digest({name: np.asarray(leaf) for name, leaf in leaves.items()}):
-            raise ValueError("the SHA-256 of its arrays is not the one it was saved with")
-        return
-    if _is_of_several(known):
-        found = {name: f"sums {digest}" for name, digest in _sum_digests(leaves).items()}
-    else:
-        found = {
-            name: _digest({name: whole}) for name, whole in processes.on_host(dict(leaves)).items()
-        }
-    wrong = [name for name in found if known.get(name) != found[name]]
-    if wrong:
-        raise ValueError(
-            f"the SHA-256 of {', '.join(wrong[:TENSORS_NAMED])} is not the one it was saved with"
-        )
-
-
-def _is_of_several(known: dict[str, str] | str | None) -> bool:
-    """Whether these are checksums of arrays that lay over several processes."""
-    return isinstance(known, dict) and any(value.startswith("sums ") for value in known.values())
-
-
-def _sum_digests(leaves: Mapping[str, Any]) -> dict[str, str]:
-    sums = processes.on_host(_sums(dict(leaves)))
-    return {
-        name: hashlib.sha256(
-            f"{name} {leaves[name].dtype} {leaves[name].shape} {total.tolist()}".encode()
-        ).hexdigest()
-        for name, total in sums.items()
-    }
-
-
-@jax.jit
-def _sums(leaves: dict[str, Any]) -> dict[str, UInt32[Array, " 2"]]:
-    """Returns two sums modulo 2**32 of the bits of each array, every place with an odd factor.
-
-    An odd factor takes no bit away, so that a single flipped one always shows.
-    """
-
-    def one(leaf):
-        if leaf.dtype == bool:
-            leaf = leaf.astype(jnp.uint8)
-        kind = jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")
-        bits = jax.lax.bitcast_convert_type(leaf, kind).astype(jnp.uint32)
-        place = jnp.zeros(leaf.shape, jnp.uint32)
-        for axis, size in enumerate(leaf.shape):
-            along = jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
-            place = place * jnp.uint32(size) + along
-        factors = (place * jnp.uint32(first) | jnp.uint32(1) for first in SUM_FACTORS)
-        return jnp.stack([jnp.sum(bits * factor, dtype=jnp.uint32) for factor in factors])
-
-    return {name: one(leaf) for name, leaf in leaves.items()}
-
-
-def _digest(leaves: dict[str, np.ndarray]) -> str:
+def digest_of(leaves: dict[str, np.ndarray]) -> str:
+    """Returns the SHA-256 of arrays and their names."""
     digest = hashlib.sha256()
     for name in sorted(leaves):
         leaf = np.ascontiguousarray(leaves[name])
         digest.update(f"{name} {leaf.dtype} {leaves[name].shape} ".encode())
         digest.update(leaf.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
-
-
-def _fill(template: T, leaves: Mapping[str, Any], folder: pathlib.Path) -> T:
-    wanted = {
-        name: jax.eval_shape(_key_data, leaf)
-        for name, leaf in _flatten(template).items()
-        if _size_of(leaf)
-    }
-    if problems := _differences(wanted, leaves):
-        raise CheckpointError(f"the states in {folder} are of another model:\n{problems}")
-
-    def place(path: tuple, leaf: Any) -> Any:
-        if not _size_of(leaf):
-            is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
-            return jnp.zeros(leaf.shape, leaf.dtype) if is_shape else leaf
-        saved = leaves[parameters.leaf_name(path)]
-        if isinstance(leaf, bool | int | float):
-            return type(leaf)(np.asarray(saved))
-        if _is_key(leaf):
-            return jax.random.wrap_key_data(jnp.asarray(saved), impl=jax.random.key_impl(leaf))
-        if isinstance(leaf, np.ndarray):
-            return saved
-        if isinstance(saved, jax.Array):
-            return saved  # the store put it where it goes
-        return jax.device_put(saved, getattr(leaf, "sharding", None))
-
-    return jax.tree_util.tree_map_with_path(place, template)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 M = TypeVar("M")
 
@@ -23,6 +24,36 @@ def leaf_name(path: tuple) -> str:
 def by_name(tree: Any) -> dict[str, Any]:
     """Returns the leaves of a tree by name."""
     return {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns leaves by name as nested dicts: the other way round than `by_name`."""
+    tree: dict[str, Any] = {}
+    for name, leaf in leaves.items():
+        *groups, last = name.split("/")
+        branch = tree
+        for group in groups:
+            branch = branch.setdefault(group, {})
+        branch[last] = leaf
+    return tree
+
+
+def differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    """Returns a line for every leaf that is missing, unknown or of another shape."""
+    lines = [
+        f"  {name}: missing, the model has {tuple(wanted[name].shape)}"
+        for name in sorted(wanted.keys() - found.keys())
+    ]
+    lines += [
+        f"  {name} {tuple(np.shape(found[name]))}: the model has no such parameter"
+        for name in sorted(found.keys() - wanted.keys())
+    ]
+    lines += [
+        f"  {name}: {np.shape(found[name])} on disk, {tuple(wanted[name].shape)} in the model"
+        for name in sorted(wanted.keys() & found.keys())
+        if np.shape(found[name]) != tuple(wanted[name].shape)
+    ]
+    return "\n".join(lines)
 
 
 def parted(

@@ -17,7 +17,7 @@ import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from sparse_lavida_jax import checkpoint, config, processes
+from sparse_lavida_jax import checkpoint, config, processes, states
 
 T = TypeVar("T")
 
@@ -87,7 +87,7 @@ class Run:
             unlock = processes.first_does(self._claim)
             if unlock is not None:
                 undo.callback(unlock)
-            self.states = checkpoint.States(
+            self.states = states.States(
                 self.folder / "state",
                 keep=self.config.train.keep_states,
                 keep_every=self.config.train.keep_every,
@@ -113,7 +113,7 @@ class Run:
     ) -> None:
         """Saves a state in the background, unless that of this step is saved already.
 
-        See `checkpoint.States.save`.
+        See `states.States.save`.
 
         Raises:
             CheckpointError: the disk is too full, or saving the state before this one failed.
@@ -181,8 +181,8 @@ class Run:
     def _holds_work(self) -> bool:
         """Whether anything was saved yet: a config that was refused later leaves none."""
         kept = (self.model_folder, self.metrics_path, self.folder / "vq")
-        states = (path.name.isdigit() for path in self.folder.glob("state/*"))
-        return any(path.exists() for path in kept) or any(states)
+        saved = (path.name.isdigit() for path in self.folder.glob("state/*"))
+        return any(path.exists() for path in kept) or any(saved)
 
     def _catch_signals(self) -> Callable[[], None]:
         """Starts listening; returns what stops it."""

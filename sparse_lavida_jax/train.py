@@ -27,6 +27,7 @@ from sparse_lavida_jax import (
     runs,
     sharding,
     sources,
+    states,
 )
 from sparse_lavida_jax.codec import PictureCodec
 from sparse_lavida_jax.data import pipeline as batches
@@ -56,8 +57,8 @@ def init_state(settings: config.Config, params: Denoiser, mesh: Mesh | None = No
         ConfigError: adapters without a base, or groups that train nothing.
     """
     base = settings.train.init_from
-    if base and checkpoint.is_unfinished(base):
-        params = checkpoint.load_unfinished(base, make_model=lambda _: _made(settings))
+    if base and states.is_unfinished(base):
+        params = states.load_unfinished(base, make_model=lambda _: _made(settings))
     elif base:
         params = checkpoint.load_model(
             base,

@@ -15,6 +15,7 @@ from flax import nnx
 
 from sparse_lavida_jax import checkpoint, config
 from sparse_lavida_jax.models import stack
+from sparse_lavida_jax.states import States, _sum_digests, is_unfinished, load_unfinished
 
 
 class Layer(nnx.Module):
@@ -259,7 +260,7 @@ def make_state(seed=0):
 
 @pytest.fixture
 def states(tmp_path):
-    states = checkpoint.States(tmp_path / "state")
+    states = States(tmp_path / "state")
     yield states
     states.close()
 
@@ -313,7 +314,7 @@ def test_a_flipped_bit_falls_back_to_the_state_before(states, caplog):
 
 def test_a_wrong_checksum_is_damage(states, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_digest", lambda leaves: "0" * 64)
+        patch.setattr(checkpoint, "digest_of", lambda leaves: "0" * 64)
         states.save(2, make_state(2))
     states.wait()
     with pytest.raises(checkpoint.CheckpointError, match=r"none of the states of steps \[2\]"):
@@ -335,7 +336,7 @@ def test_a_half_written_state_is_swept_away(states):
     states.wait()
     leftover = states.folder / "2.orbax-checkpoint-tmp"
     leftover.mkdir()
-    again = checkpoint.States(states.folder)
+    again = States(states.folder)
     assert again.restore(make_state())[0] == 1
     assert not leftover.exists()
     again.close()
@@ -365,7 +366,7 @@ def test_a_write_that_fails_in_the_background_is_told_at_the_next_one(states, mo
 
 
 def test_the_best_state_and_one_every_so_often_are_kept(tmp_path):
-    states = checkpoint.States(tmp_path / "state", keep=1, keep_every=10)
+    states = States(tmp_path / "state", keep=1, keep_every=10)
     scores = {3: 0.1, 4: 0.9, 9: None, 11: 0.2, 12: None, 17: None, 18: 0.3, 19: None, 23: None}
     for step, score in scores.items():
         states.save(step, {"x": np.full(3, step)}, score=score, note={"at": step})
@@ -378,7 +379,7 @@ def test_the_best_state_and_one_every_so_often_are_kept(tmp_path):
 
 def test_a_state_goes_onto_another_mesh(tmp_path):
     """Saved over 8 devices one way, read over them another way, and by one device."""
-    states, x = checkpoint.States(tmp_path / "state"), np.arange(64.0).reshape(8, 8)
+    states, x = States(tmp_path / "state"), np.arange(64.0).reshape(8, 8)
     automatic = (jax.sharding.AxisType.Auto,) * 2
 
     def over(shape):
@@ -413,12 +414,12 @@ def test_a_run_without_a_model_can_be_started_from(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     checkpoint.write_config(run, config.Config())
-    assert not checkpoint.is_unfinished(run)
-    states = checkpoint.States(run / "state")
+    assert not is_unfinished(run)
+    states = States(run / "state")
     states.save(4, {"state": {"params": make_model()}})
     states.close()
-    assert checkpoint.is_unfinished(run)
-    same(checkpoint.load_unfinished(run, make_model=make_model), make_model())
+    assert is_unfinished(run)
+    same(load_unfinished(run, make_model=make_model), make_model())
 
 
 def test_a_flipped_bit_shows_in_the_sums_of_several_processes():
@@ -426,16 +427,16 @@ def test_a_flipped_bit_shows_in_the_sums_of_several_processes():
     rng = np.random.default_rng(0)
     for dtype in ("float32", "bfloat16", "int32", "uint32", "int8", "bool"):
         leaf = jnp.asarray(rng.integers(0, 2, (8, 5)), dtype)
-        (before,) = checkpoint._sum_digests({"x": leaf}).values()
+        (before,) = _sum_digests({"x": leaf}).values()
         for place in ((0, 0), (3, 2), (7, 4)):
             held = np.array(leaf)
             bits = held.view(f"uint{8 * held.dtype.itemsize}")
             bits[place] ^= 1
-            (after,) = checkpoint._sum_digests({"x": jnp.asarray(held)}).values()
+            (after,) = _sum_digests({"x": jnp.asarray(held)}).values()
             assert after != before
         mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
         where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
-        assert checkpoint._sum_digests({"x": jax.device_put(leaf, where)}) == {"x": before}
+        assert _sum_digests({"x": jax.device_put(leaf, where)}) == {"x": before}
 
 
 def test_folders_may_be_relative(tmp_path, monkeypatch):

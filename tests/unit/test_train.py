@@ -29,6 +29,7 @@ from sparse_lavida_jax import (
     report,
     runs,
     sharding,
+    states,
     train,
 )
 from sparse_lavida_jax.data.text import SHIPPED
@@ -538,7 +539,7 @@ def test_a_run_by_seconds_ends_in_time_with_a_decayed_learning_rate(loop, clock)
     assert loop.rates[-1] < 0.1 * 1e-2
     falling = loop.rates[2:]
     assert falling == sorted(falling, reverse=True)
-    saved = checkpoint.States(loop.folder / "state")
+    saved = states.States(loop.folder / "state")
     assert saved.steps == [len(loop.rates)]
     saved.close()
 
