@@ -38,7 +38,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,8 +50,6 @@ from flax import nnx
 
 from sparse_lavida_jax import config, lora, parameters
 from sparse_lavida_jax.models.denoiser import Denoiser
-
-T = TypeVar("T")
 
 # Where a parameter goes, by its path in the model (`joint_layers/attn_out/kernel`, all layers in
 # one array) and its shape.
