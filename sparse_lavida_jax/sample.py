@@ -30,12 +30,14 @@ from sparse_lavida_jax.layout import (
     AnyArray,
     Kind,
     Stream,
+    TokenLayout,
     concatenate,
     make_layout,
     without_blocks,
 )
 from sparse_lavida_jax.models.cache import KVCache
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.models.stack import StepTables
 from sparse_lavida_jax.presets import Choice, StepSettings, num_registers
 from sparse_lavida_jax.prompts import Prompt, Request, prepare
 from sparse_lavida_jax.visibility import PAD_BLOCK
@@ -165,22 +167,26 @@ def step(
     policy: choose.Policy,
     settings: StepSettings,
     draws: Draws | None = None,
+    tables: StepTables | None = None,
 ) -> SamplerState:
     """One denoising step: passes the tokens of `now`, draws the candidates, commits some.
 
     The body of the segment loop, for image and text and for every preset.
+
+    Args:
+        tables: of attention, where they were made before the loop (`_tables_ahead`).
     """
     draws = draws or Draws()
     how = settings.choice.confidence
     if settings.head_tile and draws.codes is None and draws.noise is None:
-        hidden, cache = _step_hidden(model, state, now, prompt, settings)
+        hidden, cache = _step_hidden(model, state, now, prompt, settings, tables)
         by_tiles = _draw_by_tiles(model, hidden, state.rows, now, settings)
         drawn = by_tiles.token[..., None]
 
         def sure():
             return by_tiles.confidence(how)[..., None]
     else:
-        logits, cache = step_logits(model, state, now, prompt, settings)
+        logits, cache = step_logits(model, state, now, prompt, settings, tables)
         logits = _allowed(logits, model.settings, settings)
         drawn = _draw(state.rows, now, logits, draws, settings)
 
@@ -228,9 +234,10 @@ def step_logits(
     now: StepTokens,
     prompt: Prompt,
     settings: StepSettings,
+    tables: StepTables | None = None,
 ) -> tuple[Float[Array, "b w g v"], KVCache | None]:
     """Returns guided logits of the tokens to decode, float32, and the cache behind this step."""
-    hidden, cache = _step_hidden(model, state, now, prompt, settings)
+    hidden, cache = _step_hidden(model, state, now, prompt, settings, tables)
     candidates = hidden.reshape(-1, *hidden.shape[2:])
     if settings.kind == "text":
         logits = model.text_logits(candidates)[:, :, None]
@@ -246,6 +253,7 @@ def _step_hidden(
     now: StepTokens,
     prompt: Prompt,
     settings: StepSettings,
+    tables: StepTables | None,
 ) -> tuple[Float[Array, "r b w e"], KVCache | None]:
     """Returns the final hidden states of the tokens to decode, and the cache behind this step."""
     is_text, preset_ = settings.kind == "text", settings.preset
@@ -271,6 +279,7 @@ def _step_hidden(
         None if preset_.cache_prompt and not settings.refreshing else features,
         wanted="both" if settings.discards else "understanding" if is_text else "generation",
         cache=cache,
+        tables=tables,
     )
     unread = 0.0
     if settings.discards and "understanding" in hidden:
@@ -582,10 +591,12 @@ def run_segment(
     """
     policy = policy_of(settings.choice)
     num_steps = segment.block.shape[0]
+    ahead = _tables_ahead(model, state, segment, prompt, settings)
 
     def body(i, state):
-        now, drawn = jax.tree.map(lambda x: x[i], (segment, draws))
-        return step(model, state, now, prompt, policy=policy, settings=settings, draws=drawn)
+        now, drawn, tables = jax.tree.map(lambda x: x[i], (segment, draws, ahead))
+        how = {"policy": policy, "settings": settings, "draws": drawn, "tables": tables}
+        return step(model, state, now, prompt, **how)
 
     if not settings.choice.ends_early:
         return jax.lax.fori_loop(0, num_steps, body, state)
@@ -597,6 +608,46 @@ def run_segment(
         return (i < num_steps) & candidate.any()
 
     return jax.lax.while_loop(goes_on, lambda c: (c[0] + 1, body(*c)), (jnp.int32(0), state))[1]
+
+
+def _tables_ahead(
+    model: Denoiser,
+    state: SamplerState,
+    segment: StepTokens,
+    prompt: Prompt,
+    settings: StepSettings,
+) -> StepTables | None:
+    """Returns the tables of attention of every step, a first axis counting steps.
+
+    None where a step makes its own: who decodes when depends on what was drawn, the prompt is
+    passed again, or devices share the work. Nothing at all is made for the reference.
+    """
+    cache, whole = state.cache, segment.candidates.shape[-1] == 1
+    known = settings.kind == "image" and settings.choice.commit == "all" and whole
+    alone = settings.preset.cache_prompt and not settings.refreshing and not settings.discards
+    if cache is None or not (known and alone) or sharded.split_of(*cache.block.shape) is not None:
+        return None
+    # When each token is decoded, by this segment or before it.
+    candidates = segment.candidates[..., 0] & (segment.decode >= 0)
+    at = jnp.where(candidates, segment.decode, state.decoded_at.shape[1])
+    rows = jnp.arange(at.shape[1])[None, :, None]
+    decoded_at = state.decoded_at.at[rows, at].set(segment.block[:, None, None], mode="drop")
+
+    def tags_of(now: StepTokens) -> tuple[Array, ...]:
+        until_now = jnp.where(decoded_at > now.block, NOT_DECODED, decoded_at)
+        before = dataclasses.replace(state, decoded_at=until_now)
+        layout = _response_stream(model.settings, before, now, prompt, settings).layout
+        return layout.position, layout.block, layout.horizon
+
+    tags = jax.vmap(tags_of)(segment)
+    kept = segment.clean.shape[-1] if settings.preset.cache_response else 0
+    clean = jnp.moveaxis(tags[1][:, :, :kept], 0, 1)
+    stored = cache.begin(cache.decodes, clean.reshape(clean.shape[0], -1)) if kept else cache
+
+    def tables_of(i, *tags) -> StepTables:
+        return model.step_tables(TokenLayout(*tags), stored.commit(i * kept))
+
+    return jax.vmap(tables_of)(jnp.arange(segment.block.shape[0]), *tags)
 
 
 def sample(

@@ -94,7 +94,7 @@ class KVCache:
             return self.block[:, : self.understanding_len]
         return self.block[:, self.understanding_len :]
 
-    def commit(self, count: int) -> "KVCache":
+    def commit(self, count: Int[Array, ""] | int) -> "KVCache":
         """Keeps the first `count` slots of this pass; the next pass overwrites the others."""
         return dataclasses.replace(self, offset=self.offset + count)
 

@@ -11,10 +11,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.layout import NO_CELL, NO_EMBEDDING, SeenBatch, Stream
+from sparse_lavida_jax.layout import NO_CELL, NO_EMBEDDING, SeenBatch, Stream, TokenLayout
 from sparse_lavida_jax.models.cache import KVCache, StreamName, empty_cache
 from sparse_lavida_jax.models.layers import Layer, Linear, RmsNorm
-from sparse_lavida_jax.models.stack import Wanted, init_stack, run_layers
+from sparse_lavida_jax.models.stack import StepTables, Wanted, init_stack, run_layers, step_tables
 from sparse_lavida_jax.models.vision import VisionEncoder
 
 HEAD_EPS = 1e-6  # of the norms in the image embedding and head (spec 2.5), not in the layers
@@ -191,10 +191,11 @@ class Denoiser(nnx.Module):
         wanted: Wanted,
         cache: KVCache | None = None,
         attend_cache: bool = True,
+        tables: StepTables | None = None,
     ) -> tuple[dict[StreamName, Float[Array, "b _s _e"]], KVCache | None]:
         """Returns the final hidden states (normed) of the wanted streams, and the cache.
 
-        See `stack.run_layers` for `wanted`, `cache` and `attend_cache`.
+        See `stack.run_layers` for `wanted`, `cache`, `attend_cache` and `tables`.
         """
         x, layouts = {}, {}
         if understanding is not None:
@@ -216,8 +217,20 @@ class Denoiser(nnx.Module):
             unroll=self.settings.unroll_layers,
             remat=self.settings.remat,
             implementation=self.settings.attention_implementation or None,
+            tables=tables,
         )
         return {name: self.final_norm(h, self.settings.width) for name, h in x.items()}, cache
+
+    def step_tables(self, layout: TokenLayout, cache: KVCache) -> StepTables:
+        """Returns the tables of a pass of the stream that the cache decodes (`stack`)."""
+        return step_tables(
+            self.joint_layers,
+            cache.decodes,
+            layout,
+            cache,
+            dtype=jnp.dtype(self.settings.compute_dtype),
+            implementation=self.settings.attention_implementation or None,
+        )
 
     @property
     def text_kernel(self) -> Float[Array, "e v"] | tuple[Float[Array, "e _c"], ...]:

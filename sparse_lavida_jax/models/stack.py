@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeVar
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -37,6 +38,7 @@ Wanted = Literal["understanding", "generation", "both"]
 Residuals = dict[StreamName, Float[Array, "b _s _e"]]  # each of its own length and width
 Layouts = dict[StreamName, TokenLayout]
 Deals = dict[StreamName, Deal]
+AnyTables = Tables | GpuTables
 
 STREAMS: tuple[StreamName, ...] = ("understanding", "generation")
 
@@ -47,6 +49,41 @@ M = TypeVar("M", bound=nnx.Module)
 def init_stack(make_layer: Callable[[nnx.Rngs], M], depth: int, key: PRNGKeyArray) -> M:
     """Makes `depth` layers as one module whose arrays have a leading layer axis."""
     return jax.vmap(lambda k: make_layer(nnx.Rngs(params=k)))(jax.random.split(key, depth))
+
+
+@flax.struct.dataclass
+class StepTables:
+    """Tables of one pass of one stream over a cache; None where they are made in the pass."""
+
+    joint: AnyTables | None = None
+    split: AnyTables | None = None
+
+
+def step_tables(
+    joint: Layer | Sequence[Layer],
+    name: StreamName,
+    layout: TokenLayout,
+    cache: KVCache,
+    *,
+    dtype: DTypeLike,
+    implementation: str | None = None,
+) -> StepTables:
+    """Returns the tables of a pass that holds one stream, the one that the cache decodes.
+
+    Args:
+        layout: tags of the stream.
+        cache: as it is before the pass; only its tags are read.
+        dtype: of the queries.
+    """
+    first = (joint if isinstance(joint, Layer) else joint[0]).understanding
+    chosen_by = _ChosenBy(implementation, first.head_dim, dtype)
+    cache = cache.begin(name, layout.block)
+    deals: Deals = sharded.deals_of({name: layout.block.shape[1]}, None)
+    layouts = {name: layout}
+    return StepTables(
+        _Attention.joint(layouts, [name], [name], cache, chosen_by, deals).tables,
+        _Attention.split(layouts, name, cache, chosen_by, deals).tables,
+    )
 
 
 def run_layers(
@@ -63,6 +100,7 @@ def run_layers(
     unroll: bool = False,
     remat: str = "none",
     implementation: str | None = None,
+    tables: StepTables | None = None,
 ) -> tuple[Residuals, KVCache | None]:
     """Feeds the streams through all layers.
 
@@ -78,6 +116,7 @@ def run_layers(
         unroll: write the layers out instead of looping over them.
         remat: what a pass without a cache keeps for its gradient (`config.Model.remat`).
         implementation: of attention; by default the best for the platform.
+        tables: of `step_tables`, where the tags of this pass were known before it.
 
     Returns:
         The residual streams that are wanted and present, and the cache as written.
@@ -96,13 +135,16 @@ def run_layers(
         functools.partial(query_tile, implementation=implementation) if in_turn else None,
     )
     chosen_by = _ChosenBy(implementation, first.head_dim, x[present[0]].dtype)
+    ahead = tables or StepTables()
     x = sharded.dealt_out(x, deals)
     if cache is None:
         x = {name: sharded.over_rows(x[name]) for name in x}
     layouts = {name: jax.tree.map(deals[name].out, layouts[name]) for name in present}
 
     seen = cache if attend_cache else None  # whose tags the keys have
-    joint_attention = _Attention.joint(layouts, present, present, seen, chosen_by, deals)
+    joint_attention = _Attention.joint(
+        layouts, present, present, seen, chosen_by, deals, ahead.joint
+    )
 
     def joint_layer(carry, layer_and_index):
         x, cache = carry
@@ -129,7 +171,9 @@ def run_layers(
             last, jnp.int32(num_joint - 1), x, layouts, deals, keep, cache, last_attention
         )
 
-    split_attention = {name: _Attention.split(layouts, name, seen, chosen_by, deals) for name in x}
+    split_attention = {
+        name: _Attention.split(layouts, name, seen, chosen_by, deals, ahead.split) for name in x
+    }
 
     def split_layer(carry, layer_and_index):
         x, cache = carry
@@ -191,7 +235,7 @@ class _Attention:
     queries: TokenLayout
     key_block: Int[AnyArray, "b t"]
     key_segment: Int[AnyArray, "b t"] | None
-    tables: Tables | GpuTables | None
+    tables: AnyTables | None
     cached: bool
     implementation: str | None
     key_deals: list[Deal]
@@ -205,6 +249,7 @@ class _Attention:
         cache: KVCache | None,
         chosen_by: _ChosenBy,
         deals: Deals,
+        tables: AnyTables | None = None,
     ) -> "_Attention":
         """All tokens attend to all, or to the whole cache."""
 
@@ -215,7 +260,7 @@ class _Attention:
 
         queries, _ = joint(asking)
         keys, key_deals = joint(present)
-        return cls._of(queries, keys, cache and cache.block, chosen_by, key_deals)
+        return cls._of(queries, keys, cache and cache.block, chosen_by, key_deals, tables)
 
     @classmethod
     def split(
@@ -225,19 +270,26 @@ class _Attention:
         cache: KVCache | None,
         chosen_by: _ChosenBy,
         deals: Deals,
+        tables: AnyTables | None = None,
     ) -> "_Attention":
         """A stream attends to itself, or to its region of the cache."""
         own = cache is not None and cache.decodes == name
         stored = cache.split_block if cache is not None and own else None
         queries = layouts[name]
-        return cls._of(queries, queries, stored, chosen_by, [deals[name]])
+        return cls._of(queries, queries, stored, chosen_by, [deals[name]], tables)
 
     @classmethod
     def _of(
-        cls, queries: TokenLayout, keys: TokenLayout, stored, chosen_by: _ChosenBy, key_deals
+        cls,
+        queries: TokenLayout,
+        keys: TokenLayout,
+        stored,
+        chosen_by: _ChosenBy,
+        key_deals,
+        tables,
     ) -> "_Attention":
         key_block = keys.block if stored is None else stored
-        tables = make_tables(
+        tables = tables or make_tables(
             queries.block,
             queries.horizon,
             key_block,

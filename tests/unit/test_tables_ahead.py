@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of attention of all steps of a picture are made before the loop, and are right."""
+
+import dataclasses
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+import traces
+
+from sparse_lavida_jax import sample
+from sparse_lavida_jax.kernels import attention
+from sparse_lavida_jax.kernels.tables import TileSizes
+
+SETTINGS = tiny.model_settings(attention_implementation="blockwise")
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch):
+    """Of which even tiny steps have some that nobody sees."""
+    monkeypatch.setattr(attention, "blockwise_sizes", lambda *_: TileSizes(4, 4, 4))
+
+
+def watched(name, kind="image", given=0.0, **changes):
+    """Runs a request step by step; returns tables made ahead and those of each step's own state."""
+    asked = traces.settings_of(name, kind, SETTINGS, **changes)
+    requests = [tiny.request(kind, SETTINGS, seed, words=3, given=given) for seed in (0, 1)]
+    model, found = tiny.denoiser(SETTINGS), []
+
+    @functools.partial(tiny.quick_jit, static_argnames=("settings",))
+    def ahead_of(state, segment, prompt, *, settings):
+        return sample._tables_ahead(model, state, segment, prompt, settings)
+
+    @functools.partial(tiny.quick_jit, static_argnames=("settings",))
+    def own_of(state, now, prompt, *, settings):
+        stream = sample._response_stream(model.settings, state, now, prompt, settings)
+        policy = sample.policy_of(settings.choice)
+        after = sample.step(model, state, now, prompt, policy=policy, settings=settings)
+        return model.step_tables(stream.layout, state.cache), after
+
+    def step_by_step(_, state, segment, prompt, *, settings):
+        ahead = ahead_of(state, segment, prompt, settings=settings)
+        for i in range(len(segment.block)):
+            now = jax.tree.map(operator.itemgetter(i), segment)
+            own, state = own_of(state, now, prompt, settings=settings)
+            found.append((jax.tree.map(lambda x, i=i: x[i], ahead), own))
+        return state
+
+    with traces._patched(prefill=traces._prefill, run_segment=step_by_step):
+        sample.sample(model, requests, traces.plan(requests, asked, num_steps=4), settings=asked)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "changes"),
+    [("sparse", 0.0, {"guidance": 2.0}), ("sparse", 0.4, {}), ("pt", 0.0, {}), ("pr", 0.0, {})],
+)
+def test_tables_made_ahead_are_those_of_every_step(name, given, changes):
+    found = watched(name, given=given, **changes)
+    assert len(found) == 4
+    for ahead, own in found:
+        assert jax.tree.structure(ahead) == jax.tree.structure(own)
+        for ours, expected in zip(*map(jax.tree.leaves, (ahead, own)), strict=True):
+            np.testing.assert_array_equal(ours, expected)
+    assert len({str(own.joint.by_query.flags) for _, own in found}) > 1  # steps differ
+
+
+@pytest.mark.parametrize(("name", "kind"), [("sparse", "text"), ("rt", "image")])
+def test_what_is_not_known_before_is_made_in_the_step(name, kind):
+    """Which tokens of a text are decoded when, and a prompt that is passed again."""
+    asked = traces.settings_of(name, kind, SETTINGS)
+    requests = [tiny.request(kind, SETTINGS, 0, words=3)]
+    seen, made = [], sample._tables_ahead
+
+    def kept(*args):
+        seen.append(made(*args))
+        return seen[-1]
+
+    with traces._patched(_tables_ahead=kept):
+        segment = traces.plan(requests, asked, num_steps=2)[:1]
+        loop_of(requests, segment, asked)
+    assert seen == [None]
+
+
+def loop_of(requests, segments, asked):
+    """Returns the loop of a segment's program, as text."""
+    model = tiny.denoiser(SETTINGS)
+    with traces._patched(prefill=traces._prefill):
+        begun = sample.begin(model, requests, segments, settings=asked)
+    steps = sample.StepTokens(
+        *(jnp.asarray(getattr(segments[0], f.name)) for f in dataclasses.fields(sample.StepTokens))
+    )
+    run = functools.partial(sample.run_segment.__wrapped__, settings=begun.program)
+    program = jax.make_jaxpr(run)(model, begun.state, steps, begun.prompt)
+    loops = [e for e in program.eqns if e.primitive.name in ("while", "scan")]
+    return str(loops[-1])
+
+
+def test_the_loop_makes_no_tables(monkeypatch):
+    """A list of tiles is a running sum of what is active: there is none in the loop."""
+    asked = traces.settings_of("sparse", "image", SETTINGS)
+    requests = [tiny.request("image", SETTINGS, 0, words=3)]
+    segments = traces.plan(requests, asked, num_steps=2)[:1]
+    assert "cumsum" not in loop_of(requests, segments, asked)
+    monkeypatch.setattr(sample, "_tables_ahead", lambda *_: None)
+    assert "cumsum" in loop_of(requests, segments, asked)
