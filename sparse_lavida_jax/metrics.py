@@ -101,8 +101,11 @@ def _number(value: Any) -> float | int | None:
     return number if math.isfinite(number) else None
 
 
-class NoMetrics(contextlib.nullcontext):
+class NoMetrics(contextlib.AbstractContextManager):
     """In place of a `MetricsFile` in a process that leaves the writing to another."""
+
+    def __exit__(self, *_) -> None:
+        pass
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Writes nothing."""

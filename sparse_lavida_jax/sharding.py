@@ -6,6 +6,7 @@ hidden widths, so that a layer needs two sums over chips; `fsdp` splits what is 
 when it is used.
 """
 
+import functools
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -141,10 +142,11 @@ def spec_of_state(name: str, shape: tuple[int, ...], mesh: AnyMesh) -> Partition
 def of_state(state: T, mesh: Mesh) -> T:
     """Returns the sharding of every leaf of a training state, which may be one of shapes."""
 
-    def of_leaf(path, leaf):
-        return NamedSharding(mesh, spec_of_state(leaf_name(path), leaf.shape, mesh))
+    return jax.tree_util.tree_map_with_path(functools.partial(_of_leaf, mesh), state)
 
-    return jax.tree_util.tree_map_with_path(of_leaf, state)
+
+def _of_leaf(mesh: Mesh, path: tuple, leaf: jax.ShapeDtypeStruct | jax.Array) -> NamedSharding:
+    return NamedSharding(mesh, spec_of_state(leaf_name(path), leaf.shape, mesh))
 
 
 def place_state(state: T, mesh: Mesh) -> T:
@@ -153,13 +155,14 @@ def place_state(state: T, mesh: Mesh) -> T:
     Over devices of several processes it is the same in all of them.
     """
 
-    def place(leaf, where: NamedSharding):
+    def place(path, leaf):
+        where = _of_leaf(mesh, path, leaf)
         if where.is_fully_addressable or not getattr(leaf, "is_fully_addressable", True):
             return jax.device_put(leaf, where)
         held = np.asarray(leaf)
         return jax.make_array_from_callback(held.shape, where, held.__getitem__)
 
-    return jax.tree.map(place, state, of_state(state, mesh))
+    return jax.tree_util.tree_map_with_path(place, state)
 
 
 def row_parts(mesh: Mesh) -> int:
@@ -194,13 +197,13 @@ def of_batch(batch: T, mesh: Mesh, shares: int = 1) -> T:
     Args:
         shares: of how many equal shares of the rows `batch` is one.
     """
-    axes, parts = _row_axes(mesh), row_parts(mesh)
+    return jax.tree.map(lambda x: _of_rows(mesh, x.shape[0] * shares), batch)
 
-    def of_leaf(x):
-        spec = PartitionSpec(axes) if axes and x.shape[0] * shares % parts == 0 else PartitionSpec()
-        return NamedSharding(mesh, spec)
 
-    return jax.tree.map(of_leaf, batch)
+def _of_rows(mesh: Mesh, rows: int) -> NamedSharding:
+    axes = _row_axes(mesh)
+    spec = PartitionSpec(axes) if axes and rows % row_parts(mesh) == 0 else PartitionSpec()
+    return NamedSharding(mesh, spec)
 
 
 def place_batch(batch: T, mesh: Mesh, share: tuple[int, int] = (0, 1)) -> T:
@@ -211,10 +214,11 @@ def place_batch(batch: T, mesh: Mesh, share: tuple[int, int] = (0, 1)) -> T:
     """
     index, count = share
 
-    def place(x, where: NamedSharding):
+    def place(x):
+        total, first = x.shape[0] * count, x.shape[0] * index
+        where = _of_rows(mesh, total)
         if where.is_fully_addressable:
             return jax.device_put(x, where)
-        total, first = x.shape[0] * count, x.shape[0] * index
 
         def rows(wanted):
             begin, end, _ = wanted[0].indices(total)
@@ -222,7 +226,7 @@ def place_batch(batch: T, mesh: Mesh, share: tuple[int, int] = (0, 1)) -> T:
 
         return jax.make_array_from_callback((total, *x.shape[1:]), where, rows)
 
-    return jax.tree.map(place, batch, of_batch(batch, mesh, count))
+    return jax.tree.map(place, batch)
 
 
 def _row_axes(mesh: Mesh) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import time
 
@@ -77,16 +78,18 @@ def init_state(settings: config.Config, params: Denoiser, mesh: Mesh | None = No
         params = lora.attach(params, settings.lora, jax.random.key(settings.seed))
     params, frozen = optimizer.parted(settings, params)
 
-    def begun(params: Denoiser) -> TrainState:
-        ema = jax.tree.map(jnp.copy, params) if settings.optimizer.ema else None
-        opt_state = optimizer.init(settings.optimizer, params)
-        return sharding.constrained(TrainState(jnp.int32(0), params, ema, opt_state, jnp.int32(0)))
-
+    begun = functools.partial(_begun, settings.optimizer)
     if mesh is None:
         return dataclasses.replace(begun(params), frozen=frozen)
     params, frozen = sharding.place_state((params, frozen), mesh)
     with jax.set_mesh(mesh):
         return dataclasses.replace(jax.jit(begun, donate_argnums=0)(params), frozen=frozen)
+
+
+def _begun(settings: config.Optimizer, params: Denoiser) -> TrainState:
+    ema = jax.tree.map(jnp.copy, params) if settings.ema else None
+    opt_state = optimizer.init(settings, params)
+    return sharding.constrained(TrainState(jnp.int32(0), params, ema, opt_state, jnp.int32(0)))
 
 
 def _made(settings: config.Config) -> Denoiser:

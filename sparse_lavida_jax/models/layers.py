@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from sparse_lavida_jax import config
+from sparse_lavida_jax.visibility import AnyArray
 
 
 class RmsNorm(nnx.Module):
@@ -62,12 +63,12 @@ class Linear(nnx.Module):
         return y
 
 
-def _multiply(x: Float[Array, "*b i"], kernel: Float[Array, "i o"]) -> Float[Array, "*b o"]:
+def _multiply(x: Float[Array, "*b i"], kernel: Float[AnyArray, "i o"]) -> Float[Array, "*b o"]:
     return x @ kernel.astype(x.dtype)
 
 
 @jax.custom_vjp
-def _multiply_wide(x: Float[Array, "*b i"], kernel: Float[Array, "i o"]) -> Float[Array, "*b o"]:
+def _multiply_wide(x: Float[Array, "*b i"], kernel: Float[AnyArray, "i o"]) -> Float[Array, "*b o"]:
     """`_multiply`, but for the kernel's gradient: its sum over tokens leaves the dot in float32.
 
     So the partial sums of devices are added up in float32 too: the cotangent of a kernel that was

@@ -14,7 +14,7 @@ PAGES = ("method", "extending", "troubleshooting")
 QUOTED = (
     "needs packages that are not installed",
     "jax cannot use the device that was asked for:",
-    "attention runs without a kernel, and slower:",
+    "attention runs without a kernel, in blocks of tokens, and slower:",
     "the GPU kernel needs jax 0.11 (Python 3.12)",
     "the device has not enough memory: lower --batch-size.",
     "the device has not enough memory: ask for less.",
