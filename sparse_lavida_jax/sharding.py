@@ -141,7 +141,6 @@ def spec_of_state(name: str, shape: tuple[int, ...], mesh: AnyMesh) -> Partition
 
 def of_state(state: T, mesh: Mesh) -> T:
     """Returns the sharding of every leaf of a training state, which may be one of shapes."""
-
     return jax.tree_util.tree_map_with_path(functools.partial(_of_leaf, mesh), state)
 
 
