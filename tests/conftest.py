@@ -20,6 +20,7 @@ hypothesis.settings.load_profile("ci")
 def pytest_configure(config):
     for folder in FOLDERS:
         config.addinivalue_line("markers", f"{folder}: the tests in tests/{folder}")
+    config.addinivalue_line("markers", "slow: run with SLOW_TESTS=1, as `.ci/run --full` does")
     paths = [pathlib.Path(argument.split("::")[0]) for argument in config.args]
     if not any("gpu" in path.parts for path in paths):
         jax.config.update("jax_platforms", "cpu")
@@ -32,6 +33,8 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     for item in items:
         item.add_marker(getattr(pytest.mark, item.path.parent.name))
+        if item.get_closest_marker("slow") and not os.environ.get("SLOW_TESTS"):
+            item.add_marker(pytest.mark.skip(reason="takes long: SLOW_TESTS=1 pytest runs it"))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -47,6 +47,7 @@ def run(tmp_path):
     return done
 
 
+@pytest.mark.slow
 def test_random_weights_are_timed_by_every_preset_that_is_asked_for(run, tmp_path):
     config = tmp_path / "small.py"
     config.write_text(CONFIG)
@@ -83,6 +84,7 @@ def test_mistakes_are_told_in_a_sentence(run, words, told):
     assert told in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_suite_of_whole_requests_goes_on_where_it_was_broken_off(run, tmp_path):
     """The release's structure, 32 layers, at a tiny width: words in, pixels out."""
     there = tmp_path / "results" / "cpu" / "headline"

@@ -124,6 +124,7 @@ def test_pictures_are_drawn_for_the_judges(model, name, tmp_path, capsys):
                 assert picture.size == (side, side)
 
 
+@pytest.mark.slow
 def test_a_scenes_model_has_its_exact_table(finished, tmp_path, capsys):
     words = [str(finished.folder), f"--config={CONFIGS['eval_scenes']}", f"--workdir={tmp_path}"]
     few = ["--config.evaluate.limit=2", "--config.evaluate.batch_size=2"]

@@ -36,6 +36,7 @@ def logits(model, requests, settings, plan):
     return np.asarray(found), np.asarray(now.decode)
 
 
+@pytest.mark.slow
 def test_bfloat16_moves_logits_little_and_modes_hardly(pipe):
     """99 % of the modes stay, and repetition gives the same bits.
 

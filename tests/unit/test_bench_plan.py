@@ -33,6 +33,7 @@ def plans():
     return {name: plan.plan(way, batch) for name, way in plan.ways(settings()).items()}
 
 
+@pytest.mark.slow
 def test_the_ways_to_train_hold_what_they_train(plans):
     size = sum(leaf.size for leaf in jax.tree.leaves(tiny.denoiser(settings().model)))
     full = plans["full"]
@@ -106,6 +107,7 @@ def command(*words):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_fit_is_refused_with_the_numbers(tmp_path):
     path = tmp_path / "small.py"
     model = config.to_dict(tiny.model_settings(codes_per_token=4))

@@ -76,6 +76,7 @@ def test_a_program_of_ours_sends_what_its_loop_sends():
     assert split.spec == PartitionSpec(None, "fsdp")
 
 
+@pytest.mark.slow
 def test_a_step_gathers_weights_and_no_rows_and_sums_gradients():
     """Kinds of exchanges in the module that the partitioner makes, and as much as a formula says.
 

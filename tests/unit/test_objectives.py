@@ -71,6 +71,7 @@ def test_pairs_that_do_not_see_each_other_cost_a_kernel_nothing(settings, ways, 
     assert matrices < work["step_causal"] < work["step_causal_mask"]
 
 
+@pytest.mark.slow
 def test_a_step_changes_nothing_and_can_be_taken_again(settings, ways, found):
     way = ways["step_causal_mask"]
     plain = dataclasses.replace(way.optimizer, ema=0.0)

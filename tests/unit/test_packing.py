@@ -36,7 +36,7 @@ def batches(**changes):
     return stand_ins.batches(stand_ins.settings(data=data, train={"batch_size": SIZE}))
 
 
-@pytest.mark.parametrize("group", ["answer", "draw"])
+@pytest.mark.parametrize("group", [pytest.param("answer", marks=pytest.mark.slow), "draw"])
 def test_a_packed_batch_has_the_loss_and_the_gradient_of_its_examples(group):
     """Of answers about pictures and without any, and of pictures that are drawn."""
     alone, packed = batches(), batches(packing=SHARED)

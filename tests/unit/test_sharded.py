@@ -299,7 +299,7 @@ def settings_of(implementation):
     return tiny.model_settings(attention_implementation=implementation)
 
 
-@pytest.mark.parametrize("over", ["pallas_tpu", "blockwise"])
+@pytest.mark.parametrize("over", [pytest.param("pallas_tpu", marks=pytest.mark.slow), "blockwise"])
 def test_a_model_over_a_mesh_learns_what_it_learns_on_one_device(monkeypatch, over):
     """Tokens of both streams are dealt out in stripes of 2, joined, parted and taken back."""
     monkeypatch.setattr(stack, "query_tile", lambda length, implementation: 2)
