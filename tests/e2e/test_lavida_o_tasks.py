@@ -44,6 +44,7 @@ def shown():
     return np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
 
 
+@pytest.mark.slow
 def test_pictures_of_every_size_are_drawn(pipe):
     drawn = pipe.generate(["a robot", "a cat"], seed=5)
     assert [picture.shape for picture in drawn.pixels] == [(24, 24, 3)] * 2
@@ -57,6 +58,7 @@ def test_pictures_of_every_size_are_drawn(pipe):
             pipe.generate("a robot", size=size)
 
 
+@pytest.mark.slow
 def test_a_model_over_four_devices_answers_and_draws_what_one_device_does(pipe, shown):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tensor"))
     spread = SparseLaViDa.from_pretrained(pipe.source.name, mesh=mesh)
