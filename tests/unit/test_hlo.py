@@ -4,6 +4,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import segment_programs
 import tiny
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
