@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Markers by folder, eight CPU devices, no deadlines, strict shapes."""
+"""Markers by folder, eight CPU devices, programs compiled fast and once, no deadlines."""
 
 import os
 import pathlib
+import shutil
 import tempfile
 
 import hypothesis
@@ -12,6 +13,8 @@ import pytest
 FOLDERS = ("unit", "property", "parity", "gpu", "gpu_aot", "tpu_aot", "e2e")
 CHECKOUT = pathlib.Path(__file__).parents[1]
 MOST_MAPS = 20_000
+# The suite compiles for longer than it computes; with these it compiles in half the time.
+FAST_COMPILATION = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=50)
 hypothesis.settings.load_profile("ci")
@@ -21,12 +24,24 @@ def pytest_configure(config):
     for folder in FOLDERS:
         config.addinivalue_line("markers", f"{folder}: the tests in tests/{folder}")
     config.addinivalue_line("markers", "slow: run with SLOW_TESTS=1, as `.ci/run --full` does")
-    paths = [pathlib.Path(argument.split("::")[0]) for argument in config.args]
-    if not any("gpu" in path.parts for path in paths):
+    folders = {part for argument in config.args for part in pathlib.Path(argument).parts}
+    if "gpu" not in folders:
         jax.config.update("jax_platforms", "cpu")
+    if not folders & {"gpu", "gpu_aot", "tpu_aot"}:
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FAST_COMPILATION}"
     jax.config.update("jax_num_cpu_devices", 8)
-    # Programs that the command line keeps go where nobody else looks for them.
-    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="sparse-lavida-cache-")
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        # Workers and the commands that tests run share compiled programs, and only they do.
+        folder = tempfile.mkdtemp(prefix="sparse-lavida-cache-")
+        os.environ["XDG_CACHE_HOME"] = folder
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+    jax.config.update(
+        "jax_persistent_cache_min_compile_time_secs",
+        float(os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"]),
+    )
     jax.config.update("jax_numpy_rank_promotion", "raise")
 
 

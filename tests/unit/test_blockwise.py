@@ -15,25 +15,24 @@ import tiny
 import traces
 from kernel_cases import (
     TAGS,
+    TOLERANCE,
     S,
     T,
     any_blocks,
     as_arrays,
     cache_tags,
+    check_bfloat16_twice,
+    check_drawn_blocks,
+    check_output_and_gradients,
     draw,
-    horizons,
     packed_tags,
-    reference,
-    reference_and_gradients,
     sorted_tags,
 )  # fmt: skip
 
 from sparse_lavida_jax.kernels import attention, blockwise, sizes, tables
 from sparse_lavida_jax.kernels.attention import make_tables, step_causal_attention
-from sparse_lavida_jax.kernels.reference import NOTHING_SEEN_LSE
 
 SIZES = tables.TileSizes(queries=16, keys=32, part=32)
-TOLERANCE = 2e-6
 
 
 def shape_of(heads, kv_heads, head_dim, tiles=SIZES):
@@ -53,50 +52,20 @@ def blocks_and_gradients(q, k, v, pulled, pulled_lse, tags, shape):
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 8), (1, 1, 128)])
 def test_output_and_gradients_are_those_of_the_reference(name, heads, kv_heads, head_dim):
     rng = np.random.default_rng(0)
-    tags = as_arrays(TAGS[name](rng))
-    *qkv, pulled = draw(rng, heads, kv_heads, head_dim)
-    seen = np.asarray(reference(*qkv, tags, head_dim)[1]) < NOTHING_SEEN_LSE
-    pulled_lse = jnp.asarray(rng.normal(size=seen.shape) * seen, jnp.float32)
-    (out, lse), gradients = blocks_and_gradients(
-        *qkv, pulled, pulled_lse, tags, shape_of(heads, kv_heads, head_dim)
-    )
-    (wanted, wanted_lse), wanted_gradients = reference_and_gradients(
-        *qkv, pulled, pulled_lse, tags, head_dim
-    )
-    np.testing.assert_allclose(out, wanted, rtol=0, atol=TOLERANCE)
-    np.testing.assert_allclose(lse, wanted_lse, rtol=1e-6, atol=TOLERANCE)
-    assert not np.asarray(out)[~seen.any(axis=1)].any()
-    assert (np.asarray(lse)[~seen] == np.float32(NOTHING_SEEN_LSE)).all()
-    for found, expected in zip(gradients, wanted_gradients, strict=True):
-        np.testing.assert_allclose(found, expected, rtol=2e-6, atol=3 * TOLERANCE)
+    run = functools.partial(blocks_and_gradients, shape=shape_of(heads, kv_heads, head_dim))
+    check_output_and_gradients(run, as_arrays(TAGS[name](rng)), rng, heads, kv_heads, head_dim)
 
 
 def test_bfloat16_is_close_and_gives_the_same_bits_twice():
-    rng = np.random.default_rng(0)
-    tags = as_arrays(packed_tags(rng))
-    *qkv, pulled = draw(rng, 2, 2, 8, jnp.bfloat16)
-    nothing = jnp.zeros((2, 2, S))
-    asked = (*qkv, pulled, nothing, tags)
-    first, again = (blocks_and_gradients(*asked, shape_of(2, 2, 8)) for _ in range(2))
-    jax.tree.map(np.testing.assert_array_equal, first, again)
-    wide = (x.astype(jnp.float32) for x in (*qkv, pulled))
-    wanted = reference_and_gradients(*wide, nothing, tags, 8)
-    for found, expected in zip(jax.tree.leaves(first), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=2e-2, atol=6e-2)
+    run = functools.partial(blocks_and_gradients, shape=shape_of(2, 2, 8))
+    check_bfloat16_twice(run, as_arrays(packed_tags(np.random.default_rng(0))))
 
 
 @hypothesis.settings(max_examples=40, deadline=None)
 @hypothesis.given(any_blocks(S, T))
 def test_whatever_the_tags(drawn):
     """Runs of equal tags as well, so that whole tiles are skipped or full."""
-    query_block, key_block, num_clean = drawn
-    tags = as_arrays((query_block, horizons(query_block, num_clean), key_block, None, None))
-    *qkv, pulled = draw(np.random.default_rng(0), 1, 1, 8)
-    nothing = jnp.zeros((2, 1, S))
-    found = blocks_and_gradients(*qkv, pulled, nothing, tags, shape_of(1, 1, 8))
-    wanted = reference_and_gradients(*qkv, pulled, nothing, tags, 8)
-    for ours, expected in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(ours, expected, rtol=2e-6, atol=3 * TOLERANCE)
+    check_drawn_blocks(functools.partial(blocks_and_gradients, shape=shape_of(1, 1, 8)), drawn)
 
 
 def test_tiles_that_nobody_sees_are_not_computed():
