@@ -25,11 +25,16 @@ if $dry; then
     exit
 fi
 
-# A signal for this shell is for training, which saves and ends.
-trap 'kill -TERM "$child" 2>/dev/null || true' TERM INT
+# A signal for this shell is for training, which saves and ends; it may come before training is.
+child=
+signalled=false
+trap 'signalled=true; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null || true' TERM INT
 for ((left = ${RESTARTS:-0}; ; left--)); do
     "${command[@]}" &
     child=$!
+    if $signalled; then
+        kill -TERM "$child" 2>/dev/null || true
+    fi
     status=0
     wait "$child" || status=$?
     while kill -0 "$child" 2>/dev/null; do # a signal came in between

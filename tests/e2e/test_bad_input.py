@@ -182,6 +182,7 @@ def test_a_picture_that_cannot_be_written_is_told(finished, tmp_path, complaint)
 Usage = collections.namedtuple("Usage", "total used free")
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_nothing_that_was_saved(
     finished, tmp_path, monkeypatch, complaint, capsys
 ):

@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from sparse_lavida_jax.bench import attention, cases, methods, record
 from sparse_lavida_jax.bench.calibration import copy_gbps, launch_us, matmul_tflops
 from sparse_lavida_jax.kernels import attention as kernel_entry
@@ -44,6 +46,7 @@ def test_without_a_kernel_there_are_no_tiles_to_measure():
     assert done.returncode == 1 and "there are no tiles" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_writes_every_row_as_it_is_measured_and_ends_with_the_bars(
     tmp_path, monkeypatch, capsys
 ):

@@ -71,6 +71,7 @@ def test_a_model_over_four_devices_answers_and_draws_what_one_device_does(pipe, 
     assert said.texts == expected.texts
 
 
+@pytest.mark.slow
 def test_a_drawn_picture_is_replayed(pipe):
     drawn = pipe.generate(["a robot", "a cat that is longer"], seed=5)
     again = pipe.replay(drawn.records[1])
@@ -103,6 +104,7 @@ def test_known_cells_stay(pipe, shown):
     assert around.pixels[0].shape == (24, 24, 3)
 
 
+@pytest.mark.slow
 def test_text_is_written_in_blocks_of_32(pipe, shown):
     answer = pipe.ask(shown, "what is it?", max_new_tokens=33)
     assert len(answer.tokens[0]) == 64
@@ -138,6 +140,7 @@ def test_boxes_of_several_phrases_come_from_one_step(pipe, shown, monkeypatch):
     assert asked == [(1, [0])]
 
 
+@pytest.mark.slow
 def test_reflection_shows_earlier_attempts(pipe, monkeypatch):
     kept, run = [], pipe.run
 
@@ -173,6 +176,7 @@ def test_control_tokens_in_a_prompt_are_told(pipe):
         pipe.generate(f"a robot {chat.END_OF_TURN}")
 
 
+@pytest.mark.slow
 def test_a_plan_that_was_given_stands_before_the_picture(pipe, monkeypatch):
     assert pipe.generate("a robot").plans == ()
     drawn = pipe.generate("a robot", plan="robot<LOC_0><LOC_0><LOC_8><LOC_8>")

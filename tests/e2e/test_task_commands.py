@@ -63,6 +63,7 @@ def test_generate_writes_what_replay_draws_again(run, tmp_path, capsys):
     assert pictures.read_record(again) == record
 
 
+@pytest.mark.slow
 def test_a_row_of_a_batch_is_replayed_alone(run, tmp_path, capsys):
     batch = tmp_path / "prompts.jsonl"
     lines = [{"prompt": PROMPT, "seed": 7}, {"prompt": "two green crosses and a red circle"}]
@@ -114,6 +115,7 @@ def test_inpaint_and_outpaint_keep_what_is_known(run, tmp_path, picture, model):
     assert pictures.read_record(out)["recipe"] == {"box": [16, 16, 80, 80]}
 
 
+@pytest.mark.slow
 def test_reflect_draws_until_it_is_content(run, tmp_path):
     out, again = tmp_path / "out.png", tmp_path / "again.png"
     batch, steps = tmp_path / "prompts.txt", tmp_path / "steps.gif"
@@ -197,6 +199,7 @@ def test_a_picture_of_another_program_is_told(tmp_path, model, capsys):
     assert "the record has format 'another/1'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_grid_is_one_picture(run, tmp_path):
     out = tmp_path / "out.png"
     assert run("generate", PROMPT, "--num-images=3", "--grid", f"--out={out}") == f"{out}\n"

@@ -77,6 +77,7 @@ def test_a_stopped_run_ends_like_one_that_was_not(finished, interfere, tmp_path,
     assert_same_end(tmp_path / "run", finished)
 
 
+@pytest.mark.slow
 def test_a_run_that_dies_between_saves_ends_like_one_that_did_not(finished, interfere, tmp_path):
     class PowerCutError(BaseException):
         pass

@@ -19,6 +19,7 @@ SETTINGS = config.Config(
 )
 
 
+@pytest.mark.slow
 def test_a_short_run_writes_a_tokenizer_and_says_how_good_it_is(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(train_vq, "REPORT_PICTURES", 6)
     monkeypatch.setattr(train_vq, "SURVEY_PICTURES", 4)

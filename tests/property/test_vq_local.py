@@ -66,6 +66,7 @@ def test_every_appearance_has_codes_of_its_own(name, codes_a_cell):
     assert len(np.unique(table(name), axis=0)) == APPEARANCES
 
 
+@pytest.mark.slow
 @each_codec
 def test_the_table_gives_the_codes_of_whole_scenes(name, codes_a_cell):
     np.testing.assert_array_equal(coded(name).cells, table(name)[coded(name).grids])

@@ -3,6 +3,7 @@
 
 import errno
 import json
+import os
 import pathlib
 import types
 
@@ -310,6 +311,25 @@ def test_a_flipped_bit_falls_back_to_the_state_before(states, caplog):
     states.wait()
     assert states.steps == [1, 2]
     assert (states.folder.parent / "damaged" / "2").is_dir()
+
+
+@pytest.mark.parametrize("left", [0, 0.5, None])
+def test_a_state_cut_short_falls_back_to_the_state_before(states, left, caplog):
+    """Its largest file, of which a part, nothing, or not even a name is left."""
+    big = {"x": np.random.default_rng(0).normal(size=20_000)}
+    for step in (1, 2):
+        states.save(step, {"x": big["x"] + step})
+    states.wait()
+    files = (path for path in (states.folder / "2").rglob("*") if path.is_file())
+    largest = max(files, key=lambda path: path.stat().st_size)
+    if left is None:
+        largest.unlink()
+    else:
+        os.truncate(largest, int(left * largest.stat().st_size))
+    step, saved = states.restore(big)
+    assert step == 1
+    np.testing.assert_array_equal(saved["x"], big["x"] + 1)
+    assert "step 2" in caplog.text
 
 
 def test_a_wrong_checksum_is_damage(states, monkeypatch):

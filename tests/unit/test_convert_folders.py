@@ -154,6 +154,7 @@ def test_an_image_tokenizer_that_nothing_describes_is_known_by_its_shapes(tmp_pa
     assert checkpoint.read_config(tmp_path / "model").vq == made.vq
 
 
+@pytest.mark.slow
 def test_a_model_trained_sparsely_is_exported_with_its_registers(tmp_path):
     """What training writes has none of the small files of the release."""
     made = dataclasses.replace(

@@ -45,7 +45,7 @@ def named(model):
     }
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("batch_bytes", [1, 2**28])
 def test_eight_devices_hold_what_one_would(converted, mesh, dtype, batch_bytes, monkeypatch):
     monkeypatch.setattr(checkpoint, "BATCH_BYTES", batch_bytes)

@@ -584,7 +584,7 @@ def test_the_confidence_order_is_refused_where_not_all_cells_are_passed(name):
         presets.plan(sampling, settings, SETTINGS, np.zeros((1, 9), bool), 1)
 
 
-@pytest.mark.parametrize("name", ["dense", "p"])
+@pytest.mark.parametrize("name", ["dense", pytest.param("p", marks=pytest.mark.slow)])
 def test_outside_its_interval_guidance_does_not_act(name):
     """Without a cache the other rows are not even passed."""
     model, requests = tiny.denoiser(SETTINGS), image_requests(3, 6)

@@ -57,7 +57,11 @@ def watched(name, kind="image", given=0.0, **changes):
 
 @pytest.mark.parametrize(
     ("name", "given", "changes"),
-    [("sparse", 0.0, {"guidance": 2.0}), ("sparse", 0.4, {}), ("pt", 0.0, {}), ("pr", 0.0, {})],
+    [
+        ("sparse", 0.0, {"guidance": 2.0}),
+        ("sparse", 0.4, {}),
+        *(pytest.param(name, 0.0, {}, marks=pytest.mark.slow) for name in ("pt", "pr")),
+    ],
 )
 def test_tables_made_ahead_are_those_of_every_step(name, given, changes):
     found = watched(name, given=given, **changes)

@@ -189,6 +189,7 @@ def test_a_step_without_a_finite_gradient_changes_nothing():
     )
 
 
+@pytest.mark.slow
 def test_a_step_over_a_mesh_is_that_of_one_device():
     """Rows over `fsdp`, parameters over `fsdp` and `tensor`; all stay where they were put."""
     settings = stand_ins.settings()
@@ -213,6 +214,7 @@ def test_a_step_over_a_mesh_is_that_of_one_device():
         assert leaf.sharding.is_equivalent_to(place, leaf.ndim)
 
 
+@pytest.mark.slow
 def test_the_released_objective_is_learned_text_and_pictures_together():
     released = {"corruption": "released", "attention": "full", "weighting": "mean"}
     settings = stand_ins.settings(diffusion=released, data={"tasks": {"draw": 1.0}})
@@ -343,7 +345,7 @@ def test_adapters_need_a_base():
 
 
 @pytest.mark.parametrize("kinds", [["image", "image"], ["text", "image"]])
-@pytest.mark.parametrize("remat", ["attention", "layer"])
+@pytest.mark.parametrize("remat", [pytest.param("attention", marks=pytest.mark.slow), "layer"])
 def test_what_is_kept_of_a_layer_changes_no_gradient(remat, kinds):
     model = tiny.model_settings()
     params, batch = tiny.denoiser(model), tiny.batch(kinds, model)
@@ -436,6 +438,7 @@ def test_a_finished_run_holds_a_model_that_can_be_loaded(loop):
     assert loop.written == [2, 2]
 
 
+@pytest.mark.slow
 def test_a_run_with_adapters_resumes_and_leaves_them_and_a_merged_model(loop, base_model):
     given = with_adapters(base_model)
     loop.before_step = lambda step: step == 3 and os.kill(os.getpid(), signal.SIGTERM)
