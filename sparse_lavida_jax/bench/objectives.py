@@ -7,7 +7,6 @@ and lets all see all.
 """
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -35,8 +34,12 @@ MakeExample = Callable[[int], Example]
 
 
 def methods(settings: config.Config) -> dict[str, config.Config]:
-    """Returns the settings of each way to train; attention of the first two gives the same."""
-    kernel = attention.default_implementation()
+    """Returns the settings of each way to train; attention of the first two gives the same.
+
+    Where there is no kernel, tiles are skipped in plain `lax` (`kernels/blockwise.py`).
+    """
+    default = attention.default_implementation()
+    tiles = "blockwise" if default == "reference" else default
 
     def way(implementation: str, **changes: Any) -> config.Config:
         return dataclasses.replace(
@@ -47,9 +50,9 @@ def methods(settings: config.Config) -> dict[str, config.Config]:
 
     sparse = {"attention": "step_causal", "corruption": "blocks"}
     return {
-        "step_causal": way(kernel, **sparse),
+        "step_causal": way(tiles, **sparse),
         "step_causal_mask": way("reference", **sparse),
-        "vanilla": way(kernel, **(sparse | {"attention": "full", "blocks": "uniform"})),
+        "vanilla": way(default, **(sparse | {"attention": "full", "blocks": "uniform"})),
     }
 
 
@@ -252,9 +255,3 @@ def head_memory(
     program = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*given).compile()
     found: Any = program.memory_analysis()
     return found.temp_size_in_bytes, found.output_size_in_bytes
-
-
-@functools.cache
-def has_kernel() -> bool:
-    """Whether this device has a kernel of attention."""
-    return attention.default_implementation() != "reference"

@@ -46,7 +46,7 @@ class Bench:
             **circumstances(),
             **values,
         }
-        path = path_of(self.suite, row_id)
+        path = path_of(self.suite, row_id, row["device"]["kind"])
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, row)
         return path
@@ -68,9 +68,9 @@ def circumstances() -> dict[str, Any]:
     }
 
 
-def path_of(suite: str, row_id: str) -> pathlib.Path:
-    """Returns where a row measured on this device is written."""
-    device = re.sub(r"[^a-z0-9]+", "-", _device()["kind"].lower()).strip("-")
+def path_of(suite: str, row_id: str, kind: str = "") -> pathlib.Path:
+    """Returns where a row of a kind of device is written, by default of this one."""
+    device = re.sub(r"[^a-z0-9]+", "-", (kind or _device()["kind"]).lower()).strip("-")
     return RESULTS / device / suite / f"{row_id.replace('/', '.')}.json"
 
 

@@ -7,11 +7,12 @@ r"""Training: what a step gives for its time, whether a run fits, and the full r
     python -m sparse_lavida_jax.bench.training --plan --config=configs/lavida_o.py --device-gb=80
     python -m sparse_lavida_jax.bench.training --aot --config=configs/lavida_o.py      # 15 minutes
 
-Without a mode, on this device and on the same examples in turn: step-causal training with the
-kernel that skips tiles, with the mask written out, and masked diffusion with full attention as
-LaViDa-O has it. Compared are tokens with a loss a second and a TFLOP, and how much the loss of a
-batch varies; then the memory of the loss over a large vocabulary, in chunks and plain. With
-`--config` the parameters are random, which changes no time; their loss says nothing.
+Without a mode, on this device and on the same examples in turn: step-causal training with tiles
+skipped (by the kernel, or in plain lax where there is none), with the mask written out, and masked
+diffusion with full attention as LaViDa-O has it. Compared are tokens with a loss a second and a
+TFLOP, and how much the loss of a batch varies; then the memory of the loss over a large vocabulary,
+in chunks and plain. With `--config` the parameters are random, which changes no time; their loss
+says nothing.
 
 `--plan` prints the memory, in 1e9 bytes, of the ways to train a model of this size, and of the
 config itself, which is the last row: how it is counted stands in `bench/plan.py`. Ends with status
@@ -108,9 +109,6 @@ def _compare() -> None:
     found, trainers = {}, {}
     sizes = described.matrices(settings.model)
     ways = objectives.methods(settings)
-    if not objectives.has_kernel():
-        print("step_causal: not measured, this device has no kernel of attention", flush=True)
-        del ways["step_causal"]
     for name, way in ways.items():
         found[name] = objectives.batches(way, make_example, RUNS.value, BATCH.value)
         trainers[name] = objectives.Trainer(way, found[name])

@@ -23,11 +23,7 @@ def settings():
 
 @pytest.fixture(scope="module")
 def ways(settings):
-    # As on a device with a kernel, whose pairs are those that see each other.
-    found = objectives.methods(settings)
-    model = dataclasses.replace(settings.model, attention_implementation="pallas_tpu")
-    found["step_causal"] = dataclasses.replace(found["step_causal"], model=model)
-    return found
+    return objectives.methods(settings)
 
 
 @pytest.fixture(scope="module")
