@@ -440,12 +440,14 @@ class Optimizer:
     # found in the path of a parameter, such as `vision/tower/layers/q/kernel`, is for it. A rate of
     # 0 freezes: no gradient and no moments are kept. The release: ((r"^vision/tower/", 2e-6),).
     groups: tuple[Any, ...] = ()
-    frozen_dtype: str = "float32"  # of what is not trained; "bfloat16" halves it
+    # Of what is not trained; "bfloat16" halves it, "int8" halves the matrices of the layers once
+    # more (`quantize.py`; beside adapters alone), and the rest is bfloat16.
+    frozen_dtype: str = "float32"
 
     def __post_init__(self):
         _check_choice(self, "kind", ("adamw", "muon"))
         _check_choice(self, "moments_dtype", ("float32", "bfloat16"))
-        _check_choice(self, "frozen_dtype", ("float32", "bfloat16"))
+        _check_choice(self, "frozen_dtype", ("float32", "bfloat16", "int8"))
         _check(
             self,
             "moments_dtype",
@@ -723,6 +725,11 @@ class Config:
             raise ConfigError(
                 "Data.source='prepared' takes the tokenizers that lie beside a model: name its"
                 " folder in train.init_from (a released one is converted with --mode=convert)."
+            )
+        if self.optimizer.frozen_dtype == "int8" and not self.lora.rank:
+            raise ConfigError(
+                "Optimizer.frozen_dtype='int8' holds the base of adapters in 8 bits: give a"
+                " Lora.rank of 1 or more, or another dtype."
             )
         packing, parts = self.data.packing, self.train.microbatches
         if self.train.batch_size % (packing * parts):

@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from sparse_lavida_jax import config
+from sparse_lavida_jax import config, quantize
 from sparse_lavida_jax.models.layers import Linear
 
 M = TypeVar("M")
@@ -60,6 +60,17 @@ def attach(model: M, settings: config.Lora, key: PRNGKeyArray) -> M:
             f" {', '.join(choice)}."
         )
     return model
+
+
+def begin(settings: config.Config, model: M, key: PRNGKeyArray) -> M:
+    """Returns the model as it is trained: with adapters if there are any, beside a base in 8 bits.
+
+    Raises:
+        ConfigError: as `attach`.
+    """
+    if settings.optimizer.frozen_dtype == "int8":
+        model = quantize.quantized(model, "int8")
+    return attach(model, settings.lora, key) if settings.lora.rank else model
 
 
 def merged(model: M) -> M:

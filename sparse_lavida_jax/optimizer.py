@@ -82,13 +82,26 @@ def parted(settings: config.Config, params: T) -> tuple[T, T | None]:
             f"Optimizer.groups={settings.optimizer.groups!r} freezes every parameter: give a group"
             " before them a rate above 0."
         )
-    return parameters.parted(params, is_trained, settings.optimizer.frozen_dtype)
+    if settings.optimizer.frozen_dtype == "int8" and (
+        wrong := [n for n, leaf in names.items() if leaf.dtype == jnp.int8 and is_trained(n)]
+    ):
+        raise config.ConfigError(
+            'Optimizer.frozen_dtype="int8" holds the matrices of the layers in 8 bits, and the'
+            f' settings train {wrong[0]}: freeze it, or use "bfloat16".'
+        )
+    return parameters.parted(params, is_trained, frozen_dtype(settings.optimizer))
+
+
+def frozen_dtype(settings: config.Optimizer) -> str:
+    """Returns the dtype in which frozen parameters are read and written, before any rounding."""
+    return "bfloat16" if settings.frozen_dtype == "int8" else settings.frozen_dtype
 
 
 def dtypes(settings: config.Config) -> Callable[[str], str]:
     """Returns what chooses the dtype of a parameter by its name."""
     is_trained = _trained(settings)
-    return lambda name: "float32" if is_trained(name) else settings.optimizer.frozen_dtype
+    frozen = frozen_dtype(settings.optimizer)
+    return lambda name: "float32" if is_trained(name) else frozen
 
 
 def _trained(settings: config.Config) -> Callable[[str], bool]:

@@ -62,7 +62,8 @@ def parted(
     """Returns the trained part and the frozen part; None for that if all is trained.
 
     Args:
-        frozen_dtype: of the frozen part; by default it stays as it is.
+        frozen_dtype: of the frozen part; by default it stays as it is, and so do matrices in 8
+            bits with their scales.
     """
     names = by_name(params)
     if all(map(is_trained, names)):
@@ -71,10 +72,15 @@ def parted(
     def trained(path, leaf):
         return leaf if is_trained(leaf_name(path)) else None
 
+    is_integer = {name: jnp.issubdtype(leaf.dtype, jnp.integer) for name, leaf in names.items()}
+    in_8_bits = {name.rpartition("/")[0] for name in names if is_integer[name]}
+
     def frozen(path, leaf):
-        if is_trained(leaf_name(path)):
+        name = leaf_name(path)
+        if is_trained(name):
             return None
-        return leaf.astype(frozen_dtype or leaf.dtype)
+        stays = frozen_dtype is None or name.rpartition("/")[0] in in_8_bits
+        return leaf if stays else leaf.astype(frozen_dtype)
 
     with_path = jax.tree_util.tree_map_with_path
     return with_path(trained, params), with_path(frozen, params)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrices of the layers in 8 bits, for sampling: a step of few tokens waits for their bytes.
+"""Matrices of the layers in 8 bits: few tokens wait for their bytes, and memory is short.
+
+Sampling takes all methods (`Sampling.quantize`), training the first, for a frozen base beside
+adapters (`Optimizer.frozen_dtype`).
 
 | method | a matrix is | activations | result is |
 | --- | --- | --- | --- |
@@ -57,11 +60,12 @@ class QuantizedLinear(Linear):
                 x8, kernel, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=whole
             )
             product = product.astype(jnp.float32) * token_scale
-        return (product * scale.reshape(*[1] * (x.ndim - 1), -1)).astype(x.dtype)
+        y = (product * scale.reshape(*[1] * (x.ndim - 1), -1)).astype(x.dtype)
+        return self._adapted(x, y)
 
 
 def quantized(model: M, method: str) -> M:
-    """Returns a model for sampling whose layers hold their matrices in 8 bits.
+    """Returns a model whose layers hold their matrices in 8 bits.
 
     Args:
         model: fused (`fuse.for_inference`) or not; nothing else of it is copied.
@@ -87,6 +91,26 @@ def quantized(model: M, method: str) -> M:
                     )
                 setattr(module, field, QuantizedLinear(linear, method))
     return model
+
+
+def widened(model: M, dtype: str) -> M:
+    """Returns a model whose matrices are as wide again as before, rounded; adapters stay."""
+    model = jax.tree.map(lambda leaf: leaf, model)
+    for _, module in list(nnx.iter_modules(model)):
+        for field, linear in list(vars(module).items()):
+            if isinstance(linear, QuantizedLinear):
+                setattr(module, field, _wide(linear, dtype))
+    return model
+
+
+def _wide(linear: QuantizedLinear, dtype: str) -> Linear:
+    wide = Linear(1, 1, rngs=nnx.Rngs(0))
+    product = linear.kernel[...].astype(jnp.float32) * linear.scale[...]
+    wide.kernel = nnx.Param(product.astype(dtype))
+    if linear.lora_scale:
+        wide.lora_a, wide.lora_b = linear.lora_a, linear.lora_b
+        wide.lora_scale = linear.lora_scale
+    return wide
 
 
 def rounded(

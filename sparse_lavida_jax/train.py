@@ -24,6 +24,7 @@ from sparse_lavida_jax import (
     optimizer,
     parameters,
     processes,
+    quantize,
     report,
     runs,
     sharding,
@@ -49,6 +50,8 @@ class DivergedError(runs.RunError):
 def init_state(settings: config.Config, params: Denoiser, mesh: Mesh | None = None) -> TrainState:
     """Returns the state of a run at step 0, from these parameters or those of `init_from`.
 
+    Matrices that one device will hold in 8 bits are read into the host's memory and rounded there.
+
     Args:
         params: not looked at where there is an `init_from`.
         mesh: over which the state is laid out; every device reads or makes its own part.
@@ -57,26 +60,12 @@ def init_state(settings: config.Config, params: Denoiser, mesh: Mesh | None = No
         CheckpointError: `init_from` is no checkpoint, or of a model of other shapes.
         ConfigError: adapters without a base, or groups that train nothing.
     """
-    base = settings.train.init_from
-    if base and states.is_unfinished(base):
-        params = states.load_unfinished(base, make_model=lambda _: _made(settings))
-    elif base:
-        params = checkpoint.load_model(
-            base,
-            make_model=lambda _: _made(settings),
-            sharding=None if mesh is None else sharding.over(mesh),
-            dtype=optimizer.dtypes(settings),
-        ).model
-    elif settings.lora.rank:
-        raise config.ConfigError(
-            f"Lora.rank={settings.lora.rank} needs a base model: name its folder in"
-            " train.init_from."
-        )
-    else:
-        params = jax.tree.map(jnp.copy, params)  # the first step donates its state
-    if settings.lora.rank:
-        params = lora.attach(params, settings.lora, jax.random.key(settings.seed))
-    params, frozen = optimizer.parted(settings, params)
+    in_host_memory = mesh is None and settings.optimizer.frozen_dtype == "int8"
+    with jax.default_device(jax.devices("cpu")[0] if in_host_memory else None):
+        params = lora.begin(settings, _base(settings, params, mesh), jax.random.key(settings.seed))
+        params, frozen = optimizer.parted(settings, params)
+    if in_host_memory:
+        params, frozen = jax.device_put((params, frozen), jax.devices()[0])
 
     begun = functools.partial(_begun, settings.optimizer)
     if mesh is None:
@@ -84,6 +73,26 @@ def init_state(settings: config.Config, params: Denoiser, mesh: Mesh | None = No
     params, frozen = sharding.place_state((params, frozen), mesh)
     with jax.set_mesh(mesh):
         return dataclasses.replace(jax.jit(begun, donate_argnums=0)(params), frozen=frozen)
+
+
+def _base(settings: config.Config, params: Denoiser, mesh: Mesh | None) -> Denoiser:
+    """Returns what is trained, or what adapters will be attached to."""
+    base = settings.train.init_from
+    if base and states.is_unfinished(base):
+        return states.load_unfinished(base, make_model=lambda _: _made(settings))
+    if base:
+        return checkpoint.load_model(
+            base,
+            make_model=lambda _: _made(settings),
+            sharding=None if mesh is None else sharding.over(mesh),
+            dtype=optimizer.dtypes(settings),
+        ).model
+    if settings.lora.rank:
+        raise config.ConfigError(
+            f"Lora.rank={settings.lora.rank} needs a base model: name its folder in"
+            " train.init_from."
+        )
+    return jax.tree.map(jnp.copy, params)  # the first step donates its state
 
 
 def _begun(settings: config.Optimizer, params: Denoiser) -> TrainState:
@@ -229,7 +238,9 @@ def _finish(
         mesh = None
     if processes.is_first():
         with _inside(mesh):
-            dtype = "float32" if state.frozen is None else settings.optimizer.frozen_dtype
+            dtype = "float32"
+            if state.frozen is not None:
+                dtype = optimizer.frozen_dtype(settings.optimizer)
             _write_results(settings, run, source, pipe, trained, step, seconds, dtype)
     processes.wait_for_all("the end")
 
@@ -237,7 +248,7 @@ def _finish(
 def _write_results(settings, run, source, pipe, trained, step: int, seconds, dtype: str) -> None:
     checkpoint.save_model(
         run.model_folder,
-        pipe.model,
+        quantize.widened(pipe.model, dtype),
         settings,
         tokenizer_path=source.tokenizer_path,
         vq_folder=None if pipe.codec is None else pipe.codec.folder,

@@ -222,8 +222,7 @@ class Trainer:
 
 
 def _state(settings: config.Config, params: Denoiser) -> train.TrainState:
-    if settings.lora.rank:
-        params = lora.attach(params, settings.lora, jax.random.key(settings.seed))
+    params = lora.begin(settings, params, jax.random.key(settings.seed))
     trained, frozen = optimizer.parted(settings, params)
     opt_state = optimizer.init(settings.optimizer, trained)
     return train.TrainState(jnp.int32(0), trained, None, opt_state, jnp.int32(0), frozen)

@@ -103,7 +103,11 @@ def ways(settings: config.Config) -> dict[str, config.Config]:
         found["generation branch"] = way(
             groups=((BRANCH, rate), ("", 0.0)), frozen_dtype="bfloat16"
         )
-    return found | {f"LoRA of rank {rank.rank}": way(lora=rank, frozen_dtype="bfloat16")}
+    name = f"LoRA of rank {rank.rank}"
+    return found | {
+        name: way(lora=rank, frozen_dtype="bfloat16"),
+        f"{name}, int8 base": way(lora=rank, frozen_dtype="int8"),
+    }
 
 
 def plan(settings: config.Config, batch: Batch) -> Plan:
@@ -128,9 +132,7 @@ def plan(settings: config.Config, batch: Batch) -> Plan:
 
 def _parts(settings: config.Config) -> tuple[Denoiser, Denoiser | None]:
     model = Denoiser(settings.model, rngs=nnx.Rngs(0))
-    if settings.lora.rank:
-        model = lora.attach(model, settings.lora, jax.random.key(0))
-    return optimizer.parted(settings, model)
+    return optimizer.parted(settings, lora.begin(settings, model, jax.random.key(0)))
 
 
 def kept(settings: config.Config, batch: Batch) -> int:

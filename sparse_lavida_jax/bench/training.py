@@ -34,7 +34,7 @@ import rich.table
 from absl import app, flags, logging
 from flax import nnx
 
-from sparse_lavida_jax import config, config_files
+from sparse_lavida_jax import config, config_files, optimizer
 from sparse_lavida_jax.bench import described, objectives, plan, table
 from sparse_lavida_jax.bench.record import Bench, read_rows
 from sparse_lavida_jax.models.denoiser import Denoiser
@@ -162,8 +162,8 @@ def _subject() -> tuple[config.Config, Denoiser, objectives.MakeExample]:
     if CONFIG.value:
         settings = config_files.read(pathlib.Path(CONFIG.value))
         params = Denoiser(settings.model, rngs=nnx.Rngs(settings.seed))
-        if settings.optimizer.frozen_dtype == "bfloat16":
-            params = jax.tree.map(lambda x: x.astype("bfloat16"), params)
+        frozen = optimizer.frozen_dtype(settings.optimizer)
+        params = jax.tree.map(lambda x: x.astype(frozen), params)
         make_example = objectives.random_examples(settings.model, settings.seed)
     else:
         pipe = SparseLaViDa.from_pretrained(CHECKPOINT.value)

@@ -56,10 +56,12 @@ class Linear(nnx.Module):
     ) -> Float[Array, "*b o"]:
         """Multiplies; `out_width` keeps only the first outputs and computes no others."""
         multiply = _multiply_wide if self.wide_gradient else _multiply
-        y = multiply(x, self.kernel[:, :out_width])
+        return self._adapted(x, multiply(x, self.kernel[:, :out_width]))
+
+    def _adapted(self, x: Float[Array, "*b i"], y: Float[Array, "*b o"]) -> Float[Array, "*b o"]:
         if self.lora_scale:
             low = x @ self.lora_a.astype(x.dtype)
-            y += self.lora_scale * (low @ self.lora_b[:, :out_width].astype(x.dtype))
+            y += self.lora_scale * (low @ self.lora_b[:, : y.shape[-1]].astype(x.dtype))
         return y
 
 

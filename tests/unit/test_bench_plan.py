@@ -48,6 +48,9 @@ def test_the_ways_to_train_hold_what_they_train(plans):
         assert part.moments == 8 * part.trained + step
     assert branch.parameters == 4 * branch.trained + 2 * (size - branch.trained)
     assert branch.kept < full.kept
+    in_8_bits = plans["LoRA of rank 16, int8 base"]
+    assert in_8_bits.trained == low_rank.trained
+    assert low_rank.trained * 4 < in_8_bits.parameters < low_rank.parameters
     assert full.total > plans["full, bfloat16 moments"].total > branch.total
 
 
