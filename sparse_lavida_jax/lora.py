@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from sparse_lavida_jax import config, quantize
 from sparse_lavida_jax.models.layers import Linear
 
-M = TypeVar("M")
+M = TypeVar("M", bound=nnx.Module)
 
 HEADS = ("text_head", "image_head/logits")  # read in chunks by the loss, without adapters
 NAME = re.compile(r"(^|/)lora_[ab]$")  # of the parameters of adapters

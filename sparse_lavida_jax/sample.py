@@ -633,7 +633,7 @@ def _tables_ahead(
     rows = jnp.arange(at.shape[1])[None, :, None]
     decoded_at = state.decoded_at.at[rows, at].set(segment.block[:, None, None], mode="drop")
 
-    def tags_of(now: StepTokens) -> tuple[Array, ...]:
+    def tags_of(now: StepTokens) -> tuple[AnyArray, ...]:
         until_now = jnp.where(decoded_at > now.block, NOT_DECODED, decoded_at)
         before = dataclasses.replace(state, decoded_at=until_now)
         layout = _response_stream(model.settings, before, now, prompt, settings).layout

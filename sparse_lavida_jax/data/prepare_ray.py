@@ -37,9 +37,9 @@ def outcomes(load: Callable[[], Make], count: int, workers: int) -> Iterator[dic
     if not count:
         return
     try:
-        import ray
-        import ray.data
-        import ray.exceptions
+        import ray  # pyright: ignore[reportMissingImports]
+        import ray.data  # pyright: ignore[reportMissingImports]
+        import ray.exceptions  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise PrepareError(
             "prepare.engine=ray needs Ray: `pip install 'sparse-lavida-jax[ray]'`, or use"

@@ -79,7 +79,7 @@ def step_tables(
     chosen_by = _ChosenBy(implementation, first.head_dim, dtype)
     cache = cache.begin(name, layout.block)
     deals: Deals = sharded.deals_of({name: layout.block.shape[1]}, None)
-    layouts = {name: layout}
+    layouts: Layouts = {name: layout}
     return StepTables(
         _Attention.joint(layouts, [name], [name], cache, chosen_by, deals).tables,
         _Attention.split(layouts, name, cache, chosen_by, deals).tables,
