@@ -171,36 +171,23 @@ def _reflect(service: Service, shown: list[gr.Image], drawn: list[gr.Image]) -> 
 
 
 def _ask(service: Service, shown: list[gr.Image], drawn: list[gr.Image]) -> None:
-    with gr.Row():
-        with gr.Column():
-            given = _picture(service, shown)
-            words = gr.Textbox(label="Question", value="how many squares are there?")
-            long = gr.Checkbox(label="Answer step by step")
-            options = _text_options(service)
-            go, stop = _buttons("Ask")
-        with gr.Column():
-            answer, note = gr.Textbox(label="Answer", lines=3), gr.Markdown()
+    words = gr.Textbox(label="Question", value="how many squares are there?", render=False)
+    long = gr.Checkbox(label="Answer step by step", render=False)
 
     async def ask(given, words, long, *options) -> AsyncIterator[Notes]:
         task = "reason" if long else "ask"
         async for values in _write(service, task, words, given, options):
             yield values
 
-    _wire(go, stop, ask, [given, words, long, *options], [answer, note], "ask")
+    _say(service, shown, [words, long], ask, "Ask", "Answer")
 
 
 def _caption(service: Service, shown: list[gr.Image], drawn: list[gr.Image]) -> None:
-    with gr.Row():
-        with gr.Column():
-            given = _picture(service, shown)
-            template = gr.Textbox(
-                label="In these words, if any",
-                info="___ is a gap of one token, {4} one of four: a ___ red circle",
-            )
-            options = _text_options(service)
-            go, stop = _buttons("Describe")
-        with gr.Column():
-            answer, note = gr.Textbox(label="Description", lines=3), gr.Markdown()
+    template = gr.Textbox(
+        label="In these words, if any",
+        info="___ is a gap of one token, {4} one of four: a ___ red circle",
+        render=False,
+    )
 
     async def caption(given, template, *options) -> AsyncIterator[Notes]:
         more = {"template": template} if template.strip() else {}
@@ -208,28 +195,43 @@ def _caption(service: Service, shown: list[gr.Image], drawn: list[gr.Image]) -> 
         async for values in _write(service, task, None, _needed(given), options, **more):
             yield values
 
-    _wire(go, stop, caption, [given, template, *options], [answer, note], "caption")
+    _say(service, shown, [template], caption, "Describe", "Description")
 
 
 def _infill(service: Service, shown: list[gr.Image], drawn: list[gr.Image]) -> None:
-    with gr.Row():
-        with gr.Column():
-            given = _picture(service, shown)
-            words = gr.Textbox(
-                label="Text with gaps",
-                value="a red circle is ___ a blue square",
-                info="___ is a gap of one token, {4} one of four; a picture is not needed",
-            )
-            options = _text_options(service)
-            go, stop = _buttons("Fill")
-        with gr.Column():
-            answer, note = gr.Textbox(label="Filled", lines=3), gr.Markdown()
+    words = gr.Textbox(
+        label="Text with gaps",
+        value="a red circle is ___ a blue square",
+        info="___ is a gap of one token, {4} one of four; a picture is not needed",
+        render=False,
+    )
 
     async def infill(given, words, *options) -> AsyncIterator[Notes]:
         async for values in _write(service, "infill", words, given, options):
             yield values
 
-    _wire(go, stop, infill, [given, words, *options], [answer, note], "infill")
+    _say(service, shown, [words], infill, "Fill", "Filled")
+
+
+def _say(
+    service: Service,
+    shown: list[gr.Image],
+    inputs: list[Any],
+    does: Callable[..., AsyncIterator[Notes]],
+    button: str,
+    label: str,
+) -> None:
+    """A picture and `inputs`, not yet on the page, beside the text that comes of them."""
+    with gr.Row():
+        with gr.Column():
+            given = _picture(service, shown)
+            for part in inputs:
+                part.render()
+            options = _text_options(service)
+            go, stop = _buttons(button)
+        with gr.Column():
+            answer, note = gr.Textbox(label=label, lines=3), gr.Markdown()
+    _wire(go, stop, does, [given, *inputs, *options], [answer, note], does.__name__)
 
 
 def _ground(service: Service, shown: list[gr.Image], drawn: list[gr.Image]) -> None:

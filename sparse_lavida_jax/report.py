@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from sparse_lavida_jax import config, metrics
+from sparse_lavida_jax import config, markdown, metrics
 from sparse_lavida_jax.bench import record
 from sparse_lavida_jax.data import digits, grammar, scenes, scoring, tasks
 from sparse_lavida_jax.decoding import tokens_passed
@@ -150,13 +150,13 @@ def _losses(path: pathlib.Path) -> str:
     if not rows:
         return "No loss was logged (train.log_every)."
     names = [n for n in ("loss", "text_nll", "image_nll") if any(n in row for row in rows)]
-    lines = [f"| up to step | {' | '.join(names)} |", "| --- " * (len(names) + 1) + "|"]
+    lines = []
     for tenth in np.array_split(np.arange(len(rows)), min(LOSS_ROWS, len(rows))):
         part = [rows[i] for i in tenth]
         found = [[row[name] for row in part if row.get(name) is not None] for name in names]
         means = (f"{np.mean(values):.4f}" if values else "" for values in found)
-        lines.append(f"| {part[-1]['step']} | {' | '.join(means)} |")
-    return "\n".join(lines)
+        lines.append((part[-1]["step"], *means))
+    return markdown.table(("up to step", *names), lines)
 
 
 def _newest_sheet(folder: pathlib.Path) -> list[str]:
@@ -207,13 +207,10 @@ def _curve(path: pathlib.Path) -> str:
         return "No picture was scored while it trained (train.picture_seconds)."
     names = [name for name in ("attribute_precision", "single", "draw") if name in checks[0]]
     lines = [
-        f"| step | minutes | {' | '.join(name.replace('_', ' ') for name in names)} |",
-        "| --- " * (len(names) + 2) + "|",
+        (row["step"], f"{row['seconds'] / 60:.1f}", *(f"{row[name]:.2f}" for name in names))
+        for row in checks
     ]
-    for row in checks:
-        scores = " | ".join(f"{row[name]:.2f}" for name in names)
-        lines.append(f"| {row['step']} | {row['seconds'] / 60:.1f} | {scores} |")
-    return "\n".join(lines)
+    return markdown.table(("step", "minutes", *(name.replace("_", " ") for name in names)), lines)
 
 
 def _speed(pipe: SparseLaViDa) -> str:
@@ -252,19 +249,17 @@ def _measured() -> list[str]:
     rows = [row for row in record.read_rows("quality") if row["task"] in ("draw", "edit")]
     if not rows:
         return []
-    lines = [
-        "| model | preset | task | share right | 95 % interval | attribute precision |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    columns = ("model", "preset", "task", "share right", "95 % interval", "attribute precision")
+    lines = []
     for row in sorted(rows, key=lambda row: (row["task"], row["model"], row["method"])):
         low, high = row["interval_95"]
         precision = row["attribute_precision"]
-        lines.append(
-            f"| {row['model']} | {row['method']} | {row['task']} | {row['share']:.2f}"
-            f" | {low:.2f} to {high:.2f} | {'' if precision is None else f'{precision:.2f}'} |"
-        )
+        lines.append((
+            row["model"], row["method"], row["task"], f"{row['share']:.2f}",
+            f"{low:.2f} to {high:.2f}", "" if precision is None else f"{precision:.2f}",
+        ))  # fmt: skip
     title = "## Measured before: the models of `configs/`, 'g4' with four codes a cell"
-    return [title, "\n".join(lines)]
+    return [title, markdown.table(columns, lines)]
 
 
 def _shown(pixels: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ import pathlib
 import tomllib
 from typing import Any
 
+from sparse_lavida_jax import markdown
 from sparse_lavida_jax.bench.record import read_rows
 from sparse_lavida_jax.evals.scenes import wilson_interval
 
@@ -19,10 +20,8 @@ BARS = pathlib.Path(__file__).with_name("bars.toml")
 
 def sampling_table(rows: list[dict[str, Any]]) -> str:
     """Returns how many times faster each preset is than dense, and the tokens that explain it."""
-    lines = [
-        "| model, task, batch, steps | preset | tokens | times faster than dense | device |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    columns = ("model, task, batch, steps", "preset", "tokens", "times faster than dense", "device")
+    lines = []
     dense = {(row["run"], row["task"]): row for row in rows if row["method"] == "dense"}
     for row in sorted(
         rows, key=lambda r: (r["model"], r["task"], r["batch"], r["steps"], -r["median_s"])
@@ -30,11 +29,10 @@ def sampling_table(rows: list[dict[str, Any]]) -> str:
         if (row["run"], row["task"]) not in dense:
             continue
         ratio = dense[row["run"], row["task"]]["median_s"] / row["median_s"]
-        lines.append(
-            f"| {row['model']}, {row['task']}, {row['batch']}, {row['steps']} | {row['method']}"
-            f" | {row['tokens']['useful']} | {ratio:.2f} | {row['device']['kind']} |"
-        )
-    return "\n".join(lines)
+        case = f"{row['model']}, {row['task']}, {row['batch']}, {row['steps']}"
+        tokens, device = row["tokens"]["useful"], row["device"]["kind"]
+        lines.append((case, row["method"], tokens, f"{ratio:.2f}", device))
+    return markdown.table(columns, lines)
 
 
 SPEED_SUITES = ("headline", "ablation", "batch", "edit", "reasoning", "quant", "cpu")
@@ -42,29 +40,29 @@ SPEED_SUITES = ("headline", "ablation", "batch", "edit", "reasoning", "quant", "
 
 def speed_table(rows: list[dict[str, Any]]) -> str:
     """Returns times of whole requests, what they are spent on and what the loop takes at least."""
-    lines = [
-        "| model | row | s | spread | host / prefill / loop / VQ, ms | floor of the loop, ms"
-        " | tokens | padding | device |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    columns = (
+        "model", "row", "s", "spread", "host / prefill / loop / VQ, ms", "floor of the loop, ms",
+        "tokens", "padding", "device",
+    )  # fmt: skip
+    lines = []
     for row in sorted(rows, key=lambda r: (r["model"], r["suite"], r["task"], r["median_s"])):
         split, tokens = row["split_s"], row["tokens"]
         parts = (split["host"], split["prefill"], split["loop"])
         parts = (*parts, split["vq_encode"] + split["vq_decode"])
         times = " / ".join(f"{1e3 * part:.1f}" for part in parts)
         equal = f" ({row['steps_timed']} steps timed)" if row["steps_timed"] < row["steps"] else ""
-        lines.append(
-            f"| {row['model']} | {row['suite']}: {row['id']} | {row['median_s']:.4f}{equal}"
-            f" | {row['min_s']:.4f} to {row['max_s']:.4f} | {times} | {1e3 * row['floor_s']:.1f}"
-            f" | {tokens['useful']:.0f} | {1 - tokens['useful'] / tokens['padded']:.2f}"
-            f" | {row['device']['kind']} |"
-        )
-    return "\n".join(lines)
+        lines.append((
+            row["model"], f"{row['suite']}: {row['id']}", f"{row['median_s']:.4f}{equal}",
+            f"{row['min_s']:.4f} to {row['max_s']:.4f}", times, f"{1e3 * row['floor_s']:.1f}",
+            f"{tokens['useful']:.0f}", f"{1 - tokens['useful'] / tokens['padded']:.2f}",
+            row["device"]["kind"],
+        ))  # fmt: skip
+    return markdown.table(columns, lines)
 
 
 def speed_bars(rows: list[dict[str, Any]]) -> str:
     """Returns every bar of whole requests beside what was measured, in each run that did."""
-    lines = ["| bar | wanted | measured | held |", "| --- | --- | --- | --- |"]
+    lines = []
     bars = tomllib.loads(BARS.read_text())
     for section in ("speed", "speed_cpu"):
         own = [row for row in rows if row["model"] in bars[section]["models"]]
@@ -77,14 +75,14 @@ def speed_bars(rows: list[dict[str, Any]]) -> str:
                 found = _speeds(kind, own, pattern, bars[section]["dense_side"])
                 name = f"{kind.replace('_', ' ')}: {pattern.replace(' ', ' over ')}"
                 if not found:
-                    lines.append(f"| {name} | {bound} | | not measured |")
+                    lines.append((name, bound, None, "not measured"))
                 for row_id, value, counts in found:
                     held = value <= bar if at_most else value >= bar
                     told = "met" if held else "not met"
                     told = told if counts else "does not count: the dense side is slow"
                     name = f"{kind.replace('_', ' ')}: {row_id}"
-                    lines.append(f"| {name} | {bound} | {value:.3g} | {told} |")
-    return "\n".join(lines)
+                    lines.append((name, bound, f"{value:.3g}", told))
+    return markdown.table(("bar", "wanted", "measured", "held"), lines)
 
 
 def _speeds(
@@ -133,27 +131,26 @@ def _share_of_matmul(row: dict[str, Any]) -> float:
 
 def attention_table(rows: list[dict[str, Any]]) -> str:
     """Returns times, rates on useful pairs and on tiles, and how many times as slow others are."""
-    lines = [
-        "| shape | rows | method | us | times ours | useful TF/s | tile TF/s | device |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    columns = (
+        "shape", "rows", "method", "us", "times ours", "useful TF/s", "tile TF/s", "device",
+    )  # fmt: skip
+    lines = []
     timed = [row for row in rows if "flops" in row]
     for row in sorted(timed, key=lambda r: (r["run"], r["task"], r["batch"], r["median_s"])):
         kernel = _beside(rows, row, "kernel")
         ratio = f"{row['median_s'] / kernel['median_s']:.2f}" if kernel else ""
         useful, tile = (f"{_rate(row, of):.0f}" for of in ("useful", "tile"))
         tile = tile if row is kernel else ""  # the others compute all of them
-        lines.append(
-            f"| {row['task']} | {row['batch']} | {row['method']} | {row['median_s'] * 1e6:.1f}"
-            f" | {ratio} | {useful} | {tile} | {row['device']['kind']} |"
-        )
-    return "\n".join(lines)
+        lines.append((
+            row["task"], row["batch"], row["method"], f"{row['median_s'] * 1e6:.1f}", ratio, useful,
+            tile, row["device"]["kind"],
+        ))  # fmt: skip
+    return markdown.table(columns, lines)
 
 
 def attention_bars(rows: list[dict[str, Any]]) -> str:
     """Returns every bar beside what was measured; a missed one with the floor of its work."""
-    lines = ["| bar | rows | wanted | measured | held |", "| --- | --- | --- | --- | --- |"]
-    missed = []
+    lines, missed = [], []
     for kind, bars in tomllib.loads(BARS.read_text())["attention"].items():
         for pattern, bar in bars.items():
             found = [(row, _value(kind, rows, row)) for row in rows if _is_of(row, pattern)]
@@ -161,18 +158,17 @@ def attention_bars(rows: list[dict[str, Any]]) -> str:
             wanted = f"{'<=' if kind.startswith('at_most') else '>='} {bar:g}"
             name = f"{kind.replace('_', ' ')}: {pattern}"
             if not found:
-                lines.append(f"| {name} | | {wanted} | | not measured |")
+                lines.append((name, None, wanted, None, "not measured"))
             for row, value in sorted(found, key=lambda pair: (pair[0]["run"], pair[0]["id"])):
                 held = value <= bar if kind.startswith("at_most") else value >= bar
                 name = f"{kind.replace('_', ' ')}: {_full_name(row)}"
-                lines.append(
-                    f"| {name} | {row['batch']} | {wanted} | {value:.3g}"
-                    f" | {'met' if held else 'not met'} |"
-                )
+                told = "met" if held else "not met"
+                lines.append((name, row["batch"], wanted, f"{value:.3g}", told))
                 kernel = _beside(rows, row, "kernel")
                 if not held and kernel is not None and "flops" in kernel:
                     missed.append(_roofline(kernel))
-    return "\n".join(lines + ([""] if missed else []) + list(dict.fromkeys(missed)))
+    bars = markdown.table(("bar", "rows", "wanted", "measured", "held"), lines)
+    return "\n".join([bars, *([""] if missed else []), *dict.fromkeys(missed)])
 
 
 def _full_name(row: dict[str, Any]) -> str:
@@ -229,11 +225,11 @@ def _roofline(row: dict[str, Any]) -> str:
 
 def training_table(rows: list[dict[str, Any]]) -> str:
     """Returns what each way to train gives for its time and work, as ratios to masked diffusion."""
-    lines = [
-        "| model, rows | way to train | attention | loss tokens of a step | of its tokens"
-        " | loss tokens a second | a TFLOP | std / mean of the loss | device |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    columns = (
+        "model, rows", "way to train", "attention", "loss tokens of a step", "of its tokens",
+        "loss tokens a second", "a TFLOP", "std / mean of the loss", "device",
+    )  # fmt: skip
+    lines = []
     timed = [row for row in rows if "times_s" in row]
     for row in sorted(timed, key=lambda r: (r["model"], r["batch"], r["run"], r["method"])):
         other = _beside(timed, row, "vanilla")
@@ -245,12 +241,12 @@ def training_table(rows: list[dict[str, Any]]) -> str:
         )
         loss = row["loss"]
         spread = "" if loss is None else f"{loss['std'] / loss['mean']:.3f}"
-        lines.append(
-            f"| {row['model']}, {row['batch']} | {row['method']} | {row['attention']}"
-            f" | {tokens['loss']:.0f} | {100 * tokens['loss'] / tokens['padded']:.0f} %"
-            f" | {second:.2f} x | {work:.2f} x | {spread} | {row['device']['kind']} |"
-        )
-    return "\n".join(lines)
+        lines.append((
+            f"{row['model']}, {row['batch']}", row["method"], row["attention"],
+            f"{tokens['loss']:.0f}", f"{100 * tokens['loss'] / tokens['padded']:.0f} %",
+            f"{second:.2f} x", f"{work:.2f} x", spread, row["device"]["kind"],
+        ))  # fmt: skip
+    return markdown.table(columns, lines)
 
 
 def _loss_tokens(row: dict[str, Any], per: str) -> float:
@@ -259,10 +255,10 @@ def _loss_tokens(row: dict[str, Any], per: str) -> float:
 
 def head_table(rows: list[dict[str, Any]]) -> str:
     """Returns the memory of the loss over a vocabulary, in chunks and plain."""
-    lines = [
-        "| tokens | loss | temporaries, MB | gradients, MB | plain / this | compiled for |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    columns = (
+        "tokens", "loss", "temporaries, MB", "gradients, MB", "plain / this", "compiled for",
+    )  # fmt: skip
+    lines = []
     found = [row for row in rows if row["task"].startswith("cross_entropy/")]
     order = ("device", "task", "method")
     for row in sorted(found, key=lambda r: [(len(str(r[n])), str(r[n])) for n in order]):
@@ -270,53 +266,53 @@ def head_table(rows: list[dict[str, Any]]) -> str:
         if plain is None:
             continue
         own, theirs = row["bytes"], plain["bytes"]
-        lines.append(
-            f"| {row['task'].split('/')[1]} | {row['method']} | {own['temporaries'] / 1e6:.0f}"
-            f" | {own['results'] / 1e6:.0f} | {theirs['temporaries'] / own['temporaries']:.2f}"
-            f" | {row['device']['kind']} |"
-        )
-    return "\n".join(lines)
+        lines.append((
+            row["task"].split("/")[1], row["method"], f"{own['temporaries'] / 1e6:.0f}",
+            f"{own['results'] / 1e6:.0f}", f"{theirs['temporaries'] / own['temporaries']:.2f}",
+            row["device"]["kind"],
+        ))  # fmt: skip
+    return markdown.table(columns, lines)
 
 
 def aot_table(rows: list[dict[str, Any]]) -> str:
     """Returns what a chip holds and is sent, of programs compiled for chips that are not there."""
-    lines = [
-        "| program | chips, mesh | rows | GB a chip | of | exchanged, GB a chip | formula"
-        " | compiled in |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    columns = (
+        "program", "chips, mesh", "rows", "GB a chip", "of", "exchanged, GB a chip", "formula",
+        "compiled in",
+    )  # fmt: skip
+    lines = []
     for row in _in_order(rows):
         mesh = " ".join(f"{axis}={size}" for axis, size in row["mesh"].items())
         sent = sum(row["exchanged_bytes"].values()) / 1e9
         formula = row.get("expected_bytes")
         told = f"{formula['total'] / 1e9:.1f}" if formula else ""
-        lines.append(
-            f"| {row['task']}, {row['method']} | {row['device']['topology']}, {mesh}"
-            f" | {row['batch']} | {row['bytes']['total'] / 1e9:.1f}"
-            f" | {row['device']['memory_bytes'] / 1e9:.0f} | {sent:.1f} | {told}"
-            f" | {row['compile_s']:.0f} s |"
-        )
-    return "\n".join(lines)
+        lines.append((
+            f"{row['task']}, {row['method']}", f"{row['device']['topology']}, {mesh}",
+            row["batch"], f"{row['bytes']['total'] / 1e9:.1f}",
+            f"{row['device']['memory_bytes'] / 1e9:.0f}", f"{sent:.1f}", told,
+            f"{row['compile_s']:.0f} s",
+        ))  # fmt: skip
+    return markdown.table(columns, lines)
 
 
 def aot_times_table(rows: list[dict[str, Any]]) -> str:
     """Returns projected seconds of a call; nothing in it was measured."""
-    lines = [
-        "| program | chips | compute, s | attention, s | exchange, s | projected step, s"
-        " | projected MFU |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    columns = (
+        "program", "chips", "compute, s", "attention, s", "exchange, s", "projected step, s",
+        "projected MFU",
+    )  # fmt: skip
+    lines = []
     for row in _in_order([row for row in rows if "projected" in row]):
         told = row["projected"]
         mfu = ""
         if row["flops"]["useful"]:
             mfu = f"{100 * told['mfu_apart']:.0f} to {100 * told['mfu_overlapped']:.0f} %"
-        lines.append(
-            f"| {row['task']}, {row['method']} | {row['device']['topology']}"
-            f" | {told['compute_s']:.3f} | {told['attention_s']:.3f} | {told['exchange_s']:.3f}"
-            f" | {told['overlapped_s']:.3f} to {told['apart_s']:.3f} | {mfu} |"
-        )
-    return "\n".join(lines)
+        lines.append((
+            f"{row['task']}, {row['method']}", row["device"]["topology"],
+            f"{told['compute_s']:.3f}", f"{told['attention_s']:.3f}", f"{told['exchange_s']:.3f}",
+            f"{told['overlapped_s']:.3f} to {told['apart_s']:.3f}", mfu,
+        ))  # fmt: skip
+    return markdown.table(columns, lines)
 
 
 def _in_order(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -326,10 +322,7 @@ def _in_order(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def quality_table(rows: list[dict[str, Any]]) -> str:
     """Returns the share right of every task with its interval, beside the bar if there is one."""
     bars = tomllib.loads(BARS.read_text())["quality"]
-    lines = [
-        "| model | method | task | share | 95 % interval | of | bar |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    lines = []
     for row in sorted(rows, key=lambda r: (r["model"], r["method"], r["task"])):
         shares = [(row["task"], row["share"], row["interval_95"], row["total"])]
         shares += [
@@ -340,29 +333,24 @@ def quality_table(rows: list[dict[str, Any]]) -> str:
             bar = bars.get(name)
             held = "" if bar is None else f"{bar:.2f} {'met' if share >= bar else 'not met'}"
             spread = f"{interval[0]:.3f} to {interval[1]:.3f}"
-            lines.append(
-                f"| {row['model']} | {row['method']} | {name} | {share:.3f} | {spread} | {total}"
-                f" | {held} |"
-            )
-    return "\n".join(lines)
+            lines.append((row["model"], row["method"], name, f"{share:.3f}", spread, total, held))
+    return markdown.table(("model", "method", "task", "share", "95 % interval", "of", "bar"), lines)
 
 
 def twins_table(rows: list[dict[str, Any]]) -> str:
     """Returns the sparse model against its dense twin: same size, data, steps and seed."""
     twins = tomllib.loads(BARS.read_text())["twins"]
     shares = {(row["model"], row["method"], row["task"]): row["share"] for row in rows}
-    lines = ["| task | sparse | dense | sparse - dense | bar |", "| --- | --- | --- | --- | --- |"]
+    lines = []
     for model, method, task in sorted(shares):
         other = (twins["dense"], "dense", task)
         if (model, method) != (twins["sparse"], "sparse") or other not in shares:
             continue
         difference = shares[model, method, task] - shares[other]
         held = "met" if difference >= -twins["within"] else "not met"
-        lines.append(
-            f"| {task} | {shares[model, method, task]:.3f} | {shares[other]:.3f}"
-            f" | {difference:+.3f} | -{twins['within']:.2f} {held} |"
-        )
-    return "\n".join(lines)
+        both = (f"{shares[model, method, task]:.3f}", f"{shares[other]:.3f}")
+        lines.append((task, *both, f"{difference:+.3f}", f"-{twins['within']:.2f} {held}"))
+    return markdown.table(("task", "sparse", "dense", "sparse - dense", "bar"), lines)
 
 
 def main() -> None:

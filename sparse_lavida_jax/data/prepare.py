@@ -33,7 +33,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int, UInt8
 
-from sparse_lavida_jax import config
+from sparse_lavida_jax import config, markdown
 from sparse_lavida_jax.data import ingest, recipe, records, tables
 from sparse_lavida_jax.data.ingest import Draft, LeftOut
 from sparse_lavida_jax.data.recipe import Dataset, PrepareError, Recipe
@@ -490,14 +490,13 @@ def _write_report(folder: pathlib.Path, shards, done) -> None:
 
 
 def _readable(told: dict[str, Any]) -> str:
-    lines = ["# Prepared data", "", "| dataset | shards | rows | records | left out | bad |"]
-    lines.append("| --- | --- | --- | --- | --- | --- |")
+    rows = []
     for name, of in told.items():
         shards = f"{of['shards_finished']} of {of['shards']}"
         left = ", ".join(f"{rule}: {count}" for rule, count in of["left_out"].items()) or "0"
-        lines.append(
-            f"| {name} | {shards} | {of['rows']} | {of['records']} | {left} | {len(of['bad'])} |"
-        )
+        rows.append((name, shards, of["rows"], of["records"], left, len(of["bad"])))
+    columns = ("dataset", "shards", "rows", "records", "left out", "bad")
+    lines = ["# Prepared data", "", markdown.table(columns, rows)]
     for name, of in told.items():
         if of["bad"]:
             lines += ["", f"## Bad records of {name}", ""]

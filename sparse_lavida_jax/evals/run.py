@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from sparse_lavida_jax import checkpoint, config, runs
+from sparse_lavida_jax import checkpoint, config, markdown, runs
 from sparse_lavida_jax.bench import record
 from sparse_lavida_jax.evals import benchmark
 from sparse_lavida_jax.evals.benchmark import EXPORT, JUDGED, Benchmark, Row, Score
@@ -256,17 +256,15 @@ def _finish(
 
 def _table(bench: Benchmark, scores: Sequence[Score], results: dict, folder: pathlib.Path) -> str:
     lines = [f"# {bench.title}", "", _description(results), ""]
-    if scores:
-        lines += [
-            "| score | value | right | of | 95 % interval |",
-            "| --- | --- | --- | --- | --- |",
-        ]
+    rows = []
     for score in scores:
         right, interval = "", ""
         if score.interval is not None:
             right = str(score.correct)
             interval = f"{score.interval[0]:.3f} to {score.interval[1]:.3f}"
-        lines.append(f"| {score.name} | {score.value:.5g} | {right} | {score.count} | {interval} |")
+        rows.append((score.name, f"{score.value:.5g}", right, score.count, interval))
+    if rows:
+        lines.append(markdown.table(("score", "value", "right", "of", "95 % interval"), rows))
     if bench.judge and not any((folder / JUDGED).iterdir()):
         lines += ["", f"To judge {folder / EXPORT}: {bench.judge} Then run this command again."]
     return "\n".join(lines)

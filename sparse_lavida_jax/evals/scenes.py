@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from sparse_lavida_jax import config, pictures
+from sparse_lavida_jax import config, markdown, pictures
 from sparse_lavida_jax.data import scenes, scoring, tasks
 from sparse_lavida_jax.evals.benchmark import EXPORT, Benchmark, Item, Score
 from sparse_lavida_jax.evals.files import EvaluationError
@@ -135,21 +135,18 @@ def as_json(result: TaskResult) -> dict:
 
 def table(results: Sequence[TaskResult]) -> str:
     """Returns a Markdown table of shares with their 95 % intervals."""
-    lines = ["| task | right | of | share | 95 % interval |", "| --- | --- | --- | --- | --- |"]
+    lines = []
     for result in results:
         low, high = result.interval
-        lines.append(
-            f"| {result.task} | {result.correct} | {result.total} | {result.share:.2f}"
-            f" | {low:.2f} to {high:.2f} |"
-        )
+        counts = (result.correct, result.total, f"{result.share:.2f}")
+        lines.append((result.task, *counts, f"{low:.2f} to {high:.2f}"))
         for column, (hits, total) in sorted(result.columns.items()):
             low, high = wilson_interval(hits, total)
-            lines.append(
-                f"| - {column} | {hits} | {total} | {hits / total:.2f} | {low:.2f} to {high:.2f} |"
-            )
+            counts = (hits, total, f"{hits / total:.2f}")
+            lines.append((f"- {column}", *counts, f"{low:.2f} to {high:.2f}"))
         if result.precision is not None and result.columns:
-            lines.append(f"| - attribute precision | | | {result.precision:.2f} | |")
-    return "\n".join(lines)
+            lines.append(("- attribute precision", None, None, f"{result.precision:.2f}", None))
+    return markdown.table(("task", "right", "of", "share", "95 % interval"), lines)
 
 
 class Bench(Benchmark):

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables as Markdown writes them."""
+
+from collections.abc import Iterable, Sequence
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Returns a Markdown table; a cell of None has nothing in it.
+
+    Raises:
+        ValueError: a row has another number of cells than there are columns.
+    """
+    lines = [_line(columns), _line(["---"] * len(columns))]
+    for row in rows:
+        if len(row) != len(columns):
+            raise ValueError(
+                f"a row of {len(row)} cells in a table of {len(columns)} columns: {list(row)} below"
+                f" {list(columns)}. Give None for an empty cell."
+            )
+        lines.append(_line(row))
+    return "\n".join(lines)
+
+
+def _line(cells: Sequence[object]) -> str:
+    return f"|{'|'.join(' ' if cell is None else f' {cell} ' for cell in cells)}|"

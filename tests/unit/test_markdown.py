@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of Markdown, and that no module writes its own."""
+
+import pathlib
+import re
+
+import pytest
+
+import sparse_lavida_jax
+from sparse_lavida_jax import markdown
+
+
+def test_a_table_has_its_columns_a_rule_and_its_rows():
+    assert markdown.table(["task", "of", "right"], [("draw", 3, None), ("edit", 12, "0.50")]) == (
+        "| task | of | right |\n| --- | --- | --- |\n| draw | 3 | |\n| edit | 12 | 0.50 |"
+    )
+
+
+def test_a_table_of_no_rows_is_its_head():
+    assert markdown.table(["a"], []) == "| a |\n| --- |"
+
+
+@pytest.mark.parametrize("row", [(1,), (1, 2, 3)])
+def test_a_row_of_another_length_is_refused(row):
+    with pytest.raises(ValueError, match=r"2 columns.*\['a', 'b'\].*None for an empty cell"):
+        markdown.table(["a", "b"], [row])
+
+
+def test_nobody_else_writes_the_rule_below_a_head():
+    package = pathlib.Path(sparse_lavida_jax.__file__).parent
+    written = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        for line in path.read_text().splitlines()
+        # Docstrings show tables too: their lines begin with a bar.
+        if re.search(r"\| *-{3}", line) and not line.startswith("|")
+    }
+    assert not written
