@@ -9,7 +9,6 @@ the largest resident set of that process, as the operating system counts it. It 
 the number of layers: within 5 %, and below 4 GiB; otherwise this ends with status 1.
 """
 
-import json
 import multiprocessing
 import os
 import pathlib
@@ -18,24 +17,15 @@ import sys
 import tempfile
 import time
 
-import numpy as np
 from absl import app, flags
 
-from sparse_lavida_jax import config
 from sparse_lavida_jax.bench.record import Bench
-from sparse_lavida_jax.convert import names, tensors
-from sparse_lavida_jax.convert.from_torch import INDEX
-from sparse_lavida_jax.convert.settings import (
-    RELEASED_VQ,
-    official_config,
-    official_vq_config,
-    settings_from,
-)
+from sparse_lavida_jax.convert import stand_in
+from sparse_lavida_jax.convert.settings import RELEASED_VQ, settings_from
 
 SCRATCH = flags.DEFINE_string("scratch", "", "Where the folders are made; by default in /tmp.")
 LAYERS = flags.DEFINE_multi_integer("layers", [3, 6], "Numbers of layers.")
 SPAWN = multiprocessing.get_context("spawn")
-SHARD_TENSORS = 200
 MOST_BYTES = 4 * 2**30
 MOST_GROWTH = 1.05
 # The widths of the release (spec Sec. 10.5).
@@ -68,7 +58,7 @@ def main(argv: list[str]) -> None:
             )
             # In a process of its own: the memory of this one would count for its children.
             with SPAWN.Pool(1) as pool:
-                size = pool.apply(make_folder, (source, settings))
+                size = pool.apply(stand_in.write, (source, settings))
             begin = time.perf_counter()
             peak = _peak_memory(["--mode=convert", f"--src={source}", f"--dst={target}"])
             seconds = time.perf_counter() - begin
@@ -94,36 +84,6 @@ def main(argv: list[str]) -> None:
 def is_bounded(peaks: list[int]) -> bool:
     """Returns whether peaks of memory, in bytes, are low and the same for every depth."""
     return max(peaks) < MOST_BYTES and max(peaks) <= MOST_GROWTH * min(peaks)
-
-
-def make_folder(folder: pathlib.Path, settings: config.Config) -> int:
-    """Writes a released folder of arbitrary numbers; returns the bytes of its tensors."""
-    (folder / "vqvae").mkdir(parents=True)
-    _write_json(folder / "config.json", official_config(settings, "bfloat16"))
-    _write_json(folder / "vqvae" / "config.json", official_vq_config(settings.vq))
-    _write_json(folder / "tokenizer.json", {})
-    wanted = [_arbitrary(name) for name in names.table(settings) if not name.optional]
-    placed = {}
-    for start in range(0, len(wanted), SHARD_TENSORS):
-        shard = wanted[start : start + SHARD_TENSORS]
-        file = f"model-{start:05d}.safetensors"
-        tensors.write(folder / file, shard)
-        placed |= {tensor.name: file for tensor in shard}
-    _write_json(folder / INDEX, {"weight_map": placed})
-    return sum(tensor.nbytes for tensor in wanted)
-
-
-def _arbitrary(name: names.Name) -> tensors.ToStore:
-    def make() -> np.ndarray:
-        # Signs and digits at random, so that nothing can be compressed; sizes around 0.01.
-        bits = np.random.default_rng(0).integers(0, 2**16, name.shape, np.uint16)
-        return ((bits & 0x80FF) | 0x3C00).view(tensors.DTYPES["BF16"])
-
-    return tensors.ToStore(name.official, tensors.DTYPES["BF16"], name.shape, make)
-
-
-def _write_json(path: pathlib.Path, content: dict) -> None:
-    path.write_text(json.dumps(content))
 
 
 def _peak_memory(words: list[str]) -> int:

@@ -25,7 +25,10 @@ def sources(name, kind="code"):
 
 
 def test_all_are_here():
-    assert NAMES == ["ask_ground_infill", "edit_and_inpaint", "generate_image", "how_it_works"]
+    assert NAMES == [
+        "ask_ground_infill", "convert_lavida_o", "edit_and_inpaint", "generate_image",
+        "how_it_works", "train_small",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -14,7 +14,7 @@ import torch_folder
 from PIL import Image
 
 from sparse_lavida_jax import checkpoint, cli, config_files, main, prompts
-from sparse_lavida_jax.convert import from_torch
+from sparse_lavida_jax.convert import from_torch, stand_in
 from sparse_lavida_jax.data import chat
 from sparse_lavida_jax.evals import benchmark
 
@@ -48,7 +48,7 @@ def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lavida-o")
     sizes = dataclasses.replace(
         torch_folder.SETTINGS.model,
-        vocab_size=len(chat.CONTROL) + 256 + len(chat_tokenizer.LOCATIONS + chat_tokenizer.BOXES),
+        vocab_size=stand_in.byte_tokenizer().get_vocab_size(),
         end_of_text_id=chat.CONTROL.index(chat.END_OF_TEXT),
         text_mask_id=chat.CONTROL.index(chat.MASK),
         num_registers=2,

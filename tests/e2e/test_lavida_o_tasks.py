@@ -11,13 +11,13 @@ import torch_folder
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.conversation import Conversation
-from sparse_lavida_jax.convert import from_torch
+from sparse_lavida_jax.convert import from_torch, stand_in
 from sparse_lavida_jax.data import chat
 from sparse_lavida_jax.data.task_prompts import RequestError
 from sparse_lavida_jax.layout import Source, Text, Vision
 from sparse_lavida_jax.pipeline import SparseLaViDa
 
-VOCABULARY = len(chat.CONTROL) + 256 + len(chat_tokenizer.LOCATIONS + chat_tokenizer.BOXES)
+VOCABULARY = stand_in.byte_tokenizer().get_vocab_size()
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A folder such as LaViDa-O is released in, of arbitrary numbers, where its weights are not.
+
+It converts, loads and exports as the release does. What it draws is noise.
+"""
+
+import json
+import pathlib
+from collections.abc import Sequence
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from sparse_lavida_jax import config
+from sparse_lavida_jax.convert import names, tensors
+from sparse_lavida_jax.convert.from_torch import INDEX
+from sparse_lavida_jax.convert.settings import official_config, official_vq_config
+from sparse_lavida_jax.data import chat
+
+SHARD_TENSORS = 200
+# Corners of boxes, in eighths of a picture, and what stands around them.
+LOCATIONS = (*(f"<LOC_{i}>" for i in range(9)), "<box_p>", "</box_p>", "<LOC_BEGIN>", "<LOC_END>")
+
+
+def tiny_settings() -> config.Config:
+    """Returns LaViDa-O with 3 layers in place of 32, narrow, for pictures of 32 pixels a side."""
+    vq = config.VQ(
+        image_size=32, channels=(8, 8, 8), layers_per_block=1, latent_channels=4, codebook_size=16,
+        norm_groups=4,
+    )  # fmt: skip
+    vision = config.Vision(
+        image_size=8, patch_size=2, width=16, num_layers=1, num_heads=2, mlp_hidden=24, pool=2,
+        newline=True, grid_sizes=((8, 16), (16, 8)), unused_post_norm=True,
+    )  # fmt: skip
+    model = config.Model(
+        vocab_size=byte_tokenizer().get_vocab_size(),
+        end_of_text_id=chat.CONTROL.index(chat.END_OF_TEXT),
+        text_mask_id=chat.CONTROL.index(chat.MASK),
+        width=32, mlp_hidden=48, num_layers=3, dual_tower_layers=1, num_heads=2, head_dim=16,
+        generation_width=24, generation_mlp_hidden=40, codebook_size=vq.codebook_size,
+        codes_per_token=4, grid_size=vq.image_size // vq.factor // 2, image_table_rows=24,
+        trained_attention="full", vision=vision,
+    )  # fmt: skip
+    return config.Config(name="lavida-o", model=model, vq=vq)
+
+
+def byte_tokenizer(
+    control: Sequence[str] = chat.CONTROL, more: Sequence[str] = LOCATIONS
+) -> tokenizers.Tokenizer:
+    """Returns a tokenizer with `control` first, in that order, a token a byte, then `more`."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = tokenizers.Tokenizer(
+        models.BPE({token: i for i, token in enumerate((*control, *alphabet))}, [])
+    )
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([*control])
+    made.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in more])
+    return made
+
+
+def write(folder: pathlib.Path, settings: config.Config) -> int:
+    """Writes a released folder of a model; returns the bytes of its tensors."""
+    (folder / "vqvae").mkdir(parents=True)
+    _write_json(folder / "config.json", official_config(settings, "bfloat16"))
+    _write_json(folder / "vqvae" / "config.json", official_vq_config(settings.vq))
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    wanted = [_arbitrary(name) for name in names.table(settings) if not name.optional]
+    placed = {}
+    for start in range(0, len(wanted), SHARD_TENSORS):
+        shard = wanted[start : start + SHARD_TENSORS]
+        file = f"model-{start:05d}.safetensors"
+        tensors.write(folder / file, shard)
+        placed |= {tensor.name: file for tensor in shard}
+    _write_json(folder / INDEX, {"weight_map": placed})
+    return sum(tensor.nbytes for tensor in wanted)
+
+
+def _arbitrary(name: names.Name) -> tensors.ToStore:
+    def make() -> np.ndarray:
+        # Signs and digits at random, so that nothing can be compressed; sizes around 0.01.
+        bits = np.random.default_rng(0).integers(0, 2**16, name.shape, np.uint16)
+        return ((bits & 0x80FF) | 0x3C00).view(tensors.DTYPES["BF16"])
+
+    return tensors.ToStore(name.official, tensors.DTYPES["BF16"], name.shape, make)
+
+
+def _write_json(path: pathlib.Path, content: dict) -> None:
+    path.write_text(json.dumps(content))

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A made-up released folder reads as a real one does."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from sparse_lavida_jax.convert import names, settings, stand_in, tensors
+from sparse_lavida_jax.data import chat
+
+MADE = stand_in.tiny_settings()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("stand-in") / "released"
+    size = stand_in.write(path, MADE)
+    assert 0 < size < sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    return path
+
+
+def test_its_settings_are_those_it_was_made_of(folder):
+    given, vq = (
+        json.loads((folder / name).read_text()) for name in ("config.json", "vqvae/config.json")
+    )
+    read = settings.settings_from(given, vq)
+    assert read.model == dataclasses.replace(MADE.model, compute_dtype="bfloat16")
+    assert read.vq == MADE.vq
+
+
+def test_it_has_every_tensor_and_all_numbers_are_small(folder):
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        found |= tensors.list_tensors(path)
+    wanted = {name.official: name.shape for name in names.table(MADE) if not name.optional}
+    assert {name: tensor.shape for name, tensor in found.items()} == wanted
+    for tensor in found.values():
+        sizes = np.abs(tensor.read().astype(np.float32))
+        assert 2**-8 < sizes.min() and sizes.max() < 2**-5
+
+
+def test_its_tokenizer_knows_the_words_of_the_chat(folder):
+    tokenizer = chat.ChatTokenizer(folder / "tokenizer.json")
+    assert tokenizer.id_of(chat.MASK) == MADE.model.text_mask_id
+    assert tokenizer.id_of(chat.END_OF_TEXT) == MADE.model.end_of_text_id
+    assert tokenizer.id_of("<LOC_8>") < MADE.model.vocab_size
