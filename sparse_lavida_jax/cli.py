@@ -13,6 +13,7 @@ what was asked, 1 what the machine could not do, such as a full disk.
 
 import argparse
 import dataclasses
+import difflib
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
@@ -63,8 +64,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name in MODES:
         return full.main([program, *_mode_words(name, rest)])
     if name not in COMMANDS:
-        print(_overview(), file=sys.stderr)
-        print(f"sparse_lavida_jax: there is no command {name!r}.", file=sys.stderr)
+        near = difflib.get_close_matches(name, (*COMMANDS, *MODES), 1)
+        meant = f"Did you mean {near[0]!r}? " if near else ""
+        print(
+            f"sparse_lavida_jax: there is no command {name!r}. {meant}`sparse-lavida --help` lists"
+            " what there is.",
+            file=sys.stderr,
+        )
         return MISTAKE
     if "--debug" in rest:
         return _run(name, rest)

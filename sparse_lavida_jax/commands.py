@@ -78,6 +78,8 @@ def _rows(name: str, asked: argparse.Namespace) -> Rows:
     words, picture = asked.prompt, getattr(asked, "picture", None)
     if words is None and takes_picture and name in ("ask", "reason"):
         words, picture = picture, None  # a question without a picture
+        if words is not None and pathlib.Path(words).is_file():
+            raise UsageError(f"`sparse-lavida {name}` needs a question behind the picture {words}.")
     if words is None:
         what = "a picture and a prompt" if takes_picture else "a prompt"
         raise UsageError(f"`sparse-lavida {name}` needs {what}. See `sparse-lavida {name} --help`.")

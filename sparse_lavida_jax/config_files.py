@@ -70,4 +70,9 @@ def _importable(folder: pathlib.Path) -> Iterator[None]:
 def listed(folder: pathlib.Path) -> str:
     """Returns a sentence that names the Python files of a folder."""
     names = ", ".join(sorted(str(path) for path in folder.glob("*.py")))
-    return f"There are: {names}." if names else f"There is none in {folder.resolve()}."
+    if names:
+        return f"There are: {names}."
+    return (
+        f"There is none in {folder.resolve()}: those of this project lie in the folder configs/ of"
+        " its repository, not in the package that pip installs."
+    )

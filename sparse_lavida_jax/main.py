@@ -294,7 +294,7 @@ def parse(argv: list[str]) -> Command | None:
             raise UsageError(f"--mode={values.mode} takes no settings of a config: {overrides[0]}.")
         settings = _override(_base_config(values), overrides)
     except flags.Error as error:
-        raise UsageError(f"{str(error).strip()} See --help.") from error
+        raise UsageError(f"{str(error).strip().rstrip('.')}. See --help.") from error
     return Command(
         mode=values.mode,
         config=settings,

@@ -116,6 +116,8 @@ def _opened(file: pathlib.Path | io.BytesIO, name: str = "") -> Iterator[Image.I
         raise PictureError(
             f"{path} is no picture that can be read: neither {' nor '.join(FORMATS)}, or damaged."
         ) from None
+    except FileNotFoundError:
+        raise PictureError(f"there is no picture {path}.") from None
     # Damaged files make Pillow raise these three.
     except (OSError, SyntaxError, EOFError) as error:
         raise PictureError(f"{path} is no picture that can be read: {error}") from error

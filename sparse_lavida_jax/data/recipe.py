@@ -176,6 +176,8 @@ def read(path: pathlib.Path) -> Recipe:
 def _contents(path: pathlib.Path) -> Any:
     try:
         text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise RecipeError(f"there is no mixture file {path}.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"the mixture file {path} cannot be read: {error}.") from error
     if path.suffix == ".json":

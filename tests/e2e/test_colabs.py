@@ -54,18 +54,26 @@ def test_only_colab_is_installed_on(name):
         assert not any(isinstance(node, ast.FunctionDef) for node in ast.walk(tree))
 
 
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """Where one notebook finds what another has compiled."""
+    return tmp_path_factory.mktemp("programs")
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_a_notebook_runs(name, tmp_path, monkeypatch):
+def test_a_notebook_runs(name, programs, tmp_path, monkeypatch):
     why = "pip install 'sparse-lavida-jax[colabs]' to run the notebooks"
     nbclient = pytest.importorskip("nbclient", reason=why)
     nbformat = pytest.importorskip("nbformat", reason=why)
     pytest.importorskip("ipykernel", reason=why)
     if name not in QUICK and os.environ.get("SPARSE_LAVIDA_FULL_TESTS") != "1":
-        pytest.skip("takes up to half a minute: set SPARSE_LAVIDA_FULL_TESTS=1")
+        pytest.skip("takes up to a minute: set SPARSE_LAVIDA_FULL_TESTS=1")
     for key, value in {
         "SPARSE_LAVIDA_SMALL": "1",
         "JAX_PLATFORMS": "cpu",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "JAX_COMPILATION_CACHE_DIR": str(programs),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
         "IPYTHONDIR": str(tmp_path),
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",
     }.items():
@@ -80,8 +88,19 @@ def test_a_notebook_runs(name, tmp_path, monkeypatch):
     results = [output for cell in book.cells if cell.cell_type == "code" for output in cell.outputs]
     assert results
     assert all(output.output_type != "error" for output in results)
+    shown = [one.data for one in results if one.output_type in ("display_data", "execute_result")]
+    said = [one["text/plain"] for one in shown]
+    drawn = [one for one in shown if "image/png" in one]
     if name == "how_it_works":
-        drawn = [one for one in results if "image/png" in one.get("data", {})]
-        said = [one.data["text/plain"] for one in results if one.output_type == "execute_result"]
         assert len(drawn) == 5
         assert "True" in said
+    if name == "convert_lavida_o":
+        assert "(0, 0)" in said
+        assert "True" in said
+    if name == "train_small":
+        (report,) = [one["text/markdown"] for one in shown if "text/markdown" in one]
+        assert "| step | minutes | attribute precision | single | draw |" in report
+        (losses,) = [ast.literal_eval(one) for one in said if one.startswith("[(")]
+        assert losses[-1][0] == 24
+        assert losses[-1][1] < losses[0][1] - 1
+        assert len(drawn) == 2

@@ -60,7 +60,10 @@ def test_the_short_command_shows_how_it_is_used(capsys):
     assert front() == 0
     assert "sparse-lavida convert LaViDa-O-v1.0 models/lavida-o" in capsys.readouterr().out
     assert front("covnert", "x") == 2
-    assert capsys.readouterr().err.endswith("sparse_lavida_jax: there is no command 'covnert'.\n")
+    said = capsys.readouterr().err
+    assert said.startswith(
+        "sparse_lavida_jax: there is no command 'covnert'. Did you mean 'convert'?"
+    )
 
 
 # ---------------------------------------------------------------------------------------------

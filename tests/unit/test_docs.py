@@ -3,13 +3,24 @@
 
 import pathlib
 import re
+import shlex
 
 import pytest
+
+from sparse_lavida_jax import cli, main
 
 CHECKOUT = pathlib.Path(__file__).parents[2]
 PACKAGE = CHECKOUT / "sparse_lavida_jax"
 UNIT_TESTS = {path.name for path in (CHECKOUT / "tests/unit").glob("*.py")}
 PAGES = ("method", "extending", "troubleshooting")
+# A command stands in backticks, or on a line of its own with a prompt before it.
+COMMANDS = re.compile(
+    r"`((?:sparse-lavida|python -m sparse_lavida_jax\.main) [^`]+)`"
+    r"|^ *(?:\$ )?(?:srun )?((?:sparse-lavida|python -m sparse_lavida_jax\.main) .+)$",
+    re.MULTILINE,
+)
+# Models that a reader would have by then.
+MADE = re.compile(r"(runs/scenes|models/lavida-o)\b")
 # Fixed parts of messages that troubleshooting.md quotes.
 QUOTED = (
     "needs packages that are not installed",
@@ -63,3 +74,30 @@ def test_troubleshooting_quotes_what_is_printed():
     for part in QUOTED:
         assert part in page, part
         assert part in code, part
+
+
+def commands():
+    pages = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").glob("*.md"))]
+    for page in pages:
+        for found in COMMANDS.findall(page.read_text().replace("\\\n", " ")):
+            words = shlex.split(MADE.sub("scenes", "".join(found)), comments=True)
+            whole = not any("..." in word or word == "COMMAND" for word in words)
+            if whole and words != ["sparse-lavida", "prepare"]:  # named, not typed
+                yield pytest.param(words, id=f"{page.stem}: {' '.join(words)}")
+
+
+@pytest.mark.parametrize("words", list(commands()))
+def test_a_command_of_the_documents_is_understood(words, monkeypatch):
+    monkeypatch.chdir(CHECKOUT)
+    if words[0] == "python":
+        assert main.parse(words[2:]) is not None
+        return
+    name, *rest = words[1:]
+    if name in cli.MODES:
+        assert main.parse(["main", *cli._mode_words(name, rest)]) is not None
+    else:
+        cli._parser(name).parse_args(rest)
+
+
+def test_there_are_many_commands_in_the_documents():
+    assert len(list(commands())) > 30

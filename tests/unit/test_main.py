@@ -53,6 +53,17 @@ def test_a_mistyped_path_lists_the_configs(folder, capsys):
     assert "no config file configs/tou.py. There are: configs/toy.py" in message
 
 
+def test_without_a_checkout_it_says_where_configs_are(folder, capsys):
+    message = complaint(capsys, "--config=elsewhere/scenes.py")
+    assert "There is none in " in message
+    assert "in the folder configs/ of its repository, not in the package" in message
+
+
+def test_a_mode_that_there_is_not_is_told_with_those_there_are(folder, capsys):
+    assert "value should be one of <train|" in complaint(capsys, "--mode=trian")
+    assert "prepare>. See --help." in complaint(capsys, "--mode=trian")
+
+
 def test_a_mistyped_setting_lists_the_settings_of_its_section(folder, capsys):
     message = complaint(capsys, "--config=configs/toy.py", "--config.train.train_step=5")
     assert "config.train has no 'train_step'. It has: stage, train_steps" in message
