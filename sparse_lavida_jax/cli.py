@@ -302,7 +302,7 @@ COMMANDS = {
     ),
     "outpaint": Command(
         "draw what surrounds a picture",
-        f"outpaint cut.png {_CIRCLE} --box 16,16,80,80 --out outpainted.png",
+        f"outpaint out.png {_CIRCLE} --box 16,16,80,80 --out outpainted.png",
         (_picture, _prompt, _outpaint, _drawing, _batch, _sampling, _model),
     ),
     "reflect": Command(

@@ -171,9 +171,18 @@ def test_a_mistake_in_the_settings_is_a_sentence(page):
 
 
 def test_programs_use_the_page_too(address, shown):
-    client = pytest.importorskip("gradio_client").Client(address, verbose=False)
+    gradio_client = pytest.importorskip("gradio_client")
+    client = gradio_client.Client(address, verbose=False)
+    picture, settings = gradio_client.handle_file(str(shown)), (1, 3, "as trained", 0)
     *_, note = client.predict(
-        None, "a red circle is ___ a blue square", 1, 3, "as trained", 0, api_name="/infill"
+        None, "a red circle is ___ a blue square", *settings, api_name="/infill"
+    )
+    assert PASSED in note
+    said, note = client.predict(picture, "a ___ circle", *settings, api_name="/caption")
+    assert PASSED in note
+    assert said.startswith("a ") and said.endswith(" circle")
+    _, note = client.predict(
+        given=picture, words="how many squares are there?", long=True, api_name="/ask"
     )
     assert PASSED in note
 
