@@ -13,6 +13,7 @@ from typing import Any
 
 import fastapi
 import gradio as gr
+import gradio.themes
 import numpy as np
 
 from sparse_lavida_jax import config, pictures, sampling_options
@@ -48,7 +49,7 @@ def mounted(app: fastapi.FastAPI, service: Service, host: str, port: int) -> fas
         footer_links=[],
         ssr_mode=False,
         mcp_server=False,
-        theme=gr.themes.Default(font=FONTS, font_mono=["monospace"]),
+        theme=gradio.themes.Default(font=FONTS, font_mono=["monospace"]),
         css=STYLE,
     )
 

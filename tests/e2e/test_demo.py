@@ -180,7 +180,7 @@ def test_programs_use_the_page_too(address, shown):
     assert PASSED in note
     said, note = client.predict(picture, "a ___ circle", *settings, api_name="/caption")
     assert PASSED in note
-    assert said.startswith("a ") and said.endswith(" circle")
+    assert said.startswith("a") and said.endswith(" circle")
     _, note = client.predict(
         given=picture, words="how many squares are there?", long=True, api_name="/ask"
     )
