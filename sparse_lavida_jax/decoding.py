@@ -11,6 +11,7 @@ from sparse_lavida_jax import config, layout, presets, sample
 from sparse_lavida_jax.data.examples import Example
 from sparse_lavida_jax.data.task_prompts import RequestError
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.prefixes import Prefixes
 from sparse_lavida_jax.prompts import Request, prepare
 from sparse_lavida_jax.sample import OnSegment, Progress
 
@@ -105,6 +106,7 @@ def decode(
     text_block_len: int,
     on_segment: OnSegment | None = None,
     on_step: OnStep | None = None,
+    prefixes: Prefixes | None = None,
 ) -> list[Int[np.ndarray, "_l g"]]:
     """Decodes the responses of examples of one kind; those of one shape together.
 
@@ -114,6 +116,7 @@ def decode(
         text_block_len: tokens of a text block; a text that is no whole blocks is one.
         on_segment: called with what is there after each segment.
         on_step: called with the steps done and all steps, before the first and after each segment.
+        prefixes: of this very model, what its requests share.
     """
     results: dict[int, np.ndarray] = {}
     shapes = [(len(example.response), example.grid or ()) for example in examples]
@@ -134,6 +137,7 @@ def decode(
                 settings=settings,
                 prompt_len=bucket.prompt_len,
                 on_segment=_between(segments, on_segment, on_step),
+                prefixes=prefixes,
             )
             results.update(zip(chunk, decoded[: len(chunk)], strict=True))
     return [results[i] for i in range(len(examples))]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint with its tokenizers, and examples through the sampler: what every task stands on."""
 
+import collections
 import dataclasses
 import functools
 import hashlib
@@ -24,6 +25,7 @@ from sparse_lavida_jax.decoding import Bucket, bucket_of, check_steps, decode, r
 from sparse_lavida_jax.drawings import Drawing
 from sparse_lavida_jax.models import fuse
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.prefixes import Prefixes
 from sparse_lavida_jax.results import Source
 from sparse_lavida_jax.sample import OnSegment
 
@@ -70,6 +72,7 @@ class Engine:
         self.prompts = _prompts(settings, tokenizer, codec)
         self.on_step: Callable[[str, int, int], None] | None = None
         self._quantized: dict[str, Denoiser] = {}
+        self._prefixes: dict[str, Prefixes] = collections.defaultdict(Prefixes)
 
     @classmethod
     def from_pretrained(
@@ -264,6 +267,7 @@ class Engine:
             text_block_len=block,
             on_segment=on_segment,
             on_step=on_step,
+            prefixes=self._prefixes[sampling.quantize],
         )
 
     def shared_bucket(self, examples: Sequence[Example], sampling: config.Sampling) -> Bucket:

@@ -140,6 +140,11 @@ class StepSettings:
     def uses_cache(self) -> bool:
         return self.preset.cache_prompt or self.preset.cache_response
 
+    @property
+    def caches_prompt(self) -> bool:
+        """Whether the prompt is passed once, before the first step."""
+        return self.preset.cache_prompt and not self.preset.refreshes
+
     def program(self, *, greedy: bool) -> "StepSettings":
         """The settings without what is a number of each row: these choose the compiled program.
 

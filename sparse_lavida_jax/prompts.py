@@ -2,8 +2,10 @@
 """Requests laid out as the prompts of a batch, on the host: all guidance rows, in one bucket."""
 
 import dataclasses
+import itertools
 
 import flax.struct
+import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt8
 
@@ -69,14 +71,14 @@ class Prompt:
 
     Attributes:
         understanding, generation: prompt and given tokens, with tags; None where there are none.
-        pixels: pictures for the vision tower, or None.
+        pixels: pictures of each request for the vision tower, or None.
         response_position: position of the first response token.
         length: L, where register positions start.
     """
 
     understanding: Stream
     generation: Stream | None
-    pixels: UInt8[AnyArray, "r *n h w 3"] | Float[AnyArray, "r *n h w 3"] | None
+    pixels: UInt8[AnyArray, "b *n h w 3"] | Float[AnyArray, "b *n h w 3"] | None
     response_position: Int[AnyArray, " r"]
     length: Int[AnyArray, " r"]
 
@@ -109,7 +111,7 @@ def prepare(
         for drops in _drops(guidance_rows, edit_guidance)
         for request in requests
     ]  # fmt: skip
-    pixels, rows = _see([request.pixels for request, _ in rows], rows, model.vision)
+    pixels, rows = _see([request.pixels for request in requests], rows, model.vision)
     text, image = [], []
     for request, row in rows:
         known = np.flatnonzero(request.given & with_given)
@@ -136,6 +138,86 @@ def prepare(
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Rows of a batch that are prefilled together, in a shape of their own.
+
+    Attributes:
+        first: the first of the rows, which stand one behind the other.
+        prompt: of these rows.
+        keeps: whether it holds nothing of the request but its lengths: masks and headers.
+    """
+
+    first: int
+    prompt: Prompt
+    keeps: bool
+
+
+def parted(prompt: Prompt, guidance_rows: int, *, keeping: bool) -> list[Part]:
+    """Returns a batch in parts of one shape each: guidance rows of one request differ in length.
+
+    A part is as much shorter than the batch as its rows are shorter than the longest row of their
+    request. So its shape depends on the bucket, and not on which requests are in the batch.
+
+    Args:
+        keeping: whether rows that `keeps` are parts of their own, for a store of such prefixes.
+    """
+    b = len(prompt.length) // guidance_rows
+    streams = (prompt.understanding, prompt.generation)
+    lengths = [
+        np.zeros((guidance_rows, b), int) if stream is None
+        else (stream.layout.block != PAD_BLOCK).sum(axis=1).reshape(guidance_rows, b)
+        for stream in streams
+    ]  # fmt: skip
+    padded = [0 if stream is None else stream.index.shape[1] for stream in streams]
+    widths = [
+        [_padded(most - int(n)) for n in (own.max(axis=0) - own).min(axis=1)]
+        for own, most in zip(lengths, padded, strict=True)
+    ]
+    shapes = list(zip(*widths, strict=True))
+    seen = (prompt.understanding.index >= 0).any(axis=1).reshape(guidance_rows, b)
+    own = seen.any(axis=1) | lengths[1].any(axis=1)  # of their pictures or cells
+    own[-1] = True  # nothing is dropped
+    parts: list[Part] = []
+    for (shape, keeps), numbers in itertools.groupby(
+        range(guidance_rows), lambda number: (shapes[number], keeping and not own[number])
+    ):
+        first, *others = numbers
+        rows = range(first * b, (first + len(others) + 1) * b)
+        if keeps:
+            shape = (shape[0], 0)
+        for alone in [range(row, row + 1) for row in rows] if keeps else [rows]:
+            parts.append(Part(alone.start, _rows_of(prompt, b, alone, shape), keeps))
+    return parts
+
+
+def _rows_of(prompt: Prompt, requests: int, rows: range, shape: tuple[int, int]) -> Prompt:
+    """Returns some rows of a batch with streams of these lengths."""
+    start, end = rows.start, rows.stop
+
+    assert not (end - start) % requests or not shape[1]
+
+    def cut(stream: Stream | None, length: int) -> Stream | None:
+        if stream is None or not length:
+            return None
+        return jax.tree.map(lambda x: x[start:end, :length], stream)
+
+    understanding = cut(prompt.understanding, shape[0])
+    assert understanding is not None
+    sees = (understanding.index >= 0).any() and prompt.pixels is not None
+    return Prompt(
+        understanding,
+        cut(prompt.generation, shape[1]),
+        prompt.pixels if sees else None,
+        prompt.response_position[start:end],
+        prompt.length[start:end],
+    )
+
+
+def _padded(length: int) -> int:
+    return -(-length // PROMPT_BUCKET) * PROMPT_BUCKET
+
+
 def prompt_lengths(requests: list[Request], kind: Kind, model: config.Model) -> tuple[int, int]:
     """Returns the padded prompt lengths that hold every one of `requests` without guidance."""
     prompt = prepare(requests, kind, model)
@@ -153,6 +235,8 @@ def _drops(guidance_rows: int, edit_guidance: str) -> list[dict[str, bool]]:
 def _see(pictures, rows: list[tuple[Request, PromptRow]], vision: config.Vision):
     """Stacks what the vision tower is shown; numbers the features as `Denoiser.see` does.
 
+    Guidance rows of a request share its pictures.
+
     A request with views of its pictures makes views of all: one plain picture is one view.
     """
     seen = [() if p is None else p if isinstance(p, tuple) else (p[None],) for p in pictures]
@@ -167,14 +251,14 @@ def _see(pictures, rows: list[tuple[Request, PromptRow]], vision: config.Vision)
             vision.num_tokens,
             newline=vision.newline,
         )))
-        for (request, row), shown in zip(rows, seen, strict=True)
+        for (request, row), shown in zip(rows, itertools.cycle(seen), strict=False)
     ]  # fmt: skip
     return pixels, numbered
 
 
 def _stack(rows, pad_token: int, least: int) -> Stream:
     longest = max(least, *(len(row[1]) for row in rows))
-    length = -(-longest // PROMPT_BUCKET) * PROMPT_BUCKET
+    length = _padded(longest)
 
     def padded(values, fill):
         missing = ((0, length - len(values)),) + ((0, 0),) * (values.ndim - 1)

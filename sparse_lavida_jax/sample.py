@@ -35,11 +35,12 @@ from sparse_lavida_jax.layout import (
     make_layout,
     without_blocks,
 )
-from sparse_lavida_jax.models.cache import KVCache
+from sparse_lavida_jax.models.cache import KVCache, StreamName
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.models.stack import StepTables
+from sparse_lavida_jax.models.stack import STREAMS, StepTables
+from sparse_lavida_jax.prefixes import Prefixes
 from sparse_lavida_jax.presets import Choice, StepSettings, num_registers
-from sparse_lavida_jax.prompts import Prompt, Request, prepare
+from sparse_lavida_jax.prompts import Part, Prompt, Request, parted, prepare
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 NOT_DECODED = PAD_BLOCK  # in `decoded_at`: no step has decoded the position yet
@@ -553,26 +554,80 @@ def prefill(
     Args:
         capacity: slots of the understanding and of the generation region.
     """
-    features = None if prompt.pixels is None else model.see(prompt.pixels)
-    passes = jnp.int32(0)
+    features, passes = _see(model, prompt), jnp.int32(0)
     if not settings.uses_cache:
         return SamplerState(canvas, decoded_at, rows, features, None, passes)
-    decodes = "understanding" if settings.kind == "text" else "generation"
+    decodes = _decodes(settings.kind)
     cache = model.empty_cache(prompt.length.shape[0], *capacity, decodes)
-    if settings.preset.cache_prompt and not settings.preset.refreshes:
-        _, cache = model(
-            prompt.understanding,
-            prompt.generation,
-            features,
-            wanted=decodes,
-            cache=cache,
-            attend_cache=False,
-        )
-        own = prompt.understanding if settings.kind == "text" else prompt.generation
-        if cache is not None and own is not None:
-            cache = cache.commit(own.index.shape[1])
-        features = None
+    if settings.caches_prompt:
+        cache, features = _written(model, prompt, features, cache), None
+        cache = cache.commit(_own_len(prompt, decodes))
     return SamplerState(canvas, decoded_at, rows, features, cache, passes)
+
+
+@functools.partial(jax.jit, static_argnames=("kind",))
+def pass_prompt(model: Denoiser, prompt: Prompt, *, kind: Kind) -> KVCache:
+    """Returns a cache of the prompts of some rows, without a slot more."""
+    lengths = (_own_len(prompt, name) for name in STREAMS)
+    cache = model.empty_cache(prompt.length.shape[0], *lengths, _decodes(kind))
+    return _written(model, prompt, _see(model, prompt), cache)
+
+
+@functools.partial(jax.jit, static_argnames=("first", "kind", "capacity", "prompt_len"))
+def gather(
+    model: Denoiser,
+    canvas: Int[Array, "b l g"],
+    decoded_at: Int[Array, "b l"],
+    rows: Rows,
+    parts: tuple[KVCache, ...],
+    *,
+    first: tuple[int, ...],
+    kind: Kind,
+    capacity: tuple[int, int],
+    prompt_len: int,
+) -> SamplerState:
+    """Returns what `prefill` does, from parts of the batch that were passed one by one.
+
+    Args:
+        first: row of each part.
+        capacity: slots of the understanding and of the generation region.
+        prompt_len: slots of the decoded stream's prompt in the longest part.
+    """
+    number = first[-1] + parts[-1].block.shape[0]
+    cache = model.empty_cache(number, *capacity, _decodes(kind))
+    for row, part in zip(first, parts, strict=True):
+        cache = cache.with_rows(row, part)
+    cache = cache.commit(prompt_len)
+    return SamplerState(canvas, decoded_at, rows, None, cache, jnp.int32(0))
+
+
+def _decodes(kind: Kind) -> StreamName:
+    return "understanding" if kind == "text" else "generation"
+
+
+def _own_len(prompt: Prompt, name: StreamName) -> int:
+    stream = prompt.understanding if name == "understanding" else prompt.generation
+    return 0 if stream is None else stream.index.shape[1]
+
+
+def _see(model: Denoiser, prompt: Prompt) -> Float[Array, "r v e"] | None:
+    """Returns the vision features of every row; each picture is seen once."""
+    if prompt.pixels is None:
+        return None
+    return _repeat(model.see(prompt.pixels), len(prompt.length) // len(prompt.pixels))
+
+
+def _written(model: Denoiser, prompt: Prompt, features, cache: KVCache) -> KVCache:
+    """Returns a cache that was empty with the keys and values of the prompts."""
+    _, cache = model(
+        prompt.understanding,
+        prompt.generation,
+        features,
+        wanted=cache.decodes,
+        cache=cache,
+        attend_cache=False,
+    )
+    return cache
 
 
 @functools.partial(jax.jit, static_argnames=("settings",), donate_argnames=("state",))
@@ -661,6 +716,7 @@ def sample(
     on_segment: OnSegment | None = None,
     draws: Draws | None = None,
     in_trips: bool | None = None,
+    prefixes: Prefixes | None = None,
 ) -> Int[np.ndarray, "b l g"]:
     """Decodes a batch of requests of one kind and one response length.
 
@@ -672,6 +728,7 @@ def sample(
         on_segment: called with what is there after each segment.
         draws: recorded random numbers of every step of the plan.
         in_trips: whether a segment is run by programs of `TRIPS` steps; by default not on CPUs.
+        prefixes: where what requests share is kept (`prefixes.py`), of this very model.
 
     Returns:
         The responses.
@@ -680,7 +737,9 @@ def sample(
         ValueError: the requests differ in response length, or the plan is for another batch.
     """
     ends = settings.kind == "text" and not settings.released
-    begun = begin(model, requests, segments, settings=settings, prompt_len=prompt_len)
+    begun = begin(
+        model, requests, segments, settings=settings, prompt_len=prompt_len, prefixes=prefixes
+    )
     state, mask_id = begun.state, _mask_id(model.settings, settings.kind)
     if state is None:  # everything is given
         return begun.canvas
@@ -741,6 +800,7 @@ def begin(
     *,
     settings: StepSettings,
     prompt_len: tuple[int, int] = (0, 0),
+    prefixes: Prefixes | None = None,
 ) -> Begun:
     """Lays a batch out and passes its prompts (`sample`)."""
     model_settings = model.settings
@@ -772,22 +832,48 @@ def begin(
         with_given=not settings.preset.passes_given,
     )
     on_device, rows = jax.tree.map(jnp.asarray, (prompt, rows))
+    room = capacity(
+        prompt, segments, settings, slot_multiple(model_settings.attention_implementation or None)
+    )
     with sharded.mesh_in_use(model):
-        state = prefill(
-            model,
-            canvas,
-            decoded_at,
-            rows,
-            on_device,
-            settings=program,
-            capacity=capacity(
-                prompt,
-                segments,
-                settings,
-                slot_multiple(model_settings.attention_implementation or None),
-            ),
-        )
+        parts = []
+        # Over a mesh rows are split: parts of a few would not be.
+        if settings.caches_prompt and jax.sharding.get_abstract_mesh().empty:
+            keeping = prefixes is not None
+            parts = parted(prompt, settings.guidance_rows, keeping=keeping)
+        if len(parts) <= 1:
+            state = prefill(
+                model, canvas, decoded_at, rows, on_device, settings=program, capacity=room
+            )
+        else:
+            state = gather(
+                model,
+                canvas,
+                decoded_at,
+                rows,
+                _passed(model, parts, settings.kind, prefixes),
+                first=tuple(part.first for part in parts),
+                kind=settings.kind,
+                capacity=room,
+                prompt_len=_own_len(prompt, _decodes(settings.kind)),
+            )
     return Begun(canvas, given, on_device, program, state)
+
+
+def _passed(
+    model: Denoiser, parts: list[Part], kind: Kind, prefixes: Prefixes | None
+) -> tuple[KVCache, ...]:
+    """Passes the parts of a batch, but for what is kept."""
+
+    def make(part: Part) -> KVCache:
+        return pass_prompt(model, jax.tree.map(jnp.asarray, part.prompt), kind=kind)
+
+    return tuple(
+        prefixes.get(part.prompt, functools.partial(make, part))
+        if prefixes is not None and part.keeps
+        else make(part)
+        for part in parts
+    )
 
 
 def advance(

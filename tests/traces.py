@@ -72,6 +72,11 @@ def plan(
 _prefill = tiny.quick_jit(
     functools.partial(sample.prefill), static_argnames=("settings", "capacity")
 )
+_pass_prompt = tiny.quick_jit(functools.partial(sample.pass_prompt), static_argnames=("kind",))
+_gather = tiny.quick_jit(
+    functools.partial(sample.gather),
+    static_argnames=("first", "kind", "capacity", "prompt_len"),
+)
 _run_segment = tiny.quick_jit(functools.partial(sample.run_segment), static_argnames=("settings",))
 
 
@@ -83,7 +88,7 @@ def finished(
     **options,
 ) -> np.ndarray:
     """Returns what `sample.sample` returns, compiled without optimisation."""
-    with _patched(prefill=_prefill, run_segment=_run_segment):
+    with _patched(**_quick(), run_segment=_run_segment):
         return sample.sample(model, requests, segments, settings=settings, **options)
 
 
@@ -92,6 +97,7 @@ def moments(
     requests: list[prompts.Request],
     segments: list[orders.Segment],
     settings: presets.StepSettings,
+    **options,
 ) -> tuple[list[Moment], np.ndarray]:
     """Returns every step of `sample.sample`, and the finished canvas."""
     steps = []
@@ -106,9 +112,15 @@ def moments(
             state = after
         return state
 
-    with _patched(prefill=_prefill, run_segment=step_by_step):
-        canvas = sample.sample(model, requests, segments, settings=settings, stop_early=False)
+    with _patched(**_quick(), run_segment=step_by_step):
+        canvas = sample.sample(
+            model, requests, segments, settings=settings, stop_early=False, **options
+        )
     return steps, canvas
+
+
+def _quick():
+    return {"prefill": _prefill, "pass_prompt": _pass_prompt, "gather": _gather}
 
 
 def _patched(**functions):

@@ -142,14 +142,16 @@ def run_suite(subject: suites.Subject, suite: str) -> None:
     if not wanted:
         return
     calibration = calibrate()
-    for case in wanted:
-        row = suites.measure(subject, case, runs=RUNS.value, calibration=calibration)
-        path = bench.write(case.id, row)
-        print(
-            f"{path.name}: median {row['median_s']:.4f} s, loop {row['split_s']['loop']:.4f} s,"
-            f" floor {row['floor_s']:.4f} s, compiled in {row['compile_s']:.1f} s",
-            flush=True,
-        )
+    together = [wanted] if suite in suites.IN_TURN else [[case] for case in wanted]
+    for cases in together:
+        rows = suites.measure(subject, cases, runs=RUNS.value, calibration=calibration)
+        for case, row in zip(cases, rows, strict=True):
+            path = bench.write(case.id, row)
+            print(
+                f"{path.name}: median {row['median_s']:.4f} s, loop {row['split_s']['loop']:.4f} s,"
+                f" floor {row['floor_s']:.4f} s, compiled in {row['compile_s']:.1f} s",
+                flush=True,
+            )
 
 
 def _whole_subject() -> suites.Subject:

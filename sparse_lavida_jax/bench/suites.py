@@ -3,9 +3,10 @@
 
 import dataclasses
 import functools
+import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +31,7 @@ STEPS_TIMED = 8  # of rows whose steps all cost the same
 # Words of the prompt of a picture and of a question, tokens of the answer; of a smaller model.
 WORDS, QUESTION, ANSWER = 128, 1500, 1024
 FEW_WORDS, SHORT_QUESTION, SHORT_ANSWER = 32, 48, 16
+IN_TURN = ("cpu",)  # suites whose rows are timed in turn
 SPLIT = ("host", "prefill", "loop", "vq_encode", "vq_decode")
 
 
@@ -187,9 +189,38 @@ def _ids(model: config.Model, number: int) -> np.ndarray:
 
 
 def measure(
-    subject: Subject, case: Case, *, runs: int, calibration: dict[str, Any]
-) -> dict[str, Any]:
-    """Returns the values of a row: `runs` whole requests behind one that compiles."""
+    subject: Subject, cases: Sequence[Case], *, runs: int, calibration: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Returns the values of rows: of each `runs` whole requests behind one that compiles.
+
+    Rows are timed in turn, in another order every turn, so that a machine that others use too is as
+    busy for all of them.
+    """
+    warm = [_warmed(subject, case) for case in cases]
+    for turn in range(runs):
+        for one in random.Random(turn).sample(warm, len(warm)):
+            before, begin = record.compilations(), time.process_time()
+            one.splits.append(_request(subject, one.model, one.case, one.settings, 1 + turn))
+            one.process_s.append(time.process_time() - begin)
+            one.compilations_timed += record.compilations() - before
+    return [_row(subject, one, calibration) for one in warm]
+
+
+@dataclasses.dataclass
+class _Warm:
+    """A row whose programs are compiled, and what its requests took so far."""
+
+    case: Case
+    model: Denoiser
+    settings: presets.StepSettings
+    compile_s: float
+    compilations: int
+    compilations_timed: int = 0
+    splits: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    process_s: list[float] = dataclasses.field(default_factory=list)
+
+
+def _warmed(subject: Subject, case: Case) -> _Warm:
     model = subject.in_form(case.sampling.quantize)
     settings = dataclasses.replace(
         presets.step_settings(
@@ -198,13 +229,14 @@ def measure(
         ),
         discards=case.discards,
     )  # fmt: skip
-    run = functools.partial(_request, subject, model, case, settings)
-    before = record.compilations()
-    begin = time.perf_counter()
-    run(0)
-    compile_s, compiled = time.perf_counter() - begin, record.compilations() - before
-    splits = [run(1 + turn) for turn in range(runs)]
-    timed = record.compilations() - before - compiled
+    before, begin = record.compilations(), time.perf_counter()
+    _request(subject, model, case, settings, 0)
+    seconds = time.perf_counter() - begin
+    return _Warm(case, model, settings, seconds, record.compilations() - before)
+
+
+def _row(subject: Subject, warm: _Warm, calibration: dict[str, Any]) -> dict[str, Any]:
+    case, model, settings, splits = warm.case, warm.model, warm.settings, warm.splits
     plan = _plan(case, settings, range(case.batch), subject.settings.model)
     prompt = _prompt(case, settings, subject.settings.model)
     itemsize = 1 if case.sampling.quantize else 0
@@ -234,9 +266,10 @@ def measure(
         "min_s": min(times),
         "max_s": max(times),
         "split_s": split,
-        "compile_s": compile_s,
-        "compilations": compiled,
-        "compilations_timed": timed,
+        "process_s": statistics.median(warm.process_s),
+        "compile_s": warm.compile_s,
+        "compilations": warm.compilations,
+        "compilations_timed": warm.compilations_timed,
         "tokens": {"useful": need.total("tokens"), "padded": need.total("slots")},
         "flops": {name: need.total(name) for name in ("useful", "padded")},
         "bytes": {"weights": need.total("weights"), "kv": need.total("keys")},

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparse_lavida_jax import config, orders, presets
-from sparse_lavida_jax.prompts import Prompt
+from sparse_lavida_jax.prompts import Prompt, parted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,14 +35,14 @@ class Pass:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A request: its prefill, None where nothing is cached, and its steps."""
+    """A request: its prefill in parts of one shape, none where nothing is cached, and its steps."""
 
-    prefill: Pass | None
+    prefills: list[Pass]
     steps: list[Pass]
 
     @property
     def passes(self) -> list[Pass]:
-        return [*([self.prefill] if self.prefill else []), *self.steps]
+        return [*self.prefills, *self.steps]
 
     def total(self, name: str) -> float:
         return float(sum(getattr(one, name) for one in self.passes))
@@ -62,25 +62,27 @@ def of_request(
     prompt: Prompt,
     *,
     weight_bytes: int = 0,
+    kept: bool = False,
 ) -> Work:
     """Counts a batch.
 
     Args:
+        kept: whether what requests share was computed before (`prefixes.py`).
         prompt: all guidance rows (`prompts.prepare`).
         weight_bytes: of a number of the layers' matrices; 0: those of the compute dtype.
     """
     counter = _Counter(model, settings, weight_bytes or jnp.dtype(model.compute_dtype).itemsize)
     rows = len(prompt.length)
-    streams = (prompt.understanding, prompt.generation)
-    valid, padded = (
-        [0.0 if s is None else float(count(s)) for s in streams]
-        for count in (lambda s: (s.layout.horizon >= 0).sum() / rows, lambda s: s.index.shape[1])
-    )
+    valid, padded = _lengths(prompt)
     cached = settings.preset.cache_prompt
     refreshes = settings.preset.refreshes
-    prefill = None
-    if cached and not refreshes:
-        prefill = counter.one_pass(rows, valid, padded, 0.0, 0, 0.0, 0.0)
+    prefills = []
+    if settings.caches_prompt:
+        prefills = [
+            counter.one_pass(len(part.prompt.length), *_lengths(part.prompt), 0.0, 0, 0.0, 0.0)
+            for part in parted(prompt, settings.guidance_rows, keeping=kept)
+            if not (kept and part.keeps)
+        ]
     steps, committed = [], 0.0
     for part in plan:
         registers = presets.num_registers(part, settings)
@@ -109,7 +111,20 @@ def of_request(
                 committed = used[0]
             elif settings.preset.cache_response and not refreshes:
                 committed += used[0]
-    return Work(prefill, steps)
+    return Work(prefills, steps)
+
+
+def _lengths(prompt: Prompt) -> tuple[list[float], list[float]]:
+    """Returns the mean tokens of a row, and its slots, in each of the two streams."""
+    streams = (prompt.understanding, prompt.generation)
+    valid, padded = (
+        [0.0 if s is None else float(count(s)) for s in streams]
+        for count in (
+            lambda s: (s.layout.horizon >= 0).sum() / len(prompt.length),
+            lambda s: s.index.shape[1],
+        )
+    )
+    return valid, padded
 
 
 class _Counter:

@@ -94,6 +94,24 @@ class KVCache:
             return self.block[:, : self.understanding_len]
         return self.block[:, self.understanding_len :]
 
+    def with_rows(self, first: int, rows: "KVCache") -> "KVCache":
+        """Puts what a smaller cache holds into the rows from `first` on, each region at its start.
+
+        Args:
+            rows: with no more slots in either region.
+        """
+        put, text, changed = jax.lax.dynamic_update_slice, rows.understanding_len, {}
+        for name in ("joint_keys", "joint_values"):
+            given = getattr(rows, name)
+            whole = put(getattr(self, name), given[:, :, :text], (0, first, 0, 0))
+            start = (0, first, self.understanding_len, 0)
+            changed[name] = put(whole, given[:, :, text:], start)
+        for name in ("split_keys", "split_values"):
+            changed[name] = put(getattr(self, name), getattr(rows, name), (0, first, 0, 0))
+        block = put(self.block, rows.block[:, :text], (first, 0))
+        block = put(block, rows.block[:, text:], (first, self.understanding_len))
+        return dataclasses.replace(self, block=block, **changed)
+
     def commit(self, count: Int[Array, ""] | int) -> "KVCache":
         """Keeps the first `count` slots of this pass; the next pass overwrites the others."""
         return dataclasses.replace(self, offset=self.offset + count)

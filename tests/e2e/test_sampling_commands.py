@@ -52,14 +52,19 @@ def test_the_command_line_evaluates(finished, tmp_path, capsys):
 
 @pytest.fixture
 def rows(monkeypatch):
-    """How many rows each prefill had."""
-    seen, prefill = [], sample.prefill
+    """How many requests and rows each prefill had, whole or gathered from parts."""
+    seen, prefill, gather = [], sample.prefill, sample.gather
 
     def counting(model, canvas, decoded_at, row_key, prompt, **more):
         seen.append((len(canvas), len(prompt.length)))
         return prefill(model, canvas, decoded_at, row_key, prompt, **more)
 
+    def counting_parts(model, canvas, decoded_at, row_key, parts, **more):
+        seen.append((len(canvas), sum(part.block.shape[0] for part in parts)))
+        return gather(model, canvas, decoded_at, row_key, parts, **more)
+
     monkeypatch.setattr(sample, "prefill", counting)
+    monkeypatch.setattr(sample, "gather", counting_parts)
     return seen
 
 

@@ -217,7 +217,7 @@ def one_pass(given, request, segment, settings, codes) -> Pass:
     prompt = prompts.prepare(
         [request], "image", made, settings.guidance_rows, edit_guidance=settings.edit_guidance
     )
-    features = None if prompt.pixels is None else model.see(prompt.pixels)
+    features = sample._see(model, prompt)
     masked = (cells == made.image_mask_id).any(axis=-1)
     state = sample.SamplerState(
         jnp.asarray(cells[None], jnp.int32),

@@ -77,7 +77,7 @@ def test_work_of_the_release_is_what_its_sizes_make():
     assert work_of(case_of("edit", "edit1024/sparse/b1")).floor_s(790.0, 4300.0) == pytest.approx(
         0.152, rel=0.02
     )
-    assert sparse.prefill is not None and dense.prefill is None
+    assert sparse.prefills and not dense.prefills
 
 
 def test_little_is_padding():

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Guidance rows in shapes of their own, and prefixes that requests share."""
+
+import dataclasses
+import unittest.mock
+
+import jax
+import numpy as np
+import pytest
+import tiny
+import traces
+
+from sparse_lavida_jax import layout, prompts, sample
+from sparse_lavida_jax.prefixes import Prefixes
+from sparse_lavida_jax.visibility import PAD_BLOCK
+
+TOLERANCE = 2e-5
+SETTINGS = tiny.model_settings()
+EDIT = {"vision": True, "source": True}
+
+
+def edit(words, **how):
+    """Returns a request whose source has so many cells that no padding hides where they stand."""
+    one = tiny.request("image", SETTINGS, words, words=words, **EDIT, **how)
+    source = layout.Source(np.tile(one.parts[2].codes, (2, 1)))
+    return dataclasses.replace(one, parts=(*one.parts[:2], source, *one.parts[3:]))
+
+
+def laid_out(requests, guidance_rows):
+    return prompts.prepare(requests, "image", SETTINGS, guidance_rows)
+
+
+def tokens_of(prompt):
+    """Returns the tokens of each row of both streams with their tags, padding left out."""
+    found = []
+    for row in range(len(prompt.length)):
+        for stream in (prompt.understanding, prompt.generation):
+            if stream is not None and (there := stream.layout.block[row] != PAD_BLOCK).any():
+                found.append([x[row][there].tolist() for x in jax.tree.leaves(stream)])
+    return found
+
+
+@pytest.mark.parametrize("keeping", [False, True])
+@pytest.mark.parametrize("given", [0.0, 0.4])
+def test_parts_hold_every_token_once_and_in_order(keeping, given):
+    requests = [edit(words, given=given) for words in (3, 20)]
+    prompt = laid_out(requests, 3)
+    parts = prompts.parted(prompt, 3, keeping=keeping)
+    assert tokens_of(prompt) == [row for part in parts for row in tokens_of(part.prompt)]
+    rows = [part.first + i for part in parts for i in range(len(part.prompt.length))]
+    assert rows == list(range(6))
+    # Given cells are of a request: its dropped rows are not those of another.
+    alone = keeping and not given
+    assert [part.keeps for part in parts] == [True] * 2 * alone + [False] * (2 - alone)
+    *others, last = (part.prompt.pixels is not None for part in parts)
+    assert last
+    assert not any(others)
+
+
+def test_rows_of_an_edit_are_not_padded_to_each_other():
+    """The dropped row has the source's cells in the understanding stream, the others do not."""
+    prompt = laid_out([edit(30), edit(41)], 3)
+    first, others = prompts.parted(prompt, 3, keeping=False)
+    longest = 3 + tiny.VISION.num_tokens + 2 * tiny.IMAGE_LEN + 41
+    assert prompt.understanding.index.shape == (6, prompts._padded(longest))
+    assert first.prompt.understanding.index.shape == (2, prompts._padded(longest))
+    assert others.prompt.understanding.index.shape[1] < first.prompt.understanding.index.shape[1]
+    assert others.prompt.generation.index.shape == (4, 32)
+    assert first.prompt.generation.index.shape == (2, 16)  # 18 cells fill 32 slots
+
+
+def test_shapes_follow_the_bucket_and_not_who_shares_it():
+    """So a row replayed alone, in the bucket it was drawn in, runs the programs it ran."""
+    short, long = edit(3), edit(40)
+    both = laid_out([short, long], 3)
+    bucket = (both.understanding.index.shape[1], both.generation.index.shape[1])
+    alone = prompts.prepare([short], "image", SETTINGS, 3, bucket)
+    for keeping in (False, True):
+        shapes = [
+            {
+                (part.prompt.understanding.index.shape[1], part.prompt.generation is None)
+                for part in prompts.parted(prompt, 3, keeping=keeping)
+            }
+            for prompt in (both, alone)
+        ]
+        assert shapes[0] == shapes[1]
+
+
+def test_pictures_without_guidance_and_pairs_of_one_shape_are_one_part():
+    requests = [tiny.request("image", SETTINGS, 0, words=3)]
+    for rows in (1, 2):
+        (part,) = prompts.parted(laid_out(requests, rows), rows, keeping=False)
+        assert not part.keeps
+    assert len(prompts.parted(laid_out(requests, 1), 1, keeping=True)) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        ("sparse", None),
+        ("sparse", {}),
+        ("sparse", {"given": 0.4}),
+        ("p", {}),
+    ],
+)
+def test_parts_and_kept_prefixes_change_no_logit_and_no_token(name, asked):
+    """Of two requests that differ in length; the second time every kept prefix is there."""
+    model, source = tiny.denoiser(SETTINGS), asked is not None
+    requests = [
+        edit(w, **asked) if source else tiny.request("image", SETTINGS, w, words=w) for w in (3, 20)
+    ]
+    settings = traces.settings_of(
+        name, "image", SETTINGS, guidance=1.5, guidance_image=0.5, has_source=source
+    )
+    plan = traces.plan(requests, settings)
+    with unittest.mock.patch.object(sample, "parted", lambda *_, **__: []):  # in one shape
+        wanted, canvas = traces.moments(model, requests, plan, settings)
+    kept = Prefixes()
+    for options in ({}, {"prefixes": kept}, {"prefixes": kept}):
+        found, ours = traces.moments(model, requests, plan, settings, **options)
+        np.testing.assert_array_equal(ours, canvas)
+        for moment, expected in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(moment.logits, expected.logits, rtol=0, atol=TOLERANCE)
+    assert len(kept) == (0 if asked and asked.get("given") else 2)
+
+
+def passed_of(requests, prefixes):
+    """Returns how many rows were passed for the requests."""
+    settings = traces.settings_of("sparse", "image", SETTINGS, guidance=1.5)
+    plan, rows = traces.plan(requests, settings), []
+
+    def counting(model, prompt, *, kind):
+        rows.append(len(prompt.length))
+        return traces._pass_prompt(model, prompt, kind=kind)
+
+    with traces._patched(pass_prompt=counting, gather=traces._gather):
+        sample.begin(tiny.denoiser(SETTINGS), requests, plan, settings=settings, prefixes=prefixes)
+    return rows
+
+
+def test_a_prefix_is_computed_once_for_each_length_and_what_stands_behind():
+    def asked(words, seed=0, behind=None):
+        one = tiny.request("image", SETTINGS, seed, words=words)
+        return one if behind is None else dataclasses.replace(one, parts=(*one.parts[:-1], behind))
+
+    kept = Prefixes()
+    assert passed_of([asked(3)], kept) == [1, 1]
+    assert passed_of([asked(3, seed=1)], kept) == [1]  # other words, as many
+    assert passed_of([asked(4)], kept) == [1, 1]
+    assert passed_of([asked(3), asked(3), asked(4)], kept) == [3]
+    assert passed_of([asked(5), asked(5)], kept) == [1, 2]  # one for both
+    tail = asked(3).parts[-1]
+    longer = dataclasses.replace(tail, ids=np.tile(tail.ids, 2))
+    # Text behind the response is in the prompt's pass too.
+    assert passed_of([asked(3, behind=longer)], kept) == [1, 1]
+    assert passed_of([asked(3)], Prefixes()) == [1, 1]  # of another model, or another process
+
+
+def test_what_was_used_longest_ago_is_let_go():
+    def asked(words):
+        return [tiny.request("image", SETTINGS, 0, words=words)]
+
+    kept = Prefixes()
+    passed_of(asked(3), kept)
+    size = kept.num_bytes
+    assert size > 0
+    kept = Prefixes(most_bytes=2 * size)
+    for words, rows in ((3, 2), (4, 2), (3, 1), (5, 2), (3, 1), (4, 2)):
+        assert sum(passed_of(asked(words), kept)) == rows, words
+        assert kept.num_bytes <= 2 * size
+    nothing = Prefixes(most_bytes=0)
+    assert [sum(passed_of(asked(3), nothing)) for _ in range(2)] == [2, 2]
