@@ -185,6 +185,9 @@ def _sampling(parser: argparse.ArgumentParser) -> None:
 
 def _drawing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out.png"))
+    parser.add_argument(
+        "--vq-dtype", help=f"of the decoder of pictures: {' or '.join(config.VQ_DTYPES)}"
+    )
     parser.add_argument("--num-images", type=int, default=1, metavar="N", help="of each prompt")
     parser.add_argument("--guidance", type=float, help="scale of classifier-free guidance; 0: none")
     parser.add_argument("--order", help="in which cells are decoded: stratified, halton, ...")

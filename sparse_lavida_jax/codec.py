@@ -31,6 +31,7 @@ class PictureCodec:
         is_grey = name_or_folder in (None, "grey")
         self.vq, self.folder, self.picture_size = None, None, digits.PICTURE_SIZE
         self.factor = digits.PICTURE_SIZE // digits.SIDE  # pixels a side of a code
+        self._decoders: dict[str, vq.VQModel] = {}  # by dtype
         codes, levels = digits.SIDE, digits.LEVELS
         if not is_grey:
             self.vq, settings = vq.load(name_or_folder)
@@ -54,17 +55,20 @@ class PictureCodec:
         return np.asarray(layout.cells_from_codes(codes, self.side))
 
     def decode(
-        self, cells: Int[np.ndarray, "b l g"], rows: int | None = None
+        self, cells: Int[np.ndarray, "b l g"], rows: int | None = None, dtype: str = "float32"
     ) -> UInt8[np.ndarray, "b h w 3"]:
         """Returns the pictures of cells, each decoded alone: its pixels depend on nothing else.
 
         Args:
             rows: cells from top to bottom; by default those of the largest picture.
+            dtype: of the decoder (`vq.for_decoding`).
         """
         if self.vq is None:
             return np.stack([digits.render(codes) for codes in cells])
         codes = layout.codes_from_cells(cells, rows or self.grid_size, self.side)
-        return vq.decode_codes(self.vq, np.asarray(codes), batch=1)
+        if dtype not in self._decoders:
+            self._decoders[dtype] = vq.for_decoding(self.vq, dtype)
+        return vq.decode_codes(self._decoders[dtype], np.asarray(codes), batch=1)
 
     def appearance_codes(self) -> Int[np.ndarray, "a g"] | None:
         """Returns the codes of every cell appearance of the scenes; None for digits."""

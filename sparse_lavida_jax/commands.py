@@ -153,7 +153,9 @@ def _load(asked: argparse.Namespace, name: str) -> SparseLaViDa:
 def _sampling(name: str, asked: argparse.Namespace, pipe: SparseLaViDa) -> config.Sampling:
     """Returns the checkpoint's sampling settings with those of the command line put in."""
     draws = name in (*DRAWING, "chat")
-    options = ("steps", "temperature", "sampler", "registers", "guidance", "order", "quantize")
+    options = (
+        "steps", "temperature", "sampler", "registers", "guidance", "order", "quantize", "vq_dtype",
+    )  # fmt: skip
     given = {option: getattr(asked, option, None) for option in options}
     sampling = sampling_options.changed(pipe.settings.sampling, draws=draws, **given)
     model = pipe.settings.model

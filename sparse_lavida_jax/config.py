@@ -20,6 +20,7 @@ PRESETS = ("dense", "none", "p", "r", "t", "pr", "pt", "rt", "sparse")
 # Full attention with a cache that it makes inexact, for text only: LaViDa-O's own (the prompt),
 # and the two of Fast-dLLM.
 TEXT_PRESETS = ("prefix", "fast_dllm_prefix", "fast_dllm_dual")
+VQ_DTYPES = ("float32", "bfloat16")
 QUANTIZED = ("int8", "w8a8", "fp8")  # matrices of the layers while sampling (`quantize.py`)
 TEXT_BLOCK_ORDERS = ("left_to_right", "right_to_left", "random")
 
@@ -610,6 +611,9 @@ class Sampling:
     # Matrices of the layers in 8 bits: "" not; "int8" the weights alone; "w8a8" activations too;
     # "fp8" both in float8. Other numbers come out, and on few tokens sooner.
     quantize: str = ""
+    # Of the decoder of pictures. In bfloat16 no grey level moves by more than a few of 255
+    # (docs/speed.md). Codes of pictures given are always found in float32.
+    vq_dtype: str = "float32"  # float32 | bfloat16
 
     def __post_init__(self):
         for name, choices in (("preset", PRESETS), ("text_preset", (*PRESETS, *TEXT_PRESETS))):
@@ -632,6 +636,7 @@ class Sampling:
             ("text_confidence", ("probability", "margin", "entropy", "random")),
             ("text_commit", ("count", "threshold", "factor", "entropy")),
             ("quantize", ("", *QUANTIZED)),
+            ("vq_dtype", VQ_DTYPES),
         ):
             _check_choice(self, name, choices)
         _check_positive(self, "num_steps", "text_steps", "shift", "text_shift", "text_factor")

@@ -325,7 +325,7 @@ class Engine:
 
     def _drawn(self, drawings, sampling, on_segment: OnSegment | None) -> list[Picture]:
         cells, _ = self._decoded(drawings, sampling, on_segment)
-        return list(self._codec.decode(np.stack(cells)))
+        return list(self._codec.decode(np.stack(cells), dtype=sampling.vq_dtype))
 
     def _image_example(self, drawing: Drawing) -> Example:
         return dataclasses.replace(self._worded(drawing), grid=drawing.cells)

@@ -438,7 +438,7 @@ class SparseLaViDa(Engine):
             cells, bucket = self._decoded(drawings, sampling, on_segment, bucket)
         with _timed(seconds, "pixels"):
             pixels = [
-                self._codec.decode(one[None], drawing.cells[0])[0]
+                self._codec.decode(one[None], drawing.cells[0], sampling.vq_dtype)[0]
                 for one, drawing in zip(cells, drawings, strict=True)
             ]
         records = tuple(
@@ -500,7 +500,7 @@ class SparseLaViDa(Engine):
             drawing = dataclasses.replace(drawing, plan=plans[0] if plans else None)
             with _timed(seconds, "picture"):
                 (cells,), _ = self._decoded([drawing], sampling, on_segment)
-            (picture,) = self._codec.decode(cells[None])
+            (picture,) = self._codec.decode(cells[None], dtype=sampling.vq_dtype)
             with _timed(seconds, "text"):
                 said = self.run(
                     [self.prompts.judge(row.words, picture)], sampling=sampling, seed=[drawing.seed]

@@ -18,6 +18,7 @@ def changed(
     guidance: float | None = None,
     order: str | None = None,
     quantize: str | None = None,
+    vq_dtype: str | None = None,
 ) -> config.Sampling:
     """Returns settings with what is given put in; None leaves a checkpoint's own.
 
@@ -28,6 +29,7 @@ def changed(
         sampler: a preset.
         registers: the first and the last number of them; the last -1: they do not fall.
         quantize: matrices in 8 bits.
+        vq_dtype: of the decoder of pictures.
 
     Raises:
         ConfigError: one is out of range.
@@ -50,4 +52,6 @@ def changed(
         changes["order"] = order
     if quantize is not None:
         changes["quantize"] = quantize
+    if vq_dtype is not None:
+        changes["vq_dtype"] = vq_dtype
     return dataclasses.replace(sampling, **changes)

@@ -60,12 +60,12 @@ CHIPS = {
     "v5p": Chip(95 * 2**30, 459e12, 1.75e9, 600e9),
     "v6e": Chip(32 * 2**30, 918e12, 1.75e9, 448e9),
 }
-# 64 chips for training, 8 to sample.
+# 64 chips for training, 8 or 4 to sample.
 TRAINING: dict[str, dict[str, int]] = {
     "v5p:4x4x4": {"data": 2, "fsdp": 16, "tensor": 2},
     "v6e:8x8": {"fsdp": 32, "tensor": 2},
 }
-SAMPLING: dict[str, dict[str, int]] = {"v5e:2x4": {"tensor": 8}}
+SAMPLING: dict[str, dict[str, int]] = {"v5e:2x4": {"tensor": 8}, "v5p:2x2x1": {"tensor": 4}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +104,18 @@ class Compiled:
             "code": found.generated_code_size_in_bytes,
         }
         return parts | {"total": sum(parts.values())}
+
+    def cache_shapes(self) -> frozenset[tuple[int, ...]]:
+        """Returns the dimensions of a chip's keys and values, and of those of a layer.
+
+        Of a program whose second argument is a `SamplerState`.
+        """
+        cache = self.inputs[1].cache
+        shapes = {x.sharding.shard_shape(x.shape) for x in (cache.joint_keys, cache.split_keys)} | {
+            x.shape for x in (cache.joint_keys, cache.split_keys)
+        }
+        layers = {shape[1:] for shape in shapes}
+        return frozenset(shapes | layers | {(1, *shape) for shape in layers})
 
     def fits(self) -> bool:
         """Whether a chip has this memory, with room to spare."""

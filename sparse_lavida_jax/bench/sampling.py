@@ -61,11 +61,11 @@ PRESETS = flags.DEFINE_list("presets", [], "Which to time; by default all.")
 SUITE = flags.DEFINE_enum("suite", None, suites.SUITES, "Rows of whole requests.")
 MISSING = flags.DEFINE_boolean("missing", False, "Of a suite, only rows that there are not.")
 VQ_DTYPE = flags.DEFINE_enum(
-    "vq-dtype", "bfloat16", ("bfloat16", "float32"), "Of the image tokenizer, in a suite."
+    "vq-dtype", "bfloat16", config.VQ_DTYPES, "Of the decoder of pictures, in a suite."
 )
 
 RANDOM_PROMPT = 128  # tokens of the prompt of a model of random weights
-RANDOM_SCALE = 0.02  # of its weights
+RANDOM_SCALE = 0.02  # of its weights, at least
 
 
 M = TypeVar("M")
@@ -117,10 +117,17 @@ def _random_model(settings: config.Model) -> Denoiser:
 
 
 def _random(make: Callable[[], M], dtype: jnp.dtype) -> M:
-    """Returns what `make` would, of random numbers: one array at a time is made."""
+    """Returns what `make` would, of random numbers: one array at a time is made.
+
+    As large as those of a wide model; the matrices of a narrow one larger, or layers would make
+    next to nothing of what goes in.
+    """
     leaves, tree = jax.tree.flatten(jax.eval_shape(make))
     normal = jax.jit(
-        lambda key, shape: RANDOM_SCALE * jax.random.normal(key, shape, dtype), static_argnums=1
+        lambda key, shape: (
+            max(RANDOM_SCALE, shape[-2] ** -0.5) * jax.random.normal(key, shape, dtype)
+        ),
+        static_argnums=1,
     )
     keys = jax.random.split(jax.random.key(0), len(leaves))
     made = [
@@ -156,21 +163,24 @@ def run_suite(subject: suites.Subject, suite: str) -> None:
 
 def _whole_subject() -> suites.Subject:
     """Returns the model that suites measure, with its image tokenizer."""
-    dtype = jnp.dtype(VQ_DTYPE.value)
+
+    def decoder(codec: vq.VQModel | None) -> vq.VQModel | None:
+        return None if codec is None else vq.for_decoding(codec, VQ_DTYPE.value)
+
     if RANDOM.value:
         settings = config_files.read(pathlib.Path(CONFIG.value))
         model, codec = _random_model(settings.model), None
         sides = settings.model.grid_size * settings.model.codes_side * settings.vq.factor
         if sides == settings.vq.image_size:
-            codec = _random(lambda: vq.VQModel(settings.vq, rngs=nnx.Rngs(0)), dtype)
-        return suites.Subject(model, settings, codec, random_weights=True)
+            float32 = jnp.dtype("float32")
+            codec = _random(lambda: vq.VQModel(settings.vq, rngs=nnx.Rngs(0)), float32)
+        return suites.Subject(model, settings, codec, decoder(codec), random_weights=True)
     pipe = SparseLaViDa.from_pretrained(CHECKPOINT.value)
     codec = None if pipe.codec is None or pipe.codec.vq is None else pipe.codec.vq
     settings = pipe.settings
     if codec is not None:
         settings = dataclasses.replace(settings, vq=codec.settings)
-        codec = jax.tree.map(lambda leaf: leaf.astype(dtype), codec)
-    return suites.Subject(pipe.model, settings, codec, random_weights=False)
+    return suites.Subject(pipe.model, settings, codec, decoder(codec), random_weights=False)
 
 
 def main(argv: list[str]) -> None:

@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import operator
 import random
 import statistics
 import time
@@ -60,11 +61,17 @@ class Case:
 
 @dataclasses.dataclass
 class Subject:
-    """A model and its image tokenizer; variants in 8 bits are made when they are asked for."""
+    """A model and its image tokenizer; variants in 8 bits are made when they are asked for.
+
+    Attributes:
+        codec: encodes, and None where there is none.
+        decoder: decodes; of another dtype perhaps (`vq.for_decoding`).
+    """
 
     model: Denoiser
     settings: config.Config
     codec: vq.VQModel | None
+    decoder: vq.VQModel | None
     random_weights: bool
 
     def in_form(self, method: str) -> Denoiser:
@@ -200,15 +207,20 @@ def measure(
     for turn in range(runs):
         for one in random.Random(turn).sample(warm, len(warm)):
             before, begin = record.compilations(), time.process_time()
-            one.splits.append(_request(subject, one.model, one.case, one.settings, 1 + turn))
-            one.process_s.append(time.process_time() - begin)
+            split = _request(subject, one.model, one.case, one.settings, 1 + turn)
+            one.splits.append(split)
+            one.cores.append((time.process_time() - begin) / sum(split.values()))
             one.compilations_timed += record.compilations() - before
     return [_row(subject, one, calibration) for one in warm]
 
 
 @dataclasses.dataclass
 class _Warm:
-    """A row whose programs are compiled, and what its requests took so far."""
+    """A row whose programs are compiled, and what its requests took so far.
+
+    Attributes:
+        cores: processors that each request had on average; fewer where others use the machine.
+    """
 
     case: Case
     model: Denoiser
@@ -217,7 +229,7 @@ class _Warm:
     compilations: int
     compilations_timed: int = 0
     splits: list[dict[str, float]] = dataclasses.field(default_factory=list)
-    process_s: list[float] = dataclasses.field(default_factory=list)
+    cores: list[float] = dataclasses.field(default_factory=list)
 
 
 def _warmed(subject: Subject, case: Case) -> _Warm:
@@ -266,7 +278,7 @@ def _row(subject: Subject, warm: _Warm, calibration: dict[str, Any]) -> dict[str
         "min_s": min(times),
         "max_s": max(times),
         "split_s": split,
-        "process_s": statistics.median(warm.process_s),
+        "process_s": statistics.median(map(operator.mul, warm.cores, times)),
         "compile_s": warm.compile_s,
         "compilations": warm.compilations,
         "compilations_timed": warm.compilations_timed,
@@ -313,11 +325,11 @@ def _request(
         state = sample.advance(model, begun, state, segment)
     canvas = np.asarray(state.canvas)
     split["loop"] = clock()
-    if settings.kind == "image" and subject.codec is not None:
+    if settings.kind == "image" and subject.decoder is not None:
         side = model.settings.codes_side
         known = np.minimum(canvas, model.settings.codebook_size - 1)  # of steps not timed
         grid = layout.codes_from_cells(known, model.settings.grid_size, side)
-        vq.decode_codes(subject.codec, np.asarray(grid), batch=1)
+        vq.decode_codes(subject.decoder, np.asarray(grid), batch=1)
         split["vq_decode"] = clock()
     return split
 
@@ -372,32 +384,64 @@ def _middle(plan: list[orders.Segment], number: int) -> orders.Segment:
 
 
 def _error(subject: Subject, model: Denoiser, case: Case, settings, plan) -> dict[str, Any]:
-    """Returns how far 8 bits move the logits of the first step, and how many modes stay."""
+    """Returns how far 8 bits move the logits of each step, and how many modes stay.
+
+    Both models decode what the whole one draws, each with a cache of its own making. Of a model of
+    full size only the first step: every width of a step would be compiled anew.
+    """
     if not case.sampling.quantize:
         return {}
-    requests = _requests(case, range(case.batch))
-
-    def logits(model: Denoiser) -> np.ndarray:
-        begun = sample.begin(model, requests, plan, settings=settings)
+    small = _sizes(subject.settings.model)[0] < WORDS
+    steps = [part.steps(i, i + 1) for part in plan for i in range(part.num_steps)]
+    requests, run = _requests(case, range(case.batch)), _one_step()
+    begun = [
+        sample.begin(which, requests, plan, settings=settings) for which in (subject.model, model)
+    ]
+    states, found = [one.state for one in begun], []
+    for part in steps if small else steps[:1]:
         now = sample.StepTokens(
-            *(
-                jnp.asarray(getattr(plan[0], f.name))[0]
-                for f in dataclasses.fields(sample.StepTokens)
-            )
+            *(jnp.asarray(getattr(part, f.name))[0] for f in dataclasses.fields(sample.StepTokens))
         )
-        return np.asarray(_step_logits()(model, begun.state, now, begun.prompt, begun.program)[0])
-
-    plain, moved = logits(subject.model), logits(model)
+        program = dataclasses.replace(
+            begun[0].program, guided=bool(part.guided[0]), refreshing=bool(part.refresh[0]),
+            num_registers=presets.num_registers(part, begun[0].program),
+        )  # fmt: skip
+        (plain, after), (moved, other) = (
+            run(which, state, now, begun[0].prompt, program)
+            for which, state in zip((subject.model, model), states, strict=True)
+        )
+        states = [after, dataclasses.replace(after, cache=other.cache)]
+        there = np.asarray(now.decode) >= 0
+        found.append(_moved(np.asarray(plain)[there], np.asarray(moved)[there]))
+    by_step = {name: [one[name] for one in found] for name in found[0]}
     return {
         "logits": {
-            "largest": float(np.abs(plain).max()),
-            "largest_difference": float(np.abs(moved - plain).max()),
-            "mean_difference": float(np.abs(moved - plain).mean()),
-            "argmax_agreement": float((moved.argmax(-1) == plain.argmax(-1)).mean()),
+            "largest": max(by_step["largest"]),
+            "largest_difference": max(by_step["largest_difference"]),
+            "mean_difference": statistics.mean(by_step["mean_difference"]),
+            "argmax_agreement": statistics.mean(by_step["argmax_agreement"]),
+            "by_step": by_step,
         }
     }
 
 
+def _moved(plain: np.ndarray, moved: np.ndarray) -> dict[str, float]:
+    difference = np.abs(moved - plain)
+    return {
+        "largest": float(np.abs(plain).max()),
+        "largest_difference": float(difference.max()),
+        "mean_difference": float(difference.mean()),
+        "argmax_agreement": float((moved.argmax(-1) == plain.argmax(-1)).mean()),
+    }
+
+
 @functools.cache
-def _step_logits() -> Callable[..., Any]:
-    return jax.jit(sample.step_logits, static_argnums=4)
+def _one_step() -> Callable[..., Any]:
+    """A step that also returns its logits."""
+
+    def run(model, state, now, prompt, settings):
+        logits, _ = sample.step_logits(model, state, now, prompt, settings)
+        policy = sample.policy_of(settings.choice)
+        return logits, sample.step(model, state, now, prompt, policy=policy, settings=settings)
+
+    return jax.jit(run, static_argnums=4)

@@ -60,6 +60,29 @@ def speed_table(rows: list[dict[str, Any]]) -> str:
     return markdown.table(columns, lines)
 
 
+def quantized_table(rows: list[dict[str, Any]]) -> str:
+    """Returns how far 8 bits move logits, and how many modes stay, in the worst step and over all.
+
+    Ratios are to the largest logit.
+    """
+    lines = [
+        "| model | row | steps | largest difference | mean difference | modes that stay"
+        " | in the worst step |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in sorted((r for r in rows if "logits" in r), key=lambda r: (r["model"], r["id"])):
+        moved = row["logits"]
+        largest, mean = (
+            100 * moved[f"{which}_difference"] / moved["largest"] for which in ("largest", "mean")
+        )
+        by_step = moved["by_step"]["argmax_agreement"]
+        lines.append(
+            f"| {row['model']} | {row['id']} | {len(by_step)} | {largest:.1f} % | {mean:.2f} %"
+            f" | {100 * moved['argmax_agreement']:.1f} % | {100 * min(by_step):.1f} % |"
+        )
+    return "\n".join(lines)
+
+
 def speed_bars(rows: list[dict[str, Any]]) -> str:
     """Returns every bar of whole requests beside what was measured, in each run that did."""
     lines = []
@@ -371,6 +394,7 @@ def main() -> None:
             print(f"## {title}\n\n{table(rows)}\n")
     if rows := [row for suite in SPEED_SUITES for row in read_rows(suite)]:
         print(f"## Whole requests\n\n{speed_table(rows)}\n")
+        print(f"## Logits in 8 bits\n\n{quantized_table(rows)}\n")
         print(f"## Whole requests, held against their bars\n\n{speed_bars(rows)}\n")
 
 

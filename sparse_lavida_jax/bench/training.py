@@ -249,6 +249,8 @@ def _compile_sampling(bench: Bench, settings: config.Config, topology: str) -> N
             "batch": 1,
             "guidance_rows": 2,
         }
+        if name == "segment":
+            values["steps"] = len(program.inputs[2].block)
         bench.write(f"{settings.name}/{name}/{topology.replace(':', '-')}", values)
         print(f"{topology}, {name}: compiled in {program.seconds:.0f} s", flush=True)
 

@@ -139,6 +139,7 @@ class Decoder(nnx.Module):
         x = self.mid_block(self.conv_in(x))
         for block in self.up_blocks:
             x = block(x)
+        x = x.astype(self.conv_out.kernel.dtype)
         return self.conv_out(jax.nn.silu(self.conv_norm_out(x)))
 
 
@@ -280,6 +281,20 @@ def encode_pictures(
 ) -> Int[np.ndarray, "n y x"]:
     """Returns the codes of any number of pictures, `batch` at a time, from host to host."""
     return _in_batches(_encode, model, pixels, batch)
+
+
+def for_decoding(model: VQModel, dtype: str) -> VQModel:
+    """Returns parameters to decode with in a dtype; encoders stay as they are.
+
+    The last norm and convolution stay in float32: three channels cost nothing, and their results
+    are the grey levels, of which bfloat16 cannot tell two neighbours apart.
+    """
+    if dtype == "float32":
+        return model
+    narrow = jax.tree.map(lambda leaf: leaf.astype(dtype), model)
+    narrow.decoder.conv_norm_out = model.decoder.conv_norm_out
+    narrow.decoder.conv_out = model.decoder.conv_out
+    return narrow
 
 
 def decode_codes(

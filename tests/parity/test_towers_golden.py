@@ -56,6 +56,21 @@ def test_codes_become_the_recorded_pictures(case, name, codes, decoded):
         assert np.abs(shown.reshape(wanted.shape) - wanted).max() <= 1
 
 
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_recorded_codes_decoded_in_bfloat16_are_hardly_other_pictures(case, name):
+    given = case(name)
+    model, codes = given.vq(), given.outputs["codes"]
+    rows, side = given.outputs["decoded"].shape[0], given.outputs["decoded"].shape[2]
+    grid = codes.reshape(rows, *[side // model.settings.factor] * 2)
+    plain, moved = (
+        vq.decode_codes(vq.for_decoding(model, dtype), grid).astype(int)
+        for dtype in ("float32", "bfloat16")
+    )
+    difference = np.abs(moved - plain)
+    print(f"{name}: largest {difference.max()}, mean {difference.mean():.3f} of 255")
+    assert difference.max() <= 4 and difference.mean() < 1
+
+
 def test_the_vision_tower_ends_before_its_norm(case):
     given = case("G2_siglip")
     tower, recorded = given.tower(), given.outputs

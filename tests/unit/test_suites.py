@@ -20,7 +20,7 @@ def case_of(suite, row_id, settings=FULL):
     return next(case for case in suites.cases(suite, settings) if case.id == row_id)
 
 
-def work_of(case, settings=FULL):
+def work_of(case, settings=FULL, **options):
     how = dataclasses.replace(
         presets.step_settings(
             case.sampling, settings.model, case.example.kind, has_source=case.picture is not None
@@ -28,7 +28,8 @@ def work_of(case, settings=FULL):
         discards=case.discards,
     )
     plan = suites._plan(case, how, range(case.batch), settings.model)
-    return work.of_request(settings.model, how, plan, suites._prompt(case, how, settings.model))
+    prompt = suites._prompt(case, how, settings.model)
+    return work.of_request(settings.model, how, plan, prompt, **options)
 
 
 def test_every_bar_is_of_a_row_that_some_suite_has():
@@ -93,6 +94,52 @@ def test_little_is_padding():
     assert {part.decode.shape[-1] + part.rest.shape[-1] for part in plan} == {32}
     assert {part.clean.shape[-1] for part in plan if part.num_steps > 1} == {0}
     assert text.num_registers == 64
+
+
+def test_rows_of_an_edit_have_little_padding_and_a_kept_prefix_is_not_passed_again():
+    """In one shape its three rows were 19 % padding: the dropped one is 1,024 tokens longer."""
+    case = case_of("edit", "edit1024/sparse/b1")
+    whole, kept = work_of(case), work_of(case, kept=True)
+    assert work.padding(whole) < 0.10
+    assert [one.slots for one in whole.prefills] == [2032, 2 * (1008 + 1024)]
+    assert [one.slots for one in kept.prefills] == [2 * (1008 + 1024)]
+    picture = case_of("headline", "t2i1024/sparse/b1")
+    assert [one.slots for one in work_of(picture).prefills] == [2 * 128]
+    assert [one.slots for one in work_of(picture, kept=True).prefills] == [128]
+
+
+def test_rows_that_are_measured_together_are_timed_in_turn(monkeypatch):
+    """Each turn has a request of every row; of rows timed in part the loop is scaled."""
+    cases, asked = suites.cases("cpu", SMALL), []
+    subject = suites.Subject(object(), SMALL, None, None, random_weights=True)
+
+    def request(subject, model, case, settings, turn):
+        asked.append((case.method, turn))
+        seconds = {"sparse": 1.0, "dense_lean": 2.0}[case.method]
+        return dict.fromkeys(suites.SPLIT, 0.0) | {"loop": seconds, "host": 0.5}
+
+    monkeypatch.setattr(suites, "_request", request)
+    calibration = {"matmul_tflops": {"any": 1.0}, "copy_gbps": 1.0}
+    rows = suites.measure(subject, cases, runs=5, calibration=calibration)
+    assert asked[:2] == [("sparse", 0), ("dense_lean", 0)]  # these compile
+    for turn in range(1, 6):
+        own = asked[2 * turn : 2 * turn + 2]
+        assert sorted(own) == [("dense_lean", turn), ("sparse", turn)]
+    assert len({tuple(name for name, _ in asked[2 * t : 2 * t + 2]) for t in range(1, 6)}) == 2
+    sparse, dense = rows
+    assert (sparse["method"], dense["method"]) == ("sparse", "dense_lean")
+    assert sparse["times_s"] == [1.5] * 5
+    assert dense["times_s"] == [2.0 * SMALL.sampling.num_steps / suites.STEPS_TIMED + 0.5] * 5
+
+
+def test_how_far_8_bits_move_logits_is_told_by_row():
+    moved = {
+        "largest": 4.0, "largest_difference": 0.4, "mean_difference": 0.01,
+        "argmax_agreement": 0.98, "by_step": {"argmax_agreement": [1.0, 0.96]},
+    }  # fmt: skip
+    row = {"model": "tiny", "id": "t2i64/int8/b1", "logits": moved}
+    *_, line = table.quantized_table([row, {"model": "tiny", "id": "t2i64/sparse/b1"}]).split("\n")
+    assert line == "| tiny | t2i64/int8/b1 | 2 | 10.0 % | 0.25 % | 98.0 % | 96.0 % |"
 
 
 def test_throwing_work_away_costs_work():

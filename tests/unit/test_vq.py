@@ -12,6 +12,8 @@ import safetensors.numpy
 from flax import nnx
 
 from sparse_lavida_jax import config
+from sparse_lavida_jax.codec import PictureCodec
+from sparse_lavida_jax.data import scenes, tasks
 from sparse_lavida_jax.models import vq
 
 SETTINGS = config.VQ(
@@ -103,6 +105,36 @@ def test_bytes_are_truncated_not_rounded():
     given = jnp.array([-1.0, 0.999 / 255, 1.999 / 255, 254.999 / 255, 1.0, 2.0])
     got = vq.to_uint8(jnp.broadcast_to(given[None, None, :, None], (1, 1, 6, 3)))
     np.testing.assert_array_equal(got[0, 0, :, 0], [0, 0, 1, 254, 255, 255])
+
+
+@pytest.mark.parametrize("changes", [{}, {"mid_attention": True}, {"upsampling": "shuffle"}])
+def test_a_decoder_in_bfloat16_moves_few_grey_levels(changes):
+    """All but its last norm and convolution, whose results are the grey levels."""
+    model = tiny(**changes)
+    narrow = vq.for_decoding(model, "bfloat16")
+    wide = {name for name, leaf in vq.named_parameters(narrow).items() if leaf.dtype == jnp.float32}
+    assert wide and all(name.startswith("decoder/conv_") for name in wide)
+    assert not any("conv_in" in name for name in wide)
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(model))
+    assert vq.for_decoding(model, "float32") is model
+    codes = np.random.default_rng(0).integers(0, 10, (2, 4, 4))
+    plain, moved = (vq.decode_codes(one, codes).astype(int) for one in (model, narrow))
+    assert 0 < np.abs(moved - plain).mean() < 2  # of 255; weights are arbitrary
+
+
+def test_a_scene_decoded_in_bfloat16_shows_the_same():
+    codec = PictureCodec("scenes_g4", config.Model(codes_per_token=4, codebook_size=256))
+    scene = tasks.sample("edit", 0, 0).picture
+    cells = codec.encode(scenes.render(scene)[None])
+    (plain,), (moved,) = (codec.decode(cells, dtype=dtype) for dtype in config.VQ_DTYPES)
+    assert scenes.read(moved) == scenes.read(plain) == scene
+    difference = np.abs(moved.astype(int) - plain)
+    assert 0 < difference.max() <= 4 and difference.mean() < 0.5
+
+
+def test_another_dtype_of_the_decoder_lists_those_there_are():
+    with pytest.raises(config.ConfigError, match="float32, bfloat16"):
+        config.Sampling(vq_dtype="float16")
 
 
 def test_a_wrong_picture_size_says_which_are_right():

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""How far bfloat16 moves the pixels of decoded pictures, and the codes of encoded ones.
+
+    python -m sparse_lavida_jax.bench.vq --vq=scenes_g1,scenes_g4
+
+A few seconds. The rows say why the decoder may be taken in bfloat16 (`sampling.vq_dtype`) and the
+encoder is not.
+"""
+
+import jax
+import numpy as np
+from absl import app, flags
+from jaxtyping import UInt8
+
+from sparse_lavida_jax.bench.record import Bench
+from sparse_lavida_jax.data import scenes, tasks
+from sparse_lavida_jax.models import vq
+
+VQ = flags.DEFINE_list("vq", ["scenes_g1", "scenes_g4"], "Bundled names or folders.")
+PICTURES = flags.DEFINE_integer("pictures", 32, "Scenes, from the first.", lower_bound=1)
+
+
+def moved(
+    model: vq.VQModel, pictures: UInt8[np.ndarray, "n h w 3"], dtype: str
+) -> dict[str, float]:
+    """Returns how far a dtype moves grey levels of 0 to 255, and how many codes it leaves alone."""
+    codes = vq.encode_pictures(model, pictures, batch=1)
+    plain = vq.decode_codes(model, codes, batch=1).astype(int)
+    other = vq.decode_codes(vq.for_decoding(model, dtype), codes, batch=1).astype(int)
+    narrow = jax.tree.map(lambda leaf: leaf.astype(dtype), model)
+    found = np.asarray(jax.jit(_codes)(narrow, pictures))
+    difference = np.abs(other - plain)
+    return {
+        "largest_difference": float(difference.max()),
+        "mean_difference": float(difference.mean()),
+        "pixels_moved": float((difference > 0).any(axis=-1).mean()),
+        "codes_agreement": float((found == codes).mean()),
+    }
+
+
+def _codes(model: vq.VQModel, pictures: UInt8[np.ndarray, "n h w 3"]):
+    return model.encode(vq.to_float(pictures).astype(model.codebook.dtype))
+
+
+def main(argv: list[str]) -> None:
+    """Writes a row for each image tokenizer."""
+    del argv
+    bench = Bench("vq")
+    asked = range(PICTURES.value)
+    pictures = np.stack([scenes.render(tasks.sample("edit", 0, i).picture) for i in asked])
+    for name in VQ.value:
+        model, settings = vq.load(name)
+        row = {
+            "task": "decode",
+            "method": "bfloat16",
+            "model": name,
+            "batch": 1,
+            "pictures": len(pictures),
+            "image_size": settings.image_size,
+            "note": "grey levels of 0 to 255; codes of a whole encoder in bfloat16",
+        } | moved(model, pictures, "bfloat16")
+        print(f"{bench.write(f'{name}/decode/bfloat16', row).name}: {row}", flush=True)
+
+
+if __name__ == "__main__":
+    app.run(main)
