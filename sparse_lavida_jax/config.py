@@ -144,6 +144,11 @@ class Model:
     # "full" for a model that was trained without the step-causal mask.
     trained_attention: str = "step_causal"
     compute_dtype: str = "float32"
+    # Of the residual stream, the last norm and the image head: "float32" where the products are in
+    # bfloat16 halves how far the logits of pictures are from float32 (docs/speed.md). For sampling,
+    # where it costs 2 % more bytes a step; training would keep twice as many of a layer's input.
+    # "compute": as `compute_dtype`.
+    residual_dtype: str = "compute"
     # Writes the layers out instead of scanning over them: for a few small layers on a CPU about
     # half the time a step, for many layers much longer to compile.
     unroll_layers: bool = False
@@ -197,6 +202,7 @@ class Model:
             ("", "reference", "blockwise", "pallas_tpu", "pallas_gpu"),
         )
         _check_choice(self, "compute_dtype", ("float32", "bfloat16"))
+        _check_choice(self, "residual_dtype", ("compute", "float32"))
         _check_choice(self, "remat", ("none", "attention", "layer"))
         _check_choice(self, "grad_reduce_dtype", ("float32", "compute"))
 

@@ -433,6 +433,7 @@ def _draw_by_tiles(
     """Draws text as `_draw` does from `_allowed` logits, of which only a tile exists at a time."""
 
     def logits_of(hidden, columns, start):
+        hidden = hidden.astype(model.settings.compute_dtype)
         logits = (hidden @ columns.astype(hidden.dtype)).astype(jnp.float32)
         logits = _guide(logits, settings, rows, now.guidance)
         if settings.released:

@@ -198,11 +198,13 @@ class Denoiser(nnx.Module):
         See `stack.run_layers` for `wanted`, `cache`, `attend_cache` and `tables`.
         """
         x, layouts = {}, {}
+        wide = self.settings.residual_dtype == "float32"
+        residual = jnp.dtype("float32" if wide else self.settings.compute_dtype)
         if understanding is not None:
-            x["understanding"] = self.embed_text(understanding, features)
+            x["understanding"] = self.embed_text(understanding, features).astype(residual)
             layouts["understanding"] = understanding.layout
         if generation is not None:
-            x["generation"] = self.embed_image(generation)
+            x["generation"] = self.embed_image(generation).astype(residual)
             layouts["generation"] = generation.layout
         x, cache = run_layers(
             self.joint_layers,
@@ -239,7 +241,7 @@ class Denoiser(nnx.Module):
 
     def text_logits(self, hidden: Float[Array, "b s e"]) -> Float[Array, "b s v"]:
         """Returns logits over the text vocabulary, float32."""
-        return self.text_head(hidden).astype(jnp.float32)
+        return self.text_head(hidden.astype(self.settings.compute_dtype)).astype(jnp.float32)
 
     def image_logits(self, hidden: Float[Array, "b s e"]) -> Float[Array, "b s g c"]:
         """Returns logits over the codebook for every code of a cell, float32."""

@@ -70,6 +70,7 @@ class FusedBranch(Branch):
             return Matrix(jnp.concatenate(kernels, axis=-1) if len(kernels) > 1 else kernels[0])
 
         self.num_heads, self.rope_theta = branch.num_heads, branch.rope_theta
+        self.dtype = branch.dtype
         self.attn_norm = _cast(branch.attn_norm, dtype)
         self.into = matrix(branch.q, branch.k, branch.v)
         if ends:
@@ -86,12 +87,13 @@ class FusedBranch(Branch):
     def qkv(
         self, x: Float[Array, "b s e"], position: Int[Array, "b s"]
     ) -> tuple[Float[Array, "b s hd"], Float[Array, "b s hd"], Float[Array, "b s hd"]]:
-        q, k, v = jnp.split(self.into(self.attn_norm(x)), 3, axis=-1)
+        x = self.attn_norm(x).astype(self.dtype)
+        q, k, v = jnp.split(self.into(x), 3, axis=-1)
         q, k = (rotate(part, position, self.num_heads, self.rope_theta) for part in (q, k))
         return q, k, v
 
     def feed_forward(self, x: Float[Array, "b s e"]) -> Float[Array, "b s e"]:
-        gate, up = jnp.split(self.gate_up(self.mlp_norm(x)), 2, axis=-1)
+        gate, up = jnp.split(self.gate_up(self.mlp_norm(x).astype(self.dtype)), 2, axis=-1)
         return x + self.down(jax.nn.silu(gate) * up)
 
 
@@ -127,8 +129,10 @@ class FusedDenoiser(Denoiser):
         own = ("joint_layers", "split_layers", *UNREAD[task])
         for name, value in vars(model).items():
             if not name.startswith("_") and name not in own:
-                cast = name in ("text_embedding", "text_head", "image_head", "final_norm")
-                setattr(self, name, _cast(value, dtype) if cast else value)
+                narrow = ["text_embedding", "text_head"]
+                if model.settings.residual_dtype == "compute":
+                    narrow += ["image_head", "final_norm"]
+                setattr(self, name, _cast(value, dtype) if name in narrow else value)
         self.joint_layers, self.split_layers = (
             nnx.List(layers) if isinstance(layers, list) else layers for layers in (joint, split)
         )

@@ -121,6 +121,7 @@ class Branch(nnx.Module):
         self.mlp = SwiGlu(width, hidden, rngs=rngs)
         self.num_heads = settings.num_heads
         self.rope_theta = settings.rope_theta
+        self.dtype = settings.compute_dtype
 
     @property
     def head_dim(self) -> int:
@@ -130,12 +131,12 @@ class Branch(nnx.Module):
         self, x: Float[Array, "b s e"], position: Int[Array, "b s"]
     ) -> tuple[Float[Array, "b s hd"], Float[Array, "b s hd"], Float[Array, "b s hd"]]:
         """Returns rotated queries and keys, and values, heads merged in the last axis."""
-        x = self.attn_norm(x)
+        x = self.attn_norm(x).astype(self.dtype)
         q, k = (rotate(p(x), position, self.num_heads, self.rope_theta) for p in (self.q, self.k))
         return q, k, self.v(x)
 
     def feed_forward(self, x: Float[Array, "b s e"]) -> Float[Array, "b s e"]:
-        return x + self.mlp(self.mlp_norm(x))
+        return x + self.mlp(self.mlp_norm(x).astype(self.dtype))
 
 
 class Layer(nnx.Module):

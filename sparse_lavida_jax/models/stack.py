@@ -134,7 +134,7 @@ def run_layers(
         {name: x[name].shape[1] for name in present},
         functools.partial(query_tile, implementation=implementation) if in_turn else None,
     )
-    chosen_by = _ChosenBy(implementation, first.head_dim, x[present[0]].dtype)
+    chosen_by = _ChosenBy(implementation, first.head_dim, jnp.dtype(first.dtype))
     ahead = tables or StepTables()
     x = sharded.dealt_out(x, deals)
     if cache is None:

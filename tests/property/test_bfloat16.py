@@ -37,14 +37,22 @@ def logits(model, requests, settings, plan):
 
 
 @pytest.mark.slow
-def test_bfloat16_moves_logits_little_and_modes_hardly(pipe):
+@pytest.mark.parametrize(
+    ("residual", "most"),
+    # Measured on a processor, all 162 modes the same: 0.105, and MEASURED.
+    [("compute", 0.15), ("float32", 0.06)],
+)
+def test_bfloat16_moves_logits_little_and_modes_hardly(pipe, residual, most):
     """99 % of the modes stay, and repetition gives the same bits.
 
-    The bar of 0.06 for the largest difference of a logit is missed on this model.
+    The bar of 0.06 for the largest difference of a logit is held where the residual stream and the
+    image head are in float32, and missed where they are not.
     """
     model = pipe.settings.model
     in_half = jax.tree.map(lambda leaf: leaf, pipe.model)
-    in_half.settings = dataclasses.replace(model, compute_dtype="bfloat16")
+    in_half.settings = dataclasses.replace(model, compute_dtype="bfloat16", residual_dtype=residual)
+    for layers in (in_half.joint_layers, in_half.split_layers):
+        layers.understanding.dtype = layers.generation.dtype = "bfloat16"
     sampling = dataclasses.replace(
         pipe.settings.sampling, preset="sparse", num_steps=1, guidance=0.0, plan=False
     )
@@ -73,5 +81,5 @@ def test_bfloat16_moves_logits_little_and_modes_hardly(pipe):
             rows, columns = np.nonzero(at >= 0)
             cells[rows, at[rows, columns]] = plain.argmax(-1)
     print(f"largest difference {furthest:.4f}, modes {agree} of {total}")
-    assert 0 < furthest <= 0.15  # measured 0.105 on a processor, all 162 modes the same
+    assert 0 < furthest <= most
     assert agree >= 0.99 * total
