@@ -29,7 +29,6 @@ def get_config() -> ml_collections.ConfigDict:
         codes_per_token=1,
         grid_size=16,
         num_registers=16,
-        unroll_layers=True,  # a loop over layers copies each one's matrices in every step
     )
     c.data = dict(source="none", text_block_len=32, max_answer_len=64)
     c.sampling = dict(num_steps=32, shift=3.0, guidance=0.0, plan=False)
