@@ -617,7 +617,7 @@ class Sampling:
     # Matrices of the layers in 8 bits: "" not; "int8" the weights alone; "w8a8" activations too;
     # "fp8" both in float8. Other numbers come out, and on few tokens sooner.
     quantize: str = ""
-    # Of the decoder of pictures. In bfloat16 no grey level moves by more than a few of 255
+    # Of the decoder of pictures. In bfloat16 grey levels of bundled ones move by at most 4 of 255
     # (docs/speed.md). Codes of pictures given are always found in float32.
     vq_dtype: str = "float32"  # float32 | bfloat16
 

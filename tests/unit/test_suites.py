@@ -6,10 +6,13 @@ import fnmatch
 import pathlib
 import tomllib
 
+import jax
 import pytest
+from flax import nnx
 
 from sparse_lavida_jax import config_files, presets
 from sparse_lavida_jax.bench import suites, table, work
+from sparse_lavida_jax.models.denoiser import Denoiser
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 FULL = config_files.read(CONFIGS / "lavida_o.py")
@@ -111,7 +114,8 @@ def test_rows_of_an_edit_have_little_padding_and_a_kept_prefix_is_not_passed_aga
 def test_rows_that_are_measured_together_are_timed_in_turn(monkeypatch):
     """Each turn has a request of every row; of rows timed in part the loop is scaled."""
     cases, asked = suites.cases("cpu", SMALL), []
-    subject = suites.Subject(object(), SMALL, None, None, random_weights=True)
+    model = jax.eval_shape(lambda: Denoiser(SMALL.model, rngs=nnx.Rngs(0)))
+    subject = suites.Subject(model, SMALL, None, None, random_weights=True)
 
     def request(subject, model, case, settings, turn):
         asked.append((case.method, turn))
