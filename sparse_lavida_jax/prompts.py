@@ -139,7 +139,7 @@ def prepare(
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class PromptPart:
     """Rows of a batch that are prefilled together, in a shape of their own.
 
     Attributes:
@@ -153,7 +153,7 @@ class Part:
     keeps: bool
 
 
-def parted(prompt: Prompt, guidance_rows: int, *, keeping: bool) -> list[Part]:
+def parted(prompt: Prompt, guidance_rows: int, *, keeping: bool) -> list[PromptPart]:
     """Returns a batch in parts of one shape each: guidance rows of one request differ in length.
 
     A part is as much shorter than the batch as its rows are shorter than the longest row of their
@@ -176,9 +176,9 @@ def parted(prompt: Prompt, guidance_rows: int, *, keeping: bool) -> list[Part]:
     ]
     shapes = list(zip(*widths, strict=True))
     seen = (prompt.understanding.index >= 0).any(axis=1).reshape(guidance_rows, b)
-    own = seen.any(axis=1) | lengths[1].any(axis=1)  # of their pictures or cells
+    own = np.asarray(seen.any(axis=1) | lengths[1].any(axis=1))  # of their pictures or cells
     own[-1] = True  # nothing is dropped
-    parts: list[Part] = []
+    parts: list[PromptPart] = []
     for (shape, keeps), numbers in itertools.groupby(
         range(guidance_rows), lambda number: (shapes[number], keeping and not own[number])
     ):
@@ -187,7 +187,7 @@ def parted(prompt: Prompt, guidance_rows: int, *, keeping: bool) -> list[Part]:
         if keeps:
             shape = (shape[0], 0)
         for alone in [range(row, row + 1) for row in rows] if keeps else [rows]:
-            parts.append(Part(alone.start, _rows_of(prompt, b, alone, shape), keeps))
+            parts.append(PromptPart(alone.start, _rows_of(prompt, b, alone, shape), keeps))
     return parts
 
 

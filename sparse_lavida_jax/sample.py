@@ -40,7 +40,7 @@ from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.stack import STREAMS, StepTables
 from sparse_lavida_jax.prefixes import Prefixes
 from sparse_lavida_jax.presets import Choice, StepSettings, num_registers
-from sparse_lavida_jax.prompts import Part, Prompt, Request, parted, prepare
+from sparse_lavida_jax.prompts import Prompt, PromptPart, Request, parted, prepare
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 NOT_DECODED = PAD_BLOCK  # in `decoded_at`: no step has decoded the position yet
@@ -569,8 +569,8 @@ def prefill(
 @functools.partial(jax.jit, static_argnames=("kind",))
 def pass_prompt(model: Denoiser, prompt: Prompt, *, kind: Kind) -> KVCache:
     """Returns a cache of the prompts of some rows, without a slot more."""
-    lengths = (_own_len(prompt, name) for name in STREAMS)
-    cache = model.empty_cache(prompt.length.shape[0], *lengths, _decodes(kind))
+    text, image = (_own_len(prompt, name) for name in STREAMS)
+    cache = model.empty_cache(prompt.length.shape[0], text, image, _decodes(kind))
     return _written(model, prompt, _see(model, prompt), cache)
 
 
@@ -620,7 +620,7 @@ def _see(model: Denoiser, prompt: Prompt) -> Float[Array, "r v e"] | None:
 
 def _written(model: Denoiser, prompt: Prompt, features, cache: KVCache) -> KVCache:
     """Returns a cache that was empty with the keys and values of the prompts."""
-    _, cache = model(
+    _, written = model(
         prompt.understanding,
         prompt.generation,
         features,
@@ -628,7 +628,8 @@ def _written(model: Denoiser, prompt: Prompt, features, cache: KVCache) -> KVCac
         cache=cache,
         attend_cache=False,
     )
-    return cache
+    assert written is not None
+    return written
 
 
 @functools.partial(jax.jit, static_argnames=("settings",), donate_argnames=("state",))
@@ -862,11 +863,11 @@ def begin(
 
 
 def _passed(
-    model: Denoiser, parts: list[Part], kind: Kind, prefixes: Prefixes | None
+    model: Denoiser, parts: list[PromptPart], kind: Kind, prefixes: Prefixes | None
 ) -> tuple[KVCache, ...]:
     """Passes the parts of a batch, but for what is kept."""
 
-    def make(part: Part) -> KVCache:
+    def make(part: PromptPart) -> KVCache:
         return pass_prompt(model, jax.tree.map(jnp.asarray, part.prompt), kind=kind)
 
     return tuple(

@@ -20,6 +20,7 @@ LEVELS = [
     {"kernels", "orders", "choose", "prompts"},
     {"presets"},
     {"models"},
+    {"prefixes"},
     {"diffusion", "losses", "sample", "parameters", "lora", "processes", "flops", "quantize"},
     {"data", "optimizer", "metrics", "checkpoint", "states", "runs", "pictures"},
     {"results", "codec", "convert", "sharding", "train_step"},
