@@ -65,22 +65,20 @@ def quantized_table(rows: list[dict[str, Any]]) -> str:
 
     Ratios are to the largest logit.
     """
-    lines = [
-        "| model | row | steps | largest difference | mean difference | modes that stay"
-        " | in the worst step |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    columns = ["model", "row", "steps", "largest difference", "mean difference", "modes that stay",
+               "in the worst step"]  # fmt: skip
+    lines = []
     for row in sorted((r for r in rows if "logits" in r), key=lambda r: (r["model"], r["id"])):
         moved = row["logits"]
         largest, mean = (
             100 * moved[f"{which}_difference"] / moved["largest"] for which in ("largest", "mean")
         )
         by_step = moved["by_step"]["argmax_agreement"]
-        lines.append(
-            f"| {row['model']} | {row['id']} | {len(by_step)} | {largest:.1f} % | {mean:.2f} %"
-            f" | {100 * moved['argmax_agreement']:.1f} % | {100 * min(by_step):.1f} % |"
-        )
-    return "\n".join(lines)
+        lines.append((
+            row["model"], row["id"], len(by_step), f"{largest:.1f} %", f"{mean:.2f} %",
+            f"{100 * moved['argmax_agreement']:.1f} %", f"{100 * min(by_step):.1f} %",
+        ))  # fmt: skip
+    return markdown.table(columns, lines)
 
 
 def speed_bars(rows: list[dict[str, Any]]) -> str:

@@ -46,8 +46,8 @@ def main(argv: list[str]) -> None:
     """Writes a row for each image tokenizer."""
     del argv
     bench = Bench("vq")
-    asked = range(PICTURES.value)
-    pictures = np.stack([scenes.render(tasks.sample("edit", 0, i).picture) for i in asked])
+    shown = (tasks.sample("edit", 0, i).picture for i in range(PICTURES.value))
+    pictures = np.stack([scenes.render(scene) for scene in shown if scene is not None])
     for name in VQ.value:
         model, settings = vq.load(name)
         row = {
