@@ -384,7 +384,9 @@ class Prepare:
 class Diffusion:
     """Time, corruption and blocks (paper Sec. 3.3; design of the loss in `diffusion.py`)."""
 
-    attention: str = "step_causal"  # "full": every token in block 0, no registers (LaViDa-O)
+    # "full": every token in block 0, no registers (LaViDa-O). "truncated": the tokens and registers
+    # of one step-causal masked block, but every one sees all (a row of the paper's ablation).
+    attention: str = "step_causal"
     blocks: str = "schedule"  # schedule | uniform (the paper's words)
     num_clean_blocks: int = 3  # M of `uniform`
     num_masked_blocks: int = 4  # N
@@ -413,7 +415,15 @@ class Diffusion:
             only = 'it is of corruption "released" alone'
             _check(self, "complementary", not self.complementary, only)
             _check(self, "text_loss", self.text_loss, only)
-        _check_choice(self, "attention", ("step_causal", "full"))
+        _check_choice(self, "attention", ("step_causal", "full", "truncated"))
+        one_block = (self.num_masked_blocks, self.blocks) == (1, "schedule")
+        _check(
+            self,
+            "attention",
+            self.attention != "truncated" or one_block,
+            'with "truncated", masked blocks would see each other: it needs num_masked_blocks=1 and'
+            ' blocks="schedule"',
+        )
         _check_choice(self, "blocks", ("schedule", "uniform"))
         _check_choice(self, "weighting", ("1/t", "mean"))
         _check_choice(self, "time_policy", ("uniform", "cosine", "logit_normal", "mode"))
@@ -520,7 +530,7 @@ class Train:
     # Steps. Several processes also agree then on whether it is time to save or to draw.
     log_every: int = 20
     init_from: str = ""  # a checkpoint folder or bundled name whose parameters to start from
-    eval_prompts: int = 64  # prompts a task in the report
+    eval_prompts: int = 64  # prompts a task in the report; 0: no report
 
     def __post_init__(self):
         _check_choice(self, "stage", ("denoiser", "vq"))

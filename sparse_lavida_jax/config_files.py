@@ -25,6 +25,25 @@ def read(path: pathlib.Path, base: config.Config | None = None) -> config.Config
         ConfigError: there is no such file, it cannot be run, or it sets what does not exist or is
             out of range.
     """
+    given = run(path, "get_config")
+    return config.build(config.Config, given) if base is None else changed(base, given)
+
+
+def changed(base: config.Config, given: ConfigDict | dict[str, Any]) -> config.Config:
+    """Returns settings with those of `given` in their place, section by section, checked.
+
+    Raises:
+        ConfigError: `given` sets what does not exist or is out of range.
+    """
+    return config.build(config.Config, _over(config.to_dict(base), given))
+
+
+def run(path: pathlib.Path, function: str) -> Any:
+    """Runs a config file and returns what a function of it gives.
+
+    Raises:
+        ConfigError: there is no such file, it has no such function, or it cannot be run.
+    """
     if not path.is_file() or path.suffix != ".py":
         raise config.ConfigError(f"there is no config file {path}. {listed(path.parent)}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -34,14 +53,13 @@ def read(path: pathlib.Path, base: config.Config | None = None) -> config.Config
     try:
         with _importable(path.parent):
             spec.loader.exec_module(module)
-            given = module.get_config()
+            if not hasattr(module, function):
+                raise config.ConfigError(f"{path} has no function {function}.")
+            return getattr(module, function)()
     except config.ConfigError:
         raise
     except Exception as error:  # the file may do anything
         raise config.ConfigError(f"{path} failed: {type(error).__name__}: {error}") from error
-    if base is not None:
-        given = _over(config.to_dict(base), given)
-    return config.build(config.Config, given)
 
 
 def _over(base: dict[str, Any], given: Any) -> dict[str, Any]:

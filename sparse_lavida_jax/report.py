@@ -167,7 +167,7 @@ def _newest_sheet(folder: pathlib.Path) -> list[str]:
 def _scene_sections(pipe: SparseLaViDa, folder: pathlib.Path) -> list[str]:
     """Exact scores of every task that was trained, and examples of four of them."""
     results, parts = [], []
-    prompts = max(pipe.settings.train.eval_prompts, 1)
+    prompts = pipe.settings.train.eval_prompts
     for task in [task for task in pipe.settings.data.tasks if task in tasks.TASKS]:
         samples = [tasks.sample(task, exact.EVAL_SEED, i, "test") for i in range(prompts)]
         outputs = exact.answer(pipe, samples)

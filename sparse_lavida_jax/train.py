@@ -260,7 +260,8 @@ def _write_results(settings, run, source, pipe, trained, step: int, seconds, dty
         adapters = run.folder / "adapters"
         checkpoint.save_adapters(adapters, trained, settings, base=settings.train.init_from)
         print(f"{adapters}: what was trained of it")
-    print(f"{report.write(pipe, run.folder, step=step, seconds=seconds)}: what it can do")
+    if settings.train.eval_prompts:
+        print(f"{report.write(pipe, run.folder, step=step, seconds=seconds)}: what it can do")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -302,7 +303,9 @@ def _peak() -> float | None:
 
 def trained_settings(settings: config.Config) -> config.Model:
     """Returns the model's settings with the attention it was trained with written in."""
-    return dataclasses.replace(settings.model, trained_attention=settings.diffusion.attention)
+    is_causal = settings.diffusion.attention == "step_causal"
+    trained = "step_causal" if is_causal else "full"
+    return dataclasses.replace(settings.model, trained_attention=trained)
 
 
 def averaged(state: TrainState) -> Denoiser:

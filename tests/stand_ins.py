@@ -42,7 +42,7 @@ class Codec(pipelines.PictureCodec):
     def encode(self, pixels):
         return np.array([scenes.read(picture).cells for picture in pixels])[..., None]
 
-    def decode(self, cells, rows=None):
+    def decode(self, cells, rows=None, dtype="float32"):
         appearances = np.minimum(cells[..., 0], scenes.NUM_APPEARANCES)
         return np.stack([scenes.render(grid.reshape(6, 6)) for grid in appearances])
 

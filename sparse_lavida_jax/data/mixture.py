@@ -274,7 +274,7 @@ class MixtureBatches:
             [None] * len(rows),
             packed.shape,
             self.settings.model,
-            full_attention=self.settings.diffusion.attention == "full",
+            full_attention=self.settings.diffusion.attention != "step_causal",
             shared=packed.shared,
         )
         return dataclasses.replace(batch, pixels=packed.pixels)

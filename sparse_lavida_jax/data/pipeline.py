@@ -159,7 +159,7 @@ class GroupedBatches:
             [None] * len(rows) if packed.shared else [example.pixels for example in examples],
             packed.shape,
             self.settings.model,
-            full_attention=self.settings.diffusion.attention == "full",
+            full_attention=self.settings.diffusion.attention != "step_causal",
             shared=packed.shared,
         )
         return dataclasses.replace(batch, pixels=packed.pixels) if packed.shared else batch

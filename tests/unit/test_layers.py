@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norms, projections and rotary positions against NumPy."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -103,11 +105,14 @@ def test_keys_start_as_queries_so_that_attention_starts_by_likeness(layer):
         np.testing.assert_array_equal(branch.k.kernel[...], branch.q.kernel[...])
 
 
-def test_values_stay_in_the_dtype_of_the_activations(layer):
-    x = jnp.asarray(arbitrary(1, 2, SETTINGS.width), jnp.bfloat16)
+@pytest.mark.parametrize("residual", [jnp.bfloat16, jnp.float32])
+def test_products_are_in_the_compute_dtype_and_the_stream_keeps_its_own(residual):
+    settings = dataclasses.replace(SETTINGS, compute_dtype="bfloat16")
+    layer = layers.Layer(settings, rngs=nnx.Rngs(0))
+    x = jnp.asarray(arbitrary(1, 2, SETTINGS.width), residual)
     q, k, v = layer.understanding.qkv(x, jnp.array([[0, 1]]))
     assert q.dtype == k.dtype == v.dtype == jnp.bfloat16
-    assert layer.finish(layer.understanding, x, v).dtype == jnp.bfloat16
+    assert layer.finish(layer.understanding, x, v).dtype == residual
 
 
 def test_gradients_of_matrices_are_summed_in_float32():

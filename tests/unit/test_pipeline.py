@@ -194,7 +194,7 @@ def batches(monkeypatch):
     """The batches that reach the sampler, as lists of (words of the prompt, seed)."""
     seen = []
 
-    def sample(model, requests, segments, *, settings, prompt_len, on_segment):
+    def sample(model, requests, segments, *, settings, prompt_len, on_segment, prefixes):
         seen.append([(len(request.parts[1].ids), request.seed) for request in requests])
         sample.prompt_lens.add(prompt_len)
         return np.stack([np.full_like(r.tokens, r.seed) for r in requests])

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""What the ablations share: the model of `configs/scenes.py`, pictures alone, laid out first.
+
+    python -m sparse_lavida_jax.main --config=configs/ablation.py
+
+Six minutes on a CPU core. `configs/ablation_*.py` change it and are run by `bench.ablation`.
+"""
+
+import ml_collections
+import scenes
+
+
+def get_config() -> ml_collections.ConfigDict:
+    c = scenes.get_config()
+    c.name = "ablation"
+    c.data.tasks = dict(plan=2.0, draw=4.0)
+    c.train = dict(
+        train_steps=3000,
+        batch_size=16,
+        checkpoint_seconds=300.0,
+        picture_seconds=0.0,
+        log_every=100,
+        eval_prompts=0,
+    )
+    return c

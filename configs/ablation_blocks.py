@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""How should masked tokens be put into blocks? Uniformly, as the paper has it, or by a schedule.
+
+    python -m sparse_lavida_jax.bench.ablation --config=configs/ablation_blocks.py
+
+A quarter of an hour a seed on a CPU core.
+"""
+
+import ablation
+import ml_collections
+
+
+def get_config() -> ml_collections.ConfigDict:
+    c = ablation.get_config()
+    c.name = "ablation_blocks"
+    return c
+
+
+def get_ablation() -> dict:
+    return dict(
+        question="Blocks drawn uniformly, or steps of a sampler's plan?",
+        tasks=("draw", "draw/held_out"),
+        ways=dict(schedule=dict(), uniform=dict(changes=dict(diffusion=dict(blocks="uniform")))),
+    )

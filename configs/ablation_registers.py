@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""How many registers are needed? The paper: 64 of 1,024 cells; 0 and 1 are worst (Table 7).
+
+    python -m sparse_lavida_jax.bench.ablation --config=configs/ablation_registers.py
+
+2 of 36 cells are the paper's share. Half an hour a seed on a CPU core.
+"""
+
+import ablation
+import ml_collections
+
+
+def get_config() -> ml_collections.ConfigDict:
+    c = ablation.get_config()
+    c.name = "ablation_registers"
+    return c
+
+
+def get_ablation() -> dict:
+    ways = {str(m): dict(changes=dict(model=dict(num_registers=m))) for m in (0, 1, 2, 8, 36)}
+    return dict(
+        question="How many registers are needed?", tasks=("draw", "draw/held_out"), ways=ways
+    )
