@@ -45,6 +45,8 @@ def test_a_config_is_called_like_its_file_and_says_how_to_run_it(name):
     docstring = ast.get_docstring(ast.parse(CONFIGS[name].read_text()))
     if read(name).data.source == "none":
         programs = ("bench.sampling --config", "bench.training --plan --config")
+    elif name.startswith("ablation_"):
+        programs = ("bench.ablation --config",)
     else:
         programs = ("main --config",)
     known = [f"python -m sparse_lavida_jax.{program}=configs/{name}.py" for program in programs]
