@@ -5,284 +5,28 @@ r"""The paper's claims in miniature: small models, trained in several ways, scor
     python -m sparse_lavida_jax.bench.ablation --config=configs/ablation_registers.py --seeds=1
     python -m sparse_lavida_jax.bench.ablation --report=docs
 
-Beside `get_config`, what all ways to train share, the file has `get_ablation`: see `Ablation`. Each
-way and seed is a run in `--runs` that goes on where it was; a row is written as soon as a task is
-scored, and what has a row is not scored again. So several processes may share the work, each with
-seeds or ways (`--ways=1,8`) of its own. `--report` writes `ablations.md` and its pictures from the
-committed rows (needs matplotlib: pip install 'sparse-lavida-jax[plots]').
+Beside `get_config`, what all ways to train share, the file has `get_ablation`: see
+`comparison.Ablation`. Each way and seed is a run in `--runs` that goes on where it was; a row is
+written as soon as a task is scored, and what has a row is not scored again. So several processes
+may share the work, each with seeds or ways (`--ways=1,8`) of its own. `--report` writes
+`ablations.md` and its pictures from the committed rows (needs matplotlib: pip install
+'sparse-lavida-jax[plots]').
 """
 
-import collections
-import dataclasses
 import pathlib
-import re
-import statistics
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any
 
 from absl import app, flags, logging
 
-from sparse_lavida_jax import checkpoint, config, config_files, markdown, presets, runs, train
-from sparse_lavida_jax.bench.record import RESULTS, Bench, path_of, read_rows
-from sparse_lavida_jax.evals import scenes
-from sparse_lavida_jax.evals.metrics import wilson_interval
-from sparse_lavida_jax.pipeline import SparseLaViDa
+from sparse_lavida_jax import checkpoint, config, runs
+from sparse_lavida_jax.bench import comparison
+from sparse_lavida_jax.bench.record import Bench, read_rows
 
 CONFIG = flags.DEFINE_string("config", "", "A file such as configs/ablation_registers.py.")
 SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Of parameters and of batches.")
 WAYS = flags.DEFINE_list("ways", [], "Of the file, and what they begin with; by default all.")
 FOLDER = flags.DEFINE_string("runs", "runs", "Where the runs lie.")
 REPORT = flags.DEFINE_string("report", "", "The folder that the report is written to.")
-SUITE = "ablation"
-BEGIN, END = "<!-- from here on written by bench.ablation -->", "<!-- up to here -->"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Way:
-    """One way to train, and the ways to sample from what it gives.
-
-    Attributes:
-        changes: of the shared settings, section by section.
-        after: the way whose model this one starts from; "": from random parameters.
-        checkpoint: a model that is sampled as it is; nothing is trained.
-        sampled: changes of the sampling settings, by the name of the way to sample.
-    """
-
-    changes: dict[str, dict] = dataclasses.field(default_factory=dict)
-    after: str = ""
-    checkpoint: str = ""
-    sampled: dict[str, dict] = dataclasses.field(default_factory=lambda: {"": {}})
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Ablation:
-    """What is compared.
-
-    Attributes:
-        question: a sentence, the heading of the table.
-        tasks: that are scored; "draw/held_out" for combinations that training never shows.
-        prompts: of each task.
-    """
-
-    question: str
-    tasks: tuple[str, ...]
-    ways: dict[str, Way]
-    prompts: int = 500
-
-    def __post_init__(self):
-        for name in (*self.ways, *(s for way in self.ways.values() for s in way.sampled)):
-            if not re.fullmatch("[a-z0-9_]*", name):
-                raise config.ConfigError(
-                    f"the way {name!r} is part of file names: use small letters, digits and _."
-                )
-        for name, way in self.ways.items():
-            if way.after and way.after not in self.ways:
-                raise config.ConfigError(
-                    f"way {name!r} starts after {way.after!r}, which is none of"
-                    f" {', '.join(self.ways)}."
-                )
-
-
-def read(path: pathlib.Path) -> tuple[config.Config, Ablation]:
-    """Returns the shared settings of a file, and what it compares.
-
-    Raises:
-        ConfigError: as `config_files.read`.
-    """
-    return config_files.read(path), config.build(Ablation, config_files.run(path, "get_ablation"))
-
-
-def settings_of(
-    shared: config.Config, ablation: Ablation, way: str, seed: int, folder: pathlib.Path
-) -> config.Config:
-    """Returns the settings of one run; `folder` holds the runs."""
-    made = config_files.changed(shared, ablation.ways[way].changes)
-    name = run_name(shared.name, way, seed)
-    made = dataclasses.replace(made, name=name, seed=seed)
-    if after := ablation.ways[way].after:
-        base = str(folder / run_name(shared.name, after, seed))
-        made = dataclasses.replace(made, train=dataclasses.replace(made.train, init_from=base))
-    return made
-
-
-def run_name(ablation: str, way: str, seed: int) -> str:
-    """Returns the name of a run, which is that of its folder."""
-    return f"{ablation}.{way}.s{seed}"
-
-
-def measure(
-    bench: Bench, shared: config.Config, ablation: Ablation, way: str, seed: int
-) -> Iterator[dict[str, Any]]:
-    """Trains a way unless that is done, and scores what has no row yet.
-
-    Yields:
-        The rows, as they are written.
-    """
-    wanted = [
-        (sampled, task, row_id)
-        for sampled in ablation.ways[way].sampled
-        for task in ablation.tasks
-        if not path_of(SUITE, row_id := f"{shared.name}/{way}/{sampled}/{task}/s{seed}").exists()
-    ]
-    if not wanted:
-        return
-    pipe = SparseLaViDa.from_pretrained(trained(shared, ablation, way, seed), batch_size=32)
-    for sampled, task, row_id in wanted:
-        changes = ablation.ways[way].sampled[sampled]
-        sampling = config_files.changed(pipe.settings, {"sampling": changes}).sampling
-        name, _, split = task.partition("/")
-        result = scenes.evaluate(
-            pipe, name, ablation.prompts, split=split or "test", sampling=sampling
-        )
-        settings = pipe.settings
-        row = {
-            "ablation": shared.name,
-            "question": ablation.question,
-            "way": way,
-            "sampled": sampled,
-            "seed": seed,
-            "train_steps": settings.train.train_steps,
-            "changes": ablation.ways[way].changes,
-            "after": ablation.ways[way].after,
-            "sampling": changes,
-            "method": sampling.preset or presets.default_preset(settings.model),
-            **scenes.as_json(result),
-            "note": "exact scorers on pixels and text; says nothing about speed",
-        }
-        bench.write(row_id, row)
-        yield row
-
-
-def trained(shared: config.Config, ablation: Ablation, way: str, seed: int) -> str:
-    """Returns the folder of a trained model, or the checkpoint of a way that trains nothing.
-
-    Trains it, and what it begins with, if that is not done.
-    """
-    if ablation.ways[way].checkpoint:
-        return ablation.ways[way].checkpoint
-    runs_folder = pathlib.Path(FOLDER.value)
-    folder = runs_folder / run_name(shared.name, way, seed)
-    if not (folder / "model").exists():
-        if after := ablation.ways[way].after:
-            trained(shared, ablation, after, seed)
-        settings = settings_of(shared, ablation, way, seed, runs_folder)
-        with runs.Run(folder, settings) as run:
-            train.train(settings, run)
-    return str(folder)
-
-
-# ---------------------------------------------------------------------------------------------
-# What is told.
-
-Rows = Sequence[dict[str, Any]]
-
-
-def table(rows: Rows) -> str:
-    """Returns the mean share right of every way and task, and its spread over seeds."""
-    tasks = list(dict.fromkeys(row["task"] for row in rows))
-    lines = []
-    for (way, sampled), own in _grouped(rows).items():
-        told = [_named(way, sampled)]
-        for task in tasks:
-            shares = [row["share"] for row in own if row["task"] == task]
-            told.append(_told(shares) if shares else "")
-        lines.append((*told, len({row["seed"] for row in own})))
-    return markdown.table(["way", *tasks, "seeds"], lines)
-
-
-def _grouped(rows: Rows) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    found = collections.defaultdict(list)
-    for row in rows:
-        found[row["way"], row["sampled"]].append(row)
-    return dict(found)
-
-
-def _named(way: str, sampled: str) -> str:
-    return f"{way}: {sampled}" if sampled else way
-
-
-def _told(shares: Sequence[float]) -> str:
-    spread = f" ± {statistics.stdev(shares):.3f}" if len(shares) > 1 else ""
-    return f"{statistics.mean(shares):.3f}{spread}"
-
-
-def write_report(folder: pathlib.Path) -> pathlib.Path:
-    """Writes `ablations.md` and a picture an ablation, from the committed rows.
-
-    What stands before and behind the two comments of an older file stays.
-
-    Raises:
-        ConfigError: there is no row, or the older file has no such comments.
-    """
-    by_name = collections.defaultdict(list)
-    for row in read_rows(SUITE):
-        by_name[row["ablation"]].append(row)
-    if not by_name:
-        raise config.ConfigError(
-            f"there is no row in {RESULTS}/*/{SUITE}: run --config=configs/ablation_registers.py"
-            " or another first."
-        )
-    parts = []
-    for name, rows in sorted(by_name.items()):
-        picture = f"{name}.png"
-        plot(rows, folder / picture)
-        prompts, steps = rows[0]["total"], rows[0]["train_steps"]
-        parts += [
-            f"## {rows[0]['question']}",
-            f"`configs/{name}.py`: {steps} steps a way, {prompts} prompts a task; mean and standard"
-            " deviation over seeds of the share right.",
-            table(rows),
-            f"![{name}]({picture})",
-        ]
-    path = folder / "ablations.md"
-    before, after = ("# Ablations\n", "")
-    if path.exists():
-        text = path.read_text()
-        if BEGIN not in text or END not in text:
-            raise config.ConfigError(f"{path} has no lines {BEGIN} and {END} to write between.")
-        before, after = text.split(BEGIN)[0], text.split(END)[1]
-    path.write_text("\n\n".join([before.rstrip(), BEGIN, *parts, END]) + (after or "\n"))
-    return path
-
-
-def plot(rows: Rows, path: pathlib.Path) -> None:
-    """Draws bars with every seed as a point, and the 95 % interval of all prompts together."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise config.ConfigError(
-            "the report draws with matplotlib: pip install 'sparse-lavida-jax[plots]'."
-        ) from error
-    tasks = list(dict.fromkeys(row["task"] for row in rows))
-    ways = _grouped(rows)
-    figure, axes = pyplot.subplots(figsize=(1.5 + 1.1 * len(tasks) * max(len(ways) / 4, 1), 3.2))
-    width = 0.8 / len(ways)
-    for number, ((way, sampled), own) in enumerate(ways.items()):
-        at = [place + (number - (len(ways) - 1) / 2) * width for place in range(len(tasks))]
-        of_task = [[row for row in own if row["task"] == task] for task in tasks]
-        means = [statistics.mean(r["share"] for r in found) if found else 0 for found in of_task]
-        ends = [
-            wilson_interval(sum(r["correct"] for r in found), sum(r["total"] for r in found))
-            for found in of_task
-        ]
-        errors = [
-            [max(mean - low, 0) for mean, (low, _) in zip(means, ends, strict=True)],
-            [max(high - mean, 0) for mean, (_, high) in zip(means, ends, strict=True)],
-        ]
-        axes.bar(at, means, width, label=_named(way, sampled), yerr=errors, error_kw={"lw": 0.8})
-        for place, found in zip(at, of_task, strict=True):
-            axes.plot([place] * len(found), [r["share"] for r in found], ".", color="0.2", ms=3)
-    axes.set_xticks(range(len(tasks)), tasks)
-    axes.set_ylim(0, 1)
-    axes.set_ylabel("share right")
-    axes.legend(fontsize=7, frameon=False, ncols=2)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
 
 
 def main(argv: list[str]) -> None:
@@ -291,7 +35,7 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)  # of the array store
     try:
         if REPORT.value:
-            print(f"{write_report(pathlib.Path(REPORT.value))}: every ablation")
+            print(f"{comparison.write_report(pathlib.Path(REPORT.value))}: every ablation")
             return
         _run()
     except (config.ConfigError, checkpoint.CheckpointError, runs.RunError) as error:
@@ -303,7 +47,7 @@ def main(argv: list[str]) -> None:
 
 
 def _run() -> None:
-    shared, ablation = read(pathlib.Path(CONFIG.value))
+    shared, ablation = comparison.read(pathlib.Path(CONFIG.value))
     if unknown := set(WAYS.value) - set(ablation.ways):
         raise config.ConfigError(
             f"--ways={','.join(sorted(unknown))} is unknown: {CONFIG.value} has"
@@ -311,16 +55,18 @@ def _run() -> None:
         )
     if not all(seed.isdigit() for seed in SEEDS.value):
         raise config.ConfigError(f"--seeds={','.join(SEEDS.value)}: give numbers, such as 0,1,2.")
-    bench = Bench(SUITE)
+    bench = Bench(comparison.SUITE)
     for seed in map(int, SEEDS.value):
         for way in WAYS.value or ablation.ways:
-            for row in measure(bench, shared, ablation, way, seed):
+            for row in comparison.measure(
+                bench, shared, ablation, way, seed, pathlib.Path(FOLDER.value)
+            ):
                 print(
                     f"{way} {row['sampled']} seed {seed}: {row['task']} {row['share']:.3f}",
                     flush=True,
                 )
-    found = [row for row in read_rows(SUITE) if row["ablation"] == shared.name]
-    print(f"\n{table(found)}")
+    found = [row for row in read_rows(comparison.SUITE) if row["ablation"] == shared.name]
+    print(f"\n{comparison.table(found)}")
 
 
 if __name__ == "__main__":

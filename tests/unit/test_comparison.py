@@ -12,7 +12,7 @@ import stand_ins
 import tiny
 
 from sparse_lavida_jax import checkpoint, config, config_files, parameters, train
-from sparse_lavida_jax.bench import ablation, record
+from sparse_lavida_jax.bench import comparison, record
 from sparse_lavida_jax.data import pipeline
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
@@ -25,19 +25,19 @@ def _quick(monkeypatch, tmp_path):
     monkeypatch.setattr(pipeline, "LENGTH_PROBE", 16)
     monkeypatch.setattr(train, "Denoiser", lambda settings, rngs: tiny.denoiser(settings))
     monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(ablation, "FOLDER", type("Flag", (), {"value": str(tmp_path / "runs")}))
+    monkeypatch.setattr(comparison, "RESULTS", tmp_path / "results")
     with stand_ins.quick_compilation():
         yield
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_way_of_a_file_can_be_trained(path):
-    shared, found = ablation.read(path)
+    shared, found = comparison.read(path)
     assert f"bench.ablation --config=configs/{path.name}" in path.read_text()
     assert shared.name == path.stem
     assert not shared.train.eval_prompts and not shared.train.picture_seconds
     for way in found.ways:
-        made = ablation.settings_of(shared, found, way, 1, pathlib.Path("runs"))
+        made = comparison.settings_of(shared, found, way, 1, pathlib.Path("runs"))
         assert made.seed == 1
         same = dataclasses.replace(made, name=shared.name, seed=shared.seed)
         assert (same == shared) == (not found.ways[way].changes and not found.ways[way].after)
@@ -47,9 +47,9 @@ def test_every_way_of_a_file_can_be_trained(path):
 
 def test_ways_that_make_no_sense_are_told():
     with pytest.raises(config.ConfigError, match="'b' starts after 'c', which is none of b"):
-        ablation.Ablation(question="?", tasks=("draw",), ways={"b": ablation.Way(after="c")})
+        comparison.Ablation(question="?", tasks=("draw",), ways={"b": comparison.Way(after="c")})
     with pytest.raises(config.ConfigError, match="'a b' is part of file names"):
-        ablation.Ablation(question="?", tasks=("draw",), ways={"a b": ablation.Way()})
+        comparison.Ablation(question="?", tasks=("draw",), ways={"a b": comparison.Way()})
 
 
 def shared():
@@ -58,25 +58,27 @@ def shared():
 
 def compared():
     slow = {"optimizer": {"learning_rate": 1e-12, "warmup_steps": 1, "ema": 0.0}}
-    return ablation.Ablation(
+    return comparison.Ablation(
         question="Which?",
         tasks=("draw",),
         prompts=2,
         ways={
-            "one": ablation.Way(sampled={"": {}, "steps": {"num_steps": 1}}),
-            "two": ablation.Way(after="one", changes=slow),
+            "one": comparison.Way(sampled={"": {}, "steps": {"num_steps": 1}}),
+            "two": comparison.Way(after="one", changes=slow),
         },
     )
 
 
-def measured(way):
-    rows = ablation.measure(record.Bench("ablation"), shared(), compared(), way, 3)
+def measured(way, folder):
+    rows = comparison.measure(
+        record.Bench("ablation"), shared(), compared(), way, 3, folder / "runs"
+    )
     return [(row["way"], row["sampled"], row["total"]) for row in rows]
 
 
 def test_a_way_is_trained_and_scored_once(tmp_path):
     """The second begins with the first, whose model it leaves as it is at this rate."""
-    assert measured("two") == [("two", "", 2)]
+    assert measured("two", tmp_path) == [("two", "", 2)]
     first = checkpoint.load_model(tmp_path / "runs" / "tried.one.s3")
     second = checkpoint.load_model(tmp_path / "runs" / "tried.two.s3")
     assert (second.config.seed, second.config.name) == (3, "tried.two.s3")
@@ -85,8 +87,8 @@ def test_a_way_is_trained_and_scored_once(tmp_path):
     trained = tmp_path / "runs" / "tried.one.s3" / "metrics.jsonl"
     before = trained.read_text()
     assert not (tmp_path / "runs" / "tried.one.s3" / "report.md").exists()
-    assert measured("one") == [("one", "", 2), ("one", "steps", 2)]
-    assert measured("one") == measured("two") == []
+    assert measured("one", tmp_path) == [("one", "", 2), ("one", "steps", 2)]
+    assert measured("one", tmp_path) == measured("two", tmp_path) == []
     assert trained.read_text() == before
     rows = record.read_rows("ablation")
     assert [row["sampling"] for row in rows if row["sampled"]] == [{"num_steps": 1}]
@@ -104,7 +106,7 @@ ROWS = [row("a", 0, 0.5), row("a", 1, 0.7), row("b", 0, 0.25, "fast")]
 
 
 def test_the_table_holds_means_and_spreads():
-    assert ablation.table(ROWS).splitlines()[2:] == [
+    assert comparison.table(ROWS).splitlines()[2:] == [
         "| a | 0.600 ± 0.141 | 2 |",
         "| b: fast | 0.250 | 1 |",
     ]
@@ -113,21 +115,21 @@ def test_the_table_holds_means_and_spreads():
 def test_the_report_is_written_between_its_marks(tmp_path):
     pytest.importorskip("matplotlib", reason="the report needs pip install '.[plots]'")
     with pytest.raises(config.ConfigError, match=r"no row in .* run --config="):
-        ablation.write_report(tmp_path)
+        comparison.write_report(tmp_path)
     folder = record.RESULTS / "cpu" / "ablation"
     folder.mkdir(parents=True)
     for number, one in enumerate(ROWS):
         (folder / f"{number}.json").write_text(json.dumps(one))
-    path = ablation.write_report(tmp_path)
+    path = comparison.write_report(tmp_path)
     assert "## Which?" in path.read_text() and "0.600 ± 0.141" in path.read_text()
     assert (tmp_path / "tried.png").stat().st_size > 1000
-    path.write_text(f"before\n\n{ablation.BEGIN}\nold\n{ablation.END}\nafter\n")
-    ablation.write_report(tmp_path)
+    path.write_text(f"before\n\n{comparison.BEGIN}\nold\n{comparison.END}\nafter\n")
+    comparison.write_report(tmp_path)
     told = path.read_text()
     assert told.startswith("before\n") and told.endswith("\nafter\n") and "\nold\n" not in told
     path.write_text("without marks")
     with pytest.raises(config.ConfigError, match="has no lines"):
-        ablation.write_report(tmp_path)
+        comparison.write_report(tmp_path)
     assert path.read_text() == "without marks"
 
 

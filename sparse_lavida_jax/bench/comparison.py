@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ways to train small models, what they score, and the report of it (`bench/ablation.py`)."""
+
+import collections
+import dataclasses
+import pathlib
+import re
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from sparse_lavida_jax import config, config_files, markdown, presets, runs, train
+from sparse_lavida_jax.bench.record import RESULTS, Bench, path_of, read_rows
+from sparse_lavida_jax.evals import scenes
+from sparse_lavida_jax.evals.metrics import wilson_interval
+from sparse_lavida_jax.pipeline import SparseLaViDa
+
+SUITE = "ablation"
+BEGIN, END = "<!-- from here on written by bench.ablation -->", "<!-- up to here -->"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way to train, and the ways to sample from what it gives.
+
+    Attributes:
+        changes: of the shared settings, section by section.
+        after: the way whose model this one starts from; "": from random parameters.
+        checkpoint: a model that is sampled as it is; nothing is trained.
+        sampled: changes of the sampling settings, by the name of the way to sample.
+    """
+
+    changes: dict[str, dict] = dataclasses.field(default_factory=dict)
+    after: str = ""
+    checkpoint: str = ""
+    sampled: dict[str, dict] = dataclasses.field(default_factory=lambda: {"": {}})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ablation:
+    """What is compared.
+
+    Attributes:
+        question: a sentence, the heading of the table.
+        tasks: that are scored; "draw/held_out" for combinations that training never shows.
+        prompts: of each task.
+    """
+
+    question: str
+    tasks: tuple[str, ...]
+    ways: dict[str, Way]
+    prompts: int = 500
+
+    def __post_init__(self):
+        for name in (*self.ways, *(s for way in self.ways.values() for s in way.sampled)):
+            if not re.fullmatch("[a-z0-9_]*", name):
+                raise config.ConfigError(
+                    f"the way {name!r} is part of file names: use small letters, digits and _."
+                )
+        for name, way in self.ways.items():
+            if way.after and way.after not in self.ways:
+                raise config.ConfigError(
+                    f"way {name!r} starts after {way.after!r}, which is none of"
+                    f" {', '.join(self.ways)}."
+                )
+
+
+def read(path: pathlib.Path) -> tuple[config.Config, Ablation]:
+    """Returns the shared settings of a file, and what it compares.
+
+    Raises:
+        ConfigError: as `config_files.read`.
+    """
+    return config_files.read(path), config.build(Ablation, config_files.run(path, "get_ablation"))
+
+
+def settings_of(
+    shared: config.Config, ablation: Ablation, way: str, seed: int, folder: pathlib.Path
+) -> config.Config:
+    """Returns the settings of one run; `folder` holds the runs."""
+    made = config_files.changed(shared, ablation.ways[way].changes)
+    name = run_name(shared.name, way, seed)
+    made = dataclasses.replace(made, name=name, seed=seed)
+    if after := ablation.ways[way].after:
+        base = str(folder / run_name(shared.name, after, seed))
+        made = dataclasses.replace(made, train=dataclasses.replace(made.train, init_from=base))
+    return made
+
+
+def run_name(ablation: str, way: str, seed: int) -> str:
+    """Returns the name of a run, which is that of its folder."""
+    return f"{ablation}.{way}.s{seed}"
+
+
+def measure(
+    bench: Bench,
+    shared: config.Config,
+    ablation: Ablation,
+    way: str,
+    seed: int,
+    folder: pathlib.Path,
+) -> Iterator[dict[str, Any]]:
+    """Trains a way unless that is done, and scores what has no row yet.
+
+    Args:
+        folder: where the runs lie.
+
+    Yields:
+        The rows, as they are written.
+    """
+    wanted = [
+        (sampled, task, row_id)
+        for sampled in ablation.ways[way].sampled
+        for task in ablation.tasks
+        if not path_of(SUITE, row_id := f"{shared.name}/{way}/{sampled}/{task}/s{seed}").exists()
+    ]
+    if not wanted:
+        return
+    pipe = SparseLaViDa.from_pretrained(trained(shared, ablation, way, seed, folder), batch_size=32)
+    for sampled, task, row_id in wanted:
+        changes = ablation.ways[way].sampled[sampled]
+        sampling = config_files.changed(pipe.settings, {"sampling": changes}).sampling
+        name, _, split = task.partition("/")
+        result = scenes.evaluate(
+            pipe, name, ablation.prompts, split=split or "test", sampling=sampling
+        )
+        settings = pipe.settings
+        row = {
+            "ablation": shared.name,
+            "question": ablation.question,
+            "way": way,
+            "sampled": sampled,
+            "seed": seed,
+            "train_steps": settings.train.train_steps,
+            "changes": ablation.ways[way].changes,
+            "after": ablation.ways[way].after,
+            "sampling": changes,
+            "method": sampling.preset or presets.default_preset(settings.model),
+            **scenes.as_json(result),
+            "note": "exact scorers on pixels and text; says nothing about speed",
+        }
+        bench.write(row_id, row)
+        yield row
+
+
+def trained(
+    shared: config.Config, ablation: Ablation, way: str, seed: int, folder: pathlib.Path
+) -> str:
+    """Returns the folder of a trained model, or the checkpoint of a way that trains nothing.
+
+    Trains it, and what it begins with, if that is not done.
+    """
+    if ablation.ways[way].checkpoint:
+        return ablation.ways[way].checkpoint
+    own = folder / run_name(shared.name, way, seed)
+    if not (own / "model").exists():
+        if after := ablation.ways[way].after:
+            trained(shared, ablation, after, seed, folder)
+        settings = settings_of(shared, ablation, way, seed, folder)
+        with runs.Run(own, settings) as run:
+            train.train(settings, run)
+    return str(own)
+
+
+# ---------------------------------------------------------------------------------------------
+# What is told.
+
+Rows = Sequence[dict[str, Any]]
+
+
+def table(rows: Rows) -> str:
+    """Returns the mean share right of every way and task, and its spread over seeds."""
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    lines = []
+    for (way, sampled), own in _grouped(rows).items():
+        told = [_named(way, sampled)]
+        for task in tasks:
+            shares = [row["share"] for row in own if row["task"] == task]
+            told.append(_told(shares) if shares else "")
+        lines.append((*told, len({row["seed"] for row in own})))
+    return markdown.table(["way", *tasks, "seeds"], lines)
+
+
+def _grouped(rows: Rows) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    found = collections.defaultdict(list)
+    for row in rows:
+        found[row["way"], row["sampled"]].append(row)
+    return dict(found)
+
+
+def _named(way: str, sampled: str) -> str:
+    return f"{way}: {sampled}" if sampled else way
+
+
+def _told(shares: Sequence[float]) -> str:
+    spread = f" ± {statistics.stdev(shares):.3f}" if len(shares) > 1 else ""
+    return f"{statistics.mean(shares):.3f}{spread}"
+
+
+def write_report(folder: pathlib.Path) -> pathlib.Path:
+    """Writes `ablations.md` and a picture an ablation, from the committed rows.
+
+    What stands before and behind the two comments of an older file stays.
+
+    Raises:
+        ConfigError: there is no row, or the older file has no such comments.
+    """
+    by_name = collections.defaultdict(list)
+    for row in read_rows(SUITE):
+        by_name[row["ablation"]].append(row)
+    if not by_name:
+        raise config.ConfigError(
+            f"there is no row in {RESULTS}/*/{SUITE}: run --config=configs/ablation_registers.py"
+            " or another first."
+        )
+    parts = []
+    for name, rows in sorted(by_name.items()):
+        picture = f"{name}.png"
+        plot(rows, folder / picture)
+        prompts, steps = rows[0]["total"], rows[0]["train_steps"]
+        parts += [
+            f"## {rows[0]['question']}",
+            f"`configs/{name}.py`: {steps} steps a way, {prompts} prompts a task; mean and standard"
+            " deviation over seeds of the share right.",
+            table(rows),
+            f"![{name}]({picture})",
+        ]
+    path = folder / "ablations.md"
+    before, after = ("# Ablations\n", "")
+    if path.exists():
+        text = path.read_text()
+        if BEGIN not in text or END not in text:
+            raise config.ConfigError(f"{path} has no lines {BEGIN} and {END} to write between.")
+        before, after = text.split(BEGIN)[0], text.split(END)[1]
+    path.write_text("\n\n".join([before.rstrip(), BEGIN, *parts, END]) + (after or "\n"))
+    return path
+
+
+def plot(rows: Rows, path: pathlib.Path) -> None:
+    """Draws bars with every seed as a point, and the 95 % interval of all prompts together."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise config.ConfigError(
+            "the report draws with matplotlib: pip install 'sparse-lavida-jax[plots]'."
+        ) from error
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    ways = _grouped(rows)
+    figure, axes = pyplot.subplots(figsize=(1.5 + 1.1 * len(tasks) * max(len(ways) / 4, 1), 3.2))
+    width = 0.8 / len(ways)
+    for number, ((way, sampled), own) in enumerate(ways.items()):
+        at = [place + (number - (len(ways) - 1) / 2) * width for place in range(len(tasks))]
+        of_task = [[row for row in own if row["task"] == task] for task in tasks]
+        means = [statistics.mean(r["share"] for r in found) if found else 0 for found in of_task]
+        ends = [
+            wilson_interval(sum(r["correct"] for r in found), sum(r["total"] for r in found))
+            for found in of_task
+        ]
+        errors = [
+            [max(mean - low, 0) for mean, (low, _) in zip(means, ends, strict=True)],
+            [max(high - mean, 0) for mean, (_, high) in zip(means, ends, strict=True)],
+        ]
+        axes.bar(at, means, width, label=_named(way, sampled), yerr=errors, error_kw={"lw": 0.8})
+        for place, found in zip(at, of_task, strict=True):
+            axes.plot([place] * len(found), [r["share"] for r in found], ".", color="0.2", ms=3)
+    axes.set_xticks(range(len(tasks)), tasks)
+    axes.set_ylim(0, 1)
+    axes.set_ylabel("share right")
+    axes.legend(fontsize=7, frameon=False, ncols=2)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
