@@ -10,9 +10,9 @@ import ml_collections
 import scenes
 
 
-def get_config() -> ml_collections.ConfigDict:
+def get_config(name: str = "ablation") -> ml_collections.ConfigDict:
     c = scenes.get_config()
-    c.name = "ablation"
+    c.name = name
     c.data.tasks = dict(plan=2.0, draw=4.0)
     c.train = dict(
         train_steps=3000,

@@ -12,9 +12,7 @@ import ml_collections
 
 
 def get_config() -> ml_collections.ConfigDict:
-    c = ablation.get_config()
-    c.name = "ablation_cells"
-    return c
+    return ablation.get_config("ablation_cells")
 
 
 def get_ablation() -> dict:

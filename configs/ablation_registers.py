@@ -11,9 +11,7 @@ import ml_collections
 
 
 def get_config() -> ml_collections.ConfigDict:
-    c = ablation.get_config()
-    c.name = "ablation_registers"
-    return c
+    return ablation.get_config("ablation_registers")
 
 
 def get_ablation() -> dict:

@@ -17,9 +17,7 @@ SPARSE = dict(preset="sparse")
 
 
 def get_config() -> ml_collections.ConfigDict:
-    c = ablation.get_config()
-    c.name = "ablation_training"
-    return c
+    return ablation.get_config("ablation_training")
 
 
 def _after_dense(sampled: dict, **diffusion) -> dict:

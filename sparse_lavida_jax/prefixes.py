@@ -12,6 +12,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
+from sparse_lavida_jax.layout import Kind
 from sparse_lavida_jax.models.cache import KVCache
 from sparse_lavida_jax.prompts import Prompt
 
@@ -30,9 +31,13 @@ class Prefixes:
         self.most_bytes = most_bytes
         self._kept: collections.OrderedDict[str, KVCache] = collections.OrderedDict()
 
-    def get(self, prompt: Prompt, make: Callable[[], KVCache]) -> KVCache:
-        """Returns what is kept of a prompt (on the host) of these tags, or makes and keeps it."""
-        name = _digest(prompt)
+    def get(self, prompt: Prompt, kind: Kind, make: Callable[[], KVCache]) -> KVCache:
+        """Returns what is kept of a prompt (on the host) of these tags, or makes and keeps it.
+
+        Args:
+            kind: of the response, which decides whose keys the split layers write.
+        """
+        name = f"{kind} {_digest(prompt)}"
         found = self._kept.pop(name, None)
         if found is None:
             found = make()

@@ -194,7 +194,7 @@ def parted(prompt: Prompt, guidance_rows: int, *, keeping: bool) -> list[PromptP
 def _rows_of(prompt: Prompt, requests: int, rows: range, shape: tuple[int, int]) -> Prompt:
     """Returns some rows of a batch with streams of these lengths."""
     start, end = rows.start, rows.stop
-
+    # Pictures are numbered by request: a part that sees them holds whole guidance rows.
     assert not (end - start) % requests or not shape[1]
 
     def cut(stream: Stream | None, length: int) -> Stream | None:

@@ -871,7 +871,7 @@ def _passed(
         return pass_prompt(model, jax.tree.map(jnp.asarray, part.prompt), kind=kind)
 
     return tuple(
-        prefixes.get(part.prompt, functools.partial(make, part))
+        prefixes.get(part.prompt, kind, functools.partial(make, part))
         if prefixes is not None and part.keeps
         else make(part)
         for part in parts

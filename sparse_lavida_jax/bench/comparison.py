@@ -26,13 +26,11 @@ class Way:
     Attributes:
         changes: of the shared settings, section by section.
         after: the way whose model this one starts from; "": from random parameters.
-        checkpoint: a model that is sampled as it is; nothing is trained.
         sampled: changes of the sampling settings, by the name of the way to sample.
     """
 
     changes: dict[str, dict] = dataclasses.field(default_factory=dict)
     after: str = ""
-    checkpoint: str = ""
     sampled: dict[str, dict] = dataclasses.field(default_factory=lambda: {"": {}})
 
 
@@ -146,12 +144,7 @@ def measure(
 def trained(
     shared: config.Config, ablation: Ablation, way: str, seed: int, folder: pathlib.Path
 ) -> str:
-    """Returns the folder of a trained model, or the checkpoint of a way that trains nothing.
-
-    Trains it, and what it begins with, if that is not done.
-    """
-    if ablation.ways[way].checkpoint:
-        return ablation.ways[way].checkpoint
+    """Returns the folder of a trained model; trains it, and what it begins with, if need be."""
     own = folder / run_name(shared.name, way, seed)
     if not (own / "model").exists():
         if after := ablation.ways[way].after:

@@ -2,9 +2,11 @@
 """Guidance rows in shapes of their own, and prefixes that requests share."""
 
 import dataclasses
+import functools
 import unittest.mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -154,6 +156,17 @@ def test_a_prefix_is_computed_once_for_each_length_and_what_stands_behind():
     # Text behind the response is in the prompt's pass too.
     assert passed_of([asked(3, behind=longer)], kept) == [1, 1]
     assert passed_of([asked(3)], Prefixes()) == [1, 1]  # of another model, or another process
+
+
+def test_one_prompt_is_kept_apart_for_pictures_and_for_text():
+    """The split layers write the keys of the stream that is decoded."""
+    model, kept = tiny.denoiser(SETTINGS), Prefixes()
+    prompt = laid_out([tiny.request("image", SETTINGS, 0, words=3)], 1)
+    on_device = jax.tree.map(jnp.asarray, prompt)
+    for kind, decodes in (("image", "generation"), ("text", "understanding")):
+        make = functools.partial(sample.pass_prompt, model, on_device, kind=kind)
+        assert kept.get(prompt, kind, make).decodes == decodes
+    assert len(kept) == 2
 
 
 def test_what_was_used_longest_ago_is_let_go():
