@@ -32,6 +32,7 @@ def test_without_a_kernel_there_is_nothing_to_measure():
     assert done.returncode == 1 and "nothing to measure" in done.stderr
 
 
+@pytest.mark.slow
 def test_tiles_go_the_whole_way_dry_and_nothing_is_written():
     before = sizes.TABLE.read_bytes()
     done = run("--tune", "--dry-run")

@@ -78,6 +78,7 @@ def test_a_drawn_picture_is_replayed(pipe):
     np.testing.assert_array_equal(again.pixels[0], drawn.pixels[1])
 
 
+@pytest.mark.slow
 def test_an_edit_sees_the_picture_and_its_codes(pipe, shown, monkeypatch):
     kept, run = [], pipe.run
 
@@ -94,6 +95,7 @@ def test_an_edit_sees_the_picture_and_its_codes(pipe, shown, monkeypatch):
     assert example.views[0].shape[1:] == (8, 8, 3)
 
 
+@pytest.mark.slow
 def test_known_cells_stay(pipe, shown):
     square = np.ascontiguousarray(shown[:, :20])
     canvas = pipe.prompts.canvas(square, 24)
@@ -112,6 +114,7 @@ def test_text_is_written_in_blocks_of_32(pipe, shown):
     assert isinstance(pipe.caption(shown).text, str)
 
 
+@pytest.mark.slow
 def test_given_words_stay(pipe, shown):
     said = pipe.infill("it is ___ and {3} cold").text
     assert said.startswith("it is")

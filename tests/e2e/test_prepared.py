@@ -50,6 +50,7 @@ def words(given, folder):
     return ["main", f"--config={path}", f"--workdir={folder / 'run'}"]
 
 
+@pytest.mark.slow
 def test_a_prepared_folder_is_trained_on(given, tokenizer, tmp_path, capsys):
     with stand_ins.quick_compilation():
         assert main.main(words(given, tmp_path)) == 0, capsys.readouterr().err

@@ -76,6 +76,7 @@ def test_guided_drawing_takes_two_rows_a_picture(finished, rows):
     assert np.not_equal(without, guided).any()
 
 
+@pytest.mark.slow
 def test_guided_editing_takes_three_rows_and_keeps_what_is_known(finished, rows):
     pipe = pipeline.SparseLaViDa.from_pretrained(finished.folder, batch_size=2)
     guided = dataclasses.replace(pipe.settings.sampling, guidance=1.0, guidance_image=0.5)

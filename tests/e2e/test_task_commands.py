@@ -81,6 +81,7 @@ def test_a_row_of_a_batch_is_replayed_alone(run, tmp_path, capsys):
         np.testing.assert_array_equal(pictures.read(again), pictures.read(path))
 
 
+@pytest.mark.slow
 def test_edit_shows_the_picture_and_is_replayed_with_it(run, tmp_path, picture, capsys):
     out, again = tmp_path / "edited.png", tmp_path / "again.png"
     run("edit", picture, "make the red circle green", f"--out={out}", "--no-plan")
@@ -92,6 +93,7 @@ def test_edit_shows_the_picture_and_is_replayed_with_it(run, tmp_path, picture, 
     assert "is not the picture that it was drawn after" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_inpaint_and_outpaint_keep_what_is_known(run, tmp_path, picture, model):
     codec = SparseLaViDa.from_pretrained(model).codec
     (before,) = codec.encode(pictures.read(picture)[None])
@@ -141,6 +143,7 @@ def test_answers_are_printed(run, picture):
     assert run("caption", picture).strip() == run("caption", picture).strip()
 
 
+@pytest.mark.slow
 def test_given_words_come_out_as_they_went_in(run, picture):
     said = run("caption", picture, "--template", "a ___ red circle and {2} square").strip()
     assert said.startswith("a")
@@ -171,6 +174,7 @@ def test_boxes_are_in_pixels_of_the_picture_that_was_shown(model, run, tmp_path,
     assert pipe.ground(shown, ["the cross", "x"]).prompts == ("the cross", "x")
 
 
+@pytest.mark.slow
 def test_a_conversation_is_about_the_last_picture(run, tmp_path, monkeypatch, capsys):
     lines = [f"generate {PROMPT}", "ask how many circles are there?", "", "edit remove the circle"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines) + "\n"))

@@ -91,6 +91,7 @@ def test_rows_and_their_logits_are_the_recorded_ones(given, request_, name):
             np.testing.assert_allclose(seen.embeds, embeds, rtol=0, atol=LOGITS)
 
 
+@pytest.mark.slow
 def test_the_conditional_pass_is_the_recorded_one(given, request_):
     """A picture known in part, layer by layer."""
     recorded, model = given.outputs, given.model()

@@ -498,6 +498,7 @@ def small_disk():
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "batch_bytes"),
     [(100, 2**28), (30_000, 2**28), (70_000, 10_000)],

@@ -177,6 +177,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_worker_processes_make_the_same_batches(by_kind, tmp_path):
     dataset = by_kind["schedule"].dataset()
     here = [digest(dataset[index]) for index in range(7, 13)]

@@ -30,6 +30,7 @@ def sampled(model, kind):
     return traces.finished(model, asked, plan, settings, stop_early=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "by_layer"), [("image", True), ("image", False), ("text", True)])
 def test_a_response_is_that_of_the_unfused_model(model, kind, by_layer):
     """With everything left out that the task never reads."""

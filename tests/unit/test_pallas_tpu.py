@@ -132,6 +132,7 @@ def test_tiles_that_do_not_fit_together_are_refused(sizes):
         tables.TileSizes(*sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["image", "text"])
 def test_a_model_samples_on_the_kernel_what_it_samples_on_the_reference(kind):
     """Cache, split layers and an edit's source cells; logits of every step."""

@@ -37,6 +37,7 @@ def test_nothing_is_rounded_to_nothing():
     assert not values.any() and not scale.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", config.QUANTIZED)
 def test_logits_stay_close_and_only_layers_change(method):
     model = tiny.denoiser(SETTINGS)

@@ -656,6 +656,7 @@ def test_the_second_row_pushes_or_is_averaged_with(edit_guidance):
     np.testing.assert_allclose(nothing, full, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_pictures_may_be_given_as_views():
     """A row with two views beside one with a plain picture, and that one alone."""
     model = tiny.denoiser(SETTINGS)
@@ -774,6 +775,7 @@ def test_rows_have_temperature_and_guidance_of_their_own():
     assert (plain != batch).any(axis=(1, 2)).all()
 
 
+@pytest.mark.slow
 def test_registers_that_fall_are_those_that_training_knows():
     """Every step predicts what training with its number of registers predicts."""
     model, requests = tiny.denoiser(SETTINGS), image_requests(3, 12)

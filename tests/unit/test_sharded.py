@@ -325,6 +325,7 @@ def test_a_model_over_a_mesh_learns_what_it_learns_on_one_device(monkeypatch, ov
         np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=10 * TOLERANCE)
 
 
+@pytest.mark.slow
 def test_a_model_over_a_mesh_samples_what_it_samples_on_one_device(monkeypatch):
     """The sampler finds the mesh by the parameters; prefill, steps and cache are split over it."""
     found, placed, prefill = {}, [], traces._prefill

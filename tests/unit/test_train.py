@@ -131,6 +131,7 @@ def test_codes_may_have_weights_of_their_own():
     np.testing.assert_allclose(weighted, total / (4 * tiny.IMAGE_LEN), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [2, 4])
 def test_a_batch_in_parts_has_the_gradient_of_the_whole(microbatches):
     """Texts and pictures of different lengths, so that every part has sums of its own."""
