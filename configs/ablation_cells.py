@@ -20,11 +20,19 @@ def get_ablation() -> dict:
         model=dict(codes_per_token=4, codebook_size=256), data=dict(picture_codec="scenes_g4")
     )
     sampled = dict(laid_out_first=dict(), at_once=dict(plan=False))
+    in_passes = {
+        f"{name}_{passes}_passes": changes | dict(cell_passes=passes)
+        for name, changes in sampled.items()
+        for passes in (2, 4)
+    }
     return dict(
         question="One code a token or four, laid out first or at once?",
         tasks=("draw",),
         ways={
             "one_code": dict(sampled=sampled),
             "four_codes": dict(changes=four, sampled=sampled),
+            "four_codes_partly_known": dict(
+                changes=four | dict(diffusion=dict(partial_cells=0.5)), sampled=sampled | in_passes
+            ),
         },
     )

@@ -393,6 +393,9 @@ class Diffusion:
     # Numbers of steps that `schedule` draws a sampler's plan from: of a picture, of a text block.
     plan_steps: tuple[int, ...] = (8, 12, 18)
     plan_text_steps: tuple[int, ...] = (2, 4, 8)
+    # Share of a picture's masked blocks of whose cells some codes, 1 to g - 1, are known: what a
+    # model has to know for `Sampling.cell_passes` above 1, and then a half.
+    partial_cells: float = 0.0
     weighting: str = "1/t"  # 1/t | mean (what the released code does)
     time_policy: str = "uniform"  # uniform | cosine | logit_normal | mode
     # "blocks": a response is masked token by token and cut into blocks, as all of the above says.
@@ -411,10 +414,13 @@ class Diffusion:
             allowed = 'corruption "released" needs '
             _check(self, "attention", self.attention == "full", f'{allowed}"full"')
             _check(self, "weighting", self.weighting == "mean", f'{allowed}"mean"')
+            by_code = 'corruption "released" masks code by code anyway: it must be 0'
+            _check(self, "partial_cells", self.partial_cells == 0, by_code)
         else:
             only = 'it is of corruption "released" alone'
             _check(self, "complementary", not self.complementary, only)
             _check(self, "text_loss", self.text_loss, only)
+        _check_fraction(self, "partial_cells")
         _check_choice(self, "attention", ("step_causal", "full", "truncated"))
         one_block = (self.num_masked_blocks, self.blocks) == (1, "schedule")
         _check(
@@ -568,6 +574,8 @@ class Sampling:
     # trained on whole cells; "code", as LaViDa-O does (a cell may be known in part). Conversion of
     # a released checkpoint writes "code".
     grid: str = "cell"
+    # Passes inside a step, each of which decodes as many codes of every cell; of whole cells only.
+    cell_passes: int = 1
     # "confidence" (the released "mmada") chooses after each pass among all cells, which only
     # dense, none and p pass; every other order is fixed beforehand.
     order: str = "stratified"  # stratified | halton | random | raster | confidence
@@ -655,7 +663,9 @@ class Sampling:
             ("vq_dtype", VQ_DTYPES),
         ):
             _check_choice(self, name, choices)
-        _check_positive(self, "num_steps", "text_steps", "shift", "text_shift", "text_factor")
+        _check_positive(
+            self, "num_steps", "cell_passes", "text_steps", "shift", "text_shift", "text_factor"
+        )
         for name in (
             "temperature", "text_temperature", "guidance", "guidance_image", "confidence_noise",
             "confidence_noise_shift", "top_k", "text_entropy", "text_most",

@@ -132,6 +132,8 @@ class Blocks:
         masked_blocks: the masked blocks; each gets its own registers.
         weight: loss weight of each token, 0 where it is not predicted.
         total: what the weights of a response are divided by (L, or the tokens predicted).
+        known: codes of masked cells that are in the input all the same and have no loss; None
+            where training has none of them (`partly_known`).
     """
 
     block: Int[np.ndarray, " l"]
@@ -140,6 +142,7 @@ class Blocks:
     masked_blocks: tuple[int, ...]
     weight: Float[np.ndarray, " l"]
     total: float
+    known: Bool[np.ndarray, "l g"] | None = None
 
 
 def uniform_blocks(
@@ -273,6 +276,23 @@ def _kept(block, masked, num_clean, masked_blocks, total, settings) -> Blocks:
     return Blocks(block, masked, num_clean, tuple(masked_blocks), weight, total)
 
 
+def partly_known(
+    rng: np.random.Generator, blocks: Blocks, codes_per_token: int, share: float
+) -> Blocks:
+    """Makes some codes of every cell known in a share of a picture's masked blocks.
+
+    Of a block as many codes a cell, 1 to g - 1, but which ones they are is drawn for each cell:
+    what passes after the first see inside a step (`Sampling.cell_passes`).
+    """
+    known = np.zeros((len(blocks.block), codes_per_token), bool)
+    for number in blocks.masked_blocks:
+        if codes_per_token > 1 and rng.random() < share:
+            cells = np.flatnonzero(blocks.masked & (blocks.block == number))
+            rank = rng.random((len(cells), codes_per_token)).argsort(axis=1)
+            known[cells] = rank < rng.integers(1, codes_per_token)
+    return dataclasses.replace(blocks, known=known)
+
+
 # ---------------------------------------------------------------------------------------------
 # Rows and batches.
 
@@ -348,20 +368,27 @@ def corrupt(
     Returns:
         The understanding and generation tokens of the row, unsorted and unpadded.
     """
+    by_code = blocks.known is not None  # the loss of pictures
     text = _prompt_stream(prompt.ids, prompt.feature, prompt.position)
     image = _prompt_stream(prompt.codes, prompt.cell, prompt.source_position)
+    if by_code:
+        image = dataclasses.replace(image, weight=np.zeros(image.tokens.shape))
     is_text = kind == "text"
     mask_id = model.text_mask_id if is_text else model.image_mask_id
     register_id = model.text_register_id if is_text else model.image_register_id
     here = np.flatnonzero(blocks.block != ABSENT)
-    tokens = np.where(blocks.masked[:, None], mask_id, response)[here]
+    hidden, weight = blocks.masked[:, None], blocks.weight
+    if blocks.known is not None and not is_text:
+        hidden = hidden & ~blocks.known
+        weight = hidden * weight[:, None]
+    tokens = np.where(hidden, mask_id, response)[here]
     answer = _HostStream(
         tokens[:, 0] if is_text else tokens,
         np.full(len(here), NO_FEATURE) if is_text else here,
         prompt.response_position + here,
         blocks.block[here],
         response[here, 0] if is_text else response[here],
-        blocks.weight[here],
+        weight[here],
     )
     if not full_attention:
         m = model.num_registers
@@ -373,7 +400,7 @@ def corrupt(
                 register_positions(prompt.length, m),
                 np.full(m, number),
                 np.zeros(shape, np.int32),
-                np.zeros(m),
+                np.zeros(shape if by_code else m),
             )
     return (text + answer, image) if is_text else (text, image + answer)
 

@@ -514,6 +514,33 @@ def code_segments(
     return result
 
 
+def in_passes(parts: list[Segment], passes: int, side: int, *, clean_once: bool) -> list[Segment]:
+    """Returns segments over whole cells with every step cut into passes over codes of its cells.
+
+    The passes of a step have its block: what the first ones decode is in the input of the others,
+    and nothing of it is stored before the next step. Codes on a diagonal come first.
+
+    Args:
+        passes: a divisor of the codes of a cell.
+        side: codes along one side of a cell.
+        clean_once: whether clean tokens are stored, so that the first pass alone has them.
+    """
+    if passes == 1:
+        return parts
+    y, x = np.divmod(np.arange(side**2), side)
+    rank = np.argsort(np.argsort((y + x) % 2, kind="stable"))
+    result = []
+    for part in parts:
+        names = [field.name for field in dataclasses.fields(part)]
+        again = {name: np.repeat(getattr(part, name), passes, axis=0) for name in names}
+        now = np.tile(np.arange(passes), part.num_steps)[:, None, None]
+        again["candidates"] = again["candidates"] & (now[..., None] == rank * passes // side**2)
+        if clean_once:
+            again["clean"] = np.where(now == 0, again["clean"], np.int32(PAD_POSITION))
+        result.append(Segment(**again))
+    return result
+
+
 def _cuts(
     widths: Int[np.ndarray, "k 3"], buckets: Sequence[int], max_segments: int, padding: float
 ) -> list[tuple[int, int]]:

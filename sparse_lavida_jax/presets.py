@@ -235,7 +235,7 @@ def plan(
         sampling.confidence_noise_end,
         sampling.confidence_noise_shift or sampling.shift,
     )
-    return orders.with_steps(
+    stepped = orders.with_steps(
         segments,
         guided=orders.guided_steps(sampling.guidance_interval, steps),
         noise=(noise * sampling.confidence_noise).astype(np.float32),
@@ -248,6 +248,12 @@ def plan(
         registers=orders.register_counts(
             registers, registers if fewest < 0 else min(fewest, registers), steps
         ),
+    )
+    return orders.in_passes(
+        stepped,
+        sampling.cell_passes,
+        model.codes_side,
+        clean_once=settings.preset.cache_response,
     )
 
 
@@ -265,6 +271,13 @@ def _image_segments(
         raise config.ConfigError(
             "Sampling.order='confidence' chooses after each pass among all cells that are masked:"
             " it needs a preset that passes them all, dense, none or p."
+        )
+    passes = sampling.cell_passes
+    if passes > 1 and (by_code or by_confidence or model.codes_per_token % passes):
+        raise config.ConfigError(
+            f"Sampling.cell_passes={passes} cuts steps over whole cells of a fixed order: it must"
+            f" divide {model.codes_per_token}, the codes of a cell, with an order other than"
+            " 'confidence' and grid='cell'."
         )
     (rows, columns), side = grid, model.codes_side if by_code else 1
     known = np.repeat(given[..., None], side**2, axis=-1)

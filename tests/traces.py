@@ -51,6 +51,7 @@ def plan(
     num_steps: int = 4,
     *,
     block_len: int = tiny.TEXT_BLOCK_LEN,
+    cell_passes: int = 1,
     **options,
 ) -> list[orders.Segment]:
     """Returns the segments that the preset asks for; images: a stratified order of each row's own.
@@ -66,7 +67,9 @@ def plan(
         return orders.text_plan(tiny.TEXT_LEN, block_len, num_steps, given, **passes)
     cells = np.stack([orders.order("stratified", 3, 3, request.seed) for request in requests])
     whole = orders.image_plan(cells, schedule="shift", num_steps=num_steps, shift=3.0, given=given)
-    return orders.segments(whole, **passes, **({"max_segments": 1} | options))
+    parts = orders.segments(whole, **passes, **({"max_segments": 1} | options))
+    stored = settings.preset.cache_response
+    return orders.in_passes(parts, cell_passes, side=2, clean_once=stored)
 
 
 _prefill = tiny.quick_jit(
@@ -193,7 +196,8 @@ def training_logits(
                 prompt = tiny.lay_out(
                     request, model.settings, drop_prompt=drop_prompt, drop_source=drop_source
                 )
-                blocks.append(_blocks(moment, r, with_rest))
+                mask_id = model.settings.image_mask_id if settings.kind == "image" else None
+                blocks.append(_blocks(moment, r, with_rest, mask_id))
                 rows.append(
                     diffusion.corrupt(
                         prompt,
@@ -222,15 +226,20 @@ def training_logits(
     return [guide(rows, settings) * seen for rows, seen in zip(logits, masked, strict=True)]
 
 
-def _blocks(moment: Moment, row: int, with_rest: bool) -> diffusion.Blocks:
-    """Returns the training blocks of the state before a step: N = 1."""
+def _blocks(moment: Moment, row: int, with_rest: bool, mask_id: int | None) -> diffusion.Blocks:
+    """Returns the training blocks of the state before a step: N = 1.
+
+    Args:
+        mask_id: of codes, of which some in a masked cell may be known.
+    """
     decoded_at = moment.decoded_at[row]
     is_masked = decoded_at == sample.NOT_DECODED
     masked = is_masked if with_rest else moment.masked[row]
     block = np.where(is_masked, diffusion.ABSENT, decoded_at)
     block = np.where(masked, moment.block, block).astype(np.int32)
+    known = None if mask_id is None else masked[:, None] & (moment.canvas[row] != mask_id)
     return diffusion.Blocks(
-        block, masked, moment.block - 1, (moment.block,), masked.astype(float), 1.0
+        block, masked, moment.block - 1, (moment.block,), masked.astype(float), 1.0, known
     )
 
 
@@ -263,7 +272,8 @@ def spread_logits(
     weight = batch.text_weight if kind == "text" else batch.image_weight
     spread = np.zeros((len(starts), length, *logits.shape[2:]), np.float32)
     for row, start in enumerate(starts):
-        slots = np.flatnonzero(weight[row] > 0)
+        held = weight[row] > 0
+        slots = np.flatnonzero(held if held.ndim == 1 else held.any(axis=1))
         spread[row, stream.layout.position[row, slots] - start] = logits[row, slots]
     return spread
 

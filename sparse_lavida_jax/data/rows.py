@@ -23,6 +23,10 @@ def laid_out(
     """Returns the row of an example, neither sorted nor padded, and the blocks of its response."""
     given = given_of(example, settings, rng)
     blocks = _blocks(example, given, settings, rng)
+    if share := settings.diffusion.partial_cells:
+        codes = settings.model.codes_per_token
+        share = share if example.kind == "image" else 0.0
+        blocks = diffusion.partly_known(rng, blocks, codes, share)
     prompt = prompt_row(
         example.parts,
         text_mask_id=settings.model.text_mask_id,

@@ -52,6 +52,24 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize(("passes", "preset"), [(2, "sparse"), (4, "sparse"), (2, "t")])
+def test_so_are_those_of_passes_over_codes_inside_a_step(passes, preset):
+    """What the first passes decode is in the input of the others, in the block of the step."""
+    model = tiny.denoiser(tiny.model_settings(codes_per_token=4, num_registers=2))
+    requests = draw(model.settings)
+    settings = traces.settings_of(preset, "image", model.settings, guidance=0.7)
+    segments = traces.plan(requests, settings, num_steps=3, cell_passes=passes)
+    steps, canvas = traces.moments(model, requests, segments, settings)
+    assert [moment.block for moment in steps] == np.repeat([2, 3, 4], passes).tolist()
+    states = [moment.canvas for moment in steps] + [canvas]
+    for i, moment in enumerate(steps):
+        new = (states[i + 1] != states[i]).sum(axis=-1)
+        np.testing.assert_array_equal(new, moment.masked * 4 // passes)
+    trained = traces.training_logits(model, requests, steps, settings)
+    for moment, logits in zip(steps, trained, strict=True):
+        np.testing.assert_allclose(moment.logits, logits, rtol=0, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_sampler_logits_are_training_logits_at_every_step(case):
     kind, make_requests, rows, changes = CASES[case]

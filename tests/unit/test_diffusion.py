@@ -213,6 +213,40 @@ def test_a_row_holds_prompt_clean_masked_tokens_and_registers_of_each_masked_blo
     assert (own.index[registers] == NO_CELL).all()
 
 
+def test_some_codes_of_the_cells_of_a_block_are_known_and_have_no_loss():
+    rng = np.random.default_rng(0)
+    settings, asked, prompt, blocks, _ = a_row("image")
+    counts = set()
+    for _ in range(40):
+        some = diffusion.partly_known(rng, blocks, 4, 0.5)
+        for number in blocks.masked_blocks:
+            known = some.known[blocks.block == number].sum(axis=1)
+            assert len(set(known)) == 1
+            counts.add(int(known[0]))
+        assert not some.known[~blocks.masked].any()
+    assert counts == {0, 1, 2, 3}
+    text, image = diffusion.corrupt(prompt, asked.tokens, "image", some, settings)
+    here = np.flatnonzero(blocks.block != ABSENT)
+    slots = len(prompt.codes) + np.arange(len(here))
+    hidden = (blocks.masked[:, None] & ~some.known)[here]
+    np.testing.assert_array_equal(image.tokens[slots] == settings.image_mask_id, hidden)
+    np.testing.assert_array_equal(image.weight[slots], hidden * 0.5)
+    np.testing.assert_array_equal(image.target[slots], asked.tokens[here])
+    assert image.weight.sum() == hidden.sum() * 0.5
+    # A text has no codes, but shares batches with pictures that have.
+    _, asked, prompt, blocks, _ = a_row("text")
+    answer = diffusion.corrupt(
+        prompt, asked.tokens, "text", diffusion.partly_known(rng, blocks, 4, 0.0), settings
+    )
+    assert answer[1].weight.shape == answer[1].tokens.shape
+    shape = diffusion.RowShape(32, 40)
+    batch = diffusion.batch_rows(
+        [(text, image), answer], [some, blocks], ["image", "text"], [None] * 2, shape, settings
+    )
+    assert batch.image_weight.shape == (2, 40, 4)
+    assert batch.text_weight.shape == (2, 32)
+
+
 def test_full_attention_has_no_registers_and_one_block():
     settings, _, _, blocks, row = a_row("image", full_attention=True)
     assert (row[1].tokens != settings.image_register_id).all()

@@ -158,6 +158,22 @@ def test_the_largest_picture_takes_few_segments_with_little_padding():
     assert slots < 1.5 * tokens
 
 
+@pytest.mark.parametrize("clean_once", [True, False])
+def test_passes_of_a_step_decode_codes_of_its_cells(clean_once):
+    (whole,) = orders.segments(plan_2x2(), passes_clean="newest", passes_rest=False, max_segments=1)
+    assert orders.in_passes([whole], 1, 2, clean_once=clean_once) == [whole]
+    (part,) = orders.in_passes([whole], 2, 2, clean_once=clean_once)
+    assert part.block.tolist() == [2, 2, 3, 3]
+    assert part.decode.tolist() == [[[3, 1]], [[3, 1]], [[0, 2]], [[0, 2]]]
+    diagonal = [True, False, False, True]
+    assert part.candidates[0].tolist() == [[diagonal, diagonal]]
+    assert (part.candidates[::2] != part.candidates[1::2]).all()
+    again = [[-1, -1]] if clean_once else [[1, 3]]
+    assert part.clean.tolist() == [[[-1, -1]], [[-1, -1]], [[1, 3]], again]
+    (single,) = orders.in_passes([whole], 4, 2, clean_once=clean_once)
+    assert single.candidates[:4, 0, 0].argmax(axis=-1).tolist() == [0, 3, 1, 2]
+
+
 def test_a_step_wider_than_every_bucket_says_so():
     with pytest.raises(ValueError, match="holds 2 tokens, the widest bucket 1"):
         orders.segments(plan_2x2(), passes_clean="newest", passes_rest=False, buckets=(1,))

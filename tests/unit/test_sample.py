@@ -583,6 +583,22 @@ def test_the_confidence_order_is_refused_where_not_all_cells_are_passed(name):
         presets.plan(sampling, settings, SETTINGS, np.zeros((1, 9), bool), 1)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cell_passes": 3},
+        {"order": "confidence", "preset": "p"},
+        {"grid": "code", "preset": "dense"},
+    ],
+)
+def test_passes_inside_a_step_are_refused_where_codes_are_chosen_otherwise(changes):
+    sampling = config.Sampling(**{"cell_passes": 2} | changes)
+    model = tiny.model_settings(codes_per_token=4)
+    settings = presets.step_settings(sampling, model, "image")
+    with pytest.raises(config.ConfigError, match="must divide 4, the codes of a cell"):
+        presets.plan(sampling, settings, model, np.zeros((1, 9), bool), 1, seeds=[0])
+
+
 @pytest.mark.parametrize("name", ["dense", pytest.param("p", marks=pytest.mark.slow)])
 def test_outside_its_interval_guidance_does_not_act(name):
     """Without a cache the other rows are not even passed."""
