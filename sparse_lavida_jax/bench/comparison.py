@@ -42,12 +42,18 @@ class Ablation:
         question: a sentence, the heading of the table.
         tasks: that are scored; "draw/held_out" for combinations that training never shows.
         prompts: of each task.
+        batch_size: prompts that are decoded together.
+        curve: whether the plot is of the share right over forward passes, a line a kind of
+            sampling: the ways to sample up to their first "_". Passes are those of a batch, which
+            goes on until its last row has ended: of a response where the batch is one.
     """
 
     question: str
     tasks: tuple[str, ...]
     ways: dict[str, Way]
     prompts: int = 500
+    batch_size: int = 32
+    curve: bool = False
 
     def __post_init__(self):
         for name in (*self.ways, *(s for way in self.ways.values() for s in way.sampled)):
@@ -114,8 +120,11 @@ def measure(
     ]
     if not wanted:
         return
-    pipe = SparseLaViDa.from_pretrained(trained(shared, ablation, way, seed, folder), batch_size=32)
+    pipe = SparseLaViDa.from_pretrained(
+        trained(shared, ablation, way, seed, folder), ablation.batch_size
+    )
     for sampled, task, row_id in wanted:
+        passes = pipe.on_step = Passes()
         changes = ablation.ways[way].sampled[sampled]
         sampling = config_files.changed(pipe.settings, {"sampling": changes}).sampling
         name, _, split = task.partition("/")
@@ -133,12 +142,34 @@ def measure(
             "changes": ablation.ways[way].changes,
             "after": ablation.ways[way].after,
             "sampling": changes,
+            "passes": passes.of_a_batch,
+            "curve": ablation.curve,
             "method": sampling.preset or presets.default_preset(settings.model),
             **scenes.as_json(result),
             "note": "exact scorers on pixels and text; says nothing about speed",
         }
         bench.write(row_id, row)
         yield row
+
+
+class Passes:
+    """Counts forward passes, as `SparseLaViDa.on_step`."""
+
+    def __init__(self) -> None:
+        self._batches: collections.Counter[str] = collections.Counter()
+        self._steps: collections.Counter[str] = collections.Counter()
+        self._before = 0
+
+    def __call__(self, making: str, done: int, total: int) -> None:
+        del total
+        self._batches[making] += not done
+        self._steps[making] += max(done - self._before, 0)
+        self._before = done
+
+    @property
+    def of_a_batch(self) -> dict[str, float]:
+        """The mean number of passes for each thing that is made: layout, picture, text."""
+        return {making: self._steps[making] / n for making, n in self._batches.items()}
 
 
 def trained(
@@ -165,13 +196,19 @@ def table(rows: Rows) -> str:
     """Returns the mean share right of every way and task, and its spread over seeds."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     lines = []
+    curve = any(row["curve"] for row in rows)
     for (way, sampled), own in _grouped(rows).items():
         told = [_named(way, sampled)]
         for task in tasks:
             shares = [row["share"] for row in own if row["task"] == task]
             told.append(_told(shares) if shares else "")
-        lines.append((*told, len({row["seed"] for row in own})))
-    return markdown.table(["way", *tasks, "seeds"], lines)
+        passes = [f"{statistics.mean(map(_passes, own)):.1f}"] if curve else []
+        lines.append((*told, *passes, len({row["seed"] for row in own})))
+    return markdown.table(["way", *tasks, *["passes"] * curve, "seeds"], lines)
+
+
+def _passes(row: dict[str, Any]) -> float:
+    return sum(row["passes"].values())
 
 
 def _grouped(rows: Rows) -> dict[tuple[str, str], list[dict[str, Any]]]:
@@ -230,7 +267,11 @@ def write_report(folder: pathlib.Path) -> pathlib.Path:
 
 
 def plot(rows: Rows, path: pathlib.Path) -> None:
-    """Draws bars with every seed as a point, and the 95 % interval of all prompts together."""
+    """Draws the rows of one ablation.
+
+    Raises:
+        ConfigError: matplotlib is not there.
+    """
     try:
         import matplotlib
 
@@ -240,6 +281,34 @@ def plot(rows: Rows, path: pathlib.Path) -> None:
         raise config.ConfigError(
             "the report draws with matplotlib: pip install 'sparse-lavida-jax[plots]'."
         ) from error
+    if any(row["curve"] for row in rows):
+        figure, axes = pyplot.subplots(figsize=(5, 3.4))
+        _plot_curve(axes, rows)
+    else:
+        figure, axes = _plot_bars(pyplot, rows)
+    axes.set_ylabel("share right")
+    axes.legend(fontsize=7, frameon=False, ncols=2)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def _plot_curve(axes, rows: Rows) -> None:
+    """Draws the share right over passes, a line a kind of sampling, its spread as bars."""
+    kinds = collections.defaultdict(list)
+    for (_, sampled), own in _grouped(rows).items():
+        shares = [row["share"] for row in own]
+        spread = statistics.stdev(shares) if len(shares) > 1 else 0.0
+        point = (statistics.mean(map(_passes, own)), statistics.mean(shares), spread)
+        kinds[sampled.partition("_")[0]].append(point)
+    for kind, points in kinds.items():
+        passes, shares, spreads = zip(*sorted(points), strict=True)
+        axes.errorbar(passes, shares, spreads, marker=".", lw=1, elinewidth=0.8, label=kind)
+    axes.set_xlabel("forward passes")
+
+
+def _plot_bars(pyplot, rows: Rows):
+    """Draws a bar a way and task, every seed as a point, the interval of all prompts together."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     ways = _grouped(rows)
     figure, axes = pyplot.subplots(figsize=(1.5 + 1.1 * len(tasks) * max(len(ways) / 4, 1), 3.2))
@@ -261,8 +330,4 @@ def plot(rows: Rows, path: pathlib.Path) -> None:
             axes.plot([place] * len(found), [r["share"] for r in found], ".", color="0.2", ms=3)
     axes.set_xticks(range(len(tasks)), tasks)
     axes.set_ylim(0, 1)
-    axes.set_ylabel("share right")
-    axes.legend(fontsize=7, frameon=False, ncols=2)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    return figure, axes

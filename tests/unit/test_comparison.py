@@ -91,14 +91,17 @@ def test_a_way_is_trained_and_scored_once(tmp_path):
     assert measured("one", tmp_path) == measured("two", tmp_path) == []
     assert trained.read_text() == before
     rows = record.read_rows("ablation")
-    assert [row["sampling"] for row in rows if row["sampled"]] == [{"num_steps": 1}]
+    (of_one_step,) = (row for row in rows if row["sampled"])
+    assert of_one_step["sampling"] == {"num_steps": 1}
+    assert of_one_step["passes"]["picture"] == 1
+    assert all(row["passes"]["picture"] > 1 for row in rows if not row["sampled"])
 
 
-def row(way, seed, share, sampled=""):
+def row(way, seed, share, sampled="", *, passes=4.0, curve=False):
     return {
         "ablation": "tried", "question": "Which?", "way": way, "sampled": sampled, "seed": seed,
         "task": "draw", "share": share, "correct": int(100 * share), "total": 100,
-        "train_steps": 7,
+        "train_steps": 7, "passes": {"text": passes}, "curve": curve,
     }  # fmt: skip
 
 
@@ -110,6 +113,28 @@ def test_the_table_holds_means_and_spreads():
         "| a | 0.600 ± 0.141 | 2 |",
         "| b: fast | 0.250 | 1 |",
     ]
+
+
+def test_passes_are_counted_batch_by_batch():
+    passes = comparison.Passes()
+    for making, done in (
+        ("layout", 0), ("layout", 1), ("layout", 3), ("picture", 0), ("picture", 6),
+        ("layout", 0), ("layout", 4), ("picture", 0), ("picture", 6),
+    ):  # fmt: skip
+        passes(making, done, 8)
+    assert passes.of_a_batch == {"layout": 3.5, "picture": 6.0}
+
+
+def test_a_curve_is_drawn_over_passes(tmp_path):
+    pytest.importorskip("matplotlib", reason="the report needs pip install '.[plots]'")
+    rows = [
+        row("a", seed, share, sampled, passes=passes, curve=True)
+        for sampled, share, passes in (("count_1", 0.2, 1), ("count_4", 0.6, 4), ("sure_1", 0.5, 2))
+        for seed in (0, 1)
+    ]
+    assert "| a: count_4 | 0.600 ± 0.000 | 4.0 | 2 |" in comparison.table(rows)
+    comparison.plot(rows, tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").stat().st_size > 1000
 
 
 def test_the_report_is_written_between_its_marks(tmp_path):

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""How many tokens may a text step commit? Shares right over forward passes, layouts alone.
+
+    python -m sparse_lavida_jax.bench.ablation --config=configs/ablation_text.py
+
+A layout names objects and cells that nobody asked for at these very places, so tokens committed
+together may contradict each other. Ten minutes a seed on a CPU core.
+"""
+
+import ablation
+import ml_collections
+
+
+def get_config() -> ml_collections.ConfigDict:
+    c = ablation.get_config("ablation_text")
+    c.data.tasks = dict(plan=1.0)
+    c.train.train_steps = 1500
+    return c
+
+
+def get_ablation() -> dict:
+    sampled = {f"count_{n}": dict(text_steps=n) for n in (1, 2, 4, 8)}
+    for commit, levels in dict(
+        threshold=(0.3, 0.5, 0.7, 0.9, 0.99), factor=(0.3, 1.0, 3.0), entropy=(0.03, 0.1, 0.3, 1.0)
+    ).items():
+        for level in levels:
+            name = f"{commit}_{level}".replace(".", "p")
+            sampled[name] = {"text_commit": commit, f"text_{commit}": level}
+    return dict(
+        question="How many tokens of a text may a step commit?",
+        tasks=("plan",),
+        ways=dict(sparse=dict(sampled=sampled)),
+        prompts=300,
+        batch_size=1,
+        curve=True,
+    )
