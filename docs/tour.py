@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the pictures of the README by the commands that stand in it.
 
-    python docs/tour.py      # writes docs/tour.png and docs/steps.gif, prints what is printed
+    python docs/tour.py                               # docs/tour.png, prints what is printed
+    python docs/tour.py --dense=runs/scenes_dense     # docs/steps.gif too
 
-Every task of `sparse-lavida` on the bundled model, with its own seeds; nothing is picked.
+Every task of `sparse-lavida` on the bundled model, with its own seeds; nothing is picked. The
+animation has a dense model beside it, which `configs/scenes_dense.py` trains.
 """
 
+import argparse
 import os
 import pathlib
 import shlex
@@ -14,15 +17,17 @@ import sys
 import tempfile
 
 import numpy as np
-from PIL import Image, ImageSequence
+from PIL import Image, ImageDraw, ImageFont
 
-from sparse_lavida_jax import pictures, report
+from sparse_lavida_jax import SparseLaViDa, figures, layout, pictures, report
 
 HERE = pathlib.Path(__file__).resolve().parent
 SCALE = 2  # pixels of the page to a pixel of a picture
+EDGE, FONT_SIZE = 12, 14  # of a captioned picture, in pixels
+CAPTION = "a red circle above a blue square"
 CUT = slice(16, 80)  # what is kept of a picture for outpainting, along both sides
 TOUR = (
-    'generate "a red circle above a blue square" --out out.png --save-steps steps.gif',
+    'generate "a red circle above a blue square" --out out.png',
     'edit out.png "make the red circle green" --out edited.png',
     'inpaint out.png "a cyan cross above a blue square" --box=0,0,96,48 --out inpainted.png',
     'outpaint cut.png "a red circle above a blue square" --out outpainted.png',
@@ -53,7 +58,47 @@ def enlarged(picture: pictures.Picture) -> pictures.Picture:
     return picture.repeat(SCALE, axis=0).repeat(SCALE, axis=1)
 
 
-def main() -> None:
+def unmasking(name: str, folder: str) -> list[pictures.Picture]:
+    """Draws `CAPTION` by a model; returns its steps, each with the tokens it passed so far."""
+    pipe, shown = SparseLaViDa.from_pretrained(folder), []
+    drawn = pipe.generate(
+        CAPTION,
+        on_segment=lambda progress: shown.extend(
+            pipe.preview(progress.after(block)[0]) for block in progress.blocks
+        ),
+    )
+    cells = np.zeros_like(drawn.tokens[0])
+    example = pipe.prompts.draw(CAPTION, cells, plan=drawn.plans[0])
+    words = sum(layout.num_tokens(part) for part in example.parts) - len(cells)
+    costs = figures.costs(pipe.settings.sampling, pipe.settings.model, words)
+    totals = np.cumsum([cost.total for cost in costs])
+    masked = np.full_like(cells, pipe.settings.model.image_mask_id)
+    shown.insert(0, pipe.preview(masked))
+    # Where the prompt is passed beforehand, that is the first cost.
+    before = np.zeros(len(shown) - len(totals), int)
+    return [
+        _captioned(enlarged(picture), f"{name}: {tokens} tokens")
+        for picture, tokens in zip(shown, [*before, *totals], strict=True)
+    ]
+
+
+def _captioned(picture: pictures.Picture, words: str) -> pictures.Picture:
+    page = Image.new("RGB", (picture.shape[1] + 2 * EDGE, picture.shape[0] + 3 * EDGE), "white")
+    page.paste(Image.fromarray(picture), (EDGE, EDGE))
+    font = ImageFont.load_default(FONT_SIZE)
+    middle = (page.width / 2, page.height - EDGE)
+    ImageDraw.Draw(page).text(middle, words, "black", font, "mm")
+    return np.asarray(page)
+
+
+def animate(dense: str) -> None:
+    """Writes `docs/steps.gif`: the dense model beside the bundled one, step for step."""
+    sides = [unmasking("dense", dense), unmasking("sparse", "scenes")]
+    frames = [np.concatenate(pair, axis=1) for pair in zip(*sides, strict=True)]
+    pictures.write_animation(HERE / "steps.gif", frames)
+
+
+def tour() -> None:
     """Runs the tour in an empty folder and puts its pictures on one page."""
     with tempfile.TemporaryDirectory() as name:
         folder, tiles = pathlib.Path(name), []
@@ -66,9 +111,16 @@ def main() -> None:
                 if words[0] == "generate":
                     pictures.write(folder / "cut.png", drawn[CUT, CUT])
         report.sheet(tiles, columns=4).save(HERE / "tour.png")
-        with Image.open(folder / "steps.gif") as film:
-            frames = [np.asarray(one.convert("RGB")) for one in ImageSequence.Iterator(film)]
-        pictures.write_animation(HERE / "steps.gif", [enlarged(frame) for frame in frames])
+
+
+def main() -> None:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dense", help="a run of configs/scenes_dense.py, for the animation")
+    asked = parser.parse_args()
+    tour()
+    if asked.dense:
+        animate(asked.dense)
 
 
 if __name__ == "__main__":
