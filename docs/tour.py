@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the pictures of the README by the commands that stand in it.
+"""Runs every task of `sparse-lavida` and keeps what it draws and prints, for the README.
 
-    python docs/tour.py                               # docs/tour.png, prints what is printed
+    python docs/tour.py                               # docs/tour.md and docs/tour.png
     python docs/tour.py --dense=runs/scenes_dense     # docs/steps.gif too
 
-Every task of `sparse-lavida` on the bundled model, with its own seeds; nothing is picked. The
-animation has a dense model beside it, which `configs/scenes_dense.py` trains.
+The bundled model and the first seed; nothing is picked. The animation has a dense model beside it,
+which `configs/scenes_dense.py` trains.
 """
 
 import argparse
@@ -22,6 +22,13 @@ from PIL import Image, ImageDraw, ImageFont
 from sparse_lavida_jax import SparseLaViDa, figures, layout, pictures, report
 
 HERE = pathlib.Path(__file__).resolve().parent
+PAGE = """# Every task, by its command
+
+The small model of the package, the first seed, nothing picked; kept by `python docs/tour.py`. `cut.png` is the middle of
+`out.png`. What the model gets wrong stands here too: how often it does, says the table of the README.
+
+![what the commands drew](tour.png)
+"""
 SCALE = 2  # pixels of the page to a pixel of a picture
 EDGE, FONT_SIZE = 12, 14  # of a captioned picture, in pixels
 CAPTION = "a red circle above a blue square"
@@ -100,10 +107,12 @@ def animate(dense: str) -> None:
 
 def tour() -> None:
     """Runs the tour in an empty folder and puts its pictures on one page."""
+    printed = []
     with tempfile.TemporaryDirectory() as name:
         folder, tiles = pathlib.Path(name), []
         for command in TOUR:
-            print(f"$ sparse-lavida {command}\n{run(folder, command)}", end="", flush=True)
+            printed.append(f"$ sparse-lavida {command}\n{run(folder, command)}")
+            print(printed[-1], end="", flush=True)
             words = shlex.split(command)
             if "--out" in words:
                 drawn = pictures.read(folder / words[words.index("--out") + 1])
@@ -111,6 +120,7 @@ def tour() -> None:
                 if words[0] == "generate":
                     pictures.write(folder / "cut.png", drawn[CUT, CUT])
         report.sheet(tiles, columns=4).save(HERE / "tour.png")
+    (HERE / "tour.md").write_text(f"{PAGE}\n```console\n{''.join(printed)}```\n")
 
 
 def main() -> None:

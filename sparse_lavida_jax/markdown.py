@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables as Markdown writes them."""
+"""Markdown: tables, and parts of a page that a program writes."""
 
 from collections.abc import Iterable, Sequence
 
@@ -19,6 +19,19 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
             )
         lines.append(_line(row))
     return "\n".join(lines)
+
+
+def with_part(page: str, begin: str, end: str, part: str) -> str:
+    """Returns a page with what stands between two of its lines replaced.
+
+    Raises:
+        ValueError: it has no such lines.
+    """
+    before, found, rest = page.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not found or not found_end:
+        raise ValueError(f"the page has no lines {begin} and {end} to write between.")
+    return f"{before}{begin}\n\n{part}\n\n{end}{after}"
 
 
 def _line(cells: Sequence[object]) -> str:

@@ -256,13 +256,11 @@ def write_report(folder: pathlib.Path) -> pathlib.Path:
             f"![{name}]({picture})",
         ]
     path = folder / "ablations.md"
-    before, after = ("# Ablations\n", "")
-    if path.exists():
-        text = path.read_text()
-        if BEGIN not in text or END not in text:
-            raise config.ConfigError(f"{path} has no lines {BEGIN} and {END} to write between.")
-        before, after = text.split(BEGIN)[0], text.split(END)[1]
-    path.write_text("\n\n".join([before.rstrip(), BEGIN, *parts, END]) + (after or "\n"))
+    page = path.read_text() if path.exists() else f"# Ablations\n\n{BEGIN}{END}\n"
+    try:
+        path.write_text(markdown.with_part(page, BEGIN, END, "\n\n".join(parts)))
+    except ValueError as error:
+        raise config.ConfigError(f"{path}: {error}") from error
     return path
 
 

@@ -2,12 +2,14 @@
 r"""Tables from the committed rows, held against the bars.
 
     python -m sparse_lavida_jax.bench.table
+    python -m sparse_lavida_jax.bench.table README.md    # writes the two that stand there
 
 Ratios are formed only between rows of one run.
 """
 
 import fnmatch
 import pathlib
+import sys
 import tomllib
 from typing import Any
 
@@ -16,6 +18,7 @@ from sparse_lavida_jax.bench.record import read_rows
 from sparse_lavida_jax.evals.scenes import wilson_interval
 
 BARS = pathlib.Path(__file__).with_name("bars.toml")
+BEGIN, END = "<!-- written by bench.table README.md -->", "<!-- up to here -->"
 
 
 def sampling_table(rows: list[dict[str, Any]]) -> str:
@@ -374,8 +377,50 @@ def twins_table(rows: list[dict[str, Any]]) -> str:
     return markdown.table(("task", "sparse", "dense", "sparse - dense", "bar"), lines)
 
 
+def bundled_table(rows: list[dict[str, Any]]) -> str:
+    """Returns what the bundled model gets right beside its dense twin, of all that has a bar."""
+    bars = tomllib.loads(BARS.read_text())
+    twins, shares = bars["twins"], {}
+    for row in rows:
+        of = (row["model"], row["method"], row["task"])
+        shares[of] = (row["correct"], row["total"])
+        shares |= {(*of[:2], f"{of[2]}: {name}"): pair for name, pair in row["columns"].items()}
+    lines = []
+    for task, bar in bars["quality"].items():
+        both = ((twins["sparse"], "sparse", task), (twins["dense"], "dense", task))
+        told = [None if of not in shares else _with_interval(*shares[of]) for of in both]
+        correct, total = shares.get(both[0], (0, 1))
+        held = "met" if correct / total >= bar else "not met"
+        lines.append((task, *told, f"{bar:.2f} {held}"))
+    return markdown.table(("task", "sparse", "dense", "bar"), lines)
+
+
+def _with_interval(correct: int, total: int) -> str:
+    low, high = wilson_interval(correct, total)
+    return f"{correct / total:.3f} ({low:.3f} to {high:.3f})"
+
+
+def readme_tables() -> str:
+    """Returns the two tables of README.md: quality and speed of the bundled model.
+
+    Speed at the largest batch that was measured.
+    """
+    speed = read_rows("sampling")
+    most = max((row["batch"] for row in speed), default=0)
+    speed = [row for row in speed if row["batch"] == most]
+    return f"{bundled_table(read_rows('quality'))}\n\n{sampling_table(speed)}"
+
+
 def main() -> None:
-    """Prints every table there are rows for."""
+    """Prints every table there are rows for, or writes those of the page that is named."""
+    for name in sys.argv[1:]:
+        page = pathlib.Path(name)
+        page.write_text(markdown.with_part(page.read_text(), BEGIN, END, readme_tables()))
+    if not sys.argv[1:]:
+        _print_all()
+
+
+def _print_all() -> None:
     tables = {
         "Speed": ("sampling", sampling_table),
         "Attention": ("attention", attention_table),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ratios and bars of attention, from rows that nobody measured and nobody writes."""
 
+import pathlib
 import tomllib
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from sparse_lavida_jax.bench import table
 from sparse_lavida_jax.kernels import shapes
 
+CHECKOUT = pathlib.Path(__file__).parents[2]
 CALIBRATION = {"matmul_tflops": {"a": 400.0, "b": 800.0}, "copy_gbps": 4000.0, "launch_us": 5.0}
 
 
@@ -24,6 +26,37 @@ def measured(rows):
     lines = table.attention_bars(rows).splitlines()[2:]
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "|" in line]
     return {(name, batch): (value, held) for name, batch, _, value, held in cells if value}
+
+
+def test_the_tables_of_the_readme_are_those_of_the_committed_rows():
+    page = (CHECKOUT / "README.md").read_text()
+    part = page.partition(table.BEGIN)[2].partition(table.END)[0]
+    assert part.strip() == table.readme_tables(), (
+        "python -m sparse_lavida_jax.bench.table README.md"
+    )
+
+
+def scored(model, method, task, correct, columns=None):
+    return {
+        "model": model, "method": method, "task": task, "correct": correct, "total": 100,
+        "columns": columns or {},
+    }  # fmt: skip
+
+
+def test_the_bundled_model_stands_beside_its_twin_where_there_is_a_bar():
+    rows = [
+        scored("scenes_long", "sparse", "draw", 91, {"position": [8, 10], "single": [9, 10]}),
+        scored("scenes_dense", "dense", "draw", 80, {"position": [5, 10]}),
+        scored("scenes_long", "dense", "edit", 99),
+        scored("scenes_long", "sparse", "answer", 40),
+    ]
+    lines = {line.split("|")[1].strip(): line for line in table.bundled_table(rows).splitlines()}
+    assert "| 0.910 (0.838 to 0.952) | 0.800 (" in lines["draw"]
+    assert lines["draw"].endswith("| 0.90 met |")
+    assert "| 0.800 (" in lines["draw: position"] and "| 0.500 (" in lines["draw: position"]
+    assert lines["answer"].endswith(" | | 0.90 not met |")
+    assert lines["edit"] == "| edit | | | 0.80 not met |"
+    assert "draw: single" not in lines
 
 
 def test_every_bar_of_the_suite_is_listed_even_if_nothing_was_measured():

@@ -153,7 +153,7 @@ def test_the_report_is_written_between_its_marks(tmp_path):
     told = path.read_text()
     assert told.startswith("before\n") and told.endswith("\nafter\n") and "\nold\n" not in told
     path.write_text("without marks")
-    with pytest.raises(config.ConfigError, match="has no lines"):
+    with pytest.raises(config.ConfigError, match="the page has no lines"):
         comparison.write_report(tmp_path)
     assert path.read_text() == "without marks"
 

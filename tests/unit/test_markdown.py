@@ -26,6 +26,16 @@ def test_a_row_of_another_length_is_refused(row):
         markdown.table(["a", "b"], [row])
 
 
+def test_a_part_of_a_page_is_replaced_between_its_lines():
+    page = "before\n<!-- a -->\nold\n<!-- b -->\nafter\n"
+    new = markdown.with_part(page, "<!-- a -->", "<!-- b -->", "new")
+    assert new == "before\n<!-- a -->\n\nnew\n\n<!-- b -->\nafter\n"
+    assert markdown.with_part(new, "<!-- a -->", "<!-- b -->", "new") == new
+    for lines in (("<!-- c -->", "<!-- b -->"), ("<!-- b -->", "<!-- a -->")):
+        with pytest.raises(ValueError, match="has no lines <!-- .* to write between"):
+            markdown.with_part(page, *lines, "new")
+
+
 def test_nobody_else_writes_the_rule_below_a_head():
     package = pathlib.Path(sparse_lavida_jax.__file__).parent
     written = {

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the notebooks and keeps what they print: `docs/notebooks.md`, with its pictures beside it.
+
+    python docs/notebooks.py      # needs pip install 'sparse-lavida-jax[colabs]'
+
+The notebooks themselves are committed without outputs. `train_small` runs with
+SPARSE_LAVIDA_SMALL=1, the others whole.
+"""
+
+import base64
+import os
+import pathlib
+import re
+
+import nbclient
+import nbformat
+
+HERE = pathlib.Path(__file__).resolve().parent
+COLABS = HERE.parent / "colabs"
+PICTURES = HERE / "notebooks"
+SMALL = ("train_small",)
+SECONDS = 900  # until a cell is given up
+MOST_LINES = 12  # of one output
+# What differs from machine to machine.
+PATHS = re.compile(r"(/[\w.+-]+)*/tmp\w+")
+
+
+def outputs_of(name: str) -> list[dict]:
+    """Runs a notebook from its first cell to its last, as Jupyter does; returns what it shows."""
+    os.environ["SPARSE_LAVIDA_SMALL"] = str(int(name in SMALL))
+    book = nbformat.read(COLABS / f"{name}.ipynb", as_version=4)
+    nbclient.NotebookClient(
+        book, timeout=SECONDS, resources={"metadata": {"path": str(COLABS)}}
+    ).execute()
+    return [output for cell in book.cells for output in cell.get("outputs", [])]
+
+
+def text_of(output: dict) -> str:
+    """Returns what an output says in words; progress, on the error stream, is left out."""
+    if output.output_type == "stream":
+        return output.text if output.name == "stdout" else ""
+    return output.data.get("text/markdown") or output.data.get("text/plain", "")
+
+
+def told(name: str) -> list[str]:
+    """Returns the paragraphs of a notebook's section, and writes its pictures."""
+    parts = [f"## [{name}](../colabs/{name}.ipynb)"]
+    for output in outputs_of(name):
+        if picture := output.get("data", {}).get("image/png"):
+            path = PICTURES / f"{name}_{len(parts)}.png"
+            path.write_bytes(base64.b64decode(picture))
+            parts.append(f"![{name}]({PICTURES.name}/{path.name})")
+        elif words := PATHS.sub("...", text_of(output)).strip():
+            lines = words.splitlines()
+            more = ["..."] if len(lines) > MOST_LINES else []
+            parts.append("\n".join(["```text", *lines[:MOST_LINES], *more, "```"]))
+    return parts
+
+
+def main() -> None:
+    """Writes the page."""
+    PICTURES.mkdir(exist_ok=True)
+    for old in PICTURES.glob("*.png"):
+        old.unlink()
+    parts = [
+        "# What the notebooks show",
+        "Printed and drawn by the notebooks of [`colabs/`](../colabs) on two CPU cores with the"
+        " bundled model,\nkept by `python docs/notebooks.py`. `train_small` was run short"
+        " (`SPARSE_LAVIDA_SMALL=1`).",
+    ]
+    for path in sorted(COLABS.glob("*.ipynb")):
+        parts += told(path.stem)
+        print(path.stem, flush=True)
+    (HERE / "notebooks.md").write_text("\n\n".join(parts) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Takes `docs/page.png`: what `sparse-lavida demo` shows, after it drew, edited and found things.
+
+    python docs/page.py    # needs pip install 'sparse-lavida-jax[demo]' playwright, and a Chromium
+
+Starts the command as a person would and clicks in a headless Chromium: $CHROMIUM, one on the path,
+or playwright's own.
+"""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+
+import numpy as np
+from PIL import Image
+from playwright.sync_api import Page, sync_playwright
+
+HERE = pathlib.Path(__file__).resolve().parent
+PORT = 7861
+ADDRESS = f"http://127.0.0.1:{PORT}"
+SECONDS = 180  # until it is given up
+PASSED = "tokens through the network"
+ARGUMENTS = ["--no-sandbox", "--use-angle=swiftshader", "--enable-unsafe-swiftshader"]
+
+
+def wait_for_page() -> None:
+    """Waits until the page answers."""
+    until = time.monotonic() + SECONDS
+    while True:
+        try:
+            urllib.request.urlopen(ADDRESS).close()
+            return
+        except urllib.error.URLError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.5)
+
+
+def opened(page: Page, name: str):
+    """Opens a tab."""
+    page.get_by_role("tab", name=name, exact=True).click()
+    return page.get_by_role("tabpanel").filter(visible=True)
+
+
+def shown(page: Page, folder: pathlib.Path) -> list[np.ndarray]:
+    """Draws, asks and points; returns a picture of the page after each."""
+    taken: list[np.ndarray] = []
+
+    def take() -> None:
+        path = folder / f"page{len(taken)}.png"
+        page.screenshot(path=path)
+        taken.append(np.asarray(Image.open(path).convert("RGB")))
+
+    tab = opened(page, "Draw")
+    tab.get_by_role("button", name="Draw", exact=True).click()
+    tab.get_by_text(PASSED).wait_for()
+    take()
+    drawn = folder / "drawn.png"
+    source = tab.locator(".picture img").get_attribute("src")
+    assert source is not None
+    with urllib.request.urlopen(source) as found:
+        drawn.write_bytes(found.read())
+    for name in ("Ask", "Find"):
+        tab = opened(page, name)
+        tab.locator("input[type=file]").first.set_input_files(drawn)
+        tab.locator(".picture img").first.wait_for()
+        tab.get_by_role("button", name=name, exact=True).click()
+        tab.get_by_text(PASSED).wait_for()
+        take()
+    return taken
+
+
+def main() -> None:
+    """Starts the page, takes the pictures, stops it."""
+    words = [sys.executable, "-m", "sparse_lavida_jax.cli", "demo", f"--port={PORT}"]
+    server = subprocess.Popen(words)
+    named = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    try:
+        wait_for_page()
+        with sync_playwright() as playwright, tempfile.TemporaryDirectory() as folder:
+            browser = playwright.chromium.launch(executable_path=named, args=ARGUMENTS)
+            page = browser.new_page(viewport={"width": 900, "height": 760})
+            page.set_default_timeout(SECONDS * 1000)
+            page.goto(ADDRESS)
+            taken = shown(page, pathlib.Path(folder))
+            browser.close()
+        Image.fromarray(np.concatenate(taken, axis=1)).save(HERE / "page.png")
+    finally:
+        server.terminate()
+        server.wait()
+
+
+if __name__ == "__main__":
+    main()
