@@ -24,8 +24,9 @@ from sparse_lavida_jax import SparseLaViDa, figures, layout, pictures, report
 HERE = pathlib.Path(__file__).resolve().parent
 PAGE = """# Every task, by its command
 
-The small model of the package, the first seed, nothing picked; kept by `python docs/tour.py`. `cut.png` is the middle of
-`out.png`. What the model gets wrong stands here too: how often it does, says the table of the README.
+The small model of the package, the first seed, nothing picked; kept by `python docs/tour.py`.
+`cut.png` is the middle of `out.png`. What the model gets wrong stands here too: how often it does,
+says the table of the README.
 
 ![what the commands drew](tour.png)
 """
