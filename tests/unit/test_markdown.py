@@ -32,7 +32,7 @@ def test_a_part_of_a_page_is_replaced_between_its_lines():
     assert new == "before\n<!-- a -->\n\nnew\n\n<!-- b -->\nafter\n"
     assert markdown.with_part(new, "<!-- a -->", "<!-- b -->", "new") == new
     for lines in (("<!-- c -->", "<!-- b -->"), ("<!-- b -->", "<!-- a -->")):
-        with pytest.raises(ValueError, match="has no lines <!-- .* to write between"):
+        with pytest.raises(ValueError, match=r"has no lines <!-- .* to write between"):
             markdown.with_part(page, *lines, "new")
 
 
