@@ -1,38 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""What is one token? One code, or a cell of four, with and without a plan.
+r"""What is one token? One code, or a cell of four: laid out first or not, in one pass or several.
 
     python -m sparse_lavida_jax.bench.ablation --config=configs/ablation_cells.py
 
-Four codes of a cell are drawn independently, so what stands in it has to be decided before. Half an
-hour a seed on a CPU core.
+Four codes of a cell are drawn independently, so what stands in it has to be decided before: by a
+layout, or by the codes of the cell that were drawn first (`sampling.cell_passes`). More passes are
+more work, so as many passes are also spent on more steps. An hour a seed on a CPU core.
 """
 
 import ablation
 import ml_collections
+
+FOUR = dict(model=dict(codes_per_token=4, codebook_size=256), data=dict(picture_codec="scenes_g4"))
+PASSES = {f"passes_{n}": dict(cell_passes=n) for n in (1, 2, 4)}
+STEPS = {f"steps_{n}": dict(num_steps=n) for n in (8, 16, 32)}
 
 
 def get_config() -> ml_collections.ConfigDict:
     return ablation.get_config("ablation_cells")
 
 
-def get_ablation() -> dict:
-    four = dict(
-        model=dict(codes_per_token=4, codebook_size=256), data=dict(picture_codec="scenes_g4")
-    )
-    sampled = dict(laid_out_first=dict(), at_once=dict(plan=False))
-    in_passes = {
-        f"{name}_{passes}_passes": changes | dict(cell_passes=passes)
-        for name, changes in sampled.items()
-        for passes in (2, 4)
+def _both(name: str, changes: dict, sampled: dict) -> dict:
+    """A way with layouts, and one that never sees any."""
+    data = changes.get("data", {})
+    without = changes | dict(data=data | dict(plan_drop=1.0))
+    at_once = {key: one | dict(plan=False) for key, one in sampled.items()}
+    return {
+        name: dict(changes=changes, sampled=sampled),
+        f"{name}_no_layout": dict(changes=without, sampled=at_once),
     }
+
+
+def get_ablation() -> dict:
+    half_known = FOUR | dict(diffusion=dict(partial_cells=0.5))
     return dict(
         question="One code a token or four, laid out first or at once?",
         tasks=("draw",),
-        ways={
-            "one_code": dict(sampled=sampled),
-            "four_codes": dict(changes=four, sampled=sampled),
-            "four_codes_partly_known": dict(
-                changes=four | dict(diffusion=dict(partial_cells=0.5)), sampled=sampled | in_passes
-            ),
-        },
+        ways=_both("one_code", {}, STEPS)
+        | _both("four_codes", FOUR, STEPS)
+        | _both("four_codes_partly_known", half_known, PASSES),
     )

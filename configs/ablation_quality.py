@@ -3,8 +3,9 @@ r"""Does sparse training cost quality? Every task that the paper's tables 1 to 3
 
     python -m sparse_lavida_jax.bench.ablation --config=configs/ablation_quality.py
 
-The two ways of `configs/scenes_long.py` and `configs/scenes_dense.py`, shorter. An
-hour a way and seed on a CPU core.
+The two ways of `configs/scenes_long.py` and `configs/scenes_dense.py`, shorter. Full attention
+masks uniformly, as LaViDa-O does; "sparse_uniform" does too, and so tells attention from masking.
+An hour a way and seed on a CPU core.
 """
 
 import ml_collections
@@ -24,5 +25,9 @@ def get_ablation() -> dict:
     return dict(
         question="Is a model that is trained and sampled sparsely as good as a dense one?",
         tasks=("draw", "edit", "answer", "point", "infill"),
-        ways=dict(sparse=dict(), dense=dict(changes=dict(diffusion=dict(attention="full")))),
+        ways=dict(
+            sparse=dict(),
+            sparse_uniform=dict(changes=dict(diffusion=dict(blocks="uniform"))),
+            dense=dict(changes=dict(diffusion=dict(attention="full"))),
+        ),
     )

@@ -19,7 +19,7 @@ import tempfile
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from sparse_lavida_jax import SparseLaViDa, figures, layout, pictures, report
+from sparse_lavida_jax import SparseLaViDa, decoding, figures, layout, pictures, report
 
 HERE = pathlib.Path(__file__).resolve().parent
 PAGE = """# Every task, by its command
@@ -67,7 +67,10 @@ def enlarged(picture: pictures.Picture) -> pictures.Picture:
 
 
 def unmasking(name: str, folder: str) -> list[pictures.Picture]:
-    """Draws `CAPTION` by a model; returns its steps, each with the tokens it passed so far."""
+    """Draws `CAPTION` by a model; returns its steps, each with the tokens it passed so far.
+
+    Those of the layout, which comes first, are counted as if no text ended early.
+    """
     pipe, shown = SparseLaViDa.from_pretrained(folder), []
     drawn = pipe.generate(
         CAPTION,
@@ -75,15 +78,18 @@ def unmasking(name: str, folder: str) -> list[pictures.Picture]:
             pipe.preview(progress.after(block)[0]) for block in progress.blocks
         ),
     )
+    settings, block_len = pipe.settings, pipe.prompts.text_block_len
+    laid_out = decoding.tokens_passed(
+        settings.model, settings.sampling, pipe.prompts.plan(CAPTION, None), block_len
+    )
     cells = np.zeros_like(drawn.tokens[0])
     example = pipe.prompts.draw(CAPTION, cells, plan=drawn.plans[0])
     words = sum(layout.num_tokens(part) for part in example.parts) - len(cells)
-    costs = figures.costs(pipe.settings.sampling, pipe.settings.model, words)
-    totals = np.cumsum([cost.total for cost in costs])
-    masked = np.full_like(cells, pipe.settings.model.image_mask_id)
-    shown.insert(0, pipe.preview(masked))
+    costs = figures.costs(settings.sampling, settings.model, words)
+    totals = laid_out + np.cumsum([cost.total for cost in costs])
+    shown.insert(0, pipe.preview(np.full_like(cells, settings.model.image_mask_id)))
     # Where the prompt is passed beforehand, that is the first cost.
-    before = np.zeros(len(shown) - len(totals), int)
+    before = [laid_out] * (len(shown) - len(totals))
     return [
         _captioned(enlarged(picture), f"{name}: {tokens} tokens")
         for picture, tokens in zip(shown, [*before, *totals], strict=True)

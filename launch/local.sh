@@ -26,6 +26,9 @@ if $dry; then
 fi
 
 # A signal for this shell is for training, which saves and ends; it may come before training is.
+# Training is a process group of its own: Ctrl-C, which reaches all of a group, would be a second
+# signal, and that ends it at once.
+set -m
 child=
 signalled=false
 trap 'signalled=true; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null || true' TERM INT

@@ -393,6 +393,9 @@ class Diffusion:
     # Numbers of steps that `schedule` draws a sampler's plan from: of a picture, of a text block.
     plan_steps: tuple[int, ...] = (8, 12, 18)
     plan_text_steps: tuple[int, ...] = (2, 4, 8)
+    # In half of the rows of `schedule`, steps of a picture are merged into masked blocks of at
+    # least so many cells; -1: of as many as there are registers.
+    merge_cells: int = -1
     # Share of a picture's masked blocks of whose cells some codes, 1 to g - 1, are known: what a
     # model has to know for `Sampling.cell_passes` above 1, and then a half.
     partial_cells: float = 0.0
@@ -434,6 +437,7 @@ class Diffusion:
         _check_choice(self, "weighting", ("1/t", "mean"))
         _check_choice(self, "time_policy", ("uniform", "cosine", "logit_normal", "mode"))
         _check(self, "num_clean_blocks", self.num_clean_blocks >= 1, "it must be 1 or more")
+        _check(self, "merge_cells", self.merge_cells >= -1, "it must be -1 or more")
         for name in ("plan_steps", "plan_text_steps"):
             steps = getattr(self, name)
             _check(
@@ -761,6 +765,12 @@ class Config:
             raise ConfigError(
                 "Optimizer.frozen_dtype='int8' holds the base of adapters in 8 bits: give a"
                 " Lora.rank of 1 or more, or another dtype."
+            )
+        if self.lora.rank and self.sampling.quantize:
+            raise ConfigError(
+                f"Sampling.quantize={self.sampling.quantize!r} rounds matrices that adapters stand"
+                " beside while they are trained: leave it empty, and sample in 8 bits from the"
+                " model that the run leaves."
             )
         packing, parts = self.data.packing, self.train.microbatches
         if self.train.batch_size % (packing * parts):

@@ -183,20 +183,20 @@ def schedule_blocks(
     sizes: Int[np.ndarray, " k"],
     given: Bool[np.ndarray, " l"],
     settings: config.Diffusion,
-    num_registers: int,
+    merge_cells: int,
 ) -> Blocks:
     """Takes one step of a sampler's plan over an image response, and rival later steps.
 
     Args:
         order: positions in the order in which the plan decodes them (all that are not given).
         sizes: |C_1|..|C_K|, summing to `len(order)`.
-        num_registers: m; with probability 1/2 steps are merged until a block holds that many
-            tokens, since the sampler's own sizes alone leave few tokens with a loss.
+        merge_cells: with probability 1/2 steps are merged until a block holds that many tokens,
+            since the sampler's own sizes alone leave few tokens with a loss.
     """
     ends = np.cumsum(sizes)
     step = int(np.searchsorted(ends, rng.random() * len(order), side="right"))
     block, first = _decoded_before(order, ends, step, given)
-    merge = num_registers if rng.random() < 0.5 else 1
+    merge = merge_cells if rng.random() < 0.5 else 1
     masked = np.zeros(len(given), bool)
     masked_blocks, start, taken = [], int(ends[step] - sizes[step]), step
     while taken < len(sizes) and len(masked_blocks) < settings.num_masked_blocks:
@@ -277,20 +277,28 @@ def _kept(block, masked, num_clean, masked_blocks, total, settings) -> Blocks:
 
 
 def partly_known(
-    rng: np.random.Generator, blocks: Blocks, codes_per_token: int, share: float
+    rng: np.random.Generator,
+    blocks: Blocks,
+    kind: str,
+    codes_per_token: int,
+    settings: config.Diffusion,
 ) -> Blocks:
     """Makes some codes of every cell known in a share of a picture's masked blocks.
 
     Of a block as many codes a cell, 1 to g - 1, but which ones they are is drawn for each cell:
-    what passes after the first see inside a step (`Sampling.cell_passes`).
+    what passes after the first see inside a step (`Sampling.cell_passes`). Nothing of a text.
     """
     known = np.zeros((len(blocks.block), codes_per_token), bool)
-    for number in blocks.masked_blocks:
-        if codes_per_token > 1 and rng.random() < share:
-            cells = np.flatnonzero(blocks.masked & (blocks.block == number))
-            rank = rng.random((len(cells), codes_per_token)).argsort(axis=1)
-            known[cells] = rank < rng.integers(1, codes_per_token)
-    return dataclasses.replace(blocks, known=known)
+    total = blocks.total
+    if kind == "image" and codes_per_token > 1:
+        for number in blocks.masked_blocks:
+            if rng.random() < settings.partial_cells:
+                cells = np.flatnonzero(blocks.masked & (blocks.block == number))
+                rank = rng.random((len(cells), codes_per_token)).argsort(axis=1)
+                known[cells] = rank < rng.integers(1, codes_per_token)
+        if settings.weighting == "mean":
+            total -= known.sum() / codes_per_token
+    return dataclasses.replace(blocks, known=known, total=total)
 
 
 # ---------------------------------------------------------------------------------------------

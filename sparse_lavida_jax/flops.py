@@ -66,11 +66,11 @@ def work_of(batch: Corrupted, model: config.Model, trained: float = 1.0) -> Work
     """
     streams = {"understanding": batch.understanding, "generation": batch.generation}
     held = {name: stream for name, stream in streams.items() if stream is not None}
-    tokens = {name: _count(stream.layout.block != PAD_BLOCK) for name, stream in held.items()}
+    tokens = {name: count_tokens(stream.layout.block != PAD_BLOCK) for name, stream in held.items()}
     slots = sum(np.size(stream.layout.block) for stream in held.values())
     with_loss = {
-        "understanding": _count(batch.text_weight),
-        "generation": _count(batch.image_weight),
+        "understanding": count_tokens(batch.text_weight),
+        "generation": count_tokens(batch.image_weight),
     }
     # In joint layers all tokens see each other; in split layers each stream sees itself.
     last = {"understanding", "generation"} if batch.predicts == "both" else {batch.predicts}
@@ -92,7 +92,7 @@ def work_of(batch: Corrupted, model: config.Model, trained: float = 1.0) -> Work
     return Work(sum(tokens.values()), slots, sum(with_loss.values()), float(flops))
 
 
-def _count(weights: AnyArray | None) -> int:
+def count_tokens(weights: AnyArray | None) -> int:
     """Returns how many tokens have a weight; a cell counts once however many codes it has."""
     if weights is None:
         return 0

@@ -5,7 +5,7 @@ import dataclasses
 import pathlib
 from collections.abc import Callable
 
-from sparse_lavida_jax import checkpoint, config
+from sparse_lavida_jax import checkpoint, config, states
 from sparse_lavida_jax.codec import PictureCodec
 from sparse_lavida_jax.data.chat import ChatTokenizer
 from sparse_lavida_jax.data.mixture import MixtureBatches
@@ -84,7 +84,8 @@ def open_source(
 
 
 def _base_readme(settings: config.Config) -> str:
-    if not settings.train.init_from:
+    base = settings.train.init_from
+    if not base or states.is_unfinished(base):
         return ""
-    path = checkpoint.find_model(settings.train.init_from) / "README.md"
+    path = checkpoint.find_model(base) / "README.md"
     return path.read_text(encoding="utf-8") if path.is_file() else ""

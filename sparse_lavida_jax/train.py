@@ -64,6 +64,12 @@ def init_state(settings: config.Config, params: Denoiser, mesh: Mesh | None = No
     with jax.default_device(jax.devices("cpu")[0] if in_host_memory else None):
         params = lora.begin(settings, _base(settings, params, mesh), jax.random.key(settings.seed))
         params, frozen = optimizer.parted(settings, params)
+    base = settings.train.init_from
+    if frozen is not None and base and states.is_unfinished(base):
+        raise config.ConfigError(
+            f"Train.init_from={base!r} is a run that has not ended, and what is"
+            " frozen is read anew whenever this run goes on: wait until that run has its model."
+        )
     if in_host_memory:
         params, frozen = jax.device_put((params, frozen), jax.devices()[0])
 
@@ -236,6 +242,9 @@ def _finish(
         pipe = pipe.with_model(processes.on_host(pipe.model))
         trained = processes.on_host(trained)
         mesh = None
+    if settings.diffusion.attention == "full" and state.frozen is None:
+        with _inside(mesh):
+            pipe.model.set_registers()  # for who goes on sparsely
     if processes.is_first():
         with _inside(mesh):
             dtype = "float32"

@@ -8,7 +8,7 @@ r"""The paper's claims in miniature: small models, trained in several ways, scor
 Beside `get_config`, what all ways to train share, the file has `get_ablation`: see
 `comparison.Ablation`. Each way and seed is a run in `--runs` that goes on where it was; a row is
 written as soon as a task is scored, and what has a row is not scored again. So several processes
-may share the work, each with seeds or ways (`--ways=1,8`) of its own. `--report` writes
+may share the work, each with seeds of its own. `--ways=1,8` are some of the ways. `--report` writes
 `ablations.md` and its pictures from the committed rows (needs matplotlib: pip install
 'sparse-lavida-jax[plots]').
 """
@@ -65,7 +65,8 @@ def _run() -> None:
                     f"{way} {row['sampled']} seed {seed}: {row['task']} {row['share']:.3f}",
                     flush=True,
                 )
-    found = [row for row in read_rows(comparison.SUITE) if row["ablation"] == shared.name]
+    rows = comparison.newest(read_rows(comparison.SUITE))
+    found = [row for row in rows if row["ablation"] == shared.name]
     print(f"\n{comparison.table(found)}")
 
 

@@ -12,10 +12,10 @@ from typing import Any
 from sparse_lavida_jax import config, config_files, markdown, presets, runs, train
 from sparse_lavida_jax.bench.record import RESULTS, Bench, path_of, read_rows
 from sparse_lavida_jax.evals import scenes
-from sparse_lavida_jax.evals.metrics import wilson_interval
 from sparse_lavida_jax.pipeline import SparseLaViDa
 
-SUITE = "ablation"
+AFTER = 1000  # added to the seed of what starts from another way, which so sees other batches
+SUITE = "comparison"  # "ablation" is a suite of speeds
 BEGIN, END = "<!-- from here on written by bench.ablation -->", "<!-- up to here -->"
 
 
@@ -84,8 +84,9 @@ def settings_of(
     """Returns the settings of one run; `folder` holds the runs."""
     made = config_files.changed(shared, ablation.ways[way].changes)
     name = run_name(shared.name, way, seed)
-    made = dataclasses.replace(made, name=name, seed=seed)
-    if after := ablation.ways[way].after:
+    after = ablation.ways[way].after
+    made = dataclasses.replace(made, name=name, seed=seed + AFTER * bool(after))
+    if after:
         base = str(folder / run_name(shared.name, after, seed))
         made = dataclasses.replace(made, train=dataclasses.replace(made.train, init_from=base))
     return made
@@ -175,13 +176,17 @@ class Passes:
 def trained(
     shared: config.Config, ablation: Ablation, way: str, seed: int, folder: pathlib.Path
 ) -> str:
-    """Returns the folder of a trained model; trains it, and what it begins with, if need be."""
+    """Returns the folder of a trained model; trains it, and what it begins with, if need be.
+
+    Raises:
+        RunError: the folder is of other settings, or another process writes to it.
+    """
     own = folder / run_name(shared.name, way, seed)
-    if not (own / "model").exists():
-        if after := ablation.ways[way].after:
-            trained(shared, ablation, after, seed, folder)
-        settings = settings_of(shared, ablation, way, seed, folder)
-        with runs.Run(own, settings) as run:
+    if after := ablation.ways[way].after:
+        trained(shared, ablation, after, seed, folder)
+    settings = settings_of(shared, ablation, way, seed, folder)
+    with runs.Run(own, settings) as run:
+        if not run.model_folder.exists():
             train.train(settings, run)
     return str(own)
 
@@ -196,19 +201,28 @@ def table(rows: Rows) -> str:
     """Returns the mean share right of every way and task, and its spread over seeds."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     lines = []
-    curve = any(row["curve"] for row in rows)
     for (way, sampled), own in _grouped(rows).items():
         told = [_named(way, sampled)]
         for task in tasks:
             shares = [row["share"] for row in own if row["task"] == task]
             told.append(_told(shares) if shares else "")
-        passes = [f"{statistics.mean(map(_passes, own)):.1f}"] if curve else []
-        lines.append((*told, *passes, len({row["seed"] for row in own})))
-    return markdown.table(["way", *tasks, *["passes"] * curve, "seeds"], lines)
+        passes = statistics.mean(map(_passes, own))
+        steps = own[0]["train_steps"]
+        steps = f"{own[0]['after']}, then {steps}" if own[0]["after"] else steps
+        lines.append((*told, f"{passes:.1f}", steps, len({row["seed"] for row in own})))
+    return markdown.table(["way", *tasks, "passes", "steps of training", "seeds"], lines)
 
 
 def _passes(row: dict[str, Any]) -> float:
     return sum(row["passes"].values())
+
+
+def newest(rows: Rows) -> list[dict[str, Any]]:
+    """Returns one row of each way, task and seed: of those of several devices the last."""
+    found = {}
+    for row in sorted(rows, key=lambda row: row["created"]):
+        found[row["ablation"], row["way"], row["sampled"], row["task"], row["seed"]] = row
+    return list(found.values())
 
 
 def _grouped(rows: Rows) -> dict[tuple[str, str], list[dict[str, Any]]]:
@@ -223,8 +237,12 @@ def _named(way: str, sampled: str) -> str:
 
 
 def _told(shares: Sequence[float]) -> str:
-    spread = f" ± {statistics.stdev(shares):.3f}" if len(shares) > 1 else ""
+    spread = f" ± {_spread(shares):.3f}" if len(shares) > 1 else ""
     return f"{statistics.mean(shares):.3f}{spread}"
+
+
+def _spread(shares: Sequence[float]) -> float:
+    return statistics.stdev(shares) if len(shares) > 1 else 0.0
 
 
 def write_report(folder: pathlib.Path) -> pathlib.Path:
@@ -236,7 +254,7 @@ def write_report(folder: pathlib.Path) -> pathlib.Path:
         ConfigError: there is no row, or the older file has no such comments.
     """
     by_name = collections.defaultdict(list)
-    for row in read_rows(SUITE):
+    for row in newest(read_rows(SUITE)):
         by_name[row["ablation"]].append(row)
     if not by_name:
         raise config.ConfigError(
@@ -247,11 +265,10 @@ def write_report(folder: pathlib.Path) -> pathlib.Path:
     for name, rows in sorted(by_name.items()):
         picture = f"{name}.png"
         plot(rows, folder / picture)
-        prompts, steps = rows[0]["total"], rows[0]["train_steps"]
         parts += [
             f"## {rows[0]['question']}",
-            f"`configs/{name}.py`: {steps} steps a way, {prompts} prompts a task; mean and standard"
-            " deviation over seeds of the share right.",
+            f"`configs/{name}.py`, {rows[0]['total']} prompts a task: mean and standard deviation"
+            " over seeds of the share right; forward passes of what is decoded together.",
             table(rows),
             f"![{name}]({picture})",
         ]
@@ -296,8 +313,7 @@ def _plot_curve(axes, rows: Rows) -> None:
     kinds = collections.defaultdict(list)
     for (_, sampled), own in _grouped(rows).items():
         shares = [row["share"] for row in own]
-        spread = statistics.stdev(shares) if len(shares) > 1 else 0.0
-        point = (statistics.mean(map(_passes, own)), statistics.mean(shares), spread)
+        point = (statistics.mean(map(_passes, own)), statistics.mean(shares), _spread(shares))
         kinds[sampled.partition("_")[0]].append(point)
     for kind, points in kinds.items():
         passes, shares, spreads = zip(*sorted(points), strict=True)
@@ -306,7 +322,7 @@ def _plot_curve(axes, rows: Rows) -> None:
 
 
 def _plot_bars(pyplot, rows: Rows):
-    """Draws a bar a way and task, every seed as a point, the interval of all prompts together."""
+    """Draws a bar a way and task with its spread over seeds, and every seed as a point."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     ways = _grouped(rows)
     figure, axes = pyplot.subplots(figsize=(1.5 + 1.1 * len(tasks) * max(len(ways) / 4, 1), 3.2))
@@ -315,15 +331,8 @@ def _plot_bars(pyplot, rows: Rows):
         at = [place + (number - (len(ways) - 1) / 2) * width for place in range(len(tasks))]
         of_task = [[row for row in own if row["task"] == task] for task in tasks]
         means = [statistics.mean(r["share"] for r in found) if found else 0 for found in of_task]
-        ends = [
-            wilson_interval(sum(r["correct"] for r in found), sum(r["total"] for r in found))
-            for found in of_task
-        ]
-        errors = [
-            [max(mean - low, 0) for mean, (low, _) in zip(means, ends, strict=True)],
-            [max(high - mean, 0) for mean, (_, high) in zip(means, ends, strict=True)],
-        ]
-        axes.bar(at, means, width, label=_named(way, sampled), yerr=errors, error_kw={"lw": 0.8})
+        spreads = [_spread([r["share"] for r in found]) for found in of_task]
+        axes.bar(at, means, width, label=_named(way, sampled), yerr=spreads, error_kw={"lw": 0.8})
         for place, found in zip(at, of_task, strict=True):
             axes.plot([place] * len(found), [r["share"] for r in found], ".", color="0.2", ms=3)
     axes.set_xticks(range(len(tasks)), tasks)

@@ -21,6 +21,7 @@ from sparse_lavida_jax.data import packing, tasks
 from sparse_lavida_jax.data.examples import Encoder, Example
 from sparse_lavida_jax.data.rows import laid_out
 from sparse_lavida_jax.diffusion import Corrupted, batch_rows
+from sparse_lavida_jax.flops import count_tokens
 from sparse_lavida_jax.kernels import attention
 from sparse_lavida_jax.layout import Response, Text
 from sparse_lavida_jax.losses import linear_cross_entropy, weighted_cross_entropy
@@ -94,7 +95,7 @@ def batches(
             [example.pixels for example in examples],
             shape,
             settings.model,
-            full_attention=settings.diffusion.attention == "full",
+            full_attention=settings.diffusion.attention != "step_causal",
         )
         found.append(batch)
     return found
@@ -112,8 +113,7 @@ def counted(found: list[Corrupted]) -> dict[str, float]:
                 continue
             useful += int((stream.layout.block != PAD_BLOCK).sum())
             padded += stream.layout.block.size
-            if weight is not None:
-                loss += int((weight > 0).sum())
+            loss += count_tokens(weight)
     return {name: n / len(found) for name, n in
             (("loss", loss), ("useful", useful), ("padded", padded))}  # fmt: skip
 

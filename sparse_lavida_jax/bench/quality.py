@@ -57,6 +57,8 @@ def main(argv: list[str]) -> None:
                 "task": result.task,
                 "method": method,
                 "model": settings.name,
+                "checkpoint": pipe.source.sha256,
+                "train_steps": settings.train.train_steps,
                 "steps": sampling.num_steps,
                 "registers": settings.model.num_registers,
                 **scenes.as_json(result),

@@ -364,6 +364,7 @@ def quality_table(rows: list[dict[str, Any]]) -> str:
 def twins_table(rows: list[dict[str, Any]]) -> str:
     """Returns the sparse model against its dense twin: same size, data, steps and seed."""
     twins = tomllib.loads(BARS.read_text())["twins"]
+    rows = _trained_alike(rows)
     shares = {(row["model"], row["method"], row["task"]): row["share"] for row in rows}
     lines = []
     for model, method, task in sorted(shares):
@@ -381,7 +382,7 @@ def bundled_table(rows: list[dict[str, Any]]) -> str:
     """Returns what the bundled model gets right beside its dense twin, of all that has a bar."""
     bars = tomllib.loads(BARS.read_text())
     twins, shares = bars["twins"], {}
-    for row in rows:
+    for row in _trained_alike(rows):
         of = (row["model"], row["method"], row["task"])
         shares[of] = (row["correct"], row["total"])
         shares |= {(*of[:2], f"{of[2]}: {name}"): pair for name, pair in row["columns"].items()}
@@ -393,6 +394,13 @@ def bundled_table(rows: list[dict[str, Any]]) -> str:
         held = "met" if correct / total >= bar else "not met"
         lines.append((task, *told, f"{bar:.2f} {held}"))
     return markdown.table(("task", "sparse", "dense", "bar"), lines)
+
+
+def _trained_alike(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the rows without those of a dense twin of other steps of training."""
+    twins = tomllib.loads(BARS.read_text())["twins"]
+    steps = {row["train_steps"] for row in rows if row["model"] == twins["sparse"]}
+    return [row for row in rows if row["model"] != twins["dense"] or row["train_steps"] in steps]
 
 
 def _with_interval(correct: int, total: int) -> str:

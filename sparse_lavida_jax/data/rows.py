@@ -23,10 +23,9 @@ def laid_out(
     """Returns the row of an example, neither sorted nor padded, and the blocks of its response."""
     given = given_of(example, settings, rng)
     blocks = _blocks(example, given, settings, rng)
-    if share := settings.diffusion.partial_cells:
+    if settings.diffusion.partial_cells:
         codes = settings.model.codes_per_token
-        share = share if example.kind == "image" else 0.0
-        blocks = diffusion.partly_known(rng, blocks, codes, share)
+        blocks = diffusion.partly_known(rng, blocks, example.kind, codes, settings.diffusion)
     prompt = prompt_row(
         example.parts,
         text_mask_id=settings.model.text_mask_id,
@@ -84,6 +83,6 @@ def _blocks(
     cells = cells[~given[cells]]
     steps = int(rng.choice(settings.diffusion.plan_steps))
     sizes = orders.counts(sampling.schedule, steps, len(cells), sampling.shift)
-    return diffusion.schedule_blocks(
-        rng, cells, sizes, given, settings.diffusion, settings.model.num_registers
-    )
+    merge = settings.diffusion.merge_cells
+    merge = settings.model.num_registers if merge < 0 else merge
+    return diffusion.schedule_blocks(rng, cells, sizes, given, settings.diffusion, merge)

@@ -128,6 +128,14 @@ class Denoiser(nnx.Module):
                     if isinstance(module, Linear):
                         module.wide_gradient = True
 
+    def set_registers(self) -> None:
+        """Makes registers what they stand in for: full attention trains masks, and no registers."""
+        words = self.text_embedding[...][self.settings.text_mask_id]
+        self.register_understanding[...] = words.astype(self.register_understanding.dtype)
+        if not self.settings.understanding_only:
+            cell = self.masked_cell()
+            self.register_generation[...] = cell.astype(self.register_generation.dtype)
+
     def masked_cell(self) -> Float[Array, " e"]:
         """Returns the embedding of a cell of which no code is known."""
         codes = jnp.full((1, 1, self.settings.codes_per_token), self.settings.image_mask_id)

@@ -36,10 +36,10 @@ def test_the_tables_of_the_readme_are_those_of_the_committed_rows():
     )
 
 
-def scored(model, method, task, correct, columns=None):
+def scored(model, method, task, correct, columns=None, steps=34):
     return {
         "model": model, "method": method, "task": task, "correct": correct, "total": 100,
-        "columns": columns or {},
+        "columns": columns or {}, "train_steps": steps,
     }  # fmt: skip
 
 
@@ -57,6 +57,8 @@ def test_the_bundled_model_stands_beside_its_twin_where_there_is_a_bar():
     assert lines["answer"].endswith(" | | 0.90 not met |")
     assert lines["edit"] == "| edit | | | 0.80 not met |"
     assert "draw: single" not in lines
+    shorter = [scored("scenes_dense", "dense", "draw", 80, steps=28)]
+    assert "0.800" not in table.bundled_table([*rows[::2], *shorter])
 
 
 def test_every_bar_of_the_suite_is_listed_even_if_nothing_was_measured():

@@ -11,7 +11,7 @@ import pytest
 import stand_ins
 import tiny
 
-from sparse_lavida_jax import checkpoint, config, config_files, parameters, train
+from sparse_lavida_jax import checkpoint, config, config_files, parameters, runs, train
 from sparse_lavida_jax.bench import comparison, record
 from sparse_lavida_jax.data import pipeline
 from sparse_lavida_jax.visibility import PAD_BLOCK
@@ -38,7 +38,7 @@ def test_every_way_of_a_file_can_be_trained(path):
     assert not shared.train.eval_prompts and not shared.train.picture_seconds
     for way in found.ways:
         made = comparison.settings_of(shared, found, way, 1, pathlib.Path("runs"))
-        assert made.seed == 1
+        assert made.seed == (1001 if found.ways[way].after else 1)
         same = dataclasses.replace(made, name=shared.name, seed=shared.seed)
         assert (same == shared) == (not found.ways[way].changes and not found.ways[way].after)
         for changes in found.ways[way].sampled.values():
@@ -71,7 +71,7 @@ def compared():
 
 def measured(way, folder):
     rows = comparison.measure(
-        record.Bench("ablation"), shared(), compared(), way, 3, folder / "runs"
+        record.Bench(comparison.SUITE), shared(), compared(), way, 3, folder / "runs"
     )
     return [(row["way"], row["sampled"], row["total"]) for row in rows]
 
@@ -81,7 +81,7 @@ def test_a_way_is_trained_and_scored_once(tmp_path):
     assert measured("two", tmp_path) == [("two", "", 2)]
     first = checkpoint.load_model(tmp_path / "runs" / "tried.one.s3")
     second = checkpoint.load_model(tmp_path / "runs" / "tried.two.s3")
-    assert (second.config.seed, second.config.name) == (3, "tried.two.s3")
+    assert (second.config.seed, second.config.name) == (1003, "tried.two.s3")
     ones, twos = (parameters.by_name(found.model) for found in (first, second))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), ones, twos)
     trained = tmp_path / "runs" / "tried.one.s3" / "metrics.jsonl"
@@ -90,7 +90,10 @@ def test_a_way_is_trained_and_scored_once(tmp_path):
     assert measured("one", tmp_path) == [("one", "", 2), ("one", "steps", 2)]
     assert measured("one", tmp_path) == measured("two", tmp_path) == []
     assert trained.read_text() == before
-    rows = record.read_rows("ablation")
+    other = config_files.changed(shared(), {"diffusion": {"num_masked_blocks": 2}})
+    with pytest.raises(runs.RunError, match=r"another config: diffusion.num_masked_blocks was"):
+        comparison.trained(other, compared(), "one", 3, tmp_path / "runs")
+    rows = record.read_rows(comparison.SUITE)
     (of_one_step,) = (row for row in rows if row["sampled"])
     assert of_one_step["sampling"] == {"num_steps": 1}
     assert of_one_step["passes"]["picture"] == 1
@@ -101,7 +104,8 @@ def row(way, seed, share, sampled="", *, passes=4.0, curve=False):
     return {
         "ablation": "tried", "question": "Which?", "way": way, "sampled": sampled, "seed": seed,
         "task": "draw", "share": share, "correct": int(100 * share), "total": 100,
-        "train_steps": 7, "passes": {"text": passes}, "curve": curve,
+        "train_steps": 7, "after": "a" if way == "b" else "", "created": f"{seed}",
+        "passes": {"text": passes}, "curve": curve,
     }  # fmt: skip
 
 
@@ -110,9 +114,11 @@ ROWS = [row("a", 0, 0.5), row("a", 1, 0.7), row("b", 0, 0.25, "fast")]
 
 def test_the_table_holds_means_and_spreads():
     assert comparison.table(ROWS).splitlines()[2:] == [
-        "| a | 0.600 ± 0.141 | 2 |",
-        "| b: fast | 0.250 | 1 |",
+        "| a | 0.600 ± 0.141 | 4.0 | 7 | 2 |",
+        "| b: fast | 0.250 | 4.0 | a, then 7 | 1 |",
     ]
+    again = row("a", 0, 0.9) | {"created": "9"}
+    assert comparison.newest([again, *ROWS]) == [again, ROWS[2], ROWS[1]]
 
 
 def test_passes_are_counted_batch_by_batch():
@@ -132,7 +138,7 @@ def test_a_curve_is_drawn_over_passes(tmp_path):
         for sampled, share, passes in (("count_1", 0.2, 1), ("count_4", 0.6, 4), ("sure_1", 0.5, 2))
         for seed in (0, 1)
     ]
-    assert "| a: count_4 | 0.600 ± 0.000 | 4.0 | 2 |" in comparison.table(rows)
+    assert "| a: count_4 | 0.600 ± 0.000 | 4.0 | 7 | 2 |" in comparison.table(rows)
     comparison.plot(rows, tmp_path / "curve.png")
     assert (tmp_path / "curve.png").stat().st_size > 1000
 
@@ -141,7 +147,7 @@ def test_the_report_is_written_between_its_marks(tmp_path):
     pytest.importorskip("matplotlib", reason="the report needs pip install '.[plots]'")
     with pytest.raises(config.ConfigError, match=r"no row in .* run --config="):
         comparison.write_report(tmp_path)
-    folder = record.RESULTS / "cpu" / "ablation"
+    folder = record.RESULTS / "cpu" / comparison.SUITE
     folder.mkdir(parents=True)
     for number, one in enumerate(ROWS):
         (folder / f"{number}.json").write_text(json.dumps(one))

@@ -216,9 +216,10 @@ def test_a_row_holds_prompt_clean_masked_tokens_and_registers_of_each_masked_blo
 def test_some_codes_of_the_cells_of_a_block_are_known_and_have_no_loss():
     rng = np.random.default_rng(0)
     settings, asked, prompt, blocks, _ = a_row("image")
+    half = config.Diffusion(partial_cells=0.5)
     counts = set()
     for _ in range(40):
-        some = diffusion.partly_known(rng, blocks, 4, 0.5)
+        some = diffusion.partly_known(rng, blocks, "image", 4, half)
         for number in blocks.masked_blocks:
             known = some.known[blocks.block == number].sum(axis=1)
             assert len(set(known)) == 1
@@ -235,9 +236,8 @@ def test_some_codes_of_the_cells_of_a_block_are_known_and_have_no_loss():
     assert image.weight.sum() == hidden.sum() * 0.5
     # A text has no codes, but shares batches with pictures that have.
     _, asked, prompt, blocks, _ = a_row("text")
-    answer = diffusion.corrupt(
-        prompt, asked.tokens, "text", diffusion.partly_known(rng, blocks, 4, 0.0), settings
-    )
+    whole = diffusion.partly_known(rng, blocks, "text", 4, half)
+    answer = diffusion.corrupt(prompt, asked.tokens, "text", whole, settings)
     assert answer[1].weight.shape == answer[1].tokens.shape
     shape = diffusion.RowShape(32, 40)
     batch = diffusion.batch_rows(
@@ -245,6 +245,9 @@ def test_some_codes_of_the_cells_of_a_block_are_known_and_have_no_loss():
     )
     assert batch.image_weight.shape == (2, 40, 4)
     assert batch.text_weight.shape == (2, 32)
+    mean = config.Diffusion(partial_cells=1.0, weighting="mean")
+    some = diffusion.partly_known(rng, blocks, "image", 4, mean)
+    assert some.known.any() and some.total == blocks.total - some.known.sum() / 4
 
 
 def test_full_attention_has_no_registers_and_one_block():

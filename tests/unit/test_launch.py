@@ -5,6 +5,7 @@ import os
 import pathlib
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -93,18 +94,30 @@ def test_a_killed_run_is_started_again_and_a_failed_one_is_not(tmp_path):
     assert run("local.sh", *FLAGS, PATH=path, RESTARTS="2").returncode == 3
 
 
-def test_a_signal_for_the_script_reaches_training(tmp_path):
-    """Training saves, which takes a while, and its status is the script's."""
-    path = stand_in(tmp_path, "python", "trap 'sleep 0.2; exit 7' TERM; echo up; sleep 20 & wait")
+@pytest.mark.parametrize("to_all", [False, True])
+def test_a_signal_for_the_script_reaches_training(tmp_path, to_all):
+    """Training saves, which takes a while, and its status is the script's.
+
+    A terminal's Ctrl-C goes to all of a process group; of it too training sees one signal.
+    """
+    trap = "trap 'echo twice; exit 9' INT TERM; sleep 0.2; exit 7"
+    path = stand_in(
+        tmp_path, "python", f'trap "{trap}" TERM; trap "exit 8" INT; echo up; sleep 20 & wait'
+    )
     process = subprocess.Popen(
         ["bash", str(LAUNCH / "local.sh"), *FLAGS],
         stdout=subprocess.PIPE,
         text=True,
         env={"PATH": path},
+        start_new_session=True,
     )
     assert process.stdout is not None and process.stdout.readline() == "up\n"
-    process.terminate()
+    if to_all:
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        process.terminate()
     assert process.wait(timeout=10) == 7
+    assert process.stdout.read() == ""
 
 
 def test_a_preempted_slurm_job_saves_and_stands_in_the_queue_again(tmp_path):

@@ -509,7 +509,30 @@ def test_a_model_of_full_attention_is_known_as_such(loop):
     with runs.Run(loop.folder, given) as opened:
         train.train(given, opened)
     assert loop.written == [1]
-    assert checkpoint.load_model(loop.folder).config.model.trained_attention == "full"
+    left = checkpoint.load_model(loop.folder)
+    assert left.config.model.trained_attention == "full"
+    # Nothing trained its registers: they are what they stand in for once more.
+    words = left.model.text_embedding[...][given.model.text_mask_id]
+    np.testing.assert_array_equal(left.model.register_understanding[...], words)
+    cell = left.model.masked_cell()
+    np.testing.assert_allclose(left.model.register_generation[...], cell, rtol=1e-6)
+
+
+def test_a_run_that_has_not_ended_can_be_started_from(loop, tmp_path):
+    loop.before_step = lambda step: step == 1 and os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(runs.Interrupted, match="after step 1"):
+        loop.run(train_steps=2)
+    loop.before_step = lambda step: None
+    changes = {"init_from": str(loop.folder), "train_steps": 1}
+    given = stand_ins.settings(train=changes)
+    with runs.Run(tmp_path / "next", given) as opened:
+        train.train(given, opened)
+    assert (tmp_path / "next/model/params").is_dir()
+    beside = stand_ins.settings(train=changes, lora={"rank": 2})
+    with pytest.raises(config.ConfigError, match="is a run that has not ended, and what is frozen"):
+        train.init_state(beside, tiny.denoiser(beside.model))
+    with pytest.raises(config.ConfigError, match="'int8' rounds matrices that adapters stand"):
+        stand_ins.settings(lora={"rank": 2}, sampling={"quantize": "int8"})
 
 
 def test_a_stopped_run_goes_on_with_the_next_batch_and_logs_every_step_once(loop):
