@@ -90,7 +90,7 @@ def test_a_way_is_trained_and_scored_once(tmp_path):
     assert measured("one", tmp_path) == [("one", "", 2), ("one", "steps", 2)]
     assert measured("one", tmp_path) == measured("two", tmp_path) == []
     assert trained.read_text() == before
-    other = config_files.changed(shared(), {"diffusion": {"num_masked_blocks": 2}})
+    other = config_files.changed(shared(), {"diffusion": {"num_masked_blocks": 5}})
     with pytest.raises(runs.RunError, match=r"another config: diffusion.num_masked_blocks was"):
         comparison.trained(other, compared(), "one", 3, tmp_path / "runs")
     rows = record.read_rows(comparison.SUITE)
