@@ -30,13 +30,21 @@ fi
 # signal, and that ends it at once.
 set -m
 child=
-signalled=false
-trap 'signalled=true; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null || true' TERM INT
+early=false
+tell() {
+    if [ -n "$child" ]; then
+        kill -TERM "$child" 2>/dev/null || true
+    else
+        early=true
+    fi
+}
+trap tell TERM INT
 for ((left = ${RESTARTS:-0}; ; left--)); do
+    child=
     "${command[@]}" &
     child=$!
-    if $signalled; then
-        kill -TERM "$child" 2>/dev/null || true
+    if $early; then
+        tell
     fi
     status=0
     wait "$child" || status=$?

@@ -100,10 +100,10 @@ def test_a_signal_for_the_script_reaches_training(tmp_path, to_all):
 
     A terminal's Ctrl-C goes to all of a process group; of it too training sees one signal.
     """
-    trap = "trap 'echo twice; exit 9' INT TERM; sleep 0.2; exit 7"
-    path = stand_in(
-        tmp_path, "python", f'trap "{trap}" TERM; trap "exit 8" INT; echo up; sleep 20 & wait'
-    )
+    saving = "trap 'echo twice; exit 9' INT TERM; sleep 0.2; exit 7"
+    # Traps run between commands, so many short ones.
+    works = "echo up; for i in {1..200}; do sleep 0.1; done"
+    path = stand_in(tmp_path, "python", f'trap "{saving}" TERM; trap "exit 8" INT; {works}')
     process = subprocess.Popen(
         ["bash", str(LAUNCH / "local.sh"), *FLAGS],
         stdout=subprocess.PIPE,
