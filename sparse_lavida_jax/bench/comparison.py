@@ -214,7 +214,7 @@ def table(rows: Rows) -> str:
 
 
 def _passes(row: dict[str, Any]) -> float:
-    return sum(row["passes"].values())
+    return float(sum(row["passes"].values()))
 
 
 def newest(rows: Rows) -> list[dict[str, Any]]:

@@ -110,6 +110,8 @@ def test_a_signal_for_the_script_reaches_training(tmp_path, to_all):
         text=True,
         env={"PATH": path},
         start_new_session=True,
+        # A shell ignores SIGINT for what it runs in the background: this very test, perhaps.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None and process.stdout.readline() == "up\n"
     if to_all:
