@@ -46,7 +46,7 @@ TOUR = (
     "caption out.png",
     'caption out.png --template "a ___ red circle and a ___ blue square"',
     'infill "a red circle is ___ a blue square" --picture out.png',
-    'generate "three green triangles" --sampler=none --steps=12 --out none.png',
+    'generate "three green triangles" --sampler=dense --steps=12 --out dense.png',
     "replay out.png --out again.png",
 )
 
