@@ -423,7 +423,10 @@ def main() -> None:
     """Prints every table there are rows for, or writes those of the page that is named."""
     for name in sys.argv[1:]:
         page = pathlib.Path(name)
-        page.write_text(markdown.with_part(page.read_text(), BEGIN, END, readme_tables()))
+        try:
+            page.write_text(markdown.with_part(page.read_text(), BEGIN, END, readme_tables()))
+        except (OSError, ValueError) as error:
+            sys.exit(f"bench.table: {name}: {error}")
     if not sys.argv[1:]:
         _print_all()
 
