@@ -33,6 +33,7 @@ says the table of the README.
 SCALE = 2  # pixels of the page to a pixel of a picture
 EDGE, FONT_SIZE = 12, 14  # of a captioned picture, in pixels
 CAPTION = "a red circle above a blue square"
+LAYOUT = " large red circle<LOC_16><LOC_16><LOC_20><LOC_20>"
 CUT = slice(16, 80)  # what is kept of a picture for outpainting, along both sides
 TOUR = (
     'generate "a red circle above a blue square" --out out.png',
@@ -44,21 +45,37 @@ TOUR = (
     'ask out.png "how many squares are there?"',
     'reason out.png "how many circles plus how many squares?"',
     "caption out.png",
+    "caption out.png --words red square",
     'caption out.png --template "a ___ red circle and a ___ blue square"',
     'infill "a red circle is ___ a blue square" --picture out.png',
     'generate "three green triangles" --sampler=dense --steps=12 --out dense.png',
+    'generate "two yellow crosses" --size=64x96 --out wide.png',
+    f'generate "a red circle" --plan "{LAYOUT}" --out planned.png',
+    "chat --out turns",
     "replay out.png --out again.png",
 )
+TURNS = ("generate a green cross", "edit make the cross blue", "ask what colour is the cross?")
 
 
-def run(folder: pathlib.Path, command: str) -> str:
-    """Runs a command as a person would, and returns what it prints."""
+def run(folder: pathlib.Path, command: str, typed: str = "") -> str:
+    """Runs a command as a person would, who then types some lines; returns what it prints."""
     words = [sys.executable, "-m", "sparse_lavida_jax.cli", *shlex.split(command)]
     surroundings = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        words, cwd=folder, env=surroundings, check=True, capture_output=True, text=True
+        words, cwd=folder, env=surroundings, input=typed, check=True, capture_output=True, text=True
     )
     return done.stdout
+
+
+def drawn_by(words: list[str]) -> list[str]:
+    """Returns the files of the pictures that a command draws."""
+    if "--out" not in words:
+        return []
+    out = words[words.index("--out") + 1]
+    if words[0] != "chat":
+        return [out]
+    drawing = [turn.startswith(("generate", "edit")) for turn in TURNS]
+    return [f"{out}/{i}.png" for i, draws in enumerate(drawing, 1) if draws]
 
 
 def enlarged(picture: pictures.Picture) -> pictures.Picture:
@@ -118,13 +135,14 @@ def tour() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder, tiles = pathlib.Path(name), []
         for command in TOUR:
-            printed.append(f"$ sparse-lavida {command}\n{run(folder, command)}")
-            print(printed[-1], end="", flush=True)
             words = shlex.split(command)
-            if "--out" in words:
-                drawn = pictures.read(folder / words[words.index("--out") + 1])
+            typed = "".join(f"{turn}\n" for turn in TURNS) if words[0] == "chat" else ""
+            printed.append(f"$ sparse-lavida {command}\n{typed}{run(folder, command, typed)}")
+            print(printed[-1], end="", flush=True)
+            for file in drawn_by(words):
+                drawn = pictures.read(folder / file)
                 tiles.append(report.Tile(enlarged(drawn), command.partition(" --out")[0]))
-                if words[0] == "generate":
+                if file == "out.png":
                     pictures.write(folder / "cut.png", drawn[CUT, CUT])
         report.sheet(tiles, columns=4).save(HERE / "tour.png")
     (HERE / "tour.md").write_text(f"{PAGE}\n```console\n{''.join(printed)}```\n")

@@ -613,6 +613,8 @@ class Sampling:
     registers: int = -1
     registers_end: int = -1
     text_temperature: float = 0.0
+    text_top_k: int = 0  # as `top_k`, of text; read where its temperature is above 0
+    text_top_p: float = 1.0
     text_steps: int = 8  # steps a text block
     text_step_ratio: float = 0.0  # steps a text block as a share of its tokens; 0: text_steps
     text_schedule: str = "even"  # inside a text block: even, or one of `schedule`
@@ -672,7 +674,7 @@ class Sampling:
         )
         for name in (
             "temperature", "text_temperature", "guidance", "guidance_image", "confidence_noise",
-            "confidence_noise_shift", "top_k", "text_entropy", "text_most",
+            "confidence_noise_shift", "top_k", "text_top_k", "text_entropy", "text_most",
         ):  # fmt: skip
             _check(self, name, getattr(self, name) >= 0, "it must be 0 or more")
         _check_fraction(
@@ -692,7 +694,14 @@ class Sampling:
             self.text_block_order in TEXT_BLOCK_ORDERS or self.block_numbers is not None,
             f"choose one of {', '.join(TEXT_BLOCK_ORDERS)}, or numbers such as '2,0,1'",
         )
-        _check(self, "top_p", 0 < self.top_p <= 1, "it must lie in (0, 1]")
+        for name in ("top_p", "text_top_p"):
+            _check(self, name, 0 < getattr(self, name) <= 1, "it must lie in (0, 1]")
+        _check(
+            self,
+            "text_most",
+            self.text_most == 0 or self.text_commit != "count",
+            'it must be 0 with text_commit="count", whose schedule says how many',
+        )
         _check(
             self,
             "guidance_interval",

@@ -133,7 +133,8 @@ def _check_header(path: object, image: Image.Image) -> None:
     if width < 1 or height < 1:
         raise PictureError(f"{path} is {width}x{height}: it has no pixels.")
     frames = getattr(image, "n_frames", 1)
-    if frames > 1:
+    # A JPEG of several pictures, as phones write them, is no animation: its first is the picture.
+    if frames > 1 and image.format != "MPO":
         raise PictureError(f"{path} is animated, {frames} frames: give one of them as a picture.")
 
 

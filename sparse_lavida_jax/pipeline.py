@@ -59,11 +59,17 @@ ROUNDS = 3
 class SparseLaViDa(Engine):
     """A model with its tokenizers, settings and tasks; made by `from_pretrained`."""
 
-    def warmup(self) -> None:
-        """Compiles what one picture and one short answer need, so that the first is not slow."""
-        if self.codec is not None:
-            self.draw(["a"])
-        self.write(["a"])
+    def warmup(self, prompt: Words = "a") -> None:
+        """Compiles what one picture and one short answer need, so that the first is not slow.
+
+        Args:
+            prompt: of the lengths that will come; programs are compiled for lengths that are
+                rounded up, those of a prompt and of one with a layout behind it.
+        """
+        for words in [prompt] if isinstance(prompt, str) else prompt:
+            if self.codec is not None:
+                self.draw([words])
+            self.write([words])
 
     # -- tasks: pictures --------------------------------------------------------------------
 
@@ -197,7 +203,8 @@ class SparseLaViDa(Engine):
         sampling, seconds = sampling or self.settings.sampling, {}
         done = [self._reflect(row, rounds, plan, sampling, seconds, on_segment) for row in rows]
         records = tuple(
-            self._record("reflect", row, {"rounds": rounds}, sampling, None, None) for row in rows
+            self._record("reflect", row, {"rounds": rounds, "plan": plan}, sampling, None, None)
+            for row in rows
         )
         return self._result(
             "reflect", rows, sampling, seconds,
@@ -229,9 +236,8 @@ class SparseLaViDa(Engine):
         task, sampling = record["task"], config.build(config.Sampling, record["sampling"])
         if task == "reflect":
             return self.reflect(
-                record["prompt"], rounds=record["recipe"]["rounds"], seed=record["seed"],
-                sampling=sampling,
-            )  # fmt: skip
+                record["prompt"], **record["recipe"], seed=record["seed"], sampling=sampling
+            )
         rows = self._rows(
             task, record["prompt"], recorded_picture(record, shown), 1, record["seed"]
         )

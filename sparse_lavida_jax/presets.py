@@ -166,6 +166,7 @@ def step_settings(
     pulled = sampling.guidance > 0 or (has_source and sampling.guidance_image > 0)
     guided = pulled and not is_text
     registers = model.num_registers if sampling.registers < 0 else sampling.registers
+    filtered = sampling.text_top_k > 0 or sampling.text_top_p < 1  # needs all logits at once
     return StepSettings(
         kind=kind,
         preset=chosen,
@@ -176,10 +177,10 @@ def step_settings(
         guidance_image=sampling.guidance_image if guided else 0.0,
         edit_guidance=sampling.edit_guidance,
         choice=_choice(sampling, kind),
-        top_k=0 if is_text else sampling.top_k,
-        top_p=1.0 if is_text else sampling.top_p,
+        top_k=sampling.text_top_k if is_text else sampling.top_k,
+        top_p=sampling.text_top_p if is_text else sampling.top_p,
         released=is_text and sampling.released_behaviour,
-        head_tile=sampling_head.tile_of(model.vocab_size) if is_text else 0,
+        head_tile=sampling_head.tile_of(model.vocab_size) if is_text and not filtered else 0,
     )
 
 
@@ -338,7 +339,12 @@ def _block_order(sampling: config.Sampling, num_blocks: int) -> Sequence[int]:
             )
         return numbers
     if sampling.text_block_order == "random":
-        return orders.random_order(1, num_blocks, max(sampling.order_seed, 0)).tolist()
+        if sampling.order_seed < 0:
+            raise config.ConfigError(
+                f"Sampling.text_block_order='random' with order_seed={sampling.order_seed}: a batch"
+                " decodes its text blocks in one order, so give a seed of 0 or more."
+            )
+        return orders.random_order(1, num_blocks, sampling.order_seed).tolist()
     left_to_right = range(num_blocks)
     return left_to_right if sampling.text_block_order == "left_to_right" else left_to_right[::-1]
 

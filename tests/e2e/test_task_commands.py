@@ -16,6 +16,7 @@ from sparse_lavida_jax.data import grammar, scenes, tasks
 from sparse_lavida_jax.pipeline import SparseLaViDa
 
 PROMPT = "a red circle above a blue square"
+LONG = f"{PROMPT} and {PROMPT} and {PROMPT}"
 ALL_TASKS = dict.fromkeys((*tasks.TASKS, "fill_plan"), 1.0)
 
 
@@ -132,6 +133,10 @@ def test_reflect_draws_until_it_is_content(run, tmp_path):
     np.testing.assert_array_equal(pictures.read(tmp_path / "all-0.png"), pictures.read(out))
     assert cli.main(["sparse-lavida", "replay", str(out), f"--out={again}"]) == 0
     np.testing.assert_array_equal(pictures.read(again), pictures.read(out))
+    at_once = ["reflect", "a red circle", "--rounds=1", "--steps=4", "--no-plan"]
+    run(*at_once, f"--out={out}")
+    assert cli.main(["sparse-lavida", "replay", str(out), f"--out={again}"]) == 0
+    np.testing.assert_array_equal(pictures.read(again), pictures.read(out))
 
 
 def test_answers_are_printed(run, picture):
@@ -188,9 +193,10 @@ def test_a_warm_pipeline_compiles_nothing_for_its_first_picture(model):
     pipe = SparseLaViDa.from_pretrained(model)
     sampling = dataclasses.replace(pipe.settings.sampling, plan=False)
     pipe = pipe.with_sampling(sampling)
-    pipe.warmup()
+    pipe.warmup(["a", LONG])
     traced = decoding.sample.run_segment._cache_size()
     pipe.generate("a cross")
+    pipe.generate(LONG.replace("red", "blue"))
     pipe.ask(None, "why?")
     assert decoding.sample.run_segment._cache_size() == traced
 

@@ -174,8 +174,8 @@ def ablation(kind: str, preset: str):
     [
         ("image", "none", ("p", "r", "pr")),
         ("image", "t", ("pt", "rt", "sparse")),
-        ("text", "none", ("pr",)),
-        ("text", "t", ("rt", "sparse")),
+        ("text", "none", ("p", "r", "pr")),
+        ("text", "t", ("pt", "rt", "sparse")),
     ],
 )
 def test_caching_changes_neither_logits_nor_samples(kind, plain, cached):

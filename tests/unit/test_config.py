@@ -35,6 +35,8 @@ def test_unknown_section_lists_the_known_ones():
         ("sampling", "text_preset", "fast_dllm", "fast_dllm_prefix, fast_dllm_dual"),
         ("sampling", "guidance_interval", (0.7, 0.3), "0 <= first <= last <= 1"),
         ("sampling", "top_p", 0.0, r"must lie in \(0, 1\]"),
+        ("sampling", "text_top_p", 1.5, r"must lie in \(0, 1\]"),
+        ("sampling", "text_most", 2, 'it must be 0 with text_commit="count"'),
         ("sampling", "edit_guidance", "mode0", "source, source_only, no_source"),
         ("model", "head_dim", 31, "even"),
         ("model", "codes_per_token", 2, "1 or 4"),

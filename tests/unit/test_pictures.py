@@ -104,6 +104,16 @@ def test_an_animation_is_refused(tmp_path):
         pictures.read(path)
 
 
+def test_of_a_jpeg_that_holds_several_pictures_the_first_is_read(tmp_path):
+    path = tmp_path / "phone.jpg"
+    first, second = (Image.new("RGB", (8, 8), colour) for colour in ("red", "blue"))
+    first.save(path, "MPO", save_all=True, append_images=[second])
+    with Image.open(path) as image:
+        assert image.n_frames == 2
+    red, _, blue = pictures.read(path).mean(axis=(0, 1))
+    assert red > 200 > 50 > blue
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [

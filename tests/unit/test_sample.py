@@ -318,9 +318,10 @@ def test_pictures_of_a_batch_do_not_know_of_each_other(guidance):
     steps, batch = traces.moments(model, requests, plan, settings)
     np.testing.assert_array_equal(alone(model, requests, settings), batch)
     requests[1] = dataclasses.replace(requests[0], seed=requests[1].seed)
-    after, _ = traces.moments(model, requests, plan, settings)
+    after, other_batch = traces.moments(model, requests, plan, settings)
+    np.testing.assert_array_equal(other_batch[[0, 2]], batch[[0, 2]])
     for moment, changed in zip(steps, after, strict=True):
-        same = np.abs(changed.logits - moment.logits).max(axis=(1, 2, 3)) <= 2e-5
+        same = (changed.logits == moment.logits).all(axis=(1, 2, 3))
         np.testing.assert_array_equal(same, [True, False, True])
 
 
@@ -843,6 +844,28 @@ def test_text_blocks_are_decoded_in_the_order_asked_for(asked, blocks):
 def test_text_blocks_that_do_not_fit_the_response_are_refused():
     with pytest.raises(config.ConfigError, match="name each of 0 to 2 once"):
         text_run(text_requests((3, 0.0)), text_block_order="0,1")
+    with pytest.raises(config.ConfigError, match="one order, so give a seed of 0 or more"):
+        text_run(text_requests((3, 0.0)), text_block_order="random", order_seed=-1)
+
+
+def test_of_text_too_only_the_most_probable_may_be_drawn():
+    """Hot, and yet as cold as can be where one token alone may be drawn."""
+    model, requests = tiny.denoiser(SETTINGS), text_requests((3, 0.0), (5, 0.3))
+    hot = dict(text_steps=2, text_temperature=3.0, text_confidence="random")
+    _, cold = text_run(requests, text_steps=2, text_confidence="random")
+    plan, free = text_run(requests, **hot)
+    drawn = [
+        traces.finished(model, requests, plan, settings)
+        for settings in (
+            cold,
+            text_run(requests, **hot, text_top_k=1)[1],
+            text_run(requests, **hot, text_top_p=1e-6)[1],
+            free,
+        )
+    ]
+    np.testing.assert_array_equal(drawn[1], drawn[0])
+    np.testing.assert_array_equal(drawn[2], drawn[0])
+    assert (drawn[3] != drawn[0]).any()
 
 
 # ---------------------------------------------------------------------------------------------
