@@ -22,6 +22,9 @@ from sparse_lavida_jax import checkpoint, config, parameters, processes
 T = TypeVar("T")
 
 SUM_FACTORS = (0x9E3779B1, 0x85EBCA77)  # primes near 2**32 over the golden ratio, and another
+# With these words the store tells of the machine: its memory, its network, its permissions.
+OF_THE_MACHINE = ("RESOURCE_EXHAUSTED", "UNAVAILABLE", "PERMISSION_DENIED", "os_error_code")
+NO_SUCH_FILE = "os_error_code='2'"
 
 log = logging.getLogger(__name__)
 
@@ -135,15 +138,17 @@ class States:
     def restore(self, template: T) -> tuple[int, T] | None:
         """Returns the newest readable state, behind its step; None where nothing was saved.
 
-        A state that cannot be read, or whose checksums are wrong, is put aside with a warning and
-        the one before it is taken.
+        One that is damaged (its checksums are wrong, or bytes of it are missing) is passed over
+        with a warning, and put aside once one before it was read. What is not damage, such as too
+        little memory, moves nothing.
 
         Args:
             template: a state of the same shapes; it says where the arrays go, which need not be
                 where they were when they were saved.
 
         Raises:
-            CheckpointError: none of the states is readable, or they are of another model.
+            CheckpointError: none of the states is readable, or they are of another model, or the
+                newest one cannot be read on this machine just now.
         """
         found = self._newest(template)
         return None if found is None else (found[0], _fill(template, found[1], self.folder))
@@ -164,7 +169,7 @@ class States:
         self, template: Any, only: tuple[str, ...] = ()
     ) -> tuple[int, dict[str, Any]] | None:
         self.wait()
-        steps = self.steps
+        steps, damaged = self.steps, []
         for step in reversed(steps):
             trouble: Any = None
             try:
@@ -174,19 +179,37 @@ class States:
             except Exception as error:  # the store raises whatever its layers raise
                 leaves, trouble = {}, error
             if processes.all_of_them(trouble is None):
+                self._put_aside(damaged)
                 return step, leaves
+            said = "another process says" if trouble is None else _first_cause(trouble)
+            if not processes.all_of_them(trouble is None or _is_damage(trouble)):
+                raise checkpoint.CheckpointError(
+                    f"the state of step {step} in {self.folder} cannot be read just now ({said})."
+                    " It was left as it is: see to the memory or the file system, or take the"
+                    " train.mesh that it was saved with, and run the same command again."
+                ) from trouble
             if processes.is_first():
                 log.warning(
                     "The state of step %d in %s is damaged (%s); trying the one before it.",
-                    step, self.folder, trouble or "another process says",
+                    step, self.folder, said,
                 )  # fmt: skip
-            self._put_aside(step)
+            damaged.append(step)
         if steps:
             raise checkpoint.CheckpointError(
                 f"none of the states of steps {steps} in {self.folder} can be read. Delete"
                 f" {self.folder.parent} to start anew."
             )
+        if any(self._aside.glob("*")):
+            raise checkpoint.CheckpointError(
+                f"{self.folder} holds no state, and {self._aside} holds damaged ones: starting at"
+                " step 0 would write over what this run has told. Move one of them back to try it"
+                f" again, or delete {self.folder.parent} to start anew."
+            )
         return None
+
+    @property
+    def _aside(self) -> pathlib.Path:
+        return self.folder.parent / "damaged"
 
     def wait(self) -> None:
         """Waits until the last state is written.
@@ -258,19 +281,45 @@ class States:
             _check_known(known, leaves)
         return {name.removeprefix(prefix): leaf for name, leaf in leaves.items()}
 
-    def _put_aside(self, step: int) -> None:
-        damaged = self.folder.parent / "damaged"
-        target = damaged / str(step)
+    def _put_aside(self, steps: list[int]) -> None:
+        if not steps:
+            return
         if processes.is_first():
-            damaged.mkdir(exist_ok=True)
-            shutil.rmtree(target, ignore_errors=True)
-            (self.folder / str(step)).rename(target)
+            self._aside.mkdir(exist_ok=True)
+            for step in steps:
+                shutil.rmtree(self._aside / str(step), ignore_errors=True)
+                (self.folder / str(step)).rename(self._aside / str(step))
         processes.wait_for_all("put aside")
         self._checkpointer.reload()
 
 
 class _MisfitError(Exception):
     """A state that is whole and of another model."""
+
+
+def _is_damage(error: BaseException) -> bool:
+    """Whether an error tells of the bytes of a state, and not of the machine that reads them."""
+    for cause in _causes(error):
+        if isinstance(cause, MemoryError | jax.errors.JaxRuntimeError):
+            return False
+        if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
+            return False
+        said = str(cause).replace(NO_SUCH_FILE, "")
+        if any(words in said for words in OF_THE_MACHINE):
+            return False
+    return True
+
+
+def _first_cause(error: BaseException) -> str:
+    *_, first = _causes(error)
+    return str(first) or type(first).__name__
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yields an error and what it came from: the store wraps them in errors of its own."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _score_of(metrics: dict[str, float]) -> float:

@@ -337,7 +337,39 @@ def test_a_wrong_checksum_is_damage(states, monkeypatch):
         patch.setattr(checkpoint, "digest_of", lambda leaves: "0" * 64)
         states.save(2, make_state(2))
     states.wait()
-    with pytest.raises(checkpoint.CheckpointError, match=r"none of the states of steps \[2\]"):
+    for _ in range(2):  # a second start says the same, and does not begin anew
+        with pytest.raises(checkpoint.CheckpointError, match=r"none of the states of steps \[2\]"):
+            states.restore(make_state())
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        MemoryError(),
+        OSError(errno.ESTALE, "Stale file handle"),
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"),
+        ValueError("Failed to open: Input/output error [os_error_code='5']"),
+    ],
+)
+def test_a_state_that_this_machine_cannot_read_stays_where_it_is(states, trouble, monkeypatch):
+    for step in (1, 2):
+        states.save(step, make_state(step))
+    states.wait()
+
+    def fail(*_):
+        raise KeyError("incompatible handler") from trouble  # as the store does
+
+    with monkeypatch.context() as patch:
+        patch.setattr(states._checkpointer, "load_checkpointables", fail)
+        with pytest.raises(checkpoint.CheckpointError, match="step 2 .* cannot be read just now"):
+            states.restore(make_state())
+    assert not (states.folder.parent / "damaged").exists()
+    assert states.restore(make_state())[0] == 2
+
+
+def test_a_run_of_which_only_damage_is_left_does_not_begin_anew(states):
+    (states.folder.parent / "damaged" / "2").mkdir(parents=True)
+    with pytest.raises(checkpoint.CheckpointError, match=r"damaged ones: starting at step 0 would"):
         states.restore(make_state())
 
 
