@@ -34,12 +34,14 @@ def load_unfinished(
 ) -> T:
     """Reads the parameters of the newest state of a run that has not written its model yet.
 
+    The run may be going on: nothing in its folder changes.
+
     Raises:
         CheckpointError: nothing is saved there, or what is cannot be read.
     """
     run_folder = pathlib.Path(run_folder)
     settings = checkpoint.read_config(run_folder)
-    states = States(run_folder / "state")
+    states = States(run_folder / "state", read_only=True)
     try:
         found = states.restore_model(jax.eval_shape(lambda: make_model(settings)))
     finally:
@@ -67,18 +69,20 @@ class States:
         keep: how many of the newest to keep.
         keep_every: steps; the state nearest to each multiple is kept too; 0: no more than `keep`.
             So is the one with the best score.
+        read_only: another process may be writing here, so nothing is swept away or put aside.
     """
 
     folder: pathlib.Path
     keep: int = 2
     keep_every: int = 0
+    read_only: bool = False
 
     def __post_init__(self):
         self.folder = pathlib.Path(self.folder).resolve()
         self._checkpointer = self._open()
 
     def _open(self) -> ocp.training.Checkpointer:
-        if processes.is_first():
+        if processes.is_first() and not self.read_only:
             for half_written in self.folder.glob("*.orbax-checkpoint-tmp*"):
                 shutil.rmtree(half_written)
         processes.wait_for_all("states swept")
@@ -195,11 +199,11 @@ class States:
                 )  # fmt: skip
             damaged.append(step)
         if steps:
+            anew = "" if self.read_only else f" Delete {self.folder.parent} to start anew."
             raise checkpoint.CheckpointError(
-                f"none of the states of steps {steps} in {self.folder} can be read. Delete"
-                f" {self.folder.parent} to start anew."
+                f"none of the states of steps {steps} in {self.folder} can be read.{anew}"
             )
-        if any(self._aside.glob("*")):
+        if not self.read_only and any(self._aside.glob("*")):
             raise checkpoint.CheckpointError(
                 f"{self.folder} holds no state, and {self._aside} holds damaged ones: starting at"
                 " step 0 would write over what this run has told. Move one of them back to try it"
@@ -282,7 +286,7 @@ class States:
         return {name.removeprefix(prefix): leaf for name, leaf in leaves.items()}
 
     def _put_aside(self, steps: list[int]) -> None:
-        if not steps:
+        if self.read_only or not steps:
             return
         if processes.is_first():
             self._aside.mkdir(exist_ok=True)

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import pathlib
+import shutil
 import types
 
 import jax
@@ -361,7 +362,7 @@ def test_a_state_that_this_machine_cannot_read_stays_where_it_is(states, trouble
 
     with monkeypatch.context() as patch:
         patch.setattr(states._checkpointer, "load_checkpointables", fail)
-        with pytest.raises(checkpoint.CheckpointError, match="step 2 .* cannot be read just now"):
+        with pytest.raises(checkpoint.CheckpointError, match=r"2 .* cannot be read just now"):
             states.restore(make_state())
     assert not (states.folder.parent / "damaged").exists()
     assert states.restore(make_state())[0] == 2
@@ -472,6 +473,22 @@ def test_a_run_without_a_model_can_be_started_from(tmp_path):
     states.close()
     assert is_unfinished(run)
     same(load_unfinished(run, make_model=make_model), make_model())
+
+
+def test_a_run_that_is_started_from_while_it_goes_on_is_left_as_it_is(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    checkpoint.write_config(run, config.Config())
+    states = States(run / "state")
+    for step in (4, 5):
+        states.save(step, {"state": {"params": make_model()}})
+    states.close()
+    in_flight = states.folder / "6.orbax-checkpoint-tmp"
+    in_flight.mkdir()
+    shutil.rmtree(states.folder / "5" / "state")
+    before = sorted(run.rglob("*"))
+    same(load_unfinished(run, make_model=make_model), make_model())
+    assert sorted(run.rglob("*")) == before
 
 
 def test_a_flipped_bit_shows_in_the_sums_of_several_processes():
