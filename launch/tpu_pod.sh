@@ -2,19 +2,23 @@
 # SPDX-License-Identifier: Apache-2.0
 # Trains on a Cloud TPU slice that is asked for as a queued resource.
 #
-#   ZONE=us-east5-a launch/tpu_pod.sh [--dry-run] --config=... --workdir=gs://bucket/run [other flags]
+#   ZONE=us-east5-a SHARE=10.0.0.2:/share launch/tpu_pod.sh [--dry-run] --config=... [other flags]
 #
-# Asks for the slice, waits for it, installs what is committed here on all of its hosts and trains.
-# Where a spot slice is preempted it is deleted and asked for again, until training has ended: the
-# state is in --workdir, which every host must reach. Needs gcloud, logged in, with a project.
+# Asks for the slice, waits for it, mounts SHARE and installs what is committed here on all of its
+# hosts, and trains. Where a spot slice is preempted it is deleted and asked for again, until
+# training has ended. Needs gcloud, logged in, with a project.
+#
+# SHARE is an NFS export, of Filestore for instance, that the user who logs in may write to. The
+# folders runs, models and prepared are those of the share, so the state outlives the slice. A
+# bucket cannot take its place: it has no locks, and does not rename a folder at once.
 #
 #   NAME (sparse-lavida), ZONE, TYPE (v5p-128: 64 chips), RUNTIME (v2-alpha-tpuv5), SPOT (true)
 set -euo pipefail
 
 dry=false
 [ "${1:-}" = --dry-run ] && dry=true && shift
-if [ $# = 0 ] || [ -z "${ZONE:-}" ]; then
-    sed -n '3,11s/^# \{0,1\}//p' "$0" >&2
+if [ $# = 0 ] || [ -z "${ZONE:-}" ] || [ -z "${SHARE:-}" ]; then
+    sed -n '3,15s/^# \{0,1\}//p' "$0" >&2
     exit 2
 fi
 
@@ -30,6 +34,11 @@ archive=$(mktemp -u).tar.gz
 pack=(git -C "$(dirname "$0")/.." archive --format=tar.gz --output="$archive" HEAD)
 copy=("${vm[@]}" scp "$archive" "$name:project.tar.gz" "--zone=$ZONE" --worker=all)
 ssh=("${vm[@]}" ssh "$name" "--zone=$ZONE" --worker=all)
+share=/mnt/share
+mount=(--command="sudo apt-get -qq -o DPkg::Lock::Timeout=300 install -y nfs-common\
+ && sudo mkdir -p $share && (mountpoint -q $share || sudo mount -t nfs $(printf %q "$SHARE") $share)\
+ && mkdir -p sparse-lavida-jax $share/runs $share/models $share/prepared\
+ && ln -sfn $share/runs $share/models $share/prepared sparse-lavida-jax")
 install=(--command="mkdir -p sparse-lavida-jax && tar xzf project.tar.gz -C sparse-lavida-jax\
  && cd sparse-lavida-jax && python3 -m pip install -q -e '.[tpu]'")
 # Hosts of a slice find each other without being told. The flag: OPTIONS of bench/described.py.
@@ -43,7 +52,7 @@ if $dry; then
         printf '%q ' "${command[@]}"
         echo
     done
-    for what in install train; do
+    for what in mount install train; do
         declare -n command=$what
         printf '%q ' "${ssh[@]}" "${command[@]}"
         echo
@@ -62,7 +71,8 @@ while true; do
         esac
         sleep 30
     done
-    if "${copy[@]}" && "${ssh[@]}" "${install[@]}" && "${ssh[@]}" "${train[@]}"; then
+    if "${copy[@]}" && "${ssh[@]}" "${mount[@]}" && "${ssh[@]}" "${install[@]}" &&
+        "${ssh[@]}" "${train[@]}"; then
         "${delete[@]}"
         exit
     fi

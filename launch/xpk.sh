@@ -2,11 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 # Trains on TPU slices of a GKE cluster through xpk (pip install xpk).
 #
-#   CLUSTER=my-cluster IMAGE=gcr.io/my/image launch/xpk.sh [--dry-run] --config=... --workdir=gs://... [other flags]
+#   CLUSTER=my-cluster IMAGE=gcr.io/my/image launch/xpk.sh [--dry-run] --config=... --workdir=/mnt/share/runs/... [other flags]
 #
 # IMAGE holds this project, installed with its extra `tpu`, and is started in its folder. A workload
 # whose slice is preempted is started again, at most RESTARTS times, and goes on from the state in
 # --workdir.
+#
+# --workdir, --config.train.init_from and --config.data.folder have to be on a file system that all
+# hosts share and that outlives them. Attach one to the cluster, once:
+#
+#   xpk storage attach share --cluster=my-cluster --type=gcpfilestore --vol=default \
+#       --mount-point=/mnt/share --readonly=false --auto-mount=true
+#
+# A bucket cannot take its place: it has no locks, and does not rename a folder at once.
 #
 #   NAME (sparse-lavida), TYPE (v5p-128: 64 chips), SLICES (1), RESTARTS (100)
 set -euo pipefail
@@ -14,7 +22,7 @@ set -euo pipefail
 dry=false
 [ "${1:-}" = --dry-run ] && dry=true && shift
 if [ $# = 0 ] || [ -z "${CLUSTER:-}" ] || [ -z "${IMAGE:-}" ]; then
-    sed -n '3,11s/^# \{0,1\}//p' "$0" >&2
+    sed -n '3,19s/^# \{0,1\}//p' "$0" >&2
     exit 2
 fi
 

@@ -50,6 +50,7 @@ FOLDERS = {  # flags that these modes need, and what they name
     "prepare": {"src": "a mixture file (docs/data.md)", "dst": "the folder of shards to write"},
 }
 SAMPLE_TASKS = ("draw", "edit", "ask", "point")
+PATHS = ("workdir", "checkpoint", "src", "dst", "out")  # flags
 DEFAULT_MODEL = "scenes"
 MISTAKE = 2
 CACHE_BYTES = 5 * 2**30  # of compiled programs; the oldest make way
@@ -292,9 +293,13 @@ def parse(argv: list[str]) -> Command | None:
             raise UsageError(f"{left[0]!r} is no setting. Write settings as --name=value.")
         if values.mode in FOLDERS and values.mode != "prepare" and overrides:
             raise UsageError(f"--mode={values.mode} takes no settings of a config: {overrides[0]}.")
+        _refuse_addresses({f"--{name}": values[name].value for name in PATHS})
         settings = _override(_base_config(values), overrides)
     except flags.Error as error:
         raise UsageError(f"{str(error).strip().rstrip('.')}. See --help.") from error
+    _refuse_addresses(
+        {"train.init_from": settings.train.init_from, "data.folder": settings.data.folder}
+    )
     return Command(
         mode=values.mode,
         config=settings,
@@ -313,6 +318,16 @@ def parse(argv: list[str]) -> Command | None:
         compilation_cache=values.compilation_cache,
         shard=values.shard,
     )
+
+
+def _refuse_addresses(given: dict[str, str]) -> None:
+    """Refuses what would silently be a folder called `gs:` of this machine."""
+    for name, path in given.items():
+        if "://" in path:
+            raise UsageError(
+                f"{name}={path} is an address, and only folders are read and written: mount a file"
+                " system that every machine of the run reaches, and give the folder on it."
+            )
 
 
 def _together(values: flags.FlagValues) -> processes.Together | None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every way to launch calls the same main with the flags it was given; what it would run shows."""
 
+import itertools
 import os
 import pathlib
 import shlex
@@ -15,7 +16,10 @@ import yaml
 LAUNCH = pathlib.Path(__file__).parents[2] / "launch"
 SCRIPTS = sorted(LAUNCH.glob("*.sh"))
 FLAGS = ["--config=configs/scenes.py", "--workdir=a folder/run", "--config.name='x y'"]
-ENVIRONMENT = {"ZONE": "us-east5-a", "CLUSTER": "mine", "IMAGE": "registry/mine:1"}
+ENVIRONMENT = {
+    "ZONE": "us-east5-a", "SHARE": "10.0.0.2:/share",
+    "CLUSTER": "mine", "IMAGE": "registry/mine:1",
+}  # fmt: skip
 MAIN = ["-m", "sparse_lavida_jax.main"]
 
 
@@ -52,7 +56,27 @@ def test_without_flags_a_script_says_what_it_takes(script):
     shown = run(script)
     assert shown.returncode == 2
     assert f"launch/{script} [--dry-run] --config=" in shown.stderr
-    assert "SPDX" not in shown.stderr and "set -euo" not in shown.stderr
+    lines = (LAUNCH / script).read_text().splitlines()[2:]
+    header = itertools.takewhile(lambda line: line.startswith("#"), lines)
+    assert shown.stderr.splitlines() == [line[1:].removeprefix(" ") for line in header]
+    assert "://" not in shown.stderr  # no run keeps its state in a bucket
+
+
+def test_a_tpu_slice_keeps_its_runs_on_the_share(tmp_path):
+    """Its hosts are replaced by this machine, and the share by a folder of it."""
+    share, home = tmp_path / "share", tmp_path / "home"
+    home.mkdir()
+    shown = run("tpu_pod.sh", "--dry-run", *FLAGS).stdout.splitlines()
+    (words,) = [shlex.split(line) for line in shown if "nfs-common" in line]
+    path = stand_in(tmp_path, "sudo", f'echo "$@" >> {tmp_path}/log')
+    stand_in(tmp_path, "mountpoint", "exit 1")
+    command = words[-1].removeprefix("--command=").replace("/mnt/share", str(share))
+    for _ in range(2):
+        subprocess.run(["bash", "-c", command], cwd=home, env={"PATH": path}, check=True)
+    assert f"mount -t nfs 10.0.0.2:/share {share}" in (tmp_path / "log").read_text()
+    for name in ("runs", "models", "prepared"):
+        assert (home / "sparse-lavida-jax" / name).resolve() == share / name
+        assert not list((share / name).iterdir())
 
 
 def stand_in(folder: pathlib.Path, name: str, script: str) -> str:
@@ -68,7 +92,8 @@ def test_skypilot_passes_the_flags_through_its_yaml(tmp_path):
     words = shlex.split(shown.stdout)
     (flags,) = [word.removeprefix("--env=FLAGS=") for word in words if "FLAGS=" in word]
     task = yaml.safe_load(pathlib.Path(words[-1]).read_text())
-    assert "--num-nodes=2" in words and task["envs"] == {"FLAGS": None}
+    assert "--num-nodes=2" in words and task["envs"] == {"FLAGS": None, "SHARE": ""}
+    assert "--env=SHARE=10.0.0.2:/share" in words and "mount -t nfs" in task["setup"]
     path = stand_in(tmp_path, "python", 'printf "%s\\n" "$@"; env')
     machine = {
         "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NODE_RANK": "1",

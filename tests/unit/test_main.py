@@ -143,6 +143,21 @@ def test_training_gets_the_settings_and_the_run_directory(folder, monkeypatch):
     assert checkpoint.read_config(folder / "runs" / "toy") == seen["settings"]
 
 
+@pytest.mark.parametrize(
+    "word",
+    [
+        "--workdir=gs://bucket/run",
+        "--config.train.init_from=gs://b/c",
+        "--config.data.folder=s3://d",
+    ],
+)
+def test_an_address_is_no_folder(folder, capsys, word):
+    message = complaint(capsys, "--config=configs/toy.py", word)
+    told = f"{word.removeprefix('--config.')} is an address, and only folders are read and written"
+    assert f"{told}: mount a file system" in message
+    assert not (folder / "gs:").exists() and not (folder / "runs").exists()
+
+
 def test_the_image_tokenizer_has_its_own_stage(folder, monkeypatch):
     seen = []
     fake = types.SimpleNamespace(train=lambda settings, workdir: seen.append(workdir))
