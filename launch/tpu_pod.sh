@@ -13,12 +13,13 @@
 # bucket cannot take its place: it has no locks, and does not rename a folder at once.
 #
 #   NAME (sparse-lavida), ZONE, TYPE (v5p-128: 64 chips), RUNTIME (v2-alpha-tpuv5), SPOT (true)
+#   NOTICE  seconds from the signal that a slice is taken away to when its state says so (180)
 set -euo pipefail
 
 dry=false
 [ "${1:-}" = --dry-run ] && dry=true && shift
 if [ $# = 0 ] || [ -z "${ZONE:-}" ] || [ -z "${SHARE:-}" ]; then
-    sed -n '3,15s/^# \{0,1\}//p' "$0" >&2
+    sed -n '3,16s/^# \{0,1\}//p' "$0" >&2
     exit 2
 fi
 
@@ -42,8 +43,9 @@ mount=(--command="sudo apt-get -qq -o DPkg::Lock::Timeout=300 install -y nfs-com
 install=(--command="mkdir -p sparse-lavida-jax && tar xzf project.tar.gz -C sparse-lavida-jax\
  && cd sparse-lavida-jax && python3 -m pip install -q -e '.[tpu]'")
 # Hosts of a slice find each other without being told. The flag: OPTIONS of bench/described.py.
+# 75: stopped by a signal, not at its end (EX_TEMPFAIL of sysexits.h).
 printf -v train '%q ' env LIBTPU_INIT_ARGS=--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000 \
-    python3 -m sparse_lavida_jax.main --distributed "$@"
+    python3 -m sparse_lavida_jax.main --distributed --stopped_exit_code=75 "$@"
 train=(--command="cd sparse-lavida-jax && $train")
 
 if $dry; then
@@ -76,7 +78,9 @@ while true; do
         "${delete[@]}"
         exit
     fi
-    # The slice is still there: not a preemption, so trying again would not help.
+    # The slice is still there: not a preemption, so trying again would not help. A preemption tells
+    # training before the state of the slice shows it.
+    sleep "${NOTICE:-180}"
     if [ "$("${state[@]}")" = ACTIVE ]; then
         echo "training failed; the slice $name is left as it is: ${delete[*]}" >&2
         exit 1

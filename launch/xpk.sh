@@ -26,9 +26,10 @@ if [ $# = 0 ] || [ -z "${CLUSTER:-}" ] || [ -z "${IMAGE:-}" ]; then
     exit 2
 fi
 
-# The flag: OPTIONS of bench/described.py.
+# The flag: OPTIONS of bench/described.py. 75: stopped by a signal, not at its end, so that the
+# workload counts as failed and is started again (EX_TEMPFAIL of sysexits.h).
 printf -v train '%q ' env LIBTPU_INIT_ARGS=--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000 \
-    python3 -m sparse_lavida_jax.main --distributed "$@"
+    python3 -m sparse_lavida_jax.main --distributed --stopped_exit_code=75 "$@"
 create=(xpk workload create "--cluster=$CLUSTER" "--workload=${NAME:-sparse-lavida}"
     "--tpu-type=${TYPE:-v5p-128}" "--num-slices=${SLICES:-1}" "--docker-image=$IMAGE"
     "--max-restarts=${RESTARTS:-100}" "--command=$train")

@@ -17,8 +17,8 @@ r"""Trains, samples and evaluates from the command line.
     srun python -m sparse_lavida_jax.main --config=configs/sft_1024.py --distributed
 
 A config file is a Python program that is run: use only your own. Exit codes: 0 done, or training
-stopped by SIGTERM with everything saved; 130 training stopped by Ctrl-C, likewise; 2 a mistake that
-the message explains.
+stopped by SIGTERM with everything saved (then --stopped_exit_code, if it is given); 130 training
+stopped by Ctrl-C, likewise; 2 a mistake that the message explains.
 """
 
 import contextlib
@@ -88,27 +88,38 @@ class Command:
     profile_steps: range
     compilation_cache: str
     shard: str
+    stopped_exit_code: int
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line, `sys.argv` by default, and returns the exit code."""
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()  # grain asks for flags of its own
     try:
-        command = parse(list(sys.argv if argv is None else argv))
-        if command is None:
-            return 0
-        _keep_programs(command.compilation_cache)
-        return RUN[command.mode](command)
+        return run(list(sys.argv if argv is None else argv))
     except OURS as error:
         print(f"sparse_lavida_jax: {error}", file=sys.stderr)
         return MISTAKE
-    except runs.Interrupted as stop:
-        print(f"sparse_lavida_jax: {stop}", file=sys.stderr)
-        return stop.exit_code
     except KeyboardInterrupt:
         print("sparse_lavida_jax: stopped.", file=sys.stderr)
         return 130
+
+
+def run(argv: list[str]) -> int:
+    """Runs a command line and returns the exit code of what was done, or stopped and saved.
+
+    Raises:
+        any of OURS: what could not be done; the message says why.
+    """
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()  # grain asks for flags of its own
+    command = parse(argv)
+    if command is None:
+        return 0
+    _keep_programs(command.compilation_cache)
+    try:
+        return RUN[command.mode](command)
+    except runs.Interrupted as stop:
+        print(f"sparse_lavida_jax: {stop}", file=sys.stderr)
+        return stop.exit_code or command.stopped_exit_code
 
 
 def _keep_programs(folder: str) -> None:
@@ -317,6 +328,7 @@ def parse(argv: list[str]) -> Command | None:
         profile_steps=_steps(values.profile_steps),
         compilation_cache=values.compilation_cache,
         shard=values.shard,
+        stopped_exit_code=values.stopped_exit_code,
     )
 
 
@@ -390,6 +402,11 @@ def _define(values: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "shard", "", "Which items to evaluate, as i/n: every n-th from the i-th (0 the first) on."
         " By default each process of a cluster takes its share.", flag_values=values,
+    )  # fmt: skip
+    flags.DEFINE_integer(
+        "stopped_exit_code", 0, "Of training that SIGTERM stopped with everything saved: a launcher"
+        " that starts it again has to tell it from the end.", lower_bound=0, upper_bound=255,
+        flag_values=values,
     )  # fmt: skip
     flags.DEFINE_boolean("help", False, "Prints this.", flag_values=values)
 

@@ -21,6 +21,8 @@ ENVIRONMENT = {
     "CLUSTER": "mine", "IMAGE": "registry/mine:1",
 }  # fmt: skip
 MAIN = ["-m", "sparse_lavida_jax.main"]
+# Where the end of a process is the end of the run, one that was stopped must not look like it.
+STOPPED = {"tpu_pod.sh": ["--stopped_exit_code=75"], "xpk.sh": ["--stopped_exit_code=75"]}
 
 
 def run(script, *words, **environment):
@@ -39,7 +41,7 @@ def trained(text: str) -> list[str]:
         if " -m sparse_lavida_jax.main " in word:
             words = shlex.split(word)
     start = words.index("sparse_lavida_jax.main")
-    return words[start - 1 : start + 6]
+    return words[start - 1 : start + 7]
 
 
 @pytest.mark.parametrize("script", [path.name for path in SCRIPTS if path.stem != "skypilot"])
@@ -47,7 +49,7 @@ def test_a_dry_run_shows_the_call_of_main(script):
     shown = run(script, "--dry-run", *FLAGS)
     assert shown.returncode == 0, shown.stderr
     found = trained(shown.stdout)
-    distributed = [] if script == "local.sh" else ["--distributed"]
+    distributed = [] if script == "local.sh" else ["--distributed", *STOPPED.get(script, [])]
     assert found[: 2 + len(distributed) + len(FLAGS)] == MAIN + distributed + FLAGS
 
 
@@ -106,7 +108,8 @@ def test_skypilot_passes_the_flags_through_its_yaml(tmp_path):
         check=True,
         env=machine | {"PATH": path, "FLAGS": flags},
     ).stdout.splitlines()
-    assert ran[:6] == [*MAIN, "--distributed", *FLAGS]
+    assert ran[:7] == [*MAIN, "--distributed", "--stopped_exit_code=75", *FLAGS]
+    assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]
     assert {"SLURM_STEP_NODELIST=10.0.0.1", "SLURM_PROCID=1", "SLURM_NTASKS=2"} < set(ran)
     assert "JAX_LOCAL_DEVICE_IDS=0,1,2,3" in ran
 
@@ -163,6 +166,35 @@ def test_slurm_runs_a_process_a_gpu_or_a_process_a_node():
     assert "--ntasks-per-node=4" in run("slurm.sh", "--dry-run", *FLAGS, GPUS="4").stdout
     node = run("slurm.sh", "--dry-run", *FLAGS, GPUS="4", PER="node").stdout
     assert "--ntasks-per-node=1" in node and "JAX_LOCAL_DEVICE_IDS=0\\,1\\,2\\,3" in node
+
+
+def test_a_preempted_tpu_slice_is_asked_for_again_until_training_has_ended(tmp_path):
+    """Twice training is stopped by the notice: the state of the slice changes a while later."""
+    stand_in(tmp_path, "git", "true")
+    path = stand_in(
+        tmp_path, "gcloud", f"""cd {tmp_path}
+case "$*" in
+    *create*) echo create >> log; echo ACTIVE > state ;;
+    *describe*) cat state ;;
+    *delete*) echo delete >> log ;;
+    *sparse_lavida_jax.main*)
+        echo train >> log
+        [ "$(grep -c train log)" = 3 ] && exit 0
+        (sleep 0.3; echo SUSPENDED > state) &
+        exit 75 ;;
+esac"""
+    )  # fmt: skip
+    ended = run("tpu_pod.sh", *FLAGS, PATH=path, NOTICE="1")
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "log").read_text().split() == ["create", "train", "delete"] * 3
+
+
+def test_a_tpu_slice_on_which_training_fails_is_left(tmp_path):
+    stand_in(tmp_path, "git", "true")
+    fails = 'case "$*" in *describe*) echo ACTIVE ;; *sparse_lavida_jax.main*) exit 2 ;; esac'
+    ended = run("tpu_pod.sh", *FLAGS, PATH=stand_in(tmp_path, "gcloud", fails), NOTICE="0")
+    assert ended.returncode == 1
+    assert "the slice sparse-lavida is left as it is" in ended.stderr
 
 
 BESIDE = pathlib.Path(sys.executable).with_name("shellcheck")

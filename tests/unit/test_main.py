@@ -176,6 +176,8 @@ def test_a_stopped_run_says_how_to_go_on(folder, monkeypatch, capsys, number, co
     monkeypatch.setattr(sparse_lavida_jax, "train", fake, raising=False)
     assert main.main(["main", "--config=configs/toy.py"]) == code
     assert "after step 3, everything is saved: the same command" in capsys.readouterr().err
+    other = main.main(["main", "--config=configs/toy.py", "--stopped_exit_code=75"])
+    assert other == (code or 75)
 
 
 def test_a_full_disk_is_a_sentence(folder, monkeypatch, capsys):
