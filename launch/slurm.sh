@@ -11,22 +11,25 @@
 #   NODES (1), GPUS a node (8), TIME (24:00:00), PARTITION, ACCOUNT
 #   PER=node  one process a node instead, with all of its GPUs
 #   PYTHON    the interpreter on the nodes (python)
+#   XLA_FLAGS (--xla_gpu_deterministic_ops=true: slower, and a run that goes on has the same bits)
 set -euo pipefail
 
 dry=false
 [ "${1:-}" = --dry-run ] && dry=true && shift
 if [ $# = 0 ]; then
-    sed -n '3,13s/^# \{0,1\}//p' "$0" >&2
+    sed -n '3,14s/^# \{0,1\}//p' "$0" >&2
     exit 2
 fi
 
 gpus=${GPUS:-8}
 tasks=$gpus
-environment=()
+# What the compiler finds fastest is kept beside the compiled programs (--compilation_cache), so
+# that a run which goes on finds the same.
+environment=(env "XLA_FLAGS=${XLA_FLAGS---xla_gpu_deterministic_ops=true}")
 if [ "${PER:-gpu}" = node ]; then
     tasks=1
     # A process under SLURM takes the GPU of its own number unless it is told to take more.
-    environment=(env "JAX_LOCAL_DEVICE_IDS=$(seq -s, 0 $((gpus - 1)))")
+    environment+=("JAX_LOCAL_DEVICE_IDS=$(seq -s, 0 $((gpus - 1)))")
 fi
 printf -v step '%q ' srun --kill-on-bad-exit=1 \
     "${environment[@]}" "${PYTHON:-python}" -m sparse_lavida_jax.main --distributed "$@"

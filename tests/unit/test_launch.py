@@ -21,6 +21,7 @@ ENVIRONMENT = {
     "CLUSTER": "mine", "IMAGE": "registry/mine:1",
 }  # fmt: skip
 MAIN = ["-m", "sparse_lavida_jax.main"]
+DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 # Where the end of a process is the end of the run, one that was stopped must not look like it.
 STOPPED = {"tpu_pod.sh": ["--stopped_exit_code=75"], "xpk.sh": ["--stopped_exit_code=75"]}
 
@@ -94,7 +95,8 @@ def test_skypilot_passes_the_flags_through_its_yaml(tmp_path):
     words = shlex.split(shown.stdout)
     (flags,) = [word.removeprefix("--env=FLAGS=") for word in words if "FLAGS=" in word]
     task = yaml.safe_load(pathlib.Path(words[-1]).read_text())
-    assert "--num-nodes=2" in words and task["envs"] == {"FLAGS": None, "SHARE": ""}
+    assert "--num-nodes=2" in words and list(task["envs"]) == ["FLAGS", "SHARE", "XLA_FLAGS"]
+    assert task["envs"]["XLA_FLAGS"] == DETERMINISTIC
     assert "--env=SHARE=10.0.0.2:/share" in words and "mount -t nfs" in task["setup"]
     path = stand_in(tmp_path, "python", 'printf "%s\\n" "$@"; env')
     machine = {
@@ -106,9 +108,10 @@ def test_skypilot_passes_the_flags_through_its_yaml(tmp_path):
         capture_output=True,
         text=True,
         check=True,
-        env=machine | {"PATH": path, "FLAGS": flags},
+        env=machine | {"PATH": path, "FLAGS": flags, "SHARE": "10.0.0.2:/share"},
     ).stdout.splitlines()
-    assert ran[:7] == [*MAIN, "--distributed", "--stopped_exit_code=75", *FLAGS]
+    ours = ["--distributed", "--stopped_exit_code=75", "--compilation_cache=/mnt/share/programs"]
+    assert ran[:8] == [*MAIN, *ours, *FLAGS]
     assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]
     assert {"SLURM_STEP_NODELIST=10.0.0.1", "SLURM_PROCID=1", "SLURM_NTASKS=2"} < set(ran)
     assert "JAX_LOCAL_DEVICE_IDS=0,1,2,3" in ran
@@ -166,6 +169,16 @@ def test_slurm_runs_a_process_a_gpu_or_a_process_a_node():
     assert "--ntasks-per-node=4" in run("slurm.sh", "--dry-run", *FLAGS, GPUS="4").stdout
     node = run("slurm.sh", "--dry-run", *FLAGS, GPUS="4", PER="node").stdout
     assert "--ntasks-per-node=1" in node and "JAX_LOCAL_DEVICE_IDS=0\\,1\\,2\\,3" in node
+
+
+def test_a_slurm_job_that_goes_on_has_the_same_bits_unless_told_otherwise():
+    def flags(**environment):
+        shown = run("slurm.sh", "--dry-run", *FLAGS, **environment).stdout
+        (told,) = [word for word in shlex.split(shown) if word.startswith("XLA_FLAGS=")]
+        return told.removeprefix("XLA_FLAGS=")
+
+    assert flags() == DETERMINISTIC
+    assert flags(XLA_FLAGS="") == ""
 
 
 def test_a_preempted_tpu_slice_is_asked_for_again_until_training_has_ended(tmp_path):
