@@ -164,21 +164,28 @@ def test_iterating_from_a_step_gives_the_batches_from_there_on(by_kind, start):
 
 
 WORKERS = """
-import sys
+import json, sys
 from absl import flags
 sys.path.insert(0, sys.argv[1])
 import test_data_pipeline as tests
 if __name__ == "__main__":
     flags.FLAGS.mark_as_parsed()
     tests.pipeline.LENGTH_PROBE = 16
-    made = tests.pipeline.Feed(tests.make_batches().dataset(), 7, workers=2)
-    print(*(tests.digest(next(made)) for _ in range(6)))
+    dataset = tests.make_batches().dataset()
+    made = tests.pipeline.Feed(dataset, 7, workers=2)
+    print(*(tests.digest(next(made)) for _ in range(3)))
+    saved = json.loads(json.dumps(made.position))
     made.close()
+    assert (saved["begin"], saved["workers"]) == (7, 2)
+    again = tests.pipeline.Feed(dataset, 10, workers=2, saved=saved)
+    assert again.position == saved
+    print(*(tests.digest(next(again)) for _ in range(3)))
+    again.close()
 """
 
 
 @pytest.mark.slow
-def test_worker_processes_make_the_same_batches(by_kind, tmp_path):
+def test_worker_processes_make_the_same_batches_and_go_on_where_they_were(by_kind, tmp_path):
     dataset = by_kind["schedule"].dataset()
     here = [digest(dataset[index]) for index in range(7, 13)]
     assert run_elsewhere(WORKERS, tmp_path) == here

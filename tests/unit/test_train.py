@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import json
 import os
+import shutil
 import signal
 import types
 
@@ -440,10 +441,10 @@ def loop(monkeypatch, tmp_path):
     monkeypatch.setattr(report, "check", check)
     monkeypatch.setattr(report, "write", write)
 
-    def run(**changes):
+    def run(profile=range(0), **changes):
         given = stand_ins.settings(train=changes)
         with runs.Run(tmp_path / "run", given) as opened:
-            train.train(given, opened)
+            train.train(given, opened, profile)
 
     ours.run, ours.folder = run, tmp_path / "run"
     return ours
@@ -467,6 +468,20 @@ def test_every_so_many_steps_and_the_last_one_are_logged(loop, capsys):
         assert "mfu" not in line
     assert loop.written == [5]
     assert f"{loop.folder / 'model'}: the trained model" in capsys.readouterr().out
+
+
+def test_the_steps_to_trace_are_traced(loop):
+    """The trace is written behind the last of them, or at the end of a run that ends before."""
+    traces, seen = loop.folder / "profile", []
+    loop.before_step = lambda step: seen.append(len([*traces.rglob("*.xplane.pb")]))
+    loop.run(range(1, 3), train_steps=5)
+    assert seen == [0, 0, 0, 1, 1]
+    (written,) = traces.rglob("*.xplane.pb")
+    assert written.stat().st_size > 0
+    for folder in traces.iterdir():
+        shutil.rmtree(folder)
+    loop.run(range(5, 99), train_steps=6)
+    assert [*traces.rglob("*.xplane.pb")]
 
 
 def test_a_finished_run_holds_a_model_that_can_be_loaded(loop):
