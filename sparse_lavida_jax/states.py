@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The saved states of a training run: whole or not there, on any number of processes."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import hashlib
@@ -386,10 +387,16 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _known(leaves: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the checksum of each array."""
+    """Returns the checksum of each array.
+
+    Training waits for it, since the store takes what goes with a state before it writes anything.
+    """
     if processes.are_several():
         return {name: f"sums {digest}" for name, digest in _sum_digests(leaves).items()}
-    return {name: checkpoint.digest_of({name: leaf}) for name, leaf in leaves.items()}
+    # Hashing lets go of the interpreter's lock, so every core takes an array.
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        digests = pool.map(lambda name: checkpoint.digest_of({name: leaves[name]}), leaves)
+        return dict(zip(leaves, digests, strict=True))
 
 
 def _check_known(known: dict[str, str] | str | None, leaves: Mapping[str, Any]) -> None:
