@@ -78,6 +78,10 @@ class CheckpointError(Exception):
     """A checkpoint that is missing, damaged, of another model, or cannot be written."""
 
 
+class WriteError(CheckpointError):
+    """A checkpoint that could not be written, or that the disk is too full for."""
+
+
 # ---------------------------------------------------------------------------------------------
 # Model folders.
 
@@ -822,7 +826,7 @@ def replacing(folder: pathlib.Path) -> Iterator[pathlib.Path]:
                 old.rename(folder)
             raise
     except OSError as error:
-        raise CheckpointError(
+        raise WriteError(
             f"{folder} could not be written ({error}); what was there before is unchanged."
         ) from error
     finally:
@@ -833,13 +837,13 @@ def check_free_space(folder: pathlib.Path, num_bytes: int) -> None:
     """Refuses to start writing what the disk cannot hold.
 
     Raises:
-        CheckpointError: less than 1.2 times `num_bytes` are free.
+        WriteError: less than 1.2 times `num_bytes` are free.
     """
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     if free < FREE_SPACE_FACTOR * num_bytes:
-        raise CheckpointError(
+        raise WriteError(
             f"the disk of {folder.resolve()} has {free / 1e6:.0f} MB free and"
             f" {FREE_SPACE_FACTOR * num_bytes / 1e6:.0f} MB are needed. What was saved before is"
             " intact: free some space and run the same command again."

@@ -20,9 +20,7 @@ from collections.abc import Callable, Sequence
 
 from sparse_lavida_jax import __version__, checkpoint, config
 from sparse_lavida_jax import main as full
-from sparse_lavida_jax.data.task_prompts import RequestError
-from sparse_lavida_jax.main import DEFAULT_MODEL, UsageError
-from sparse_lavida_jax.pictures import PictureError
+from sparse_lavida_jax.main import DEFAULT_MODEL, MISTAKES, UsageError
 
 # Modes of `main`, with what may be given without its name.
 MODES = {"train": ["config"], "evaluate": ["checkpoint"]} | {
@@ -30,9 +28,6 @@ MODES = {"train": ["config"], "evaluate": ["checkpoint"]} | {
 }
 MISTAKE, FAILURE, STOPPED = 2, 1, 130
 NO_DEVICE = ("Unable to initialize backend", "Unknown backend")  # what jax says then
-MISTAKES = (
-    UsageError, RequestError, PictureError, config.ConfigError, checkpoint.CheckpointError,
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name == "--version":
         print(__version__)
         return 0
-    if name in MODES:
-        return full.main([program, *_mode_words(name, rest)])
-    if name not in COMMANDS:
+    if name not in COMMANDS and name not in MODES:
         near = difflib.get_close_matches(name, (*COMMANDS, *MODES), 1)
         meant = f"Did you mean {near[0]!r}? " if near else ""
         print(
@@ -73,20 +66,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return MISTAKE
     if "--debug" in rest:
-        return _run(name, rest)
+        return _run(program, name, rest)
     try:
-        return _run(name, rest)
-    except MISTAKES as error:
-        return _told(str(error), MISTAKE)
-    except OSError as error:
+        return _run(program, name, rest)
+    except (checkpoint.WriteError, OSError) as error:
         return _told(str(error), FAILURE)
+    except MISTAKES as error:
+        # Of a mode it may be a list, a line each.
+        return _told(str(error), MISTAKE, keep_lines=name in MODES)
     except MemoryError:
-        return _told("there is not enough memory: ask for fewer pictures at once.", FAILURE)
+        return _told(f"there is not enough memory: {_less(name)}.", FAILURE)
     except KeyboardInterrupt:
         return _told("stopped.", STOPPED)
     except Exception as error:  # ours to mend, yet no page of traceback for a person
         if "RESOURCE_EXHAUSTED" in str(error):
-            return _told("the device has not enough memory: lower --batch-size.", FAILURE)
+            return _told(f"the device has not enough memory: {_less(name)}.", FAILURE)
         if any(part in str(error) for part in NO_DEVICE):
             return _told(
                 f"jax cannot use the device that was asked for: {error} JAX_PLATFORMS=cpu takes the"
@@ -97,7 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _told(f"an error of the program: {said} Run it with --debug to see where.", FAILURE)
 
 
-def _run(name: str, words: Sequence[str]) -> int:
+def _run(program: str, name: str, words: Sequence[str]) -> int:
+    if name in MODES:
+        return full.run([program, *_mode_words(name, [w for w in words if w != "--debug"])])
     try:
         asked = _parser(name).parse_args(words)
     except SystemExit:  # --help
@@ -111,15 +107,25 @@ def _run(name: str, words: Sequence[str]) -> int:
     return commands.run(name, asked)
 
 
-def _told(sentence: str, code: int) -> int:
-    print(f"sparse_lavida_jax: {' '.join(sentence.split())}", file=sys.stderr)
+def _less(name: str) -> str:
+    """Returns what makes a command need less memory."""
+    if name == "train":
+        return "lower train.batch_size or raise train.microbatches (docs/training.md)"
+    if name == "evaluate":
+        return "lower evaluate.batch_size"
+    return "use a machine that has more" if name in MODES else "lower --batch-size"
+
+
+def _told(sentence: str, code: int, *, keep_lines: bool = False) -> int:
+    said = sentence if keep_lines else " ".join(sentence.split())
+    print(f"sparse_lavida_jax: {said}", file=sys.stderr)
     return code
 
 
 def _overview() -> str:
     width = max(map(len, COMMANDS))
     tasks = (f"    {name:{width}}  {command.does}" for name, command in COMMANDS.items())
-    modes = f"    {', '.join(MODES)}: as --mode of `python -m sparse_lavida_jax.main`"
+    modes = f"    {', '.join(MODES)}: as --mode of `python -m sparse_lavida_jax.main`, with --debug"
     return "\n".join([__doc__ or "", "Commands:", "", *tasks, modes])
 
 

@@ -60,12 +60,13 @@ class UsageError(Exception):
     """A command line that asks for nothing we can do."""
 
 
-# OSError: a full disk, a file that is not there, a folder that may not be written.
-OURS = (
+MISTAKES = (
     config.ConfigError, checkpoint.CheckpointError, runs.RunError, pictures.PictureError,
     RequestError, UsageError, PrepareError, RecordError, EvaluationError,
-    processes.ProcessError, OSError,
+    processes.ProcessError,
 )  # fmt: skip
+# OSError: a full disk, a file that is not there, a folder that may not be written.
+OURS = (*MISTAKES, OSError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,7 +305,7 @@ def parse(argv: list[str]) -> Command | None:
             raise UsageError(f"{left[0]!r} is no setting. Write settings as --name=value.")
         if values.mode in FOLDERS and values.mode != "prepare" and overrides:
             raise UsageError(f"--mode={values.mode} takes no settings of a config: {overrides[0]}.")
-        _refuse_addresses({f"--{name}": values[name].value for name in PATHS})
+        _refuse_addresses({f"--{name}": getattr(values, name) for name in PATHS})
         settings = _override(_base_config(values), overrides)
     except flags.Error as error:
         raise UsageError(f"{str(error).strip().rstrip('.')}. See --help.") from error

@@ -241,7 +241,7 @@ class States:
             # processes the others know nothing of it yet: they cannot do this together.
             if not processes.are_several():
                 self._checkpointer = self._open()
-            raise checkpoint.CheckpointError(
+            raise checkpoint.WriteError(
                 f"a state could not be written to {self.folder} ({error}). Intact are those of"
                 f" steps {self.steps}: run the same command again to go on from there."
             ) from error

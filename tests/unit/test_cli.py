@@ -14,7 +14,7 @@ import pytest
 import rich.console
 
 import sparse_lavida_jax
-from sparse_lavida_jax import cli, commands, config, doctor, pictures
+from sparse_lavida_jax import checkpoint, cli, commands, config, doctor, pictures
 from sparse_lavida_jax.data.task_prompts import TASKS
 from sparse_lavida_jax.main import UsageError
 from sparse_lavida_jax.pipeline import SparseLaViDa
@@ -130,6 +130,32 @@ def test_a_device_that_is_not_there_is_told_with_what_to_do(monkeypatch, capsys)
     said = complaint(capsys, "doctor", code=1)
     assert "jax cannot use the device that was asked for: Unable to initialize backend" in said
     assert "JAX_PLATFORMS=cpu takes the CPU" in said
+
+
+@pytest.mark.parametrize(
+    ("trouble", "code", "told"),
+    [
+        (OSError(28, "No space left on device"), 1, "No space left on device"),
+        (checkpoint.WriteError("the disk has 0 MB free."), 1, "has 0 MB free"),
+        (checkpoint.CheckpointError("there is no model."), 2, "there is no model"),
+        (MemoryError(), 1, "there is not enough memory: lower train.batch_size"),
+        (ValueError("five"), 1, "an error of the program: ValueError: five Run it with --debug"),
+        (KeyboardInterrupt(), 130, "stopped."),
+    ],
+)
+def test_a_mode_that_fails_says_so_as_a_command_does(monkeypatch, capsys, trouble, code, told):
+    seen = []
+
+    def fail(words):
+        seen.append(words)
+        raise trouble
+
+    monkeypatch.setattr(cli.full, "run", fail)
+    assert told in complaint(capsys, "train", "configs/scenes.py", "--seed=1", code=code)
+    with pytest.raises(type(trouble)):
+        run("train", "configs/scenes.py", "--seed=1", "--debug")
+    line = ["sparse-lavida", "--mode=train", "--config=configs/scenes.py", "--seed=1"]
+    assert seen == [line, line]
 
 
 @pytest.mark.parametrize(("found", "told"), [("0.4.30", "this is jax 0.4.30"), (None, "is none")])
