@@ -21,6 +21,7 @@ from sparse_lavida_jax.kernels.sharded import BATCH_AXES, HEADS_AXIS, TOKENS_AXI
 from sparse_lavida_jax.parameters import leaf_name
 
 AXES = (*BATCH_AXES, HEADS_AXIS, TOKENS_AXIS)
+PARTS = ("params", "ema", "frozen")  # of `train_step.TrainState` that are parameters, or like them
 
 T = TypeVar("T")
 AnyMesh = Mesh | AbstractMesh
@@ -117,19 +118,40 @@ def make_mesh(sizes: Mapping[str, int]) -> Mesh | None:
     """
     if not sizes:
         return None
+    whole = whole_sizes(sizes, jax.device_count())
+    automatic = (jax.sharding.AxisType.Auto,) * len(whole)
+    return jax.make_mesh(tuple(whole.values()), tuple(whole), axis_types=automatic)
+
+
+def whole_sizes(sizes: Mapping[str, int], count: int) -> dict[str, int]:
+    """Returns the sizes of the axes of a mesh of `count` devices, in the order of `AXES`.
+
+    Args:
+        sizes: of the axes; -1 for the devices that are left.
+
+    Raises:
+        ValueError: an axis that is not ours, or sizes that do not make up the devices.
+    """
     _check_axes(sizes)
-    count, known = jax.device_count(), math.prod(size for size in sizes.values() if size > 0)
+    known = math.prod(size for size in sizes.values() if size > 0)
     whole = {axis: count // known if size == -1 else size for axis, size in sizes.items()}
     if math.prod(whole.values()) != count:
         asked = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
         raise ValueError(f"a mesh of {asked} does not make up the {count} devices there are.")
-    names = tuple(axis for axis in AXES if axis in whole)
-    automatic = (jax.sharding.AxisType.Auto,) * len(names)
-    return jax.make_mesh(tuple(whole[axis] for axis in names), names, axis_types=automatic)
+    return {axis: whole[axis] for axis in AXES if axis in whole}
 
 
 def spec_of_state(name: str, shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSpec:
-    """Returns how a leaf of a training state is split: as the parameter whose name ends its own."""
+    """Returns how a leaf of a training state is split: as the parameter whose name ends its own.
+
+    What an optimizer keeps beside its moments, such as the number of the step, is whole everywhere.
+
+    Raises:
+        ValueError: no rule, or more than one, is for a parameter or its average.
+    """
+    part, _, parameter = name.partition("/")
+    if part in PARTS:
+        return spec_of(parameter, shape, mesh)
     parts = name.split("/")
     for start in range(len(parts)):
         own = "/".join(parts[start:])
@@ -137,6 +159,12 @@ def spec_of_state(name: str, shape: tuple[int, ...], mesh: AnyMesh) -> Partition
         if len(found) == 1 and len(found[0]) <= len(shape):
             return spec_of(own, shape, mesh)
     return PartitionSpec()
+
+
+def shared_by(name: str, shape: tuple[int, ...], mesh: AnyMesh) -> int:
+    """Returns how many equal parts a leaf of a training state is split into."""
+    split = jax.tree.leaves(tuple(spec_of_state(name, shape, mesh)))
+    return math.prod(mesh.shape[axis] for axis in split)
 
 
 def of_state(state: T, mesh: Mesh) -> T:

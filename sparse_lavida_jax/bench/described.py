@@ -22,7 +22,16 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sparse_lavida_jax import config, parameters, presets, prompts, sample, sharding, train
+from sparse_lavida_jax import (
+    config,
+    optimizer,
+    parameters,
+    presets,
+    prompts,
+    sample,
+    sharding,
+    train,
+)
 from sparse_lavida_jax.bench import hlo, plan
 from sparse_lavida_jax.kernels.attention import slot_multiple
 from sparse_lavida_jax.layout import Response, Text
@@ -60,7 +69,7 @@ CHIPS = {
     "v5p": Chip(95 * 2**30, 459e12, 1.75e9, 600e9),
     "v6e": Chip(32 * 2**30, 918e12, 1.75e9, 448e9),
 }
-# 64 chips for training, 8 or 4 to sample.
+# 64 chips for training, of configs that name no mesh; 8 or 4 to sample.
 TRAINING: dict[str, dict[str, int]] = {
     "v5p:4x4x4": {"data": 2, "fsdp": 16, "tensor": 2},
     "v6e:8x8": {"fsdp": 32, "tensor": 2},
@@ -178,6 +187,28 @@ def full_run(settings: config.Config) -> config.Config:
     return dataclasses.replace(settings, model=model)
 
 
+def training_axes(settings: config.Config, topology: str) -> dict[str, int]:
+    """Returns the sizes of the mesh that a config asks for, or ours, over chips for training.
+
+    Raises:
+        ConfigError: `train.mesh` does not make up the chips.
+    """
+    ours = TRAINING[topology]
+    return axes_over(settings.train.mesh or ours, math.prod(ours.values()))
+
+
+def axes_over(mesh: Mapping[str, int], count: int) -> dict[str, int]:
+    """Returns the sizes of `train.mesh` over so many devices.
+
+    Raises:
+        ConfigError: they do not make up the devices.
+    """
+    try:
+        return sharding.whole_sizes(mesh, count)
+    except ValueError as error:
+        raise config.ConfigError(f"Train.mesh: {error}") from error
+
+
 def described(topology: str, axes: Mapping[str, int]) -> Mesh:
     """Returns a mesh of chips that are not there.
 
@@ -218,12 +249,12 @@ def step_on(
 ) -> Compiled:
     """Compiles one step of training for the devices of a mesh, from shapes alone.
 
+    No model is read: the one of `train.init_from` has the shapes of the config.
+
     Args:
         options: of the compiler.
     """
-    state = jax.eval_shape(
-        lambda: train.init_state(settings, Denoiser(settings.model, rngs=nnx.Rngs(0)))
-    )
+    state = jax.eval_shape(lambda: first_state(settings))
     rows = jax.eval_shape(lambda: plan.rows(settings.model, batch))
     given = (
         _laid(state, sharding.of_state(state, mesh)),
@@ -240,6 +271,17 @@ def step_on(
         ).lower().compile(compiler_options=dict(options or {}))  # fmt: skip
     seconds = time.perf_counter() - begin
     return Compiled(topology, dict(mesh.shape), program, given, seconds)
+
+
+def first_state(settings: config.Config) -> train.TrainState:
+    """Returns the state of a run at step 0, of random parameters, whatever it starts from.
+
+    To be called while tracing.
+    """
+    params, frozen = plan.parts(settings)
+    ema = params if settings.optimizer.ema else None
+    opt_state = optimizer.init(settings.optimizer, params)
+    return train.TrainState(jnp.int32(0), params, ema, opt_state, jnp.int32(0), frozen)
 
 
 def sampling(

@@ -14,11 +14,17 @@
   its trained matrices in the dtype they are multiplied in.
 * Logits of a chunk: rows x chunk x vocabulary, in float32 twice and in the compute dtype.
 
+Over a mesh a device holds its share of the state, as `sharding.py` splits it, and its rows; what
+tensor and sequence split of these is not taken off. Matrices that are gathered along `fsdp` are
+counted where they are used: those of a layer, and the head of a chunk, each with its gradient.
+
 The parts are not all there at the same moment, so the total is an upper bound of what the arrays
 take; `USABLE` leaves room for programs, and for what the allocator cannot use.
 """
 
 import dataclasses
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -26,9 +32,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.extend.core import Literal
+from jax.sharding import AbstractMesh
 
-from sparse_lavida_jax import config, lora, optimizer, parameters, train
+from sparse_lavida_jax import config, lora, optimizer, parameters, sharding, train
 from sparse_lavida_jax.diffusion import Corrupted
+from sparse_lavida_jax.kernels.sharded import BATCH_AXES
 from sparse_lavida_jax.layout import Stream, TokenLayout
 from sparse_lavida_jax.models.denoiser import Denoiser
 
@@ -110,27 +118,52 @@ def ways(settings: config.Config) -> dict[str, config.Config]:
     }
 
 
-def plan(settings: config.Config, batch: Batch) -> Plan:
-    """Returns the memory of training with these settings.
+def plan(settings: config.Config, batch: Batch, axes: Mapping[str, int] | None = None) -> Plan:
+    """Returns the memory that training with these settings takes on one device.
+
+    Args:
+        batch: the rows of a microbatch that lie on a device.
+        axes: sizes of the mesh; None: one device alone.
 
     Raises:
         ConfigError: the settings train nothing, or name parameters that do not exist.
     """
-    trained, frozen = jax.eval_shape(lambda: _parts(settings))
+    axes = axes or {}
+    trained, frozen = jax.eval_shape(lambda: parts(settings))
+    moments = jax.eval_shape(lambda p: optimizer.init(settings.optimizer, p), trained)
+    own = _share({"params": trained}, axes)
+    is_gathered = axes.get("fsdp", 1) > 1
     return Plan(
         trained=sum(leaf.size for leaf in jax.tree.leaves(trained)),
         remat=settings.model.remat,
-        parameters=_bytes(trained) + _bytes(frozen),
-        gradients=_bytes(trained) * (2 if settings.train.microbatches > 1 else 1),
-        moments=_bytes(jax.eval_shape(lambda p: optimizer.init(settings.optimizer, p), trained)),
-        average=_bytes(trained) if settings.optimizer.ema else 0,
+        parameters=own + _share({"frozen": frozen}, axes),
+        gradients=own * (2 if settings.train.microbatches > 1 else 1),
+        moments=_share({"opt_state": moments}, axes),
+        average=own if settings.optimizer.ema else 0,
         kept=kept(settings, batch),
-        layer=_of_a_layer(settings, batch, trained),
-        logits=_of_logits(settings, batch),
+        layer=_of_a_layer(settings, batch, trained, frozen, is_gathered=is_gathered),
+        logits=_of_logits(settings, batch)
+        + is_gathered * _gathered_head(settings, trained, frozen),
     )
 
 
-def _parts(settings: config.Config) -> tuple[Denoiser, Denoiser | None]:
+def rows_of(settings: config.Config, axes: Mapping[str, int]) -> int:
+    """Returns the rows of a microbatch that lie on one device of a mesh."""
+    rows = settings.train.batch_size // (settings.data.packing * settings.train.microbatches)
+    return math.ceil(rows / math.prod(axes.get(axis, 1) for axis in BATCH_AXES))
+
+
+def _share(state: dict[str, Any], axes: Mapping[str, int]) -> int:
+    """Bytes of a part of a training state on one device of a mesh."""
+    mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
+    return sum(
+        _bytes(leaf) // sharding.shared_by(name, leaf.shape, mesh)
+        for name, leaf in parameters.by_name(state).items()
+    )
+
+
+def parts(settings: config.Config) -> tuple[Denoiser, Denoiser | None]:
+    """Returns what is trained, and what is frozen: to be called while tracing."""
     model = Denoiser(settings.model, rngs=nnx.Rngs(0))
     return optimizer.parted(settings, lora.begin(settings, model, jax.random.key(0)))
 
@@ -142,7 +175,7 @@ def kept(settings: config.Config, batch: Batch) -> int:
     implementation = "reference" if quick else "pallas_tpu"
     model = dataclasses.replace(settings.model, attention_implementation=implementation)
     settings = dataclasses.replace(settings, model=model)
-    trained, frozen = jax.eval_shape(lambda: _parts(settings))
+    trained, frozen = jax.eval_shape(lambda: parts(settings))
 
     def way_back(trained, frozen):
         def loss(part):
@@ -191,7 +224,14 @@ def rows(model: config.Model, batch: Batch) -> Corrupted:
     )
 
 
-def _of_a_layer(settings: config.Config, batch: Batch, trained: Denoiser) -> int:
+def _of_a_layer(
+    settings: config.Config,
+    batch: Batch,
+    trained: Denoiser,
+    frozen: Denoiser | None,
+    *,
+    is_gathered: bool,
+) -> int:
     """Bytes of one joint layer on its way back."""
 
     def of_one(remat: str) -> int:
@@ -200,14 +240,31 @@ def _of_a_layer(settings: config.Config, batch: Batch, trained: Denoiser) -> int
         )
         return kept(dataclasses.replace(settings, model=model), batch)
 
-    matrices = [
-        leaf.size // leaf.shape[0]
-        for name, leaf in parameters.by_name(trained).items()
-        if name.startswith("joint_layers/") and name.endswith("/kernel")
-    ]
+    def elements(part: Denoiser | None) -> int:
+        return sum(
+            leaf.size // leaf.shape[0]
+            for name, leaf in parameters.by_name(part).items()
+            if name.startswith("joint_layers/") and name.endswith("/kernel")
+        )
+
     dtype = jnp.dtype(settings.model.compute_dtype)
-    copied = sum(matrices) * dtype.itemsize if dtype != jnp.float32 else 0
+    is_copied = is_gathered or dtype != jnp.float32
+    copied = elements(trained) * dtype.itemsize if is_copied else 0
+    if is_gathered:
+        summed = dtype.itemsize if settings.model.grad_reduce_dtype == "compute" else 4
+        copied += elements(trained) * summed + elements(frozen) * dtype.itemsize
     return 2 * (of_one("none") - of_one("layer")) + copied
+
+
+def _gathered_head(settings: config.Config, trained: Denoiser, frozen: Denoiser | None) -> int:
+    """Bytes of the larger head, and of its gradient in float32 if it is trained."""
+    each = jnp.dtype(settings.model.compute_dtype).itemsize
+    return max(
+        leaf.size * (each + 4 * (part is trained))
+        for part in (trained, frozen)
+        for name, leaf in parameters.by_name(part).items()
+        if name in HEADS
+    )
 
 
 def _of_logits(settings: config.Config, batch: Batch) -> int:

@@ -5,6 +5,7 @@ r"""Training: what a step gives for its time, whether a run fits, and the full r
     python -m sparse_lavida_jax.bench.training --config=configs/lavida_o_lora.py --batch=8 --runs=12
     python -m sparse_lavida_jax.bench.training --plan --config=configs/lavida_o_lora.py
     python -m sparse_lavida_jax.bench.training --plan --config=configs/lavida_o.py --device-gb=80
+    python -m sparse_lavida_jax.bench.training --plan --config=configs/sft_1024.py --devices=64
     python -m sparse_lavida_jax.bench.training --aot --config=configs/lavida_o.py      # 15 minutes
 
 Without a mode, on this device and on the same examples in turn: step-causal training with tiles
@@ -15,14 +16,16 @@ in chunks and plain. With `--config` the parameters are random, which changes no
 says nothing.
 
 `--plan` prints the memory, in 1e9 bytes, of the ways to train a model of this size, and of the
-config itself, which is the last row: how it is counted stands in `bench/plan.py`. Ends with status
-2 if that does not fit. Nothing is allocated: any machine will do.
+config itself, which is the last row, on one device: of a batch, a microbatch and a mesh as the
+config has them (`bench/plan.py` says how it is counted). Ends with status 2 if that does not fit.
+Nothing is allocated: any machine will do.
 
 `--aot` compiles the training step of a config for 64 TPU chips, and sampling for 8, on any Linux
 machine: none of the chips is there (`bench/described.py`).
 """
 
 import dataclasses
+import math
 import pathlib
 import random
 import statistics
@@ -64,15 +67,20 @@ DEVICE_GB = flags.DEFINE_float(
     "device-gb", 141.0, "Memory of the device as vendors count it, in 2**30 bytes; 141: an H200.",
     lower_bound=0.0,
 )  # fmt: skip
+DEVICES = flags.DEFINE_integer(
+    "devices", 0, "Of --plan: devices that train.mesh is laid over; 0: as many as it names.",
+    lower_bound=0,
+)  # fmt: skip
 ROWS = flags.DEFINE_integer(
-    "rows", 0, "Rows that pass the model at a time; 0: 1, and 128 of --aot.", lower_bound=0
-)
+    "rows", 0, "Rows that pass a device at a time; 0: as the config says, and 128 of --aot in all.",
+    lower_bound=0,
+)  # fmt: skip
 # Of a text-to-image row at 1024 px: a cell grid of 32 x 32 and four groups of 64 registers.
 TEXT_TOKENS = flags.DEFINE_integer(
-    "text-tokens", 1024, "Understanding tokens of a row.", lower_bound=1
+    "text-tokens", 1024, "Understanding tokens of an example.", lower_bound=1
 )
 IMAGE_TOKENS = flags.DEFINE_integer(
-    "image-tokens", 1280, "Generation tokens of a row.", lower_bound=0
+    "image-tokens", 1280, "Generation tokens of an example.", lower_bound=0
 )
 
 AOT_ROWS = 128
@@ -215,7 +223,7 @@ def _compile(settings: config.Config) -> None:
 
 
 def _compile_training(bench: Bench, settings, topology: str, batch: plan.Batch) -> None:
-    axes = described.TRAINING[topology]
+    axes = described.training_axes(settings, topology)
     step = described.training(settings, topology, axes, batch, EFFORT.value)
     useful = described.useful_flops(settings.model, batch)
     expected = described.expected_bytes(settings, axes, batch)
@@ -301,12 +309,31 @@ def _print_plan(settings: config.Config) -> None:
 
 
 def _plans(settings: config.Config) -> dict[str, plan.Plan]:
+    axes, packing = _plan_axes(settings.train.mesh, DEVICES.value), settings.data.packing
     images = 0 if settings.model.understanding_only else IMAGE_TOKENS.value
-    batch = plan.Batch(ROWS.value or 1, TEXT_TOKENS.value, images)
+    rows = ROWS.value or plan.rows_of(settings, axes)
+    batch = plan.Batch(rows, TEXT_TOKENS.value * packing, images * packing)
     return {
-        name: plan.plan(way, batch)
+        name: plan.plan(way, batch, axes)
         for name, way in {**plan.ways(settings), settings.name: settings}.items()
     }
+
+
+def _plan_axes(mesh: dict[str, int], devices: int) -> dict[str, int]:
+    """The sizes of the mesh that is planned for; none where a config has no mesh."""
+    if not mesh and devices > 1:
+        raise config.ConfigError(
+            f"--devices={devices}: the config has no train.mesh, so its run takes one device. Set"
+            " one, such as {'fsdp': -1}."
+        )
+    if not mesh:
+        return {}
+    if -1 in mesh.values() and not devices:
+        raise config.ConfigError(
+            f"Train.mesh={mesh!r} is laid over all devices there are: say how many, such as"
+            " --devices=64."
+        )
+    return described.axes_over(mesh, devices or math.prod(mesh.values()))
 
 
 def _print(plans: dict[str, plan.Plan], device: int) -> None:

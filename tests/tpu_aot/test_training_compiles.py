@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training step of 10.4 B parameters on 64 chips that are not there.
 
-Of the real functions, at the size of `configs/lavida_o.py`: what every chip holds, that nothing
-large is held by all, and that what chips send each other is what a formula says. One training
-target takes minutes; `-k` chooses: `v5p` or `v6e`.
+Of the real functions: what every chip holds, that nothing large is held by all, and that what chips
+send each other is what a formula says. `lavida_o.py` over meshes of ours, and `sft_1024.py`, the
+paper's run, over its own. One training target takes minutes; `-k` chooses: `v5p`, or `v6e and sft`.
 """
 
 import importlib.util
@@ -21,22 +21,21 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
     reason="compiling for TPUs needs libtpu: pip install -e '.[aot]'",
 )
-CONFIG = pathlib.Path(__file__).parents[2] / "configs/lavida_o.py"
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 LARGE = 2**22  # elements; 16 MB in float32
 
 
-@pytest.fixture(scope="module")
-def settings():
-    return described.full_run(config_files.read(CONFIG))
-
-
-@pytest.mark.parametrize("topology", described.TRAINING)
-def test_a_training_step_of_the_full_model_fits_64_chips(settings, topology):
+@pytest.mark.parametrize(
+    ("name", "topology"),
+    [*(("lavida_o", topology) for topology in described.TRAINING), ("sft_1024", "v6e:8x8")],
+)
+def test_a_training_step_of_the_full_model_fits_64_chips(name, topology):
     """128 rows of 1,024 understanding and 1,280 generation tokens: see `described.expected_bytes`.
 
     The optimizer's state alone would need 125 GB on a chip that held all of it.
     """
-    axes = described.TRAINING[topology]
+    settings = described.full_run(config_files.read(CONFIGS / f"{name}.py"))
+    axes = described.training_axes(settings, topology)
     batch = plan.Batch(rows=128, understanding=1024, generation=1280)
     with segment_programs.unchecked():
         step = described.training(settings, topology, axes, batch, described.QUICK)

@@ -12,9 +12,10 @@ import pytest
 import stand_ins
 import tiny
 from flax import nnx
+from jax.sharding import Mesh
 
-from sparse_lavida_jax import config, config_files, optimizer, parameters, train
-from sparse_lavida_jax.bench import plan
+from sparse_lavida_jax import config, config_files, optimizer, parameters, sharding, train
+from sparse_lavida_jax.bench import plan, training
 from sparse_lavida_jax.models.denoiser import Denoiser
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
@@ -82,6 +83,41 @@ def test_the_state_of_a_run_is_as_large_as_planned():
     counters = 2 * np.int32().nbytes  # step, skipped
     assert held - counters == planned.parameters + planned.moments + planned.average
     assert planned.gradients == 2 * planned.average == 8 * planned.trained
+
+
+def test_a_device_of_a_mesh_holds_its_share_of_a_run():
+    """Against what the first of four devices holds of a real state."""
+    given = stand_ins.settings(
+        optimizer={"ema": 0.9, "groups": ((plan.BRANCH, 1e-3), ("", 0.0))},
+        train={"batch_size": 8, "microbatches": 2},
+    )
+    axes = {"data": 2, "fsdp": 2}
+    state = train.init_state(given, tiny.denoiser(given.model))
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), tuple(axes))
+    state = sharding.place_state(state, mesh)
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
+    assert plan.rows_of(given, axes) == 1 and plan.rows_of(given, {}) == 4
+    planned = plan.plan(given, plan.Batch(1, 16, 16), axes)
+    counters = 2 * np.int32().nbytes  # step, skipped
+    assert held - counters == planned.parameters + planned.moments + planned.average
+    alone = plan.plan(given, plan.Batch(1, 16, 16))
+    assert planned.parameters < 0.6 * alone.parameters
+    # A layer and a head are gathered to be used.
+    assert planned.kept == alone.kept and planned.layer > alone.layer
+
+
+def test_the_mesh_of_a_plan_is_that_of_the_config():
+    mesh = config_files.read(CONFIGS / "sft_1024.py").train.mesh
+    assert training._plan_axes(mesh, 64) == {"data": 1, "fsdp": 64}
+    assert training._plan_axes({"fsdp": 4}, 0) == {"fsdp": 4}
+    assert training._plan_axes({}, 0) == {}
+    for sizes, devices, told in (
+        (mesh, 0, "say how many, such as --devices=64"),
+        ({"fsdp": 4}, 6, "Train.mesh: a mesh of fsdp=4 does not make up the 6 devices"),
+        ({}, 2, "has no train.mesh, so its run takes one device"),
+    ):
+        with pytest.raises(config.ConfigError, match=told):
+            training._plan_axes(sizes, devices)
 
 
 def test_the_branch_of_the_plan_is_that_of_the_config():

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a program does is counted as often as it runs, and its exchanges are what a mesh needs."""
 
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import segment_programs
+import stand_ins
 import tiny
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from sparse_lavida_jax import config
+from sparse_lavida_jax import config, config_files, parameters, sharding, train
 from sparse_lavida_jax.bench import described, hlo, plan
 
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 PROGRAM = """\
 HloModule jit_f
 
@@ -105,3 +109,30 @@ def test_a_step_gathers_weights_and_no_rows_and_sums_gradients():
     expected = sum(described.expected_bytes(settings, {"fsdp": 8}, batch).values())
     assert expected / 1.5 < sum(sent.values()) < 1.5 * expected
     assert step.whole(2**9) == []
+
+
+def test_the_papers_run_over_its_own_mesh_holds_nothing_large_whole():
+    """From the config alone: no model lies at its `init_from`."""
+    settings = config_files.read(CONFIGS / "sft_1024.py")
+    axes = described.training_axes(settings, "v6e:8x8")
+    assert axes == {"data": 1, "fsdp": 64}
+    with segment_programs.unchecked():
+        state = jax.eval_shape(lambda: described.first_state(settings))
+    assert sum(x.size for x in jax.tree.leaves(state.params)) > 10.4e9
+    mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
+    for name, x in parameters.by_name(state).items():
+        assert x.size < 2**22 or sharding.shared_by(name, x.shape, mesh) == 64, name
+
+
+def test_a_mesh_that_does_not_make_up_the_chips_is_refused():
+    settings = stand_ins.settings(train={"mesh": {"fsdp": 3}})
+    with pytest.raises(config.ConfigError, match=r"Train.mesh: a mesh of fsdp=3 .* the 64 devices"):
+        described.training_axes(settings, "v6e:8x8")
+
+
+def test_the_state_that_is_compiled_is_the_one_that_a_run_starts_with():
+    settings = stand_ins.settings(optimizer={"ema": 0.9, "groups": (("generation", 1e-3),)})
+    with segment_programs.unchecked():
+        begun = jax.eval_shape(lambda: train.init_state(settings, tiny.denoiser(settings.model)))
+        compiled = jax.eval_shape(lambda: described.first_state(settings))
+    assert parameters.by_name(compiled) == parameters.by_name(begun)

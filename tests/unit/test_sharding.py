@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every parameter has one rule, and what is split is where the rule says."""
 
+import pathlib
+
 import jax
 import numpy as np
 import pytest
@@ -8,8 +10,10 @@ import tiny
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sparse_lavida_jax import checkpoint, config, lora, parameters, sharding
+from sparse_lavida_jax import checkpoint, config, config_files, lora, parameters, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
+
+RELEASE = config_files.read(pathlib.Path(__file__).parents[2] / "configs/lavida_o.py").model
 
 
 def mesh_of(**axes):
@@ -33,15 +37,18 @@ def stacked_shapes(settings):
         tiny.model_settings(codes_per_token=1, image_head="embed"),
         tiny.model_settings(understanding_only=True),
         config.Model(),
+        RELEASE,
     ],
-    ids=["small", "embed", "text", "release"],
+    ids=["small", "embed", "text", "default", "release"],
 )
 def test_every_parameter_matches_exactly_one_rule(settings):
     shapes = stacked_shapes(settings)
     split = 0
     for name, shape in shapes.items():
         split += np.prod(shape) * any(sharding.spec_of(name, shape, mesh_of(fsdp=2, tensor=4)))
-    if settings == config.Model():
+    if settings == RELEASE:
+        assert {"image_newline", "vision/tower/post_norm/scale"} < set(shapes)
+    if settings in (config.Model(), RELEASE):
         assert split > 0.99 * sum(np.prod(shape) for shape in shapes.values())
 
 
@@ -78,8 +85,18 @@ def test_an_axis_that_does_not_divide_a_side_splits_the_other():
 
 
 def test_a_parameter_without_a_rule_is_named():
-    with pytest.raises(ValueError, match=r"0 rules .* for the parameter novel/thing"):
+    told = r"0 rules .* for the parameter novel/thing"
+    with pytest.raises(ValueError, match=told):
         sharding.rule_of("novel/thing")
+    for part in ("params", "ema", "frozen"):
+        with pytest.raises(ValueError, match=told):
+            sharding.spec_of_state(f"{part}/novel/thing", (8, 8), mesh_of(fsdp=8))
+
+
+def test_what_an_optimizer_keeps_beside_its_moments_is_whole():
+    assert sharding.spec_of_state("opt_state/1/0/count", (), mesh_of(fsdp=8)) == PartitionSpec()
+    moments = sharding.spec_of_state("opt_state/1/0/mu/text_head/kernel", (8, 3), mesh_of(fsdp=8))
+    assert moments == PartitionSpec("fsdp", None)
 
 
 def test_a_mesh_of_other_axes_is_refused():
