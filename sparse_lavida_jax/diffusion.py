@@ -134,6 +134,8 @@ class Blocks:
         total: what the weights of a response are divided by (L, or the tokens predicted).
         known: codes of masked cells that are in the input all the same and have no loss; None
             where training has none of them (`partly_known`).
+        code_weight: how much each code of a picture weighs beside the others of it (`Data.
+            edit_area_weight`); None: all alike.
     """
 
     block: Int[np.ndarray, " l"]
@@ -143,6 +145,7 @@ class Blocks:
     weight: Float[np.ndarray, " l"]
     total: float
     known: Bool[np.ndarray, "l g"] | None = None
+    code_weight: Float[np.ndarray, "l g"] | None = None
 
 
 def uniform_blocks(
@@ -376,7 +379,8 @@ def corrupt(
     Returns:
         The understanding and generation tokens of the row, unsorted and unpadded.
     """
-    by_code = blocks.known is not None  # the loss of pictures
+    # The loss of pictures.
+    by_code = blocks.known is not None or blocks.code_weight is not None
     text = _prompt_stream(prompt.ids, prompt.feature, prompt.position)
     image = _prompt_stream(prompt.codes, prompt.cell, prompt.source_position)
     if by_code:
@@ -386,9 +390,8 @@ def corrupt(
     register_id = model.text_register_id if is_text else model.image_register_id
     here = np.flatnonzero(blocks.block != ABSENT)
     hidden, weight = blocks.masked[:, None], blocks.weight
-    if blocks.known is not None and not is_text:
-        hidden = hidden & ~blocks.known
-        weight = hidden * weight[:, None]
+    if by_code and not is_text:
+        hidden, weight = _by_code(blocks, model.codes_per_token)
     tokens = np.where(hidden, mask_id, response)[here]
     answer = _HostStream(
         tokens[:, 0] if is_text else tokens,
@@ -411,6 +414,20 @@ def corrupt(
                 np.zeros(shape if by_code else m),
             )
     return (text + answer, image) if is_text else (text, image + answer)
+
+
+def _by_code(
+    blocks: Blocks, codes_per_token: int
+) -> tuple[Bool[np.ndarray, "l g"], Float[np.ndarray, "l g"]]:
+    """Returns which codes are hidden, and their loss weights, whose sum `code_weight` leaves."""
+    hidden = np.repeat(blocks.masked[:, None], codes_per_token, axis=1)
+    if blocks.known is not None:
+        hidden &= ~blocks.known
+    weight = hidden * blocks.weight[:, None]
+    if blocks.code_weight is None:
+        return hidden, weight
+    weighted = weight * blocks.code_weight
+    return hidden, weighted * (weight.sum() / max(weighted.sum(), 1e-9))
 
 
 def _prompt_stream(tokens, index, position) -> _HostStream:

@@ -212,7 +212,8 @@ class Mixer:
                     t, asked, shown, [self._cells(one) for one in record.sources], len(codes),
                     plan=self._plan_words(record) if record.plan else "",
                 )  # fmt: skip
-                return _example(parts, codes, "image", views)
+                made = _example(parts, codes, "image", views)
+                return dataclasses.replace(made, code_weight=self._code_weight(record))
             case "plan":
                 ids, reach = self._answer(self._plan_words(record), rng)
                 caption, condition = caption_of(record, rng), condition_of(record, crop, rng)

@@ -10,7 +10,7 @@ import dataclasses
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Bool, Int, UInt8
+from jaxtyping import Bool, Float, Int, UInt8
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import digits, scenes, tasks
@@ -35,6 +35,7 @@ class Example:
             first end-of-text.
         views: in place of `pixels`, the views of each picture that is shown (`data/images.py`).
         grid: rows and columns of cells of an image response; None: the model's largest.
+        code_weight: loss weight of each code of an image response; None: all alike.
     """
 
     parts: tuple[Part, ...]
@@ -45,6 +46,7 @@ class Example:
     reach: int
     views: tuple[Views, ...] = ()
     grid: tuple[int, int] | None = None
+    code_weight: Float[np.ndarray, "l g"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,8 @@
 Every random choice comes from the generator of the row.
 """
 
+import dataclasses
+
 import numpy as np
 from jaxtyping import Bool
 
@@ -26,6 +28,11 @@ def laid_out(
     if settings.diffusion.partial_cells:
         codes = settings.model.codes_per_token
         blocks = diffusion.partly_known(rng, blocks, example.kind, codes, settings.diffusion)
+    if settings.data.edit_area_weight > 1:  # then the rows of a batch all have weights by code
+        weight = example.code_weight
+        if weight is None:
+            weight = np.ones((len(example.response), settings.model.codes_per_token))
+        blocks = dataclasses.replace(blocks, code_weight=weight)
     prompt = prompt_row(
         example.parts,
         text_mask_id=settings.model.text_mask_id,

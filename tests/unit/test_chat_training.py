@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import raw_data
 
-from sparse_lavida_jax.data import chat, chat_training
+from sparse_lavida_jax.data import chat, chat_training, rows
 from sparse_lavida_jax.data.records import Record, RecordError
 from sparse_lavida_jax.layout import Answer, Response, Source, Text, Vision, num_tokens
 
@@ -295,6 +295,35 @@ def test_codes_in_the_boxes_of_an_edit_may_weigh_more(tokenizer):
         heavy.sequence(made, Never()).code_weight,
         [[5, 5, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1]],
     )
+
+
+def test_codes_in_the_boxes_weigh_more_in_step_causal_training_too(tokenizer):
+    made = record("edit", "x", boxes=np.array([[0, 0, 20, 16]], np.float32), **(DRAWN | SOURCES))
+    weights = []
+    for heavier in (1.0, 5.0):
+        settings = raw_data.settings(
+            tokenizer,
+            data={"edit_area_weight": heavier, "given": 0.0},
+            diffusion={"plan_steps": (1,)},  # all four cells are masked
+        )
+        example = chat_training.Mixer(tokenizer, settings).example(made, generator())
+        (_, image), _ = rows.laid_out(example, settings, generator())
+        weights.append(image.weight[4:8])  # between those of the source and the registers
+    plain, heavy = weights
+    np.testing.assert_allclose(plain, np.ones(4))
+    np.testing.assert_allclose(heavy[0], heavy[1, 0] * np.array([5, 5, 1, 1]))
+    np.testing.assert_allclose(heavy[1:], np.full((3, 4), heavy[1, 0]))
+    assert heavy.sum() == pytest.approx(16)
+
+
+def test_rows_of_a_batch_have_weights_by_code_whether_or_not_a_picture_has_boxes(tokenizer):
+    """Or they could not be stacked."""
+    settings = raw_data.settings(tokenizer, data={"edit_area_weight": 5.0})
+    mixer = chat_training.Mixer(tokenizer, settings)
+    for name in ("edit", "text to image", "verdict"):
+        example = mixer.example(RELEASED[name][0], Never())
+        (_, image), _ = rows.laid_out(example, settings, generator())
+        assert image.weight.shape == image.tokens.shape, name
 
 
 def test_codes_of_another_tokenizer_are_refused(mixer):

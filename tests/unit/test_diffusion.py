@@ -250,6 +250,29 @@ def test_some_codes_of_the_cells_of_a_block_are_known_and_have_no_loss():
     assert some.known.any() and some.total == blocks.total - some.known.sum() / 4
 
 
+@pytest.mark.parametrize("partial_cells", [0.0, 1.0])
+def test_codes_of_an_edited_region_weigh_more_and_the_sum_stays(partial_cells):
+    rng = np.random.default_rng(0)
+    settings, asked, prompt, blocks, _ = a_row("image")
+    share = config.Diffusion(partial_cells=partial_cells)
+    plain = diffusion.partly_known(rng, blocks, "image", 4, share)
+    inside = np.ones((tiny.IMAGE_LEN, 4))
+    inside[:, 1] = 5.0
+    heavy = dataclasses.replace(plain, code_weight=inside)
+    before, after = (
+        diffusion.corrupt(prompt, asked.tokens, "image", each, settings)[1].weight
+        for each in (plain, heavy)
+    )
+    np.testing.assert_array_equal(after > 0, before > 0)
+    assert after.sum() == pytest.approx(before.sum())
+    has_loss = before[:, 0] > 0
+    lightest = after[has_loss, 0].min()
+    here = np.flatnonzero(before.any(axis=1))
+    for code, wanted in enumerate((1, 5, 1, 1)):
+        own = here[before[here, code] > 0]
+        np.testing.assert_allclose(after[own, code], wanted * lightest)
+
+
 def test_full_attention_has_no_registers_and_one_block():
     settings, _, _, blocks, row = a_row("image", full_attention=True)
     assert (row[1].tokens != settings.image_register_id).all()
