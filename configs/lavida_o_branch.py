@@ -19,7 +19,13 @@ def get_config() -> ml_collections.ConfigDict:
     c = lavida_o.get_config()
     c.name = "lavida_o_branch"
     c.model.remat = "layer"
-    c.data = dict(source="prepared", folder="prepared", text_block_len=32, max_answer_len=256)
+    c.data = dict(
+        source="prepared",
+        folder="prepared",
+        text_block_len=32,
+        max_answer_len=256,
+        source_drop=0.5,  # spec Sec. 9.2
+    )
     c.diffusion = dict(num_masked_blocks=8, plan_steps=(16, 32, 64), plan_text_steps=(8, 16, 32))
     c.optimizer = dict(
         learning_rate=RATE,

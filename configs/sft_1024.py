@@ -7,10 +7,11 @@ The base is a converted release (`--mode=convert`) in `models/lavida-o`, the dat
 `--mode=prepare` made of a mixture (docs/data.md) in `prepared`. From the paper (Table 9, Sec. 4):
 learning rate 2e-5, b1 0.99, b2 0.999, 100k steps on 64 GPUs, 5 days. From the release (spec Sec.
 9): no weight decay, warm-up over 3 % of the steps, cosine to a tenth, clipping at 1, the vision
-tower at 2e-6, two rows a device. Ours, where neither says it: float32 masters and moments, the
-assignment of blocks (`blocks="uniform"` is the paper's).
+tower at 2e-6, two rows a device, the source of every second edit dropped. Ours, where neither says
+it: float32 masters and moments, the assignment of blocks (`blocks="uniform"` is the paper's).
 
-The mesh is for 64 devices of 32 GB or more. Not run by us: there was no such machine. On one GPU
+The mesh is for 64 devices of 32 GB or more (`bench.training --plan --config=configs/sft_1024.py
+--devices=64 --device-gb=32`). Not run by us: there was no such machine. On one GPU
 `configs/lavida_o_lora.py` and `configs/lavida_o_branch.py` train a part of it.
 """
 
@@ -26,7 +27,12 @@ def get_config() -> ml_collections.ConfigDict:
     c.name = "sft_1024"
     c.model.remat = "layer"
     c.data = dict(
-        source="prepared", folder="prepared", text_block_len=32, max_answer_len=256, workers=8
+        source="prepared",
+        folder="prepared",
+        text_block_len=32,
+        max_answer_len=256,
+        source_drop=0.5,
+        workers=8,
     )
     c.diffusion = dict(
         blocks="schedule",

@@ -18,6 +18,14 @@ def test_unknown_setting_lists_the_known_ones():
         config.build(config.Config, {"train": {"train_step": 5}})
 
 
+@pytest.mark.parametrize("name", ["sft_1024", "lavida_o_lora", "lavida_o_branch"])
+def test_what_the_release_drops_is_dropped(name):
+    """Spec Sec. 9.2."""
+    (path,) = (path for path in CONFIGS if path.stem == name)
+    data = config_files.read(path).data
+    assert (data.prompt_drop, data.source_drop) == (0.1, 0.5)
+
+
 def test_unknown_section_lists_the_known_ones():
     with pytest.raises(config.ConfigError, match="It has: name, seed, model, vq"):
         config.build(config.Config, {"modle": {}})
