@@ -44,6 +44,7 @@ class QuantizedLinear(Linear):
 
     def __init__(self, linear: Linear, method: str):
         self.method = method
+        self.wide_gradient = linear.wide_gradient  # of adapters beside it
         kernel, scale = rounded(linear.kernel[...], _dtype(method), axis=-2)
         self.kernel, self.scale = nnx.Param(kernel), nnx.Param(scale)
 

@@ -123,10 +123,9 @@ class Denoiser(nnx.Module):
         if not settings.understanding_only:
             self.image_head = ImageHead(settings, rngs=rngs)
         if settings.grad_reduce_dtype != "compute" and settings.compute_dtype != "float32":
-            for layers in (self.joint_layers, self.split_layers):
-                for _, module in nnx.iter_modules(layers):
-                    if isinstance(module, Linear):
-                        module.wide_gradient = True
+            for _, module in nnx.iter_modules(self):
+                if isinstance(module, Linear):
+                    module.wide_gradient = True
 
     def set_registers(self) -> None:
         """Makes registers what they stand in for: full attention trains masks, and no registers."""

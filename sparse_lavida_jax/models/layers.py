@@ -43,7 +43,7 @@ class Linear(nnx.Module):
     """
 
     lora_scale = 0.0  # of the adapter; 0: there is none
-    wide_gradient = False  # whether the gradient of the kernel is summed in float32
+    wide_gradient = False  # whether the gradients of its matrices are summed in float32
     lora_a: nnx.Param
     lora_b: nnx.Param
 
@@ -55,14 +55,18 @@ class Linear(nnx.Module):
         self, x: Float[Array, "*b i"], out_width: int | None = None
     ) -> Float[Array, "*b o"]:
         """Multiplies; `out_width` keeps only the first outputs and computes no others."""
-        multiply = _multiply_wide if self.wide_gradient else _multiply
-        return self._adapted(x, multiply(x, self.kernel[:, :out_width]))
+        return self._adapted(x, self._multiplied(x, self.kernel[:, :out_width]))
 
     def _adapted(self, x: Float[Array, "*b i"], y: Float[Array, "*b o"]) -> Float[Array, "*b o"]:
         if self.lora_scale:
-            low = x @ self.lora_a.astype(x.dtype)
-            y += self.lora_scale * (low @ self.lora_b[:, : y.shape[-1]].astype(x.dtype))
+            low = self._multiplied(x, self.lora_a[...])
+            y += self.lora_scale * self._multiplied(low, self.lora_b[:, : y.shape[-1]])
         return y
+
+    def _multiplied(
+        self, x: Float[Array, "*b i"], matrix: Float[AnyArray, "i o"]
+    ) -> Float[Array, "*b o"]:
+        return (_multiply_wide if self.wide_gradient else _multiply)(x, matrix)
 
 
 def _multiply(x: Float[Array, "*b i"], kernel: Float[AnyArray, "i o"]) -> Float[Array, "*b o"]:

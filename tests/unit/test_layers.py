@@ -10,6 +10,7 @@ import pytest
 import tiny
 from flax import nnx
 
+from sparse_lavida_jax import quantize
 from sparse_lavida_jax.models import layers
 from sparse_lavida_jax.models.denoiser import Denoiser
 
@@ -140,6 +141,33 @@ def test_gradients_of_matrices_are_summed_in_float32():
         assert jnp.abs(rounded - exact).max() > 10 * jnp.abs(found - exact).max()
 
 
+def test_gradients_of_adapters_are_summed_in_float32():
+    """Of bfloat16 factors, each as a product of the forward or the backward pass left it."""
+    plain, wide = (layers.Linear(16, 8, rngs=nnx.Rngs(0)) for _ in range(2))
+    wide.wide_gradient = True
+    x, pulled, a, b = (
+        jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)
+        for i, shape in enumerate(((2, 64, 16), (2, 64, 8), (16, 4), (4, 8)))
+    )
+    for linear in (plain, wide):
+        linear.lora_a, linear.lora_b = (nnx.Param(m.astype(jnp.float32)) for m in (a, b))
+        linear.lora_scale = 2.0  # exact in any dtype
+    (out, back), (same, plain_back) = (jax.vjp(lambda m: m(x), m) for m in (wide, plain))
+    np.testing.assert_array_equal(out, same)
+    (found,), (rounded,) = back(pulled), plain_back(pulled)
+    exact = {
+        "lora_a": (x, (2 * pulled) @ b.T),
+        "lora_b": (x @ a, 2 * pulled),
+    }
+    for name, factors in exact.items():
+        left, right = (factor.astype(jnp.float32) for factor in factors)
+        sums = jnp.einsum("bsi,bso->io", left, right)
+        error, plain_error = (
+            jnp.abs(getattr(each, name)[...] - sums).max() for each in (found, rounded)
+        )
+        assert plain_error > 10 * error, name
+
+
 def test_a_model_in_bfloat16_sums_in_the_dtype_of_its_settings():
     for settings, expected in (
         ({"compute_dtype": "bfloat16"}, True),
@@ -152,3 +180,7 @@ def test_a_model_in_bfloat16_sums_in_the_dtype_of_its_settings():
         linear = model.joint_layers.understanding.q
         assert linear.wide_gradient is expected
         assert model.split_layers.generation.mlp.up.wide_gradient is expected
+        assert model.image_embedding.code.wide_gradient is expected
+        assert model.image_head.cell.wide_gradient is expected
+        rounded = jax.eval_shape(lambda m=model: quantize.quantized(m, "int8"))
+        assert rounded.joint_layers.understanding.q.wide_gradient is expected
