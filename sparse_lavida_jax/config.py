@@ -156,9 +156,11 @@ class Model:
     # layer keeps all; "attention", its input and the output of a kernel of attention; "layer", its
     # input.
     remat: str = "none"
-    # In which matrices inside the layers sum their gradients, over tokens and over devices. What is
-    # computed in bfloat16 would otherwise be summed in it: half the bytes between devices, and an
-    # error that grows with their number. "compute": as `compute_dtype`.
+    # In which matrices of the layers, of adapters and around the codes sum their gradients, over
+    # tokens and over devices. What is computed in bfloat16 would otherwise be summed in it: half
+    # the bytes between devices, and an error that grows with their number. "compute": as
+    # `compute_dtype`. Weights of norms are always summed in that; tables, the loss's part of the
+    # heads, and the vision tower, which computes in float32, in float32.
     grad_reduce_dtype: str = "float32"
     # "": the fastest for the platform; reference | blockwise | pallas_tpu | pallas_gpu (the last
     # two are interpreted elsewhere).
@@ -330,8 +332,9 @@ class Data:
     # Static lengths that the batches of a group may have: each is a program of its own to compile.
     length_buckets: int = 1
     # Of prepared records (`data/mixture.py`): tokens of the longest sequence, pictures included,
-    # as released, and the loss weight of the codes in the boxes of an edit: 1 as in the released
-    # mixture, 5 where the release switches it on (spec Sec. 9.3).
+    # as released, and the loss weight of the codes in the boxes of an edit, of which the mean over
+    # the masked codes of a picture is 1: 1 as in the released mixture, 5 where the release switches
+    # it on (spec Sec. 9.3).
     max_sequence_len: int = 8192
     edit_area_weight: float = 1.0
 
@@ -536,7 +539,8 @@ class Train:
     # and those of every so many steps; 0: no others.
     keep_states: int = 2
     keep_every: int = 0
-    picture_seconds: float = 180.0  # time between grids of sampled pictures; 0: none
+    picture_seconds: float = 180.0  # time between grids of sampled pictures; 0: none by the clock
+    eval_every: int = 0  # steps between them, which a clock does not move; 0: none by steps
     # Steps. Several processes also agree then on whether it is time to save or to draw.
     log_every: int = 20
     init_from: str = ""  # a checkpoint folder or bundled name whose parameters to start from
@@ -562,7 +566,8 @@ class Train:
             "sizes above 0, at most one of them -1",
         )
         for name in (
-            "seconds", "picture_seconds", "eval_prompts", "loss_chunk", "skip_steps", "keep_every",
+            "seconds", "picture_seconds", "eval_every", "eval_prompts", "loss_chunk", "skip_steps",
+            "keep_every",
         ):  # fmt: skip
             _check(self, name, getattr(self, name) >= 0, "it must be 0 or more")
 

@@ -204,7 +204,7 @@ def _curve(path: pathlib.Path) -> str:
     """A table of the checks of a run: the picture scores over time."""
     checks = [row for row in metrics.read_metrics(path) if "draw" in row]
     if not checks:
-        return "No picture was scored while it trained (train.picture_seconds)."
+        return "No picture was scored while it trained (train.picture_seconds, train.eval_every)."
     names = [name for name in ("attribute_precision", "single", "draw") if name in checks[0]]
     lines = [
         (row["step"], f"{row['seconds'] / 60:.1f}", *(f"{row[name]:.2f}" for name in names))

@@ -208,6 +208,9 @@ def _train(
                 )
             else:
                 is_late = is_to_draw = False
+            every = settings.train.eval_every
+            if every and step % every == 0 and progress() < 1:  # the last step is drawn anyway
+                is_to_draw = True
             if run.is_asked_to_stop(step):
                 record()
                 run.stop_if_asked(step, saved(), {"data": feed.position})
@@ -222,7 +225,7 @@ def _train(
         record(every=1)
         if step > start:
             save()
-            if settings.train.picture_seconds:
+            if settings.train.picture_seconds or settings.train.eval_every:
                 _check(source, state, run, log, bar, step, seconds, mesh)
     return state, step, seconds
 

@@ -216,6 +216,16 @@ def test_a_step_over_a_mesh_is_that_of_one_device():
         np.testing.assert_allclose(one, other, atol=1e-5 * max(np.abs(other).max(initial=0), 1e-6))
     for leaf, place in zip(jax.tree.leaves(spread), where, strict=True):
         assert leaf.sharding.is_equivalent_to(place, leaf.ndim)
+    # Not a number on one device alone: the step is left out on all of them.
+    before = jax.tree.map(np.asarray, spread.params)
+    weight = batch.image_weight.copy()
+    weight[0] *= np.nan
+    broken = sharding.place_batch(dataclasses.replace(batch, image_weight=weight), mesh)
+    with jax.set_mesh(mesh):
+        spread, logged = train.train_step(spread, broken, 1e-2, settings=settings.optimizer)
+    for number in (spread.skipped, logged["skipped"]):
+        assert {int(shard.data) for shard in number.addressable_shards} == {1}
+    stand_ins.assert_equal(jax.tree.map(np.asarray, spread.params), before)
 
 
 @pytest.mark.slow
@@ -650,6 +660,15 @@ def test_pictures_are_drawn_in_between_and_at_the_end(loop, clock, capsys):
     assert [f"{line['step']:06d}.png" for line in checks] == loop.pictures
     assert all(line["draw"] == 0.25 and line["seconds"] > 0 for line in checks)
     assert "step 10: draw 0.25" in capsys.readouterr().err
+
+
+def test_pictures_are_drawn_every_so_many_steps_and_at_the_end(loop):
+    loop.run(train_steps=5, eval_every=2)
+    assert loop.pictures == ["000002.png", "000004.png", "000005.png"]
+    loop.run(train_steps=6, eval_every=3)  # the last step once
+    assert loop.pictures[3:] == ["000006.png"]
+    with runs.Run(loop.folder, stand_ins.settings(train={"train_steps": 6})) as opened:
+        assert opened.states.steps[0] in (2, 4)  # one with a score stays
 
 
 def test_without_picture_seconds_none_are_drawn(loop):
