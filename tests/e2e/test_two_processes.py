@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two processes train what one process with two devices trains, and stop together.
 
-The training takes most of a minute: FULL_TRAINING=1 runs it, as `.ci/run --full` does.
+Two processes always meet here and compare their settings. The training compiles three programs,
+most of a minute on two cores: FULL_TRAINING=1 runs it, as `.ci/run --full` does.
 """
 
 import os
@@ -53,7 +54,8 @@ def assert_same_losses(found, expected, tolerance):
     assert [line["step"] for line in found] == [line["step"] for line in expected]
     for name in ("loss", "gradient_norm", "image_nll", "loss_fraction", "learning_rate"):
         ours, theirs = ([line[name] for line in some] for some in (found, expected))
-        rtol = 0.5 if name == "loss_fraction" else tolerance  # of the rows of one process
+        # Logged of the rows that the first process makes, not of all.
+        rtol = 0.5 if name == "loss_fraction" else tolerance
         np.testing.assert_allclose(ours, theirs, rtol=rtol)
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling a picture of 1024 pixels at full size, all 32 layers, on chips that are not there.
 
-The real functions at the size of `configs/lavida_o.py`, heads over the chips. A minute a target.
+The real functions at the size of `configs/lavida_o.py`, heads over the chips. A minute a target;
+eight pictures in a batch with SLOW_TESTS=1 alone, as `.ci/run --full` has it.
 """
 
 import importlib.util
@@ -19,15 +20,20 @@ pytestmark = pytest.mark.skipif(
 )
 CONFIG = pathlib.Path(__file__).parents[2] / "configs/lavida_o.py"
 LARGE = 2**22  # elements; 8 MB in bfloat16
+CASES = [
+    *(pytest.param((topology, 1), id=topology) for topology in described.SAMPLING),
+    pytest.param(("v5e:2x4", 8), id="v5e:2x4-b8", marks=pytest.mark.slow),
+]
 
 
-@pytest.fixture(scope="module", params=described.SAMPLING)
+@pytest.fixture(scope="module", params=CASES)
 def programs(request):
-    """Prefill and the longest segment of a picture with guidance: two rows."""
+    """Prefill and the longest segment of pictures with guidance: two rows each."""
     settings = described.full_run(config_files.read(CONFIG))
-    axes = described.SAMPLING[request.param]
+    topology, pictures = request.param
+    axes = described.SAMPLING[topology]
     with segment_programs.unchecked():
-        return described.sampling(settings, request.param, axes)
+        return described.sampling(settings, topology, axes, pictures)
 
 
 def test_they_fit_with_room_to_spare_and_nothing_large_is_held_by_every_chip(programs):
