@@ -194,19 +194,7 @@ def training_axes(settings: config.Config, topology: str) -> dict[str, int]:
         ConfigError: `train.mesh` does not make up the chips.
     """
     ours = TRAINING[topology]
-    return axes_over(settings.train.mesh or ours, math.prod(ours.values()))
-
-
-def axes_over(mesh: Mapping[str, int], count: int) -> dict[str, int]:
-    """Returns the sizes of `train.mesh` over so many devices.
-
-    Raises:
-        ConfigError: they do not make up the devices.
-    """
-    try:
-        return sharding.whole_sizes(mesh, count)
-    except ValueError as error:
-        raise config.ConfigError(f"Train.mesh: {error}") from error
+    return plan.axes_of(settings.train.mesh or ours, math.prod(ours.values()))
 
 
 def described(topology: str, axes: Mapping[str, int]) -> Mesh:

@@ -147,6 +147,33 @@ def plan(settings: config.Config, batch: Batch, axes: Mapping[str, int] | None =
     )
 
 
+def axes_of(mesh: Mapping[str, int], devices: int = 0) -> dict[str, int]:
+    """Returns the sizes of `train.mesh`; none where a config has no mesh.
+
+    Args:
+        devices: that it is laid over; 0: as many as it names.
+
+    Raises:
+        ConfigError: it does not make up the devices, or does not say how many there are.
+    """
+    if not mesh and devices > 1:
+        raise config.ConfigError(
+            f"--devices={devices}: the config has no train.mesh, so its run takes one device. Set"
+            " one, such as {'fsdp': -1}."
+        )
+    if not mesh:
+        return {}
+    if -1 in mesh.values() and not devices:
+        raise config.ConfigError(
+            f"Train.mesh={dict(mesh)!r} is laid over all devices there are: say how many, such as"
+            " --devices=64."
+        )
+    try:
+        return sharding.whole_sizes(mesh, devices or math.prod(mesh.values()))
+    except ValueError as error:
+        raise config.ConfigError(f"Train.mesh: {error}") from error
+
+
 def rows_of(settings: config.Config, axes: Mapping[str, int]) -> int:
     """Returns the rows of a microbatch that lie on one device of a mesh."""
     rows = settings.train.batch_size // (settings.data.packing * settings.train.microbatches)

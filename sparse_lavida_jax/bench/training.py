@@ -25,7 +25,6 @@ machine: none of the chips is there (`bench/described.py`).
 """
 
 import dataclasses
-import math
 import pathlib
 import random
 import statistics
@@ -309,7 +308,7 @@ def _print_plan(settings: config.Config) -> None:
 
 
 def _plans(settings: config.Config) -> dict[str, plan.Plan]:
-    axes, packing = _plan_axes(settings.train.mesh, DEVICES.value), settings.data.packing
+    axes, packing = plan.axes_of(settings.train.mesh, DEVICES.value), settings.data.packing
     images = 0 if settings.model.understanding_only else IMAGE_TOKENS.value
     rows = ROWS.value or plan.rows_of(settings, axes)
     batch = plan.Batch(rows, TEXT_TOKENS.value * packing, images * packing)
@@ -317,23 +316,6 @@ def _plans(settings: config.Config) -> dict[str, plan.Plan]:
         name: plan.plan(way, batch, axes)
         for name, way in {**plan.ways(settings), settings.name: settings}.items()
     }
-
-
-def _plan_axes(mesh: dict[str, int], devices: int) -> dict[str, int]:
-    """The sizes of the mesh that is planned for; none where a config has no mesh."""
-    if not mesh and devices > 1:
-        raise config.ConfigError(
-            f"--devices={devices}: the config has no train.mesh, so its run takes one device. Set"
-            " one, such as {'fsdp': -1}."
-        )
-    if not mesh:
-        return {}
-    if -1 in mesh.values() and not devices:
-        raise config.ConfigError(
-            f"Train.mesh={mesh!r} is laid over all devices there are: say how many, such as"
-            " --devices=64."
-        )
-    return described.axes_over(mesh, devices or math.prod(mesh.values()))
 
 
 def _print(plans: dict[str, plan.Plan], device: int) -> None:

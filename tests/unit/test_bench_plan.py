@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from sparse_lavida_jax import config, config_files, optimizer, parameters, sharding, train
-from sparse_lavida_jax.bench import plan, training
+from sparse_lavida_jax.bench import plan
 from sparse_lavida_jax.models.denoiser import Denoiser
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
@@ -108,16 +108,16 @@ def test_a_device_of_a_mesh_holds_its_share_of_a_run():
 
 def test_the_mesh_of_a_plan_is_that_of_the_config():
     mesh = config_files.read(CONFIGS / "sft_1024.py").train.mesh
-    assert training._plan_axes(mesh, 64) == {"data": 1, "fsdp": 64}
-    assert training._plan_axes({"fsdp": 4}, 0) == {"fsdp": 4}
-    assert training._plan_axes({}, 0) == {}
+    assert plan.axes_of(mesh, 64) == {"data": 1, "fsdp": 64}
+    assert plan.axes_of({"fsdp": 4}) == {"fsdp": 4}
+    assert plan.axes_of({}) == {}
     for sizes, devices, told in (
         (mesh, 0, "say how many, such as --devices=64"),
         ({"fsdp": 4}, 6, "Train.mesh: a mesh of fsdp=4 does not make up the 6 devices"),
         ({}, 2, "has no train.mesh, so its run takes one device"),
     ):
         with pytest.raises(config.ConfigError, match=told):
-            training._plan_axes(sizes, devices)
+            plan.axes_of(sizes, devices)
 
 
 def test_the_branch_of_the_plan_is_that_of_the_config():

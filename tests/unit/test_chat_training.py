@@ -303,7 +303,7 @@ def test_codes_in_the_boxes_weigh_more_in_step_causal_training_too(tokenizer):
     for heavier in (1.0, 5.0):
         settings = raw_data.settings(
             tokenizer,
-            data={"edit_area_weight": heavier, "given": 0.0},
+            data={"edit_area_weight": heavier, "given": 0.0, "source_drop": 0.0},
             diffusion={"plan_steps": (1,)},  # all four cells are masked
         )
         example = chat_training.Mixer(tokenizer, settings).example(made, generator())

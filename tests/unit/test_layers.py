@@ -182,5 +182,5 @@ def test_a_model_in_bfloat16_sums_in_the_dtype_of_its_settings():
         assert model.split_layers.generation.mlp.up.wide_gradient is expected
         assert model.image_embedding.code.wide_gradient is expected
         assert model.image_head.cell.wide_gradient is expected
-        rounded = jax.eval_shape(lambda m=model: quantize.quantized(m, "int8"))
+        rounded = jax.eval_shape(lambda m: quantize.quantized(m, "int8"), model)
         assert rounded.joint_layers.understanding.q.wide_gradient is expected

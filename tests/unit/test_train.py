@@ -217,7 +217,7 @@ def test_a_step_over_a_mesh_is_that_of_one_device():
     for leaf, place in zip(jax.tree.leaves(spread), where, strict=True):
         assert leaf.sharding.is_equivalent_to(place, leaf.ndim)
     # Not a number on one device alone: the step is left out on all of them.
-    before = jax.tree.map(np.asarray, spread.params)
+    before = jax.tree.map(np.array, spread.params)
     weight = batch.image_weight.copy()
     weight[0] *= np.nan
     broken = sharding.place_batch(dataclasses.replace(batch, image_weight=weight), mesh)
@@ -667,8 +667,6 @@ def test_pictures_are_drawn_every_so_many_steps_and_at_the_end(loop):
     assert loop.pictures == ["000002.png", "000004.png", "000005.png"]
     loop.run(train_steps=6, eval_every=3)  # the last step once
     assert loop.pictures[3:] == ["000006.png"]
-    with runs.Run(loop.folder, stand_ins.settings(train={"train_steps": 6})) as opened:
-        assert opened.states.steps[0] in (2, 4)  # one with a score stays
 
 
 def test_without_picture_seconds_none_are_drawn(loop):
