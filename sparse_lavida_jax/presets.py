@@ -114,6 +114,8 @@ class StepSettings:
         guided, refreshing: of the segment (`orders.Segment`).
         head_tile: words of a tile of the vocabulary that is drawn from by tiles
             (`sampling_head`); 0: all logits are made at once.
+        shapes: padded lengths of both streams of the prompt of each guidance row, where a step
+            passes the prompt again and nothing is cached; (): those of the batch.
         discards: whether a step computes, as the released code does, the whole understanding tower
             and its head for all tokens of the pass, and throws away what nothing reads: the same
             response, for benchmarks.
@@ -134,6 +136,7 @@ class StepSettings:
     guided: bool = True
     refreshing: bool = False
     head_tile: int = 0
+    shapes: tuple[tuple[int, int], ...] = ()
     discards: bool = False
 
     @property

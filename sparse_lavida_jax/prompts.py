@@ -153,30 +153,38 @@ class PromptPart:
     keeps: bool
 
 
+def guidance_shapes(prompt: Prompt, guidance_rows: int) -> tuple[tuple[int, int], ...]:
+    """Returns the padded lengths of both streams that each guidance row needs.
+
+    A guidance row is as much shorter than the batch as its rows are shorter than the longest row of
+    their request. So its shape depends on the bucket, and not on which requests are in the batch.
+    """
+    lengths = _lengths(prompt, guidance_rows)
+    padded = padded_lengths(prompt)
+    widths = [
+        [_padded(most - int(n)) for n in (own.max(axis=0) - own).min(axis=1)]
+        for own, most in zip(lengths, padded, strict=True)
+    ]
+    return tuple(zip(*widths, strict=True))
+
+
+def padded_lengths(prompt: Prompt) -> tuple[int, int]:
+    """Returns the slots of a row in each of the two streams."""
+    generation = 0 if prompt.generation is None else prompt.generation.index.shape[1]
+    return prompt.understanding.index.shape[1], generation
+
+
 def parted(prompt: Prompt, guidance_rows: int, *, keeping: bool) -> list[PromptPart]:
     """Returns a batch in parts of one shape each: guidance rows of one request differ in length.
-
-    A part is as much shorter than the batch as its rows are shorter than the longest row of their
-    request. So its shape depends on the bucket, and not on which requests are in the batch.
 
     Args:
         keeping: whether rows that `keeps` are parts of their own, for a store of such prefixes.
     """
     b = len(prompt.length) // guidance_rows
-    streams = (prompt.understanding, prompt.generation)
-    lengths = [
-        np.zeros((guidance_rows, b), int) if stream is None
-        else (stream.layout.block != PAD_BLOCK).sum(axis=1).reshape(guidance_rows, b)
-        for stream in streams
-    ]  # fmt: skip
-    padded = [0 if stream is None else stream.index.shape[1] for stream in streams]
-    widths = [
-        [_padded(most - int(n)) for n in (own.max(axis=0) - own).min(axis=1)]
-        for own, most in zip(lengths, padded, strict=True)
-    ]
-    shapes = list(zip(*widths, strict=True))
+    shapes = guidance_shapes(prompt, guidance_rows)
     seen = (prompt.understanding.index >= 0).any(axis=1).reshape(guidance_rows, b)
-    own = np.asarray(seen.any(axis=1) | lengths[1].any(axis=1))  # of their pictures or cells
+    cells = _lengths(prompt, guidance_rows)[1].any(axis=1)
+    own = np.asarray(seen.any(axis=1) | cells)  # of their pictures or cells
     own[-1] = True  # nothing is dropped
     parts: list[PromptPart] = []
     for (shape, keeps), numbers in itertools.groupby(
@@ -187,12 +195,21 @@ def parted(prompt: Prompt, guidance_rows: int, *, keeping: bool) -> list[PromptP
         if keeps:
             shape = (shape[0], 0)
         for alone in [range(row, row + 1) for row in rows] if keeps else [rows]:
-            parts.append(PromptPart(alone.start, _rows_of(prompt, b, alone, shape), keeps))
+            parts.append(PromptPart(alone.start, cut_rows(prompt, b, alone, shape), keeps))
     return parts
 
 
-def _rows_of(prompt: Prompt, requests: int, rows: range, shape: tuple[int, int]) -> Prompt:
-    """Returns some rows of a batch with streams of these lengths."""
+def _lengths(prompt: Prompt, guidance_rows: int) -> list[Int[np.ndarray, "r b"]]:
+    """Returns the tokens of each row in each of the two streams."""
+    return [
+        np.zeros((guidance_rows, len(prompt.length) // guidance_rows), int) if stream is None
+        else (stream.layout.block != PAD_BLOCK).sum(axis=1).reshape(guidance_rows, -1)
+        for stream in (prompt.understanding, prompt.generation)
+    ]  # fmt: skip
+
+
+def cut_rows(prompt: Prompt, requests: int, rows: range, shape: tuple[int, int]) -> Prompt:
+    """Returns some rows of a batch of `requests` with streams of these lengths."""
     start, end = rows.start, rows.stop
     # Pictures are numbered by request: a part that sees them holds whole guidance rows.
     assert not (end - start) % requests or not shape[1]
@@ -204,7 +221,7 @@ def _rows_of(prompt: Prompt, requests: int, rows: range, shape: tuple[int, int])
 
     understanding = cut(prompt.understanding, shape[0])
     assert understanding is not None
-    sees = (understanding.index >= 0).any() and prompt.pixels is not None
+    sees = prompt.pixels is not None and (understanding.index >= 0).any()
     return Prompt(
         understanding,
         cut(prompt.generation, shape[1]),
@@ -220,9 +237,7 @@ def _padded(length: int) -> int:
 
 def prompt_lengths(requests: list[Request], kind: Kind, model: config.Model) -> tuple[int, int]:
     """Returns the padded prompt lengths that hold every one of `requests` without guidance."""
-    prompt = prepare(requests, kind, model)
-    generation = 0 if prompt.generation is None else prompt.generation.index.shape[1]
-    return prompt.understanding.index.shape[1], generation
+    return padded_lengths(prepare(requests, kind, model))
 
 
 def _drops(guidance_rows: int, edit_guidance: str) -> list[dict[str, bool]]:

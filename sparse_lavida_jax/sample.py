@@ -12,6 +12,7 @@ is what the canvas holds the mask id for, and a token is decoded when all its co
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 
 import flax.struct
@@ -40,7 +41,16 @@ from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.stack import STREAMS, StepTables
 from sparse_lavida_jax.prefixes import Prefixes
 from sparse_lavida_jax.presets import Choice, StepSettings, num_registers
-from sparse_lavida_jax.prompts import Prompt, PromptPart, Request, parted, prepare
+from sparse_lavida_jax.prompts import (
+    Prompt,
+    PromptPart,
+    Request,
+    cut_rows,
+    guidance_shapes,
+    padded_lengths,
+    parted,
+    prepare,
+)
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 NOT_DECODED = PAD_BLOCK  # in `decoded_at`: no step has decoded the position yet
@@ -257,12 +267,34 @@ def _step_hidden(
     tables: StepTables | None,
 ) -> tuple[Float[Array, "r b w e"], KVCache | None]:
     """Returns the final hidden states of the tokens to decode, and the cache behind this step."""
+    if settings.uses_cache:
+        return _pass(model, state, now, prompt, settings, tables)
+    # Of a step without guidance, the full rows alone: the last ones.
+    numbers = range(0 if settings.guided else settings.guidance_rows - 1, settings.guidance_rows)
+    shapes = settings.shapes or (padded_lengths(prompt),) * settings.guidance_rows
+    b, hidden = now.decode.shape[0], []
+    for shape, group in itertools.groupby(numbers, shapes.__getitem__):
+        first, *others = group
+        rows = range(first * b, (first + len(others) + 1) * b)
+        features = None if state.features is None else state.features[rows.start : rows.stop]
+        own = cut_rows(prompt.replace(pixels=None), b, rows, shape)
+        how = dataclasses.replace(settings, guidance_rows=len(others) + 1)
+        part = dataclasses.replace(state, features=features)
+        hidden.append(_pass(model, part, now, own, how, tables)[0])
+    return jnp.concatenate(hidden), state.cache
+
+
+def _pass(
+    model: Denoiser,
+    state: SamplerState,
+    now: StepTokens,
+    prompt: Prompt,
+    settings: StepSettings,
+    tables: StepTables | None,
+) -> tuple[Float[Array, "r b w e"], KVCache | None]:
+    """Passes guidance rows whose prompts have one shape; returns what `_step_hidden` does."""
     is_text, preset_ = settings.kind == "text", settings.preset
     cache, features = state.cache, state.features
-    if not settings.guided and not settings.uses_cache:  # the full rows are the last ones
-        batch = now.decode.shape[0]
-        prompt, features = jax.tree.map(lambda x: x[-batch:], (prompt, features))
-        settings = dataclasses.replace(settings, guidance_rows=1)
     if settings.refreshing and cache is not None:
         cache = dataclasses.replace(cache, offset=jnp.int32(0))
     rows = settings.guidance_rows
@@ -282,10 +314,7 @@ def _step_hidden(
         cache=cache,
         tables=tables,
     )
-    unread = 0.0
-    if settings.discards and "understanding" in hidden:
-        # The compiler drops what nothing depends on, but may not know that 0 times it is 0.
-        unread = 0.0 * jnp.max(model.text_logits(hidden["understanding"]))
+    unread = _unread(model, hidden) if settings.discards else 0.0
     if cache is not None:
         cache = cache.commit(before if settings.refreshing else kept)
     candidates = hidden["understanding" if is_text else "generation"]
@@ -293,6 +322,14 @@ def _step_hidden(
     if settings.discards:
         candidates += jnp.asarray(unread, candidates.dtype)
     return candidates.reshape(rows, -1, *candidates.shape[1:]), cache
+
+
+def _unread(model: Denoiser, hidden: dict[StreamName, Float[Array, "r _s _e"]]) -> Float[Array, ""]:
+    """Returns 0 by way of the text head over all tokens of a pass, as released (spec Sec. 2.4)."""
+    width = model.settings.width
+    wide = [jnp.pad(x, ((0, 0), (0, 0), (0, width - x.shape[-1]))) for x in hidden.values()]
+    # The compiler drops what nothing depends on, but may not know that 0 times it is 0.
+    return 0.0 * jnp.max(model.text_logits(jnp.concatenate(wide, axis=1)))
 
 
 def _response_stream(
@@ -840,9 +877,13 @@ def begin(
     with sharded.mesh_in_use(model):
         parts = []
         # Over a mesh rows are split: parts of a few would not be.
-        if settings.caches_prompt and jax.sharding.get_abstract_mesh().empty:
-            keeping = prefixes is not None
-            parts = parted(prompt, settings.guidance_rows, keeping=keeping)
+        if jax.sharding.get_abstract_mesh().empty:
+            if settings.caches_prompt:
+                keeping = prefixes is not None
+                parts = parted(prompt, settings.guidance_rows, keeping=keeping)
+            elif not settings.uses_cache:
+                shapes = guidance_shapes(prompt, settings.guidance_rows)
+                program = dataclasses.replace(program, shapes=shapes)
         if len(parts) <= 1:
             state = prefill(
                 model, canvas, decoded_at, rows, on_device, settings=program, capacity=room

@@ -8,6 +8,7 @@ attention count; a product is two operations.
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -72,8 +73,6 @@ def of_request(
         weight_bytes: of a number of the layers' matrices; 0: those of the compute dtype.
     """
     counter = _Counter(model, settings, weight_bytes or jnp.dtype(model.compute_dtype).itemsize)
-    rows = len(prompt.length)
-    valid, padded = _lengths(prompt)
     cached = settings.preset.cache_prompt
     refreshes = settings.preset.refreshes
     prefills = []
@@ -91,27 +90,44 @@ def of_request(
         for i in range(part.num_steps):
             used = [float((positions[i] >= 0).sum(axis=-1).mean()) for positions in uses]
             again = not cached or bool(part.refresh[i])
-            own_rows = rows
-            if not part.guided[i] and not settings.uses_cache:
-                own_rows = rows // settings.guidance_rows
-            steps.append(
-                counter.one_pass(
-                    own_rows,
-                    valid if again else [0.0, 0.0],
-                    padded if again else [0.0, 0.0],
-                    sum(used) + registers,
-                    width,
-                    used[1],
-                    committed,
-                    cached_prompt=[0.0, 0.0] if again else valid,
-                    decode_width=float(part.decode.shape[-1]),
+            passes = []
+            for rows in _together(prompt, settings, guided=bool(part.guided[i])):
+                valid, padded = _lengths(rows)
+                passes.append(
+                    counter.one_pass(
+                        len(rows.length),
+                        valid if again else [0.0, 0.0],
+                        padded if again else [0.0, 0.0],
+                        sum(used) + registers,
+                        width,
+                        used[1],
+                        committed,
+                        cached_prompt=[0.0, 0.0] if again else valid,
+                        decode_width=float(part.decode.shape[-1]),
+                    )
                 )
-            )
+            steps.append(_as_one(passes))
             if part.refresh[i]:
                 committed = used[0]
             elif settings.preset.cache_response and not refreshes:
                 committed += used[0]
     return Work(prefills, steps)
+
+
+def _together(prompt: Prompt, settings: presets.StepSettings, *, guided: bool) -> list[Prompt]:
+    """Returns the guidance rows of a step, those apart that it passes in shapes of their own."""
+    if settings.uses_cache:
+        return [prompt]
+    parts = [part.prompt for part in parted(prompt, settings.guidance_rows, keeping=False)]
+    full_rows = len(prompt.length) // settings.guidance_rows
+    return parts if guided else [jax.tree.map(lambda x: x[-full_rows:], parts[-1])]
+
+
+def _as_one(passes: list[Pass]) -> Pass:
+    """Returns passes of one step as one: each matrix has to be read once."""
+    names = [field.name for field in dataclasses.fields(Pass)]
+    total = {name: sum(getattr(one, name) for one in passes) for name in names}
+    return Pass(**total | {"weights": max(one.weights for one in passes)})
 
 
 def _lengths(prompt: Prompt) -> tuple[list[float], list[float]]:
@@ -198,9 +214,9 @@ class _Counter:
         image_layers = joint if is_text and not whole else joint + split
         total = 2.0 * (text * self.text * text_layers + image * self.image * image_layers)
         if is_text:
-            total += 2.0 * self.text_head * (text if whole else predicted)
+            total += 2.0 * self.text_head * (text + image if whole else predicted)
         else:
-            total += 2.0 * self.image_head * predicted + 2.0 * self.text_head * text * whole
+            total += 2.0 * (self.image_head * predicted + self.text_head * (text + image) * whole)
         keys = sum(cached) + committed + text + image
         total += 4.0 * self.heads * joint * (text + image) * keys
         own, stored = (text, cached[0]) if is_text else (image, cached[1])

@@ -3,7 +3,7 @@
 
 import dataclasses
 import functools
-import unittest.mock
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -103,6 +103,7 @@ def test_pictures_without_guidance_and_pairs_of_one_shape_are_one_part():
         ("sparse", {}),
         ("sparse", {"given": 0.4}),
         ("p", {}),
+        ("dense", {}),
     ],
 )
 def test_parts_and_kept_prefixes_change_no_logit_and_no_token(name, asked):
@@ -115,7 +116,8 @@ def test_parts_and_kept_prefixes_change_no_logit_and_no_token(name, asked):
         name, "image", SETTINGS, guidance=1.5, guidance_image=0.5, has_source=source
     )
     plan = traces.plan(requests, settings)
-    with unittest.mock.patch.object(sample, "parted", lambda *_, **__: []):  # in one shape
+    in_one = {"parted": lambda *_, **__: [], "guidance_shapes": lambda *_: ()}
+    with traces._patched(**in_one):
         wanted, canvas = traces.moments(model, requests, plan, settings)
     kept = Prefixes()
     for options in ({}, {"prefixes": kept}, {"prefixes": kept}):
@@ -123,7 +125,25 @@ def test_parts_and_kept_prefixes_change_no_logit_and_no_token(name, asked):
         np.testing.assert_array_equal(ours, canvas)
         for moment, expected in zip(found, wanted, strict=True):
             np.testing.assert_allclose(moment.logits, expected.logits, rtol=0, atol=TOLERANCE)
-    assert len(kept) == (0 if asked and asked.get("given") else 2)
+    assert len(kept) == (0 if name == "dense" or (asked and asked.get("given")) else 2)
+
+
+def test_steps_that_pass_the_prompt_again_pass_guidance_rows_in_shapes_of_their_own():
+    """So the baseline has as little padding as the method; without a cache only."""
+    requests = [edit(30), edit(41)]
+    for name, alone in (("dense", True), ("none", True), ("r", False), ("sparse", False)):
+        settings = traces.settings_of(
+            name, "image", SETTINGS, guidance=1.5, guidance_image=0.5, has_source=True
+        )
+        plan = traces.plan(requests, settings)
+        with traces._patched(
+            **dict.fromkeys(("prefill", "gather", "_passed"), mock.Mock(return_value=None))
+        ):
+            begun = sample.begin(tiny.denoiser(SETTINGS), requests, plan, settings=settings)
+        first, second, third = begun.program.shapes or (None,) * 3
+        assert (first is not None) == alone
+        assert second == third
+        assert not alone or (first[0] > second[0] and first[1] < second[1])
 
 
 def passed_of(requests, prefixes):

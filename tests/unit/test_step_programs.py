@@ -9,7 +9,7 @@ import pytest
 import tiny
 import traces
 
-from sparse_lavida_jax import orders, sample
+from sparse_lavida_jax import orders, prompts, sample
 
 VOCABULARY, CODES = 53, 29  # numbers that are the size of nothing else
 SETTINGS = tiny.model_settings(vocab_size=VOCABULARY, codebook_size=CODES)
@@ -75,6 +75,9 @@ def test_what_is_thrown_away_changes_nothing(kind):
     head = (SETTINGS.width, VOCABULARY)
     before, after = (made(text, VOCABULARY, but=[head]) for text, *_ in (plain, wasteful))
     assert after - before
+    if kind == "image":  # the prompt's slots and every cell of both rows
+        cells = sum(part.shape[-1] for part in (plain[1].clean, plain[1].decode, plain[1].rest))
+        assert {shape[:2] for shape in after - before} == {(2, prompts.PROMPT_BUCKET + cells)}
     asked = [tiny.request(kind, SETTINGS, 0, words=3)]
     plan = [plain[1]]
     same = [

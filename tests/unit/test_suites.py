@@ -111,6 +111,29 @@ def test_rows_of_an_edit_have_little_padding_and_a_kept_prefix_is_not_passed_aga
     assert [one.slots for one in work_of(picture, kept=True).prefills] == [128]
 
 
+def test_the_dense_edit_has_little_padding_and_costs_what_its_sizes_make():
+    """999 tokens of words and pictures seen, 1,024 cells given and as many to decode, 3 rows.
+
+    The dropped row has the given cells among the words. The arithmetic that the bars come from has
+    4,416 TF.
+    """
+    lean, released = (
+        work_of(case_of("edit", f"edit1024/dense_{name}/b1")) for name in ("lean", "released")
+    )
+    assert work.padding(lean) == work.padding(released) < 0.01
+    text, cells = 2 * (4 * 4096**2 + 3 * 4096 * 12288), 2 * (4 * 2048 * 4096 + 3 * 2048 * 8192)
+
+    def row(words, image):
+        attention = 4 * 4096 * (17 * (words + image) ** 2 + 15 * image**2)
+        return 17 * words * text + 32 * image * cells + attention
+
+    operations = 64 * (row(999 + 1024, 1024) + 2 * row(999, 2048))
+    assert lean.total("useful") == pytest.approx(operations, rel=2e-3)
+    assert lean.total("useful") == pytest.approx(4.416e15, rel=0.03)
+    head = 64 * 3 * 2 * 4096 * 127_378 * (999 + 2048)
+    assert released.total("useful") > lean.total("useful") + head
+
+
 def test_rows_that_are_measured_together_are_timed_in_turn(monkeypatch):
     """Each turn has a request of every row; of rows timed in part the loop is scaled."""
     cases, asked = suites.cases("cpu", SMALL), []
@@ -146,9 +169,17 @@ def test_how_far_8_bits_move_logits_is_told_by_row():
     assert line == "| tiny | t2i64/int8/b1 | 2 | 10.0 % | 0.25 % | 98.0 % | 96.0 % |"
 
 
-def test_throwing_work_away_costs_work():
+def test_throwing_work_away_costs_the_text_tower_and_its_head_over_all_tokens():
+    """64 steps of two rows: 15 more layers of 128 words, and a word out of 127,378 for 1,152.
+
+    The arithmetic that the bars come from has 1,141 TF, of about 100 words.
+    """
     lean, released = (
         work_of(case_of("headline", f"t2i1024/dense_{name}/b1")) for name in ("lean", "released")
     )
-    assert released.total("useful") > 1.1 * lean.total("useful")
+    tower = 15 * 128 * (2 * (4 * 4096**2 + 3 * 4096 * 12288) + 4 * 4096 * 128)
+    head = 2 * 4096 * 127_378 * (1024 + 128)
+    operations = lean.total("useful") + 64 * 2 * (tower + head)
+    assert released.total("useful") == pytest.approx(operations, rel=1e-3)
+    assert released.total("useful") == pytest.approx(1.141e15, rel=0.03)
     assert released.total("tokens") == lean.total("tokens")
