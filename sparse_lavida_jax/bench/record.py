@@ -4,6 +4,7 @@
 import dataclasses
 import datetime
 import functools
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -18,6 +19,7 @@ import jax
 
 SCHEMA = "sparse-lavida-bench/1"
 RESULTS = pathlib.Path(__file__).parent / "results"
+PACKAGE = pathlib.Path(__file__).parents[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,15 +29,20 @@ class Bench:
     Attributes:
         suite: folder of the rows.
         run: random name of this call.
-        source: commit of the code, and whether it was changed since, when the call began.
+        source: commit of the code, whether it was changed since, and its digest, when the call
+            began.
     """
 
     suite: str
     run: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex[:12])
-    source: dict[str, Any] = dataclasses.field(default_factory=lambda: commit())
+    source: dict[str, Any] = dataclasses.field(default_factory=lambda: commit() | {"code": code()})
 
-    def write(self, row_id: str, values: dict[str, Any]) -> pathlib.Path:
-        """Writes a row; an older row of the same id on the same device is replaced."""
+    def write(self, row_id: str, values: dict[str, Any], *, name: str = "") -> pathlib.Path:
+        """Writes a row; an older row of the same name on the same device is replaced.
+
+        Args:
+            name: of the file; by default the id.
+        """
         row = {
             "schema": SCHEMA,
             "suite": self.suite,
@@ -46,7 +53,7 @@ class Bench:
             **circumstances(),
             **values,
         }
-        path = path_of(self.suite, row_id, row["device"]["kind"])
+        path = path_of(self.suite, name or row_id, row["device"]["kind"])
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, row)
         return path
@@ -68,10 +75,15 @@ def circumstances() -> dict[str, Any]:
     }
 
 
-def path_of(suite: str, row_id: str, kind: str = "") -> pathlib.Path:
+def path_of(suite: str, name: str, kind: str = "") -> pathlib.Path:
     """Returns where a row of a kind of device is written, by default of this one."""
     device = re.sub(r"[^a-z0-9]+", "-", (kind or _device()["kind"]).lower()).strip("-")
-    return RESULTS / device / suite / f"{row_id.replace('/', '.')}.json"
+    return RESULTS / device / suite / f"{name.replace('/', '.')}.json"
+
+
+def differing(row: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """Returns the names of values that a row has not, or has otherwise."""
+    return [name for name, value in expected.items() if row.get(name) != value]
 
 
 def compilations() -> int:
@@ -115,6 +127,15 @@ def _version(package: str) -> str | None:
 def _device() -> dict[str, Any]:
     device = jax.devices()[0]
     return {"kind": device.device_kind, "count": jax.device_count(), "host_cores": os.cpu_count()}
+
+
+def code() -> str:
+    """Returns a digest of what rows are measured with: the package's code, but for the tables."""
+    paths = [*PACKAGE.rglob("*.py"), *PACKAGE.glob("kernels/*.json")]
+    digest = hashlib.sha256()
+    for path in sorted(set(paths) - {PACKAGE / "bench" / "table.py"}):
+        digest.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def commit() -> dict[str, Any]:

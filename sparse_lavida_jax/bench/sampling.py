@@ -13,12 +13,12 @@ model may be of random ones. The rows are read by `bench/table.py`, which forms 
         --random-weights
 
 times whole requests, prompt in and pixels out (`bench/suites.py`): headline, ablation, batch, edit,
-reasoning, quant, cpu. A row is written as soon as it is measured; `--missing` goes on with a run
-that was broken off.
+reasoning, quant, cpu. A row is written as soon as it is measured; `--missing` goes on with the
+newest run of this code, model, software and device, and measures the rows that it lacks. What is
+measured in another way, with other `XLA_FLAGS` perhaps, gets a name: `--variant`.
 """
 
 import dataclasses
-import json
 import pathlib
 import random
 import statistics
@@ -34,8 +34,7 @@ from absl import app, flags, logging
 from flax import nnx
 
 from sparse_lavida_jax import checkpoint, config, config_files, presets, sample
-from sparse_lavida_jax.bench import record, suites
-from sparse_lavida_jax.bench.calibration import calibrate
+from sparse_lavida_jax.bench import running, suites
 from sparse_lavida_jax.bench.record import Bench
 from sparse_lavida_jax.data.examples import Example, Kind
 from sparse_lavida_jax.decoding import tokens_passed
@@ -59,7 +58,8 @@ GUIDANCE = flags.DEFINE_float("guidance", None, "Scale; by default that of the c
 PRESETS = flags.DEFINE_list("presets", [], "Which to time; by default all.")
 
 SUITE = flags.DEFINE_enum("suite", None, suites.SUITES, "Rows of whole requests.")
-MISSING = flags.DEFINE_boolean("missing", False, "Of a suite, only rows that there are not.")
+MISSING = flags.DEFINE_boolean("missing", False, "Of a suite, only rows that the run lacks.")
+VARIANT = flags.DEFINE_string("variant", "", "Behind the ids of a suite measured in another way.")
 VQ_DTYPE = flags.DEFINE_enum(
     "vq-dtype", "bfloat16", config.VQ_DTYPES, "Of the decoder of pictures, in a suite."
 )
@@ -137,30 +137,6 @@ def _random(make: Callable[[], M], dtype: jnp.dtype) -> M:
     return jax.tree.unflatten(tree, made)
 
 
-def run_suite(subject: suites.Subject, suite: str) -> None:
-    """Measures a suite and writes a row as soon as it is measured."""
-    bench = Bench(suite)
-    wanted = suites.cases(suite, subject.settings)
-    if MISSING.value:
-        there = [path for case in wanted if (path := record.path_of(suite, case.id)).exists()]
-        if there:  # rows are compared within a run
-            bench = dataclasses.replace(bench, run=json.loads(there[0].read_text())["run"])
-        wanted = [case for case in wanted if record.path_of(suite, case.id) not in there]
-    if not wanted:
-        return
-    calibration = calibrate()
-    together = [wanted] if suite in suites.IN_TURN else [[case] for case in wanted]
-    for cases in together:
-        rows = suites.measure(subject, cases, runs=RUNS.value, calibration=calibration)
-        for case, row in zip(cases, rows, strict=True):
-            path = bench.write(case.id, row)
-            print(
-                f"{path.name}: median {row['median_s']:.4f} s, loop {row['split_s']['loop']:.4f} s,"
-                f" floor {row['floor_s']:.4f} s, compiled in {row['compile_s']:.1f} s",
-                flush=True,
-            )
-
-
 def _whole_subject() -> suites.Subject:
     """Returns the model that suites measure, with its image tokenizer."""
 
@@ -196,7 +172,10 @@ def main(argv: list[str]) -> None:
         )
     try:
         if SUITE.value:
-            run_suite(_whole_subject(), SUITE.value)
+            running.run_suite(
+                _whole_subject(), SUITE.value, runs=RUNS.value, vq_dtype=VQ_DTYPE.value,
+                variant=VARIANT.value, missing=MISSING.value,
+            )  # fmt: skip
             return
         if RANDOM.value:
             subject = of_random_weights(config_files.read(pathlib.Path(CONFIG.value)))

@@ -264,8 +264,6 @@ def _row(subject: Subject, warm: _Warm, calibration: dict[str, Any]) -> dict[str
     return {
         "task": case.task,
         "method": case.method,
-        "model": subject.settings.name,
-        "random_weights": subject.random_weights,
         "dtype": subject.settings.model.compute_dtype,
         "quantize": case.sampling.quantize,
         "batch": case.batch,

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rows a suite of whole requests measures, and which run they are of. Nothing is timed."""
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+
+import jax
+import pytest
+from flax import nnx
+
+from sparse_lavida_jax import config, config_files
+from sparse_lavida_jax.bench import record, running, suites
+from sparse_lavida_jax.models.denoiser import Denoiser
+
+SMALL = config_files.read(pathlib.Path(__file__).parents[2] / "configs" / "speed_cpu.py")
+MODEL = jax.eval_shape(lambda: Denoiser(SMALL.model, rngs=nnx.Rngs(0)))
+IDS = [f"t2i256/{name}/b1" for name in ("sparse", "dense_lean", "dense_released")]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Returns a function that runs the suite and returns what it measured."""
+    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(running, "calibrate", dict)
+    row = {"median_s": 1.0, "split_s": {"loop": 1.0}, "floor_s": 0.5, "compile_s": 9.0}
+
+    def suite(settings=SMALL, *, breaks_off_after=99, **options):
+        measured = []
+
+        def measure(subject, cases, **_):
+            if len(measured) == breaks_off_after:
+                raise KeyboardInterrupt
+            measured.extend(case.id for case in cases)
+            return [row for _ in cases]
+
+        monkeypatch.setattr(suites, "measure", measure)
+        subject = suites.Subject(MODEL, settings, None, None, random_weights=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            running.run_suite(subject, "headline", **{"runs": 5, "vq_dtype": "bfloat16"} | options)
+        return measured
+
+    return suite
+
+
+def rows():
+    return {row["id"]: row for row in record.read_rows("headline")}
+
+
+def test_what_is_missing_is_measured_in_the_same_run(run):
+    assert run(breaks_off_after=2) == IDS[:2]
+    assert run(missing=True) == IDS[2:]
+    assert len({row["run"] for row in rows().values()}) == 1
+    assert run(missing=True) == []
+
+
+def test_rows_of_other_code_are_measured_again(run, monkeypatch, capsys):
+    run()
+    monkeypatch.setattr(record, "code", lambda: "other")
+    assert run(missing=True) == IDS
+    assert "t2i256/sparse/b1 is measured again: other code" in capsys.readouterr().out
+    assert len({row["run"] for row in rows().values()}) == 1
+
+
+def test_rows_of_two_runs_are_not_taken_for_one(run):
+    """The newer run goes on: rows are compared within a run only."""
+    run()
+    assert run(breaks_off_after=1) == IDS[:1]
+    for row in rows().values():  # so that one run is newer, however quickly they were measured
+        year = "2002" if row["id"] == IDS[0] else "2001"
+        path = record.path_of("headline", f"speed_cpu/{row['id']}")
+        path.write_text(json.dumps(row | {"created": year}))
+    assert run(missing=True) == IDS[1:]
+    assert len({row["run"] for row in rows().values()}) == 1
+
+
+def test_models_of_one_shape_of_request_have_rows_of_their_own(run):
+    other = dataclasses.replace(SMALL, name="other")
+    run()
+    assert run(other, missing=True) == IDS
+    assert sorted(row["model"] for row in record.read_rows("headline")) == (
+        ["other"] * 3 + ["speed_cpu"] * 3
+    )
+    # Another size under the same name is another model as well.
+    changed = dataclasses.replace(SMALL, sampling=dataclasses.replace(SMALL.sampling, num_steps=8))
+    assert run(changed, missing=True) == IDS
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_rows_measured_in_another_way_are_not_lost(run, monkeypatch, missing):
+    run()
+    before = rows()
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+    with pytest.raises(config.ConfigError, match="name this way, such as --variant"):
+        run(missing=missing)
+    run(missing=missing, variant="slow")
+    assert {row_id: rows()[row_id] for row_id in IDS} == before
+    assert rows()["t2i256/sparse/b1/slow"]["variant"] == "slow"
+    monkeypatch.delenv("XLA_FLAGS")
+    with pytest.raises(config.ConfigError, match="vq-dtype"):
+        run(missing=missing, vq_dtype="float32")
