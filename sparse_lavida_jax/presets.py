@@ -116,6 +116,7 @@ class StepSettings:
             (`sampling_head`); 0: all logits are made at once.
         shapes: padded lengths of both streams of the prompt of each guidance row, where a step
             passes the prompt again and nothing is cached; (): those of the batch.
+        tables_ahead: whether tables of attention are made before the loop, where they can be.
         discards: whether a step computes, as the released code does, the whole understanding tower
             and its head for all tokens of the pass, and throws away what nothing reads: the same
             response, for benchmarks.
@@ -137,6 +138,7 @@ class StepSettings:
     refreshing: bool = False
     head_tile: int = 0
     shapes: tuple[tuple[int, int], ...] = ()
+    tables_ahead: bool = True
     discards: bool = False
 
     @property

@@ -719,7 +719,8 @@ def _tables_ahead(
     cache, whole = state.cache, segment.candidates.shape[-1] == 1
     known = settings.kind == "image" and settings.choice.commit == "all" and whole
     alone = settings.preset.cache_prompt and not settings.refreshing and not settings.discards
-    if cache is None or not (known and alone) or sharded.split_of(*cache.block.shape) is not None:
+    possible = settings.tables_ahead and known and alone
+    if cache is None or not possible or sharded.split_of(*cache.block.shape) is not None:
         return None
     # When each token is decoded, by this segment or before it.
     candidates = segment.candidates[..., 0] & (segment.decode >= 0)

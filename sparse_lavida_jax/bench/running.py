@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench import record, suites
+from sparse_lavida_jax.bench import record, suite_cases, suites
 from sparse_lavida_jax.bench.calibration import calibrate
 from sparse_lavida_jax.bench.record import Bench
 
@@ -38,7 +38,7 @@ def run_suite(
     bench, how = Bench(suite), _how(subject, vq_dtype, variant)
     wanted = {
         f"{case.id}/{variant}" if variant else case.id: case
-        for case in suites.cases(suite, subject.settings)
+        for case in suite_cases.cases(suite, subject.settings)
     }
     there = {row_id: row for row_id in wanted if (row := _row(suite, how["model"], row_id))}
     _refuse_to_lose(there, how)
@@ -48,7 +48,8 @@ def run_suite(
     if not wanted:
         return
     calibration = calibrate()
-    together = [list(wanted)] if suite in suites.IN_TURN else [[row_id] for row_id in wanted]
+    in_turn = suite_cases.in_turn(suite)
+    together = [list(wanted)] if in_turn else [[row_id] for row_id in wanted]
     for ids in together:
         cases = [wanted[row_id] for row_id in ids]
         rows = suites.measure(subject, cases, runs=runs, calibration=calibration)

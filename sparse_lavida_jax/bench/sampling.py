@@ -13,12 +13,13 @@ model may be of random ones. The rows are read by `bench/table.py`, which forms 
         --random-weights
 
 times whole requests, prompt in and pixels out (`bench/suites.py`): headline, ablation, batch, edit,
-reasoning, quant, cpu. A row is written as soon as it is measured; `--missing` goes on with the
-newest run of this code, model, software and device, and measures the rows that it lacks. What is
-measured in another way, with other `XLA_FLAGS` perhaps, gets a name: `--variant`.
+reasoning, quant, fastpath, cpu. A row is written as soon as it is measured; `--missing` goes on
+with the newest run of this code, model, software and device, and measures the rows that it lacks.
+What is measured in another way, with other `XLA_FLAGS` perhaps, gets a name: `--variant`.
 """
 
 import dataclasses
+import functools
 import pathlib
 import random
 import statistics
@@ -34,7 +35,7 @@ from absl import app, flags, logging
 from flax import nnx
 
 from sparse_lavida_jax import checkpoint, config, config_files, presets, sample
-from sparse_lavida_jax.bench import running, suites
+from sparse_lavida_jax.bench import running, suite_cases, suites
 from sparse_lavida_jax.bench.record import Bench
 from sparse_lavida_jax.data.examples import Example, Kind
 from sparse_lavida_jax.decoding import tokens_passed
@@ -57,7 +58,7 @@ STEPS = flags.DEFINE_integer(
 GUIDANCE = flags.DEFINE_float("guidance", None, "Scale; by default that of the config.")
 PRESETS = flags.DEFINE_list("presets", [], "Which to time; by default all.")
 
-SUITE = flags.DEFINE_enum("suite", None, suites.SUITES, "Rows of whole requests.")
+SUITE = flags.DEFINE_enum("suite", None, suite_cases.SUITES, "Rows of whole requests.")
 MISSING = flags.DEFINE_boolean("missing", False, "Of a suite, only rows that the run lacks.")
 VARIANT = flags.DEFINE_string("variant", "", "Behind the ids of a suite measured in another way.")
 VQ_DTYPE = flags.DEFINE_enum(
@@ -110,10 +111,14 @@ def of_random_weights(settings: config.Config) -> Subject:
     return Subject(_random_model(model), settings, examples, settings.data.text_block_len)
 
 
-def _random_model(settings: config.Model) -> Denoiser:
-    """Fused, as sampling finds the parameters of a model that was loaded."""
-    dtype = jnp.dtype(settings.compute_dtype)
-    return _random(lambda: fuse.for_inference(Denoiser(settings, rngs=nnx.Rngs(0))), dtype)
+def _random_model(settings: config.Model, *, fused: bool = True) -> Denoiser:
+    """Fused, as sampling finds the parameters of a model that was loaded, or as they are stored."""
+
+    def make() -> Denoiser:
+        model = Denoiser(settings, rngs=nnx.Rngs(0))
+        return fuse.for_inference(model) if fused else model
+
+    return _random(make, jnp.dtype(settings.compute_dtype))
 
 
 def _random(make: Callable[[], M], dtype: jnp.dtype) -> M:
@@ -150,7 +155,10 @@ def _whole_subject() -> suites.Subject:
         if sides == settings.vq.image_size:
             float32 = jnp.dtype("float32")
             codec = _random(lambda: vq.VQModel(settings.vq, rngs=nnx.Rngs(0)), float32)
-        return suites.Subject(model, settings, codec, decoder(codec), random_weights=True)
+        return suites.Subject(
+            model, settings, codec, decoder(codec), random_weights=True,
+            unfused=functools.partial(_random_model, settings.model, fused=False),
+        )  # fmt: skip
     pipe = SparseLaViDa.from_pretrained(CHECKPOINT.value)
     codec = None if pipe.codec is None or pipe.codec.vq is None else pipe.codec.vq
     settings = pipe.settings

@@ -13,59 +13,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import UInt8
 
 from sparse_lavida_jax import config, layout, orders, presets, prompts, quantize, sample
 from sparse_lavida_jax.bench import record, work
-from sparse_lavida_jax.data import images
-from sparse_lavida_jax.data.examples import Example
-from sparse_lavida_jax.layout import Response, Source, Text
-from sparse_lavida_jax.models import vq
+from sparse_lavida_jax.bench.suite_cases import WORDS, Case, sizes
+from sparse_lavida_jax.layout import Text
+from sparse_lavida_jax.models import fuse, vq
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.prefixes import Prefixes
 from sparse_lavida_jax.prompts import Request
 
-SUITES = ("headline", "ablation", "batch", "edit", "reasoning", "quant", "cpu")
-BATCHES = (1, 2, 4, 8)
-STEPS_A_BLOCK = (4, 8, 32)  # of reasoning
-FULL_CELLS = 1024  # of a picture of 1024 pixels a side
-STEPS_TIMED = 8  # of rows whose steps all cost the same
-# Words of the prompt of a picture and of a question, tokens of the answer; of a smaller model.
-WORDS, QUESTION, ANSWER = 128, 1500, 1024
-FEW_WORDS, SHORT_QUESTION, SHORT_ANSWER = 32, 48, 16
-IN_TURN = ("cpu",)  # suites whose rows are timed in turn
 SPLIT = ("host", "prefill", "loop", "vq_encode", "vq_decode")
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One row: a request by one method.
-
-    Attributes:
-        id: task/method/batch, and what else tells rows apart.
-        discards: see `presets.StepSettings`.
-        steps_timed: of the plan, from the middle of its longest segment; 0: all.
-        picture: that is encoded before, in an edit.
-    """
-
-    id: str
-    task: str
-    method: str
-    batch: int
-    example: Example
-    sampling: config.Sampling
-    text_block_len: int
-    discards: bool = False
-    steps_timed: int = 0
-    picture: UInt8[np.ndarray, "h w 3"] | None = None
+# Step settings of rows that take a change back (`suite_cases.changes`).
+TAKEN_BACK = {"tables_ahead": {"tables_ahead": False}, "tiled_head": {"head_tile": 0}}
 
 
 @dataclasses.dataclass
 class Subject:
-    """A model and its image tokenizer; variants in 8 bits are made when they are asked for.
+    """A model and its image tokenizer; other forms of it are made when they are asked for.
 
     Attributes:
         codec: encodes, and None where there is none.
         decoder: decodes; of another dtype perhaps (`vq.for_decoding`).
+        unfused: makes the parameters as they are stored; None where that is not known.
     """
 
     model: Denoiser
@@ -73,126 +43,18 @@ class Subject:
     codec: vq.VQModel | None
     decoder: vq.VQModel | None
     random_weights: bool
+    unfused: Callable[[], Denoiser] | None = None
 
-    def in_form(self, method: str) -> Denoiser:
-        return quantize.quantized(self.model, method) if method else self.model
-
-
-# ---------------------------------------------------------------------------------------------
-# Which rows a suite has.
-
-
-def cases(suite: str, settings: config.Config) -> list[Case]:
-    """Returns the rows of a suite for a model of this size."""
-    return {
-        "headline": _headline,
-        "ablation": _ablation,
-        "batch": _batches,
-        "edit": _edits,
-        "reasoning": _reasoning,
-        "quant": _quantized,
-        "cpu": functools.partial(_headline, released=False),
-    }[suite](settings)
-
-
-def _headline(settings: config.Config, *, released: bool = True) -> list[Case]:
-    names = ("sparse", "dense_lean", "dense_released") if released else ("sparse", "dense_lean")
-    return [_drawing(settings, name) for name in names]
-
-
-def _ablation(settings: config.Config) -> list[Case]:
-    names = [name for name in config.PRESETS if name != "dense"]
-    return [_drawing(settings, name) for name in names]
-
-
-def _batches(settings: config.Config) -> list[Case]:
-    return [_drawing(settings, name, b) for b in BATCHES for name in ("sparse", "dense_lean")]
-
-
-def _edits(settings: config.Config) -> list[Case]:
-    names = ("sparse", "dense_lean", "dense_released")
-    return [_drawing(settings, name, edits=True) for name in names]
-
-
-def _reasoning(settings: config.Config) -> list[Case]:
-    # Sparse; the prompt cached and everything else passed in every step; both forms of Fast-dLLM.
-    methods = ("sparse", "dense_cached", "fast_dllm_dual_released", "fast_dllm_dual_lean")
-    steps = [k for k in STEPS_A_BLOCK if k <= settings.data.text_block_len]
-    return [_writing(settings, name, k) for k in steps for name in methods]
-
-
-def _quantized(settings: config.Config) -> list[Case]:
-    steps = min(8, settings.data.text_block_len)
-    methods = ("", *config.QUANTIZED)
-    return [
-        *(_drawing(settings, "sparse", quantized=method) for method in methods),
-        *(_writing(settings, "sparse", steps, quantized=method) for method in methods),
-    ]
-
-
-def _drawing(
-    settings: config.Config, method: str, batch: int = 1, *, edits=False, quantized: str = ""
-) -> Case:
-    model, words = settings.model, _ids(settings.model, _sizes(settings.model)[0])
-    pixels = model.grid_size * model.codes_side * settings.vq.factor
-    cells = np.zeros((model.num_cells, model.codes_per_token), np.int32)
-    parts, views, picture = (Text(words), Response(model.num_cells)), (), None
-    if edits:
-        rng = np.random.default_rng(0)
-        picture = rng.integers(0, 256, (pixels, pixels, 3), dtype=np.uint8)
-        seen = images.see(picture, model.vision)
-        codes = rng.integers(0, model.codebook_size, cells.shape).astype(np.int32)
-        parts = (seen.part, Source(codes), Text(words), Response(model.num_cells))
-        views = (seen.pixels,)
-    known = np.zeros(len(cells), bool)
-    example = Example(parts, cells, known, "image", None, len(cells), views)
-    task = f"{'edit' if edits else 't2i'}{pixels}"
-    preset = "dense" if method.startswith("dense") else method
-    # Dense is LaViDa-O itself, over the grid of codes: every step passes the cells and no padding.
-    grid = "code" if preset == "dense" else "cell"
-    sampling = dataclasses.replace(settings.sampling, preset=preset, quantize=quantized, grid=grid)
-    # All of these pass as many tokens in every step.
-    constant = preset in ("dense", "none") and sampling.num_steps > STEPS_TIMED
-    name = quantized or method
-    return Case(
-        f"{task}/{name}/b{batch}", task, name, batch, example, sampling,
-        settings.data.text_block_len, method == "dense_released",
-        STEPS_TIMED if constant else 0, picture,
-    )  # fmt: skip
-
-
-def _writing(settings: config.Config, method: str, steps: int, *, quantized: str = "") -> Case:
-    _, question, answer = _sizes(settings.model)
-    preset = {"dense_cached": "prefix"}.get(method, method.removesuffix("_lean"))
-    preset = preset.removesuffix("_released")
-    sampling = dataclasses.replace(
-        settings.sampling, text_preset=preset, text_steps=steps, text_step_ratio=0.0,
-        text_commit="count", quantize=quantized,
-    )  # fmt: skip
-    parts = (Text(_ids(settings.model, question)), Response(answer))
-    empty, known = np.zeros((answer, 1), np.int32), np.zeros(answer, bool)
-    example = Example(parts, empty, known, "text", None, answer)
-    name = quantized or method
-    block_len = settings.data.text_block_len
-    constant = preset == "prefix" and steps * answer // block_len > STEPS_TIMED
-    timed = min(STEPS_TIMED, steps) if constant else 0
-    return Case(
-        f"reasoning/{name}/b1/k{steps}", "reasoning", name, 1, example, sampling, block_len,
-        method.endswith("_released"), timed,
-    )  # fmt: skip
-
-
-def _sizes(model: config.Model) -> tuple[int, int, int]:
-    full = model.num_cells >= FULL_CELLS
-    return (WORDS, QUESTION, ANSWER) if full else (FEW_WORDS, SHORT_QUESTION, SHORT_ANSWER)
-
-
-def _ids(model: config.Model, number: int) -> np.ndarray:
-    return np.arange(number, dtype=np.int32) % min(model.text_mask_id, model.end_of_text_id)
-
-
-# ---------------------------------------------------------------------------------------------
-# Measuring one.
+    def in_form(self, case: Case) -> Denoiser:
+        """Returns the model as a row asks for it."""
+        if case.sampling.quantize:
+            return quantize.quantized(self.model, case.sampling.quantize)
+        if case.without not in ("fused", "by_layer"):
+            return self.model
+        if self.unfused is None:
+            raise config.ConfigError("the suite fastpath takes --config and --random-weights.")
+        unfused = self.unfused()
+        return unfused if case.without == "fused" else fuse.for_inference(unfused, by_layer=False)
 
 
 def measure(
@@ -207,7 +69,7 @@ def measure(
     for turn in range(runs):
         for one in random.Random(turn).sample(warm, len(warm)):
             before, begin = record.compilations(), time.process_time()
-            split = _request(subject, one.model, one.case, one.settings, 1 + turn)
+            split = _request(subject, one.model, one.case, one.settings, 1 + turn, one.prefixes)
             one.splits.append(split)
             one.cores.append((time.process_time() - begin) / sum(split.values()))
             one.compilations_timed += record.compilations() - before
@@ -225,6 +87,7 @@ class _Warm:
     case: Case
     model: Denoiser
     settings: presets.StepSettings
+    prefixes: Prefixes | None
     compile_s: float
     compilations: int
     compilations_timed: int = 0
@@ -233,18 +96,19 @@ class _Warm:
 
 
 def _warmed(subject: Subject, case: Case) -> _Warm:
-    model = subject.in_form(case.sampling.quantize)
+    model = subject.in_form(case)
     settings = dataclasses.replace(
         presets.step_settings(
             case.sampling, subject.settings.model, case.example.kind,
             has_source=case.picture is not None,
         ),
-        discards=case.discards,
+        discards=case.discards, **TAKEN_BACK.get(case.without or "", {}),
     )  # fmt: skip
+    prefixes = Prefixes() if case.keeps_prefix else None
     before, begin = record.compilations(), time.perf_counter()
-    _request(subject, model, case, settings, 0)
+    _request(subject, model, case, settings, 0, prefixes)
     seconds = time.perf_counter() - begin
-    return _Warm(case, model, settings, seconds, record.compilations() - before)
+    return _Warm(case, model, settings, prefixes, seconds, record.compilations() - before)
 
 
 def _row(subject: Subject, warm: _Warm, calibration: dict[str, Any]) -> dict[str, Any]:
@@ -253,7 +117,8 @@ def _row(subject: Subject, warm: _Warm, calibration: dict[str, Any]) -> dict[str
     prompt = _prompt(case, settings, subject.settings.model)
     itemsize = 1 if case.sampling.quantize else 0
     need = work.of_request(
-        subject.settings.model, settings, plan, prompt, weight_bytes=itemsize
+        subject.settings.model, settings, plan, prompt, weight_bytes=itemsize,
+        kept=case.keeps_prefix,
     )  # fmt: skip
     steps = sum(part.num_steps for part in plan)
     scale = steps / (case.steps_timed or steps)
@@ -301,6 +166,7 @@ def _request(
     case: Case,
     settings: presets.StepSettings,
     turn: int,
+    prefixes: Prefixes | None,
 ) -> dict[str, float]:
     """Runs one request, other words and seeds every turn; returns seconds of its parts."""
     split: dict[str, float] = dict.fromkeys(SPLIT, 0.0)
@@ -315,19 +181,23 @@ def _request(
         plan = [_middle(plan, case.steps_timed)]
     bucket = _bucket(_prompt(case, settings, model.settings))
     split["host"] = clock()
-    begun = sample.begin(model, requests, plan, settings=settings, prompt_len=bucket)
+    begun = sample.begin(
+        model, requests, plan, settings=settings, prompt_len=bucket, prefixes=prefixes
+    )
     state = jax.block_until_ready(begun.state)
     split["prefill"] = clock()
     assert state is not None
+    in_trips = False if case.without == "trips" else None
     for segment in plan:
-        state = sample.advance(model, begun, state, segment)
+        state = sample.advance(model, begun, state, segment, in_trips=in_trips)
     canvas = np.asarray(state.canvas)
     split["loop"] = clock()
-    if settings.kind == "image" and subject.decoder is not None:
+    decoder = subject.codec if case.without == "vq_dtype" else subject.decoder
+    if settings.kind == "image" and decoder is not None:
         side = model.settings.codes_side
         known = np.minimum(canvas, model.settings.codebook_size - 1)  # of steps not timed
         grid = layout.codes_from_cells(known, model.settings.grid_size, side)
-        vq.decode_codes(subject.decoder, np.asarray(grid), batch=1)
+        vq.decode_codes(decoder, np.asarray(grid), batch=1)
         split["vq_decode"] = clock()
     return split
 
@@ -346,8 +216,9 @@ class _Clock:
 def _requests(case: Case, seeds, turn: int = 0) -> list[Request]:
     example = case.example
     # Fewer words within the bucket, which is what lets requests share programs.
+    fewer = turn % 8 if case.without is None else 0
     parts = tuple(
-        Text(part.ids[: len(part.ids) - turn % 8]) if isinstance(part, Text) else part
+        Text(part.ids[: len(part.ids) - fewer]) if isinstance(part, Text) else part
         for part in example.parts
     )
     shown = example.views or example.pixels
@@ -389,7 +260,7 @@ def _error(subject: Subject, model: Denoiser, case: Case, settings, plan) -> dic
     """
     if not case.sampling.quantize:
         return {}
-    small = _sizes(subject.settings.model)[0] < WORDS
+    small = sizes(subject.settings.model)[0] < WORDS
     steps = [part.steps(i, i + 1) for part in plan for i in range(part.num_steps)]
     requests, run = _requests(case, range(case.batch)), _one_step()
     begun = [

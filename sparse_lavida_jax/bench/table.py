@@ -2,7 +2,7 @@
 r"""Tables from the committed rows, held against the bars.
 
     python -m sparse_lavida_jax.bench.table
-    python -m sparse_lavida_jax.bench.table README.md    # writes the two that stand there
+    python -m sparse_lavida_jax.bench.table README.md    # writes those that stand there
 
 Ratios are formed only between rows of one run.
 """
@@ -38,7 +38,7 @@ def sampling_table(rows: list[dict[str, Any]]) -> str:
     return markdown.table(columns, lines)
 
 
-SPEED_SUITES = ("headline", "ablation", "batch", "edit", "reasoning", "quant", "cpu")
+SPEED_SUITES = ("headline", "ablation", "batch", "edit", "reasoning", "quant", "fastpath", "cpu")
 
 
 def speed_table(rows: list[dict[str, Any]]) -> str:
@@ -59,6 +59,62 @@ def speed_table(rows: list[dict[str, Any]]) -> str:
             f"{row['min_s']:.4f} to {row['max_s']:.4f}", times, f"{1e3 * row['floor_s']:.1f}",
             f"{tokens['useful']:.0f}", f"{1 - tokens['useful'] / tokens['padded']:.2f}",
             row["device"]["kind"],
+        ))  # fmt: skip
+    return markdown.table(columns, lines)
+
+
+def requests_table(rows: list[dict[str, Any]]) -> str:
+    """Returns whole requests of pictures, sparse beside dense, of the models that have bars.
+
+    Of the one for processors only while the other was measured nowhere.
+    """
+    bars = tomllib.loads(BARS.read_text())
+    columns = (
+        "model, request", "sparse, s", "dense, s", "as released, s", "dense / sparse", "device",
+        "measured",
+    )  # fmt: skip
+    lines = []
+    for models in (bars["speed"]["models"], bars["speed_cpu"]["models"]):
+        own = [
+            r for r in rows if r["model"] in models and r["suite"] in ("headline", "edit", "cpu")
+        ]
+        for row in sorted(own, key=lambda r: (r["model"], r["id"], r["run"])):
+            lean = _beside(own, row, "dense_lean")
+            if row["method"] != "sparse" or row.get("variant") or lean is None:
+                continue
+            released = _beside(own, row, "dense_released")
+            dense = [f"{one['median_s']:.2f}" if one else None for one in (lean, released)]
+            lines.append((
+                f"{row['model']}, {row['task']}", f"{row['median_s']:.2f}", *dense,
+                f"{lean['median_s'] / row['median_s']:.1f}", _device(row), _measured(row),
+            ))  # fmt: skip
+        if lines:
+            break
+    return markdown.table(columns, lines)
+
+
+def _device(row: dict[str, Any]) -> str:
+    return f"{row['device']['kind']}, {row['device']['host_cores']} cores"
+
+
+def _measured(row: dict[str, Any]) -> str:
+    """When a row was measured and of which commit; not of the commit alone if that was changed."""
+    return f"{row['created'][:10]}, {row['commit']}{' and changes' if row['dirty'] else ''}"
+
+
+def fastpath_table(rows: list[dict[str, Any]]) -> str:
+    """Returns what each change of the fast path is worth: the request without it, and with all."""
+    columns = ("model, request", "change", "s without", "s with", "times", "device")
+    full = {(row["run"], row["model"], row["task"]): row for row in rows if row["method"] == "full"}
+    lines = []
+    for row in sorted(rows, key=lambda r: (r["model"], r["task"], r["method"])):
+        other = full.get((row["run"], row["model"], row["task"]))
+        if other is None or row is other:
+            continue
+        before, after = row["median_s"], other["median_s"]
+        lines.append((
+            f"{row['model']}, {row['task']}", row["method"].removeprefix("without_"),
+            f"{before:.4f}", f"{after:.4f}", f"{before / after:.2f}", row["device"]["kind"],
         ))  # fmt: skip
     return markdown.table(columns, lines)
 
@@ -409,14 +465,15 @@ def _with_interval(correct: int, total: int) -> str:
 
 
 def readme_tables() -> str:
-    """Returns the two tables of README.md: quality and speed of the bundled model.
+    """Returns the tables of README.md: quality and speed of the bundled model, whole requests.
 
-    Speed at the largest batch that was measured.
+    Speed of the bundled model at the largest batch that was measured.
     """
+    whole = requests_table([row for suite in SPEED_SUITES for row in read_rows(suite)])
     speed = read_rows("sampling")
     most = max((row["batch"] for row in speed), default=0)
     speed = [row for row in speed if row["batch"] == most]
-    return f"{bundled_table(read_rows('quality'))}\n\n{sampling_table(speed)}"
+    return f"{bundled_table(read_rows('quality'))}\n\n{sampling_table(speed)}\n\n{whole}"
 
 
 def main() -> None:
@@ -440,6 +497,7 @@ def _print_all() -> None:
         "Memory of the loss over 127,378 words": ("training", head_table),
         "Compiled for TPUs that are not there": ("aot", aot_table),
         "Projected, not measured": ("aot", aot_times_table),
+        "The fast path, each change taken back": ("fastpath", fastpath_table),
         "Quality": ("quality", quality_table),
         "Sparse against dense, each trained its own way": ("quality", twins_table),
     }

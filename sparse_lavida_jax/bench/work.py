@@ -7,6 +7,7 @@ attention count; a product is two operations.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -125,9 +126,12 @@ def _together(prompt: Prompt, settings: presets.StepSettings, *, guided: bool) -
 
 def _as_one(passes: list[Pass]) -> Pass:
     """Returns passes of one step as one: each matrix has to be read once."""
-    names = [field.name for field in dataclasses.fields(Pass)]
-    total = {name: sum(getattr(one, name) for one in passes) for name in names}
-    return Pass(**total | {"weights": max(one.weights for one in passes)})
+
+    def total(name: str) -> Any:
+        return sum(getattr(one, name) for one in passes)
+
+    weights = max(one.weights for one in passes)
+    return Pass(total("useful"), total("padded"), weights, *map(total, ("keys", "tokens", "slots")))
 
 
 def _lengths(prompt: Prompt) -> tuple[list[float], list[float]]:

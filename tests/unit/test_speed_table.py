@@ -60,6 +60,25 @@ def test_the_table_tells_what_was_timed_in_part():
     assert "1.5000 (8 steps timed)" in told and "10.0 / 10.0 / 1460.0 / 20.0" in told
 
 
+def test_whole_requests_of_the_readme_say_where_and_when_they_were_measured():
+    where = {
+        "created": "2001-02-03T04:05:06+00:00", "commit": "abc1234", "dirty": False,
+        "device": {"kind": "H200", "host_cores": 16},
+    }  # fmt: skip
+    methods = {"sparse": 0.3, "dense_lean": 1.5, "dense_released": 2.1}
+    rows = [row(f"t2i1024/{name}/b1", s, **where) for name, s in methods.items()]
+    small = [row(f"t2i256/{name}/b1", 1.0, model="speed_cpu", **where) for name in methods]
+    slow = [r | {"variant": "cb_off", "run": "b", "id": f"{r['id']}/cb_off"} for r in rows]
+    _, _, *lines = table.requests_table([*rows, *small, *slow]).split("\n")
+    told = "| 0.30 | 1.50 | 2.10 | 5.0 | H200, 16 cores | 2001-02-03, abc1234 |"
+    assert lines == [f"| lavida_o, t2i1024 {told}"]
+    _, _, *lines = table.requests_table([r | {"dirty": True} for r in small[:2]]).split("\n")
+    assert lines == [
+        "| speed_cpu, t2i256 | 1.00 | 1.00 | | 1.0 | H200, 16 cores |"
+        " 2001-02-03, abc1234 and changes |"
+    ]
+
+
 def test_on_a_processor_the_ratio_is_held_against_that_of_the_tokens():
     tokens = {"sparse": 10, "dense_lean": 80}
     rows = [

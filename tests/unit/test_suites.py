@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from sparse_lavida_jax import config_files, presets
-from sparse_lavida_jax.bench import suites, table, work
+from sparse_lavida_jax.bench import suite_cases, suites, table, work
 from sparse_lavida_jax.models.denoiser import Denoiser
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
@@ -20,7 +20,7 @@ SMALL = config_files.read(CONFIGS / "speed_cpu.py")
 
 
 def case_of(suite, row_id, settings=FULL):
-    return next(case for case in suites.cases(suite, settings) if case.id == row_id)
+    return next(case for case in suite_cases.cases(suite, settings) if case.id == row_id)
 
 
 def work_of(case, settings=FULL, **options):
@@ -38,7 +38,9 @@ def work_of(case, settings=FULL, **options):
 def test_every_bar_is_of_a_row_that_some_suite_has():
     bars = tomllib.loads(table.BARS.read_text())
     for section, settings in (("speed", FULL), ("speed_cpu", SMALL)):
-        ids = {case.id for suite in suites.SUITES for case in suites.cases(suite, settings)}
+        ids = {
+            case.id for suite in suite_cases.SUITES for case in suite_cases.cases(suite, settings)
+        }
         patterns = [p for of in bars[section].values() if isinstance(of, dict) for p in of]
         for pattern in " ".join(patterns).split():
             assert any(fnmatch.fnmatchcase(row_id, pattern) for row_id in ids), pattern
@@ -46,23 +48,54 @@ def test_every_bar_is_of_a_row_that_some_suite_has():
 
 def test_the_suites_have_the_rows_that_are_asked_for():
     def methods(suite):
-        return [case.method for case in suites.cases(suite, FULL)]
+        return [case.method for case in suite_cases.cases(suite, FULL)]
 
     assert methods("headline") == ["sparse", "dense_lean", "dense_released"]
     assert methods("ablation") == ["none", "p", "r", "t", "pr", "pt", "rt", "sparse"]
     assert methods("edit") == methods("headline")
-    assert [case.batch for case in suites.cases("batch", FULL)] == [1, 1, 2, 2, 4, 4, 8, 8]
-    steps = [case.sampling.text_steps for case in suites.cases("reasoning", FULL)]
+    assert [case.batch for case in suite_cases.cases("batch", FULL)] == [1, 1, 2, 2, 4, 4, 8, 8]
+    steps = [case.sampling.text_steps for case in suite_cases.cases("reasoning", FULL)]
     assert steps == [4] * 4 + [8] * 4 + [32] * 4
     assert set(methods("quant")) == {"sparse", "int8", "w8a8", "fp8"}
-    for suite in suites.SUITES:
-        for case in suites.cases(suite, FULL):
+    for suite in suite_cases.SUITES:
+        for case in suite_cases.cases(suite, FULL):
             # Only rows whose steps cost the same are timed in part.
             dense = case.method.startswith("dense") or case.method == "none"
             assert bool(case.steps_timed) == dense, case.id
-    edit = suites.cases("edit", FULL)[0]
+    edit = suite_cases.cases("edit", FULL)[0]
     vision, source, *_ = edit.example.parts
     assert (vision.num_tokens, len(source.codes)) == (871, 1024)
+
+
+def test_each_change_of_the_fast_path_that_a_device_has_is_taken_back_in_a_row(monkeypatch):
+    def methods(**changes):
+        settings = dataclasses.replace(FULL, model=dataclasses.replace(FULL.model, **changes))
+        cases = suite_cases.cases("fastpath", settings)
+        assert len({case.id for case in cases}) == len(cases)
+        return [case.method.removeprefix("without_") for case in cases]
+
+    text = ["full", "fused", "tiled_head"]
+    assert methods() == ["full", "fused", "prefix", "vq_dtype", *text]
+    blockwise = {"attention_implementation": "blockwise"}
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert methods(**blockwise) == [
+        "full", "fused", "by_layer", "trips", "tables_ahead", "prefix", "vq_dtype", *text,
+    ]  # fmt: skip
+    case = next(c for c in suite_cases.cases("fastpath", FULL) if c.without == "prefix")
+    assert not case.keeps_prefix and suite_cases.cases("fastpath", FULL)[0].keeps_prefix
+    assert not any(c.keeps_prefix for c in suite_cases.cases("headline", FULL))
+
+
+def test_what_a_change_is_worth_is_told_against_the_full_path():
+    def row(method, seconds, run="a"):
+        return {
+            "run": run, "model": "tiny", "task": "t2i64", "method": method, "median_s": seconds,
+            "device": {"kind": "cpu"},
+        }  # fmt: skip
+
+    rows = [row("full", 2.0), row("without_fused", 3.0), row("without_trips", 9.0, run="b")]
+    *_, line = table.fastpath_table(rows).split("\n")
+    assert line == "| tiny, t2i64 | fused | 3.0000 | 2.0000 | 1.50 | cpu |"
 
 
 def test_work_of_the_release_is_what_its_sizes_make():
@@ -136,11 +169,11 @@ def test_the_dense_edit_has_little_padding_and_costs_what_its_sizes_make():
 
 def test_rows_that_are_measured_together_are_timed_in_turn(monkeypatch):
     """Each turn has a request of every row; of rows timed in part the loop is scaled."""
-    cases, asked = suites.cases("cpu", SMALL), []
+    cases, asked = suite_cases.cases("cpu", SMALL), []
     model = jax.eval_shape(lambda: Denoiser(SMALL.model, rngs=nnx.Rngs(0)))
     subject = suites.Subject(model, SMALL, None, None, random_weights=True)
 
-    def request(subject, model, case, settings, turn):
+    def request(subject, model, case, settings, turn, prefixes):
         asked.append((case.method, turn))
         seconds = {"sparse": 1.0, "dense_lean": 2.0}[case.method]
         return dict.fromkeys(suites.SPLIT, 0.0) | {"loop": seconds, "host": 0.5}
@@ -156,7 +189,7 @@ def test_rows_that_are_measured_together_are_timed_in_turn(monkeypatch):
     sparse, dense = rows
     assert (sparse["method"], dense["method"]) == ("sparse", "dense_lean")
     assert sparse["times_s"] == [1.5] * 5
-    assert dense["times_s"] == [2.0 * SMALL.sampling.num_steps / suites.STEPS_TIMED + 0.5] * 5
+    assert dense["times_s"] == [2.0 * SMALL.sampling.num_steps / suite_cases.STEPS_TIMED + 0.5] * 5
 
 
 def test_how_far_8_bits_move_logits_is_told_by_row():

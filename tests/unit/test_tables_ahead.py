@@ -73,10 +73,13 @@ def test_tables_made_ahead_are_those_of_every_step(name, given, changes):
     assert len({str(own.joint.by_query.flags) for _, own in found}) > 1  # steps differ
 
 
-@pytest.mark.parametrize(("name", "kind"), [("sparse", "text"), ("rt", "image")])
-def test_what_is_not_known_before_is_made_in_the_step(name, kind):
-    """Which tokens of a text are decoded when, and a prompt that is passed again."""
-    asked = traces.settings_of(name, kind, SETTINGS)
+@pytest.mark.parametrize(
+    ("name", "kind", "ahead"),
+    [("sparse", "text", True), ("rt", "image", True), ("sparse", "image", False)],
+)
+def test_what_is_not_known_before_is_made_in_the_step(name, kind, ahead):
+    """Which tokens of a text are decoded when, and a prompt that is passed again; or if asked."""
+    asked = dataclasses.replace(traces.settings_of(name, kind, SETTINGS), tables_ahead=ahead)
     requests = [tiny.request(kind, SETTINGS, 0, words=3)]
     seen, made = [], sample._tables_ahead
 
