@@ -13,6 +13,7 @@ import scenes
 def get_config(name: str = "ablation") -> ml_collections.ConfigDict:
     c = scenes.get_config()
     c.name = name
+    c.data.lessons = {}
     c.data.tasks = dict(plan=2.0, draw=4.0)
     c.train = dict(
         train_steps=3000,
