@@ -585,6 +585,9 @@ class Sampling:
     grid: str = "cell"
     # Passes inside a step, each of which decodes as many codes of every cell; of whole cells only.
     cell_passes: int = 1
+    # Steps of a picture that would decode fewer cells are merged with those behind them; of whole
+    # cells in a fixed order only. 0: none are.
+    merge_cells: int = 0
     # "confidence" (the released "mmada") chooses after each pass among all cells, which only
     # dense, none and p pass; every other order is fixed beforehand.
     order: str = "stratified"  # stratified | halton | random | raster | confidence
@@ -693,6 +696,7 @@ class Sampling:
         _check_positive(self, "temperature_end")
         for name in ("order_seed", "registers", "registers_end"):
             _check(self, name, getattr(self, name) >= -1, "it must be -1 or more")
+        _check(self, "merge_cells", self.merge_cells >= 0, "it must be 0 or more")
         _check(
             self,
             "text_block_order",

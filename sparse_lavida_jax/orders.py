@@ -199,6 +199,22 @@ def _cumulated_share(schedule: str, t: np.ndarray, shift: float) -> np.ndarray:
     return 0.5 * (1 + np.array([-1, *erf, 1][: len(t)]))
 
 
+def merged(per_step: Int[np.ndarray, " k"], least: int) -> Int[np.ndarray, " k2"]:
+    """Returns the counts of fewer steps, merged until each decodes at least so many tokens.
+
+    What is left at the end goes to the last one.
+    """
+    result, held = [], 0
+    for count in per_step.tolist():
+        held += count
+        if held >= least:
+            result.append(held)
+            held = 0
+    if held:
+        result = [*result[:-1], sum(result[-1:]) + held]
+    return np.array(result, np.int32)
+
+
 def cooling(name: str, num_steps: int, least: float, shift: float) -> Float[np.ndarray, " k"]:
     """Returns the share of a temperature in each step, from 1 down to `least` (spec Sec. 7.3).
 
@@ -276,6 +292,7 @@ def image_plan(
     num_steps: int,
     shift: float,
     given: Bool[np.ndarray, "b l"] | None = None,
+    merge: int = 0,
 ) -> SamplingPlan:
     """Returns the plan that decodes `cells` in order, without the given ones.
 
@@ -285,13 +302,16 @@ def image_plan(
     Args:
         cells: an order; one for all rows or one a row. Without `given`, one means one row.
         given: cells known beforehand. If any row has one, decoding starts at block 2 in all.
+        merge: cells that every step decodes at least (`merged`).
     """
     if given is None:
         given = np.zeros((len(cells) if cells.ndim == 2 else 1, cells.shape[-1]), bool)
     batch, length = given.shape
     cells = np.broadcast_to(cells, (batch, length))
     first_block = FIRST_BLOCK
-    per_row = [counts(schedule, num_steps, int(n), shift) for n in (~given).sum(axis=1)]
+    per_row = [
+        merged(counts(schedule, num_steps, int(n), shift), merge) for n in (~given).sum(axis=1)
+    ]
     steps = max((len(row) for row in per_row), default=0)
     width = max((int(row.max(initial=0)) for row in per_row), default=0)
     decode = np.full((steps, batch, width), PAD_POSITION, np.int32)

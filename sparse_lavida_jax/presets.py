@@ -232,7 +232,9 @@ def plan(
         raise ValueError("Sampling.order_seed=-1 needs the seed of every row.")
     grid = grid or (model.grid_size, model.grid_size)
     segments = _image_segments(sampling, settings.preset, model, given, seeds, grid)
-    steps = sampling.num_steps
+    # What changes from step to step changes over the steps that there are, if some are merged.
+    number = sum(part.num_steps for part in segments)
+    steps = max(number, 1) if sampling.merge_cells else sampling.num_steps
     fewest = sampling.registers_end
     registers = settings.num_registers
     noise = orders.cooling(
@@ -285,6 +287,11 @@ def _image_segments(
             f" divide {model.codes_per_token}, the codes of a cell, with an order other than"
             " 'confidence' and grid='cell'."
         )
+    if sampling.merge_cells and (by_code or by_confidence):
+        raise config.ConfigError(
+            f"Sampling.merge_cells={sampling.merge_cells} merges steps over whole cells of a fixed"
+            " order: it needs an order other than 'confidence' and grid='cell'."
+        )
     (rows, columns), side = grid, model.codes_side if by_code else 1
     known = np.repeat(given[..., None], side**2, axis=-1)
     name = "raster" if by_confidence else sampling.order
@@ -294,6 +301,7 @@ def _image_segments(
         num_steps=sampling.num_steps,
         shift=sampling.shift,
         given=codes_from_cells(known, rows, side).reshape(len(given), -1),
+        merge=sampling.merge_cells,
     )
     if by_code or by_confidence:
         return orders.code_segments(whole, rows, columns, side, by_confidence=by_confidence)

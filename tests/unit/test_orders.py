@@ -89,6 +89,18 @@ def test_no_step_is_empty_and_every_token_has_its_step(schedule, length, num_ste
     assert per_step.sum() == length
 
 
+def test_merged_steps_decode_at_least_so_many_tokens():
+    per_step = orders.counts("shift", 64, 1024, 5.0)
+    fewer = orders.merged(per_step, 16)
+    assert len(fewer) == 35 and fewer.min() >= 16
+    assert np.cumsum(fewer)[-1] == 1024
+    assert set(np.cumsum(fewer)) <= set(np.cumsum(per_step))  # only neighbours are merged
+    np.testing.assert_array_equal(orders.merged(per_step, 0), per_step)
+    assert orders.merged(per_step, 5000).tolist() == [1024]
+    assert orders.merged(np.array([3, 3, 1], np.int32), 3).tolist() == [3, 4]
+    assert orders.merged(per_step[:0], 4).tolist() == []
+
+
 def test_unknown_schedule_lists_the_known_ones():
     with pytest.raises(ValueError, match="shift, cosine, cosine2, exp, logit_normal, linear"):
         orders.counts("quadratic", 4, 8, 1.0)

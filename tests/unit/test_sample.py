@@ -600,6 +600,36 @@ def test_passes_inside_a_step_are_refused_where_codes_are_chosen_otherwise(chang
         presets.plan(sampling, settings, model, np.zeros((1, 9), bool), 1, seeds=[0])
 
 
+def test_merged_steps_are_numbered_and_cooled_as_the_steps_that_there_are():
+    sampling = config.Sampling(
+        num_steps=8, merge_cells=3, temperature_schedule="linear", temperature_end=0.5,
+        registers=4, registers_end=1,
+    )  # fmt: skip
+    settings = presets.step_settings(sampling, SETTINGS, "image")
+    plan = presets.plan(sampling, settings, SETTINGS, np.zeros((2, 9), bool), 1)
+
+    def all_steps(name):
+        return np.concatenate([getattr(part, name) for part in plan]).tolist()
+
+    assert all_steps("count") == [[3, 3]] * 3
+    assert all_steps("block") == [2, 3, 4]
+    assert all_steps("temperature") == [1.0, 0.75, 0.5]
+    assert all_steps("registers") == [4, 2, 1]
+    everything_known = np.ones((2, 9), bool)
+    assert presets.plan(sampling, settings, SETTINGS, everything_known, 1) == []
+
+
+@pytest.mark.parametrize(
+    "changes", [{"order": "confidence", "preset": "p"}, {"grid": "code", "preset": "dense"}]
+)
+def test_steps_are_not_merged_where_codes_are_chosen_otherwise(changes):
+    sampling = config.Sampling(merge_cells=4, **changes)
+    model = tiny.model_settings(codes_per_token=4)
+    settings = presets.step_settings(sampling, model, "image")
+    with pytest.raises(config.ConfigError, match="merge_cells=4 merges steps over whole cells"):
+        presets.plan(sampling, settings, model, np.zeros((1, 9), bool), 1, seeds=[0])
+
+
 @pytest.mark.parametrize("name", ["dense", pytest.param("p", marks=pytest.mark.slow)])
 def test_outside_its_interval_guidance_does_not_act(name):
     """Without a cache the other rows are not even passed."""
