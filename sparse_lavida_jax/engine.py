@@ -82,20 +82,25 @@ class Engine:
         *,
         mesh: jax.sharding.Mesh | None = None,
         dtype: str | None = None,
+        task: fuse.Task = "both",
     ) -> E:
         """Loads a checkpoint folder, a run directory or a bundled model by name.
 
-        On one GPU the parameters are fused for sampling (`fuse.for_inference`).
+        On one GPU, or for one task, the parameters are fused for sampling (`fuse.for_inference`).
 
         Args:
             mesh: splits the parameters over several devices (`sharding.RULES`), each of which
                 reads its own part only; results are those of one device.
             dtype: of the parameters, "float32" or "bfloat16"; by default as stored.
+            task: "image" for pictures that are not laid out in text first, "text" for text: what
+                only the other reads is not kept, and what needs it is refused.
 
         Raises:
             checkpoint.CheckpointError: there is none, or it is damaged.
-            ValueError: the mesh has axes that are not ours.
+            ValueError: the mesh has axes that are not ours, or there is one beside a task.
         """
+        if mesh is not None and task != "both":
+            raise ValueError(f"over a mesh all parameters are kept: leave task={task!r} out.")
         _check_is_ours(pathlib.Path(folder_or_name))
         folder = checkpoint.find_model(folder_or_name)
         split = None if mesh is None else sharding.over(mesh)
@@ -111,8 +116,8 @@ class Engine:
         codec = None if textual else PictureCodec(loaded.vq_folder, settings.model)
         manifest = (folder / checkpoint.MANIFEST).read_bytes()
         source = Source(str(folder_or_name), hashlib.sha256(manifest).hexdigest())
-        fused = mesh is None and jax.default_backend() == "gpu"
-        model = fuse.for_inference(loaded.model) if fused else loaded.model
+        fused = mesh is None and (jax.default_backend() == "gpu" or task != "both")
+        model = fuse.for_inference(loaded.model, task=task) if fused else loaded.model
         return cls(model, settings, tokenizer, codec, batch_size, source)
 
     def with_model(self: E, model: Denoiser) -> E:

@@ -3,6 +3,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 import stand_ins
@@ -11,6 +12,7 @@ import tiny
 from sparse_lavida_jax import config, decoding, layout, pipeline
 from sparse_lavida_jax.data import digits, scenes, tasks
 from sparse_lavida_jax.data.text import Tokenizer
+from sparse_lavida_jax.models import fuse
 
 PLANS = {"draw": 1.0, "plan": 1.0, "edit": 1.0, "edit_plan": 1.0, "fill_plan": 1.0}
 
@@ -234,3 +236,26 @@ def test_another_model_is_put_into_the_same_pipeline():
     assert sparser.settings.sampling.num_steps == 1
     assert made.settings.sampling.num_steps == 2
     assert sparser.model is first
+
+
+# ---------------------------------------------------------------------------------------------
+# Parameters of one task.
+
+
+def test_a_model_that_is_loaded_for_pictures_keeps_what_they_read_and_writes_no_text():
+    whole, drawing = (
+        pipeline.SparseLaViDa.from_pretrained("scenes", task=task) for task in ("both", "image")
+    )
+    sizes = [fuse.parameter_bytes(pipe.model) for pipe in (whole, drawing)]
+    assert sizes[1] < 0.9 * sizes[0]
+    sampling = dataclasses.replace(whole.settings.sampling, num_steps=1, plan=False)
+    (picture,) = drawing.draw(["a red circle"], sampling=sampling)
+    assert picture.shape[-1] == 3
+    with pytest.raises(ValueError, match="made for the task 'image' and cannot predict text"):
+        drawing.write(["what is it?"])
+
+
+def test_over_a_mesh_no_task_is_asked_for():
+    mesh = jax.make_mesh((1,), ("data",))
+    with pytest.raises(ValueError, match="leave task='text' out"):
+        pipeline.SparseLaViDa.from_pretrained("scenes", mesh=mesh, task="text")
