@@ -86,21 +86,34 @@ def differing(row: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     return [name for name, value in expected.items() if row.get(name) != value]
 
 
-def compilations() -> int:
-    """Returns how many programs this process has compiled since this was first asked."""
-    return len(_compiled())
+@dataclasses.dataclass
+class Compiled:
+    """Programs of this process.
+
+    Attributes:
+        seconds: of each.
+        kept: how many of them were found compiled, in the folder of compiled programs.
+    """
+
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    kept: int = 0
 
 
 @functools.cache
-def _compiled() -> list[float]:
-    seconds: list[float] = []
+def compiled() -> Compiled:
+    """Returns what is compiled from the first time on that this is asked; it goes on counting."""
+    found = Compiled()
 
     def listen(event: str, duration_secs: float, **_) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
-            seconds.append(duration_secs)
+            found.seconds.append(duration_secs)
+
+    def hit(event: str, **_) -> None:
+        found.kept += event == "/jax/compilation_cache/cache_hits"
 
     jax.monitoring.register_event_duration_secs_listener(listen)
-    return seconds
+    jax.monitoring.register_event_listener(hit)
+    return found
 
 
 def write_json(path: pathlib.Path, values: Any) -> None:
@@ -126,7 +139,12 @@ def _version(package: str) -> str | None:
 
 def _device() -> dict[str, Any]:
     device = jax.devices()[0]
-    return {"kind": device.device_kind, "count": jax.device_count(), "host_cores": os.cpu_count()}
+    return {
+        "kind": device.device_kind,
+        "count": jax.device_count(),
+        "memory_bytes": (device.memory_stats() or {}).get("bytes_limit"),
+        "host_cores": os.cpu_count(),
+    }
 
 
 def code() -> str:

@@ -3,7 +3,9 @@
 
 import dataclasses
 import hashlib
+import itertools
 import json
+import time
 from typing import Any
 
 from sparse_lavida_jax import config
@@ -22,6 +24,7 @@ def run_suite(
     vq_dtype: str,
     variant: str = "",
     missing: bool = False,
+    minutes: float = 0.0,
 ) -> None:
     """Measures a suite and writes a row as soon as it is measured.
 
@@ -31,6 +34,8 @@ def run_suite(
         variant: behind the ids of what is measured in another way, with other flags perhaps.
         missing: goes on with the newest run of this code, model, software and device, and measures
             what it lacks.
+        minutes: no row is begun that would end later, if it takes as long as the longest so far;
+            0: all are. Rows that are timed in turn are begun together.
 
     Raises:
         ConfigError: a row that is there was measured in another way and would be lost.
@@ -50,7 +55,13 @@ def run_suite(
     calibration = calibrate()
     in_turn = suite_cases.in_turn(suite)
     together = [list(wanted)] if in_turn else [[row_id] for row_id in wanted]
-    for ids in together:
+    begin, longest = time.monotonic(), 0.0
+    for number, ids in enumerate(together):
+        begun = time.monotonic() - begin
+        if minutes and number and begun + longest > 60 * minutes:
+            left = list(itertools.chain(*together[number:]))
+            print(f"no time for {', '.join(left)}: --missing measures the rest.", flush=True)
+            return
         cases = [wanted[row_id] for row_id in ids]
         rows = suites.measure(subject, cases, runs=runs, calibration=calibration)
         for row_id, row in zip(ids, rows, strict=True):
@@ -60,6 +71,7 @@ def run_suite(
                 f" floor {row['floor_s']:.4f} s, compiled in {row['compile_s']:.1f} s",
                 flush=True,
             )
+        longest = max(longest, time.monotonic() - begin - begun)
 
 
 def _how(subject: suites.Subject, vq_dtype: str, variant: str) -> Row:
@@ -93,10 +105,12 @@ def _refuse_to_lose(there: dict[str, Row], how: Row) -> None:
 def _newest_run(bench: Bench, there: dict[str, Row], how: Row) -> tuple[Bench, set[str]]:
     """Returns the run to go on with, and its rows; rows are compared within a run."""
     now = record.circumstances()
-    expected = how | {"code": bench.source["code"]} | {n: now[n] for n in ("software", "device")}
+    expected = how | {"code": bench.source["code"], "software": now["software"]}
+    expected["host_cores"] = now["device"]["host_cores"]
     done: set[str] = set()
     for row_id, row in sorted(there.items(), key=lambda pair: pair[1]["created"], reverse=True):
-        other = record.differing(row, expected)
+        row_of = row | {"host_cores": row["device"]["host_cores"]}
+        other = record.differing(row_of, expected)
         if not done and not other:
             bench = dataclasses.replace(bench, run=row["run"])
         if not other and row["run"] == bench.run:

@@ -34,7 +34,7 @@ import numpy as np
 from absl import app, flags, logging
 from flax import nnx
 
-from sparse_lavida_jax import checkpoint, config, config_files, presets, sample
+from sparse_lavida_jax import checkpoint, config, config_files, presets, programs, sample
 from sparse_lavida_jax.bench import running, suite_cases, suites
 from sparse_lavida_jax.bench.record import Bench
 from sparse_lavida_jax.data.examples import Example, Kind
@@ -61,6 +61,10 @@ PRESETS = flags.DEFINE_list("presets", [], "Which to time; by default all.")
 SUITE = flags.DEFINE_enum("suite", None, suite_cases.SUITES, "Rows of whole requests.")
 MISSING = flags.DEFINE_boolean("missing", False, "Of a suite, only rows that the run lacks.")
 VARIANT = flags.DEFINE_string("variant", "", "Behind the ids of a suite measured in another way.")
+MINUTES = flags.DEFINE_float(
+    "minutes", 0.0, "Of a suite, no further row is begun that would end later; 0: all are.",
+    lower_bound=0.0,
+)  # fmt: skip
 VQ_DTYPE = flags.DEFINE_enum(
     "vq-dtype", "bfloat16", config.VQ_DTYPES, "Of the decoder of pictures, in a suite."
 )
@@ -111,12 +115,16 @@ def of_random_weights(settings: config.Config) -> Subject:
     return Subject(_random_model(model), settings, examples, settings.data.text_block_len)
 
 
-def _random_model(settings: config.Model, *, fused: bool = True) -> Denoiser:
-    """Fused, as sampling finds the parameters of a model that was loaded, or as they are stored."""
+def _random_model(settings: config.Model, task: fuse.Task | None = "both") -> Denoiser:
+    """Fused for a task, as sampling finds the parameters of a model that was loaded.
+
+    Args:
+        task: None: as they are stored.
+    """
 
     def make() -> Denoiser:
         model = Denoiser(settings, rngs=nnx.Rngs(0))
-        return fuse.for_inference(model) if fused else model
+        return model if task is None else fuse.for_inference(model, task=task)
 
     return _random(make, jnp.dtype(settings.compute_dtype))
 
@@ -150,14 +158,15 @@ def _whole_subject() -> suites.Subject:
 
     if RANDOM.value:
         settings = config_files.read(pathlib.Path(CONFIG.value))
-        model, codec = _random_model(settings.model), None
+        task = suite_cases.TASKS.get(SUITE.value or "", "both")
+        model, codec = _random_model(settings.model, task), None
         sides = settings.model.grid_size * settings.model.codes_side * settings.vq.factor
         if sides == settings.vq.image_size:
             float32 = jnp.dtype("float32")
             codec = _random(lambda: vq.VQModel(settings.vq, rngs=nnx.Rngs(0)), float32)
         return suites.Subject(
             model, settings, codec, decoder(codec), random_weights=True,
-            unfused=functools.partial(_random_model, settings.model, fused=False),
+            unfused=functools.partial(_random_model, settings.model, None),
         )  # fmt: skip
     pipe = SparseLaViDa.from_pretrained(CHECKPOINT.value)
     codec = None if pipe.codec is None or pipe.codec.vq is None else pipe.codec.vq
@@ -171,6 +180,7 @@ def main(argv: list[str]) -> None:
     """Times all presets, of pictures and then of text, and writes a row for each; or a suite."""
     del argv
     logging.set_verbosity(logging.WARNING)  # of the array store
+    programs.keep()
     known = (*config.PRESETS, *config.TEXT_PRESETS)
     if unknown := [name for name in PRESETS.value if name not in known]:
         sys.exit(f"bench.sampling: there is no preset {unknown[0]!r}: {', '.join(known)}.")
@@ -182,7 +192,7 @@ def main(argv: list[str]) -> None:
         if SUITE.value:
             running.run_suite(
                 _whole_subject(), SUITE.value, runs=RUNS.value, vq_dtype=VQ_DTYPE.value,
-                variant=VARIANT.value, missing=MISSING.value,
+                variant=VARIANT.value, missing=MISSING.value, minutes=MINUTES.value,
             )  # fmt: skip
             return
         if RANDOM.value:

@@ -13,7 +13,10 @@ from sparse_lavida_jax.data import images
 from sparse_lavida_jax.data.examples import Example
 from sparse_lavida_jax.kernels import attention, sampling_head
 from sparse_lavida_jax.layout import Response, Source, Text
+from sparse_lavida_jax.models import fuse
 
+# Suites whose parameters are those of one task; the others write text, or make its logits.
+TASKS: dict[str, fuse.Task] = dict.fromkeys(("ablation", "batch", "cpu"), "image")
 SUITES = ("headline", "ablation", "batch", "edit", "reasoning", "quant", "fastpath", "cpu")
 BATCHES = (1, 2, 4, 8)
 STEPS_A_BLOCK = (4, 8, 32)  # of reasoning
@@ -33,6 +36,7 @@ class Case:
         discards: see `presets.StepSettings`.
         steps_timed: of the plan, from the middle of its longest segment; 0: all.
         picture: that is encoded before, in an edit.
+        in_trips: see `sample.sample`.
         without: of the suite `fastpath`, which of its changes is taken back (`changes`), "" none;
             None in other suites, whose prompts differ in length, so that no prefix is ever kept.
     """
@@ -47,6 +51,7 @@ class Case:
     discards: bool = False
     steps_timed: int = 0
     picture: UInt8[np.ndarray, "h w 3"] | None = None
+    in_trips: bool | None = None
     without: str | None = None
 
     @property
@@ -75,7 +80,8 @@ def _headline(settings: config.Config, *, released: bool = True) -> list[Case]:
 
 def _ablation(settings: config.Config) -> list[Case]:
     names = [name for name in config.PRESETS if name != "dense"]
-    return [_drawing(settings, name) for name in names]
+    # Segments run whole: half as many programs as in trips, and eight rows compile their own.
+    return [dataclasses.replace(_drawing(settings, name), in_trips=False) for name in names]
 
 
 def _batches(settings: config.Config) -> list[Case]:
@@ -138,6 +144,7 @@ def _fast_path(settings: config.Config) -> list[Case]:
             id=case.id.replace("/sparse/", f"/without_{name}/" if name else "/full/"),
             method=f"without_{name}" if name else "full",
             without=name,
+            in_trips=False if name == "trips" else None,
         )
         for case in (_drawing(settings, "sparse"), _writing(settings, "sparse", steps))
         for name in ("", *changes(settings.model, case.example.kind))

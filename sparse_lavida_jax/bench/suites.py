@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import hashlib
 import operator
 import random
 import statistics
@@ -13,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int
 
 from sparse_lavida_jax import config, layout, orders, presets, prompts, quantize, sample
 from sparse_lavida_jax.bench import record, work
@@ -68,11 +70,11 @@ def measure(
     warm = [_warmed(subject, case) for case in cases]
     for turn in range(runs):
         for one in random.Random(turn).sample(warm, len(warm)):
-            before, begin = record.compilations(), time.process_time()
-            split = _request(subject, one.model, one.case, one.settings, 1 + turn, one.prefixes)
+            before, begin = len(record.compiled().seconds), time.process_time()
+            split, _ = _request(subject, one.model, one.case, one.settings, 1 + turn, one.prefixes)
             one.splits.append(split)
             one.cores.append((time.process_time() - begin) / sum(split.values()))
-            one.compilations_timed += record.compilations() - before
+            one.compilations_timed += len(record.compiled().seconds) - before
     return [_row(subject, one, calibration) for one in warm]
 
 
@@ -81,6 +83,10 @@ class _Warm:
     """A row whose programs are compiled, and what its requests took so far.
 
     Attributes:
+        ids_sha256: of the response to the request that compiled.
+        compile_s: seconds of that request.
+        compiled, kept: seconds of its programs; how many of them were compiled before.
+        peak_before: bytes that this process held at most, before it.
         cores: processors that each request had on average; fewer where others use the machine.
     """
 
@@ -88,8 +94,11 @@ class _Warm:
     model: Denoiser
     settings: presets.StepSettings
     prefixes: Prefixes | None
+    ids_sha256: str
     compile_s: float
-    compilations: int
+    compiled: list[float]
+    kept: int
+    peak_before: int
     compilations_timed: int = 0
     splits: list[dict[str, float]] = dataclasses.field(default_factory=list)
     cores: list[float] = dataclasses.field(default_factory=list)
@@ -105,10 +114,19 @@ def _warmed(subject: Subject, case: Case) -> _Warm:
         discards=case.discards, **TAKEN_BACK.get(case.without or "", {}),
     )  # fmt: skip
     prefixes = Prefixes() if case.keeps_prefix else None
-    before, begin = record.compilations(), time.perf_counter()
-    _request(subject, model, case, settings, 0, prefixes)
-    seconds = time.perf_counter() - begin
-    return _Warm(case, model, settings, prefixes, seconds, record.compilations() - before)
+    compiled, peak = record.compiled(), _peak_bytes() or 0
+    before, kept, begin = len(compiled.seconds), compiled.kept, time.perf_counter()
+    _, canvas = _request(subject, model, case, settings, 0, prefixes)
+    seconds, own = time.perf_counter() - begin, compiled.seconds[before:]
+    digest = hashlib.sha256(canvas.tobytes()).hexdigest()
+    return _Warm(
+        case, model, settings, prefixes, digest, seconds, own, compiled.kept - kept, peak
+    )  # fmt: skip
+
+
+def _peak_bytes() -> int | None:
+    """Returns what this process held at most so far; None where devices do not say."""
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
 def _row(subject: Subject, warm: _Warm, calibration: dict[str, Any]) -> dict[str, Any]:
@@ -125,7 +143,7 @@ def _row(subject: Subject, warm: _Warm, calibration: dict[str, Any]) -> dict[str
     times = [sum(one.values()) + (scale - 1) * one["loop"] for one in splits]
     split = {name: statistics.median(one[name] for one in splits) for name in SPLIT}
     split["loop"] *= scale
-    device = jax.devices()[0].memory_stats() or {}
+    peak = _peak_bytes()
     return {
         "task": case.task,
         "method": case.method,
@@ -136,6 +154,7 @@ def _row(subject: Subject, warm: _Warm, calibration: dict[str, Any]) -> dict[str
         "steps": steps,
         "steps_timed": case.steps_timed or steps,
         "registers": settings.num_registers,
+        "ids_sha256": None if case.steps_timed else warm.ids_sha256,
         "times_s": times,
         "median_s": statistics.median(times),
         "min_s": min(times),
@@ -143,17 +162,24 @@ def _row(subject: Subject, warm: _Warm, calibration: dict[str, Any]) -> dict[str
         "split_s": split,
         "process_s": statistics.median(map(operator.mul, warm.cores, times)),
         "compile_s": warm.compile_s,
-        "compilations": warm.compilations,
+        "compilations": len(warm.compiled),
+        "compilations_kept": warm.kept,
+        "longest_compile_s": max(warm.compiled, default=0.0),
         "compilations_timed": warm.compilations_timed,
-        "tokens": {"useful": need.total("tokens"), "padded": need.total("slots")},
+        "tokens": {"useful": need.total("tokens"), "padded": need.total("slots"), "loss": 0},
         "flops": {name: need.total(name) for name in ("useful", "padded")},
-        "bytes": {"weights": need.total("weights"), "kv": need.total("keys")},
+        "bytes": {
+            "weights": need.total("weights"),
+            "kv": need.total("keys"),
+            "parameters": fuse.parameter_bytes(model),
+        },
         "loop_flops": sum(one.useful for one in need.steps),
         "floor_s": need.floor_s(
             max(calibration["matmul_tflops"].values()), calibration["copy_gbps"]
         ),
         "calibration": calibration,
-        "peak_memory_bytes": device.get("peak_bytes_in_use"),
+        # None where an earlier row of this process held more.
+        "peak_memory_bytes": peak if peak and peak > warm.peak_before else None,
         **_error(subject, model, case, settings, plan),
         "note": "whole request; quality not measured"
         + (f"; {case.steps_timed} of {steps} equal steps timed" if case.steps_timed else ""),
@@ -167,8 +193,8 @@ def _request(
     settings: presets.StepSettings,
     turn: int,
     prefixes: Prefixes | None,
-) -> dict[str, float]:
-    """Runs one request, other words and seeds every turn; returns seconds of its parts."""
+) -> tuple[dict[str, float], Int[np.ndarray, "b l g"]]:
+    """Runs one request, other words and seeds every turn; returns seconds of its parts, and ids."""
     split: dict[str, float] = dict.fromkeys(SPLIT, 0.0)
     clock = _Clock()
     if case.picture is not None and subject.codec is not None:
@@ -187,9 +213,8 @@ def _request(
     state = jax.block_until_ready(begun.state)
     split["prefill"] = clock()
     assert state is not None
-    in_trips = False if case.without == "trips" else None
     for segment in plan:
-        state = sample.advance(model, begun, state, segment, in_trips=in_trips)
+        state = sample.advance(model, begun, state, segment, in_trips=case.in_trips)
     canvas = np.asarray(state.canvas)
     split["loop"] = clock()
     decoder = subject.codec if case.without == "vq_dtype" else subject.decoder
@@ -199,7 +224,7 @@ def _request(
         grid = layout.codes_from_cells(known, model.settings.grid_size, side)
         vq.decode_codes(decoder, np.asarray(grid), batch=1)
         split["vq_decode"] = clock()
-    return split
+    return split, canvas
 
 
 class _Clock:

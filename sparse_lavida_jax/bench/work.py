@@ -148,7 +148,7 @@ def _lengths(prompt: Prompt) -> tuple[list[float], list[float]]:
 
 
 class _Counter:
-    """Parameters of the matrices that a token meets, by stream."""
+    """Parameters of the matrices that a token meets, by stream; of a cell, once for each code."""
 
     def __init__(self, model: config.Model, settings: presets.StepSettings, weight_bytes: int):
         self.model, self.settings, self.weight_bytes = model, settings, weight_bytes
@@ -164,6 +164,7 @@ class _Counter:
         spread = g * e * e if g > 1 else 0
         by_code = {"embed": 0, "dit2": 2 * e * e}.get(model.image_head, e * e)
         self.image_head = spread + g * (by_code + e * model.codebook_size)
+        self.image_head_size = spread + by_code + e * model.codebook_size  # read once for all codes
         self.text_head = model.width * model.vocab_size
 
     def one_pass(
@@ -197,7 +198,8 @@ class _Counter:
         weights = self.text * (joint + split * (is_text or self.settings.discards)) if text else 0
         weights += self.image * (joint + split * (not is_text)) if image else 0
         itemsize = jnp.dtype(self.model.compute_dtype).itemsize
-        head = (self.text_head if is_text else self.image_head) if predicted else 0
+        image_head = self.image_head_size + self.text_head * self.settings.discards
+        head = (self.text_head if is_text else image_head) if predicted else 0
         keys = joint * (sum(cached) + committed + text + image)
         keys += split * ((cached[0] + text if is_text else cached[1] + image) + committed)
         return Pass(

@@ -3,12 +3,16 @@
 
 import json
 import os
+import pathlib
 import subprocess
 import sys
 
 import pytest
 
-from sparse_lavida_jax.bench import table
+from sparse_lavida_jax import config_files
+from sparse_lavida_jax.bench import suite_cases, table
+
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 
 CONFIG = """
 import ml_collections
@@ -41,7 +45,11 @@ def run(tmp_path):
     def done(*words):
         return subprocess.run(
             [sys.executable, "-c", PROGRAM, *words, str(tmp_path / "results")],
-            capture_output=True, text=True, check=False, env=os.environ | {"JAX_PLATFORMS": "cpu"},
+            capture_output=True, text=True, check=False, env=os.environ | {
+                "JAX_PLATFORMS": "cpu",
+                "XLA_FLAGS": "--xla_backend_optimization_level=0",  # quick to compile
+                "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "programs"),
+            },
         )  # fmt: skip
 
     return done
@@ -84,25 +92,45 @@ def test_mistakes_are_told_in_a_sentence(run, words, told):
     assert told in done.stderr and "Traceback" not in done.stderr
 
 
+# The release's structure, 32 layers, at a tiny width and in few steps.
+TINY = """
+import runpy
+
+def get_config():
+    c = runpy.run_path({path!r})["get_config"]()
+    c.sampling.update(num_steps=4, text_steps=2)
+    return c
+"""
+
+
 @pytest.mark.slow
-def test_a_suite_of_whole_requests_goes_on_where_it_was_broken_off(run, tmp_path):
-    """The release's structure, 32 layers, at a tiny width: words in, pixels out."""
-    there = tmp_path / "results" / "cpu" / "headline"
-    there.mkdir(parents=True)
-    for name in ("dense_lean", "dense_released"):
-        (there / f"t2i64.{name}.b1.json").write_text(json.dumps({"run": "broken-off"}))
-    done = run(
-        "--suite=headline", "--config=configs/lavida_o_tiny.py", "--random-weights", "--missing",
-        "--runs=5",
-    )  # fmt: skip
+@pytest.mark.parametrize("suite", suite_cases.SUITES)
+def test_every_suite_of_whole_requests_runs_at_the_full_structure(run, tmp_path, suite):
+    """Words in, pixels or words out; what is there is not measured again."""
+    config = tmp_path / "tiny.py"
+    config.write_text(TINY.format(path=str(CONFIGS / "lavida_o_tiny.py")))
+    settings = config_files.read(config)
+    words = (f"--suite={suite}", f"--config={config}", "--random-weights", "--runs=5", "--missing")
+    done = run(*words)
     assert done.returncode == 0, done.stderr
-    row = json.loads((there / "t2i64.sparse.b1.json").read_text())
-    assert row["run"] == "broken-off" and row["suite"] == "headline"
-    assert json.loads((there / "t2i64.dense_lean.b1.json").read_text()) == {"run": "broken-off"}
-    assert row["compilations"] > 0 == row["compilations_timed"]
-    assert len(row["times_s"]) == 5 and row["steps"] == row["steps_timed"] == 8
-    assert all(row["split_s"][part] > 0 for part in ("host", "prefill", "loop", "vq_decode"))
-    assert row["floor_s"] > 0 and row["calibration"]["copy_gbps"] > 0
-    assert 0 < row["flops"]["useful"] <= row["flops"]["padded"]
-    assert row["tokens"]["useful"] < row["tokens"]["padded"]
-    assert "| lavida_o_tiny | headline: t2i64/sparse/b1 |" in table.speed_table([row])
+    rows = record_rows(tmp_path / "results" / "cpu" / suite)
+    assert set(rows) == {case.id for case in suite_cases.cases(suite, settings)}
+    assert len({row["run"] for row in rows.values()}) == 1
+    for row in rows.values():
+        assert row["compilations"] > 0 == row["compilations_timed"]
+        assert 0 < row["longest_compile_s"] <= row["compile_s"]
+        assert len(row["times_s"]) == 5 and row["steps_timed"] <= row["steps"]
+        assert row["floor_s"] > 0 and row["calibration"]["copy_gbps"] > 0
+        assert 0 < row["flops"]["useful"] <= row["flops"]["padded"]
+        assert row["tokens"]["useful"] <= row["tokens"]["padded"]
+        draws = row["task"] != "reasoning"
+        assert (row["split_s"]["vq_decode"] > 0) == draws
+        assert (row["split_s"]["vq_encode"] > 0) == row["task"].startswith("edit")
+    table.speed_table(list(rows.values()))
+    if suite == "headline":
+        assert run(*words).stdout == ""
+
+
+def record_rows(folder):
+    rows = (json.loads(path.read_text()) for path in folder.glob("*.json"))
+    return {row["id"]: row for row in rows}

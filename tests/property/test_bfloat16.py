@@ -2,6 +2,7 @@
 """The bundled model in bfloat16 predicts what it does in float32."""
 
 import dataclasses
+import tomllib
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +12,12 @@ import tiny
 import traces
 
 from sparse_lavida_jax import presets, sample
+from sparse_lavida_jax.bench import table
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.prompts import Request
 
 WORDS = ("a red circle above a blue square", "a green star", "two yellow rings")
+BARS = tomllib.loads(table.BARS.read_text())["bfloat16"]
 SHARES = (0.0, 0.5)  # of the cells that are known
 
 
@@ -40,7 +43,7 @@ def logits(model, requests, settings, plan):
 @pytest.mark.parametrize(
     ("residual", "most"),
     # Measured on a processor: 0.097 and 0.041, all 162 modes the same.
-    [("compute", 0.15), ("float32", 0.06)],
+    [("compute", 0.15), ("float32", BARS["largest_difference"])],
 )
 def test_bfloat16_moves_logits_little_and_modes_hardly(pipe, residual, most):
     """99 % of the modes stay, and repetition gives the same bits.
@@ -82,4 +85,4 @@ def test_bfloat16_moves_logits_little_and_modes_hardly(pipe, residual, most):
             cells[rows, at[rows, columns]] = plain.argmax(-1)
     print(f"largest difference {furthest:.4f}, modes {agree} of {total}")
     assert 0 < furthest <= most
-    assert agree >= 0.99 * total
+    assert agree >= BARS["argmax_agreement"] * total

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import json
 import pathlib
+import types
 
 import jax
 import pytest
@@ -26,6 +27,9 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(running, "calibrate", dict)
     row = {"median_s": 1.0, "split_s": {"loop": 1.0}, "floor_s": 0.5, "compile_s": 9.0}
 
+    clock = [0.0]
+    monkeypatch.setattr(running, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+
     def suite(settings=SMALL, *, breaks_off_after=99, **options):
         measured = []
 
@@ -33,6 +37,7 @@ def run(tmp_path, monkeypatch):
             if len(measured) == breaks_off_after:
                 raise KeyboardInterrupt
             measured.extend(case.id for case in cases)
+            clock[0] += 240
             return [row for _ in cases]
 
         monkeypatch.setattr(suites, "measure", measure)
@@ -100,3 +105,11 @@ def test_rows_measured_in_another_way_are_not_lost(run, monkeypatch, missing):
     monkeypatch.delenv("XLA_FLAGS")
     with pytest.raises(config.ConfigError, match="vq-dtype"):
         run(missing=missing, vq_dtype="float32")
+
+
+def test_no_row_is_begun_that_would_end_later(run, capsys):
+    """Of rows that take four minutes each two fit into nine."""
+    assert run(minutes=9.0) == IDS[:2]
+    assert "no time for t2i256/dense_released/b1: --missing measures" in capsys.readouterr().out
+    assert run(minutes=1.0, missing=True) == IDS[2:]  # the first row always
+    assert len({row["run"] for row in rows().values()}) == 1

@@ -3,15 +3,18 @@
 
 import dataclasses
 import fnmatch
+import functools
 import pathlib
 import tomllib
 
 import jax
+import numpy as np
 import pytest
 from flax import nnx
 
-from sparse_lavida_jax import config_files, presets
+from sparse_lavida_jax import config_files, presets, sample
 from sparse_lavida_jax.bench import suite_cases, suites, table, work
+from sparse_lavida_jax.models import fuse
 from sparse_lavida_jax.models.denoiser import Denoiser
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
@@ -106,7 +109,7 @@ def test_work_of_the_release_is_what_its_sizes_make():
     layers = 2 * 32 * (4 * 2048 * 4096 + 3 * 2048 * 8192)
     assert layers == pytest.approx(5.37e9, rel=1e-3)
     assert {one.weights - layers for one in sparse.steps} == {
-        2 * (4 * 2048**2 + 4 * (2 * 2048**2 + 2048 * 8192))
+        2 * (4 * 2048**2 + 2 * 2048**2 + 2048 * 8192)  # 84 MB
     }
     assert sum(one.useful for one in sparse.steps) == pytest.approx(68.6e12, rel=0.01)
     assert sum(one.useful for one in dense.steps) == pytest.approx(907e12, rel=0.01)
@@ -176,7 +179,8 @@ def test_rows_that_are_measured_together_are_timed_in_turn(monkeypatch):
     def request(subject, model, case, settings, turn, prefixes):
         asked.append((case.method, turn))
         seconds = {"sparse": 1.0, "dense_lean": 2.0}[case.method]
-        return dict.fromkeys(suites.SPLIT, 0.0) | {"loop": seconds, "host": 0.5}
+        split = dict.fromkeys(suites.SPLIT, 0.0) | {"loop": seconds, "host": 0.5}
+        return split, np.zeros((1, 256, 1), np.int32)
 
     monkeypatch.setattr(suites, "_request", request)
     calibration = {"matmul_tflops": {"any": 1.0}, "copy_gbps": 1.0}
@@ -216,3 +220,123 @@ def test_throwing_work_away_costs_the_text_tower_and_its_head_over_all_tokens():
     assert released.total("useful") == pytest.approx(operations, rel=1e-3)
     assert released.total("useful") == pytest.approx(1.141e15, rel=0.03)
     assert released.total("tokens") == lean.total("tokens")
+
+
+PAGE = (CONFIGS.parent / "docs" / "speed.md").read_text()
+
+
+def told(*cells):
+    return f"| {' | '.join(cells)} |\n"
+
+
+def counted(need):
+    """Returns operations and floor of a loop as the page writes them."""
+    tera, floor = sum(one.useful for one in need.steps) / 1e12, need.floor_s(790.0, 4300.0)
+    return (
+        f"{tera:.1f} TF" if tera < 400 else f"{tera:,.0f} TF",
+        f"{floor:.3f} s" if floor < 1 else f"{floor:.2f} s",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "suite", "row_id"),
+    [
+        ("sparse, 1024 x 1024", "headline", "t2i1024/sparse/b1"),
+        ("dense_lean", "headline", "t2i1024/dense_lean/b1"),
+        ("dense_released", "headline", "t2i1024/dense_released/b1"),
+        ("sparse edit", "edit", "edit1024/sparse/b1"),
+        ("dense_lean edit", "edit", "edit1024/dense_lean/b1"),
+        ("dense_released edit", "edit", "edit1024/dense_released/b1"),
+        ("sparse reasoning, 8 steps a block", "reasoning", "reasoning/sparse/b1/k8"),
+    ],
+)
+def test_the_page_counts_what_the_plan_makes(name, suite, row_id):
+    assert told(name, *counted(work_of(case_of(suite, row_id)))) in PAGE
+
+
+@pytest.mark.parametrize(
+    ("name", "row_id", "kept"),
+    [
+        ("sparse picture", "t2i1024/sparse/b1", False),
+        ("the same, prefix kept", "t2i1024/sparse/b1", True),
+        ("sparse edit", "edit1024/sparse/b1", False),
+        ("the same, prefix kept", "edit1024/sparse/b1", True),
+        ("dense edit", "edit1024/dense_lean/b1", False),
+    ],
+)
+def test_the_page_counts_slots_and_padding(name, row_id, kept):
+    need = work_of(case_of("edit" if "edit" in row_id else "headline", row_id), kept=kept)
+    prefill = f"{sum(one.slots for one in need.prefills):,} slots"
+    operations = f", {sum(one.useful for one in need.prefills) / 1e12:.1f} TF"
+    cells = [f"{need.total(what):,.0f}" for what in ("tokens", "slots")]
+    cells += [f"{100 * work.padding(need):.0f} %", *([prefill + operations] * bool(need.prefills))]
+    assert told(name, *cells).rstrip("\n") in PAGE
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        ("as it is", 64),
+        ("registers_end=8", 64),
+        ("merge_cells=8", 49),
+        ("merge_cells=16", 35),
+        ("merge_cells=32", 23),
+        ("merge_cells=16, registers_end=8", 35),
+    ],
+)
+def test_the_page_counts_options_that_change_what_comes_out(name, steps):
+    asked = {key: int(value) for key, _, value in (one.partition("=") for one in name.split(", "))
+             if value}  # fmt: skip
+    case = case_of("headline", "t2i1024/sparse/b1")
+    case = dataclasses.replace(case, sampling=dataclasses.replace(case.sampling, **asked))
+    need = work_of(case)
+    assert len(need.steps) == steps
+    share = f"{100 * work.padding(need):.0f} %"
+    assert told(name, str(steps), f"{need.total('tokens'):,.0f}", share, *counted(need)) in PAGE
+
+
+def test_the_page_counts_programs():
+    """Of the steps of a suite: one for each method, batch, shape and number of steps."""
+
+    def number(suite, *, trips):
+        found = set()
+        for case in suite_cases.cases(suite, FULL):
+            how = presets.step_settings(
+                case.sampling, FULL.model, case.example.kind, has_source=case.picture is not None
+            )
+            plan = suites._plan(case, how, range(case.batch), FULL.model)
+            plan = [suites._middle(plan, case.steps_timed)] if case.steps_timed else plan
+            own = trips and case.in_trips is not False
+            for part in plan:
+                for one in sample.trips(part) if own else [part]:
+                    shapes = [x.shape for x in (one.clean, one.decode, one.rest, one.refresh[:1])]
+                    found.add((case.method, case.batch, *shapes, bool(one.refresh[0])))
+        return len(found)
+
+    for suite in ("headline", "edit", "reasoning", "batch"):
+        assert f"{number(suite, trips=True)} of `{suite}`" in PAGE
+    assert f"{number('ablation', trips=True)} of\n`ablation`" in PAGE
+
+
+def test_the_page_counts_what_pictures_read_alone():
+    sizes = []
+    for task in ("image", "both"):
+        make = functools.partial(suite_model, task)
+        sizes.append(sum(2 * leaf.size for leaf in jax.tree.leaves(jax.eval_shape(make))))
+    assert f"({sizes[0] / 1e9:.1f} of {sizes[1] / 1e9:.1f} GB at full size)" in PAGE
+
+
+def suite_model(task):
+    model = Denoiser(FULL.model, rngs=nnx.Rngs(0))
+    return fuse.for_inference(model, task=task, by_layer=True)
+
+
+def test_padding_above_the_bar_is_told():
+    padding = {
+        case.id: work.padding(work_of(case))
+        for suite in ("headline", "ablation", "edit", "reasoning")
+        for case in suite_cases.cases(suite, FULL)
+    }
+    above = {row_id: share for row_id, share in padding.items() if share > 0.15}
+    assert list(above) == ["t2i1024/pt/b1"]
+    assert f"has {100 * above['t2i1024/pt/b1']:.1f} %" in PAGE
