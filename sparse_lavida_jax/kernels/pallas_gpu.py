@@ -18,6 +18,7 @@ import functools
 import math
 from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -38,6 +39,8 @@ LOG2_E = math.log2(math.e)
 HALVES = 2  # warpgroups that compute
 HALF = 64  # rows of each: what one wgmma takes
 COMPUTE_REGISTERS, COPY_REGISTERS = 240, 24
+SEGMENT_SHIFT = 16  # of a word that holds segment and block
+PACKED_PADDING = 2**SEGMENT_SHIFT - 1  # the block of padding in such a word
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,20 +69,34 @@ class Shape:
         return pl.ds(head * self.head_dim, self.head_dim)
 
 
-@dataclasses.dataclass(frozen=True)
+@flax.struct.dataclass
 class Tags:
-    """Tags of queries and keys [b s], filled up to whole tiles; segments only where there are."""
+    """Tags of queries and keys [b s], filled up to whole tiles.
+
+    Attributes:
+        query_block, key_block: words, in whose upper half stands the segment where rows are
+            packed: the gradient of the keys has no registers left for a third number of queries.
+        query_horizon: as given.
+        packed: static: whether there are segments.
+    """
 
     query_block: Any
     query_horizon: Any
     key_block: Any
-    query_segment: Any = None
-    key_segment: Any = None
+    packed: bool = flax.struct.field(pytree_node=False)
 
-    @property
-    def arrays(self) -> tuple:
-        fields = (getattr(self, field.name) for field in dataclasses.fields(self))
-        return tuple(field for field in fields if field is not None)
+    @classmethod
+    def of(cls, query_block, query_horizon, key_block, query_segment, key_segment) -> "Tags":
+        """Fills tags up and packs them; blocks of packed rows end before `PACKED_PADDING`."""
+        whole = functools.partial(tiles.padded_tags, multiple=HALVES * HALF)
+        words = [whole(block, fill=PAD_BLOCK) for block in (query_block, key_block)]
+        if packed := query_segment is not None:
+            segments = [whole(segment, fill=0) for segment in (query_segment, key_segment)]
+            words = [
+                segment << SEGMENT_SHIFT | jnp.minimum(block, PACKED_PADDING)
+                for segment, block in zip(segments, words, strict=True)
+            ]
+        return cls(words[0], whole(query_horizon, fill=PAD_HORIZON), words[1], packed)
 
     def mask(self, batch, queries, keys, *, keys_down: bool):
         """Returns who sees whom of a tile, [queries, keys], or the other way round."""
@@ -87,21 +104,25 @@ class Tags:
         query_layout, key_layout = (across, down) if keys_down else (down, across)
         shape = (keys.size, queries.size) if keys_down else (queries.size, keys.size)
 
-        def of(tags, at, layout):
-            values = plgpu.load(tags.at[batch, at], layout=layout, optimized=False)
+        def load(tags, at, layout):
+            return plgpu.load(tags.at[batch, at], layout=layout, optimized=False)
+
+        def spread(values, layout):
             return lax.broadcast_in_dim(values, shape, [0 if layout is down else 1])
 
-        block = of(self.query_block, queries, query_layout)
-        horizon = of(self.query_horizon, queries, query_layout)
-        key_block, segments = of(self.key_block, keys, key_layout), ()
-        if self.query_segment is not None:
-            segments = (
-                of(self.query_segment, queries, query_layout),
-                of(self.key_segment, keys, key_layout),
-            )
-        return visible(block, horizon, key_block, *segments) & (
-            block != PAD_BLOCK
-        )  # `~` of a vector of booleans does not lower
+        def spread_apart(words, at, layout):
+            return [spread(x, layout) for x in self._apart(load(words, at, layout))]
+
+        block, *segment = spread_apart(self.query_block, queries, query_layout)
+        horizon = spread(load(self.query_horizon, queries, query_layout), query_layout)
+        key_block, *key_segment = spread_apart(self.key_block, keys, key_layout)
+        padding = PACKED_PADDING if self.packed else PAD_BLOCK
+        # `~` of a vector of booleans does not lower.
+        return visible(block, horizon, key_block, *segment, *key_segment) & (block != padding)
+
+    def _apart(self, words) -> tuple:
+        """Returns the blocks of words and, where rows are packed, the segments."""
+        return (words & PACKED_PADDING, words >> SEGMENT_SHIFT) if self.packed else (words,)
 
 
 def interpreted(*, detect_races: bool = False) -> Any:
@@ -239,7 +260,6 @@ def _forward_kernel(
     work = _Row.mine(*lists)
     batch, head = work.batch, lax.axis_index("heads")
     half = lax.axis_index("wg")
-    tags = Tags(*tags)
     dtype = q.dtype
     keys, stages = shape.sizes.forward_keys, shape.sizes.forward_stages
 
@@ -318,7 +338,6 @@ def _query_gradient_kernel(
     work = _Row.mine(*lists)
     batch, head = work.batch, lax.axis_index("heads")
     half = lax.axis_index("wg")
-    tags = Tags(*tags)
     dtype = q.dtype
     keys, stages = shape.sizes.dq_keys, shape.sizes.dq_stages
 
@@ -385,7 +404,6 @@ def _key_gradient_kernel(
     work = _Row.mine(*lists)
     batch, head = work.batch, lax.axis_index("heads")
     half = lax.axis_index("wg")
-    tags = Tags(*tags)
     dtype = q.dtype
     queries, stages = shape.sizes.dkv_queries, shape.sizes.dkv_stages
 
@@ -487,7 +505,7 @@ def forward(q, k, v, layer, tags: Tags, lists: RowLists, shape: Shape):
         functools.partial(_forward_kernel, shape=shape),
         shape,
         lists,
-        (q, k, v, jnp.asarray(layer, jnp.int32).reshape(1), tags.arrays),
+        (q, k, v, jnp.asarray(layer, jnp.int32).reshape(1), tags),
         [
             jax.ShapeDtypeStruct(q.shape, q.dtype),
             jax.ShapeDtypeStruct((batch, shape.num_heads, length), jnp.float32),
@@ -514,7 +532,7 @@ def backward(q, k, v, tags: Tags, tables: GpuTables, out, lse, pulled, shape: Sh
     """
     pulled, pulled_lse = pulled
     delta = row_sums(out, pulled, pulled_lse, shape.num_heads)  # [b h s]
-    inputs = (q, k, v, pulled, lse, delta, tags.arrays)
+    inputs = (q, k, v, pulled, lse, delta, tags)
     wide = (HALVES, HALF, shape.head_dim)
     keys, stages = shape.sizes.dq_keys, shape.sizes.dq_stages
     (dq,) = _call(
@@ -591,30 +609,21 @@ def attention(
     )
     if tables.sizes != shape.sizes:
         raise ValueError(f"the tables are of {tables.sizes}, the call is of {shape.sizes}.")
-    tile = HALVES * HALF
-
-    given = (query_block, query_horizon, key_block, query_segment, key_segment)
-    fills = (PAD_BLOCK, PAD_HORIZON, PAD_BLOCK, 0, 0)
-    tags = Tags(*(
-        tiles.padded_tags(tag, tile, fill)
-        for tag, fill in zip(given, fills, strict=True)
-        if tag is not None
-    ))  # fmt: skip
+    tags = Tags.of(query_block, query_horizon, key_block, query_segment, key_segment)
     length = q.shape[1]
-    q, k, v = (whole_tiles(x, tile) for x in (q, k, v))
+    q, k, v = (whole_tiles(x, HALVES * HALF) for x in (q, k, v))
     if layer is not None:
         out, lse = forward(q, k, v, layer, tags, tables.forward, shape)
     else:
-        leaves, structure = jax.tree.flatten(tables)
-        out, lse = _differentiable(shape, structure, q, k, v, (tags.arrays, leaves))
+        leaves, structure = jax.tree.flatten((tags, tables))
+        out, lse = _differentiable(shape, structure, q, k, v, leaves)
     return out[:, :length], lse[:, :, :length]
 
 
 def _forward_of(shape, structure, q, k, v, integers):
     """Tags come as leaves: as gradients of integers JAX puts what no annotated class would hold."""
-    tags, leaves = integers
-    tables = jax.tree.unflatten(structure, leaves)
-    out, lse = forward(q, k[None], v[None], 0, Tags(*tags), tables.forward, shape)
+    tags, tables = jax.tree.unflatten(structure, integers)
+    out, lse = forward(q, k[None], v[None], 0, tags, tables.forward, shape)
     return out, lse  # a pair, as the rule below returns: inside a loop JAX compares the two
 
 
@@ -627,9 +636,8 @@ def _remembered(shape, structure, q, k, v, integers):
 
 def _pulled_back(shape, structure, remembered, pulled):
     q, k, v, integers, out, lse = remembered
-    tags, leaves = integers
-    tables = jax.tree.unflatten(structure, leaves)
-    return (*backward(q, k, v, Tags(*tags), tables, out, lse, pulled, shape), None)
+    tags, tables = jax.tree.unflatten(structure, integers)
+    return (*backward(q, k, v, tags, tables, out, lse, pulled, shape), None)
 
 
 _differentiable = jax.custom_vjp(_forward_of, nondiff_argnums=(0, 1))

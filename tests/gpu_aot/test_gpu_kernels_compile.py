@@ -6,6 +6,7 @@ In a process of its own, because the CUDA plugin is loaded when jax starts.
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -14,9 +15,11 @@ import jax
 import pytest
 
 pytestmark = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11) or importlib.util.find_spec("jax_cuda13_plugin") is None,
-    reason="compiling for GPUs without one needs jax 0.11 and, beside it,"
-    " pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt of the same version",
+    jax.__version_info__ < (0, 11)
+    or importlib.util.find_spec("jax_cuda13_plugin") is None
+    or shutil.which("ptxas") is None,
+    reason="compiling for GPUs without one needs jax 0.11 (Python 3.12), ptxas of CUDA 13 and,"
+    " of jax's version, pip install -e '.[aot_cuda]'",
 )
 
 DEVICE = textwrap.dedent('''
@@ -106,7 +109,8 @@ KERNELS = DEVICE + textwrap.dedent("""
     from sparse_lavida_jax.kernels import pallas_gpu, sizes
     from sparse_lavida_jax.kernels.tables import GpuSizes
 
-    heads, head_dim, length = 32, int(sys.argv[1]), 4096
+    heads, length = 32, 4096
+    head_dim, kv_heads, num_tags = map(int, sys.argv[1:])
 
     def choices(direction, kernel):
         # Of one kernel, as fields of `GpuSizes`.
@@ -118,20 +122,25 @@ KERNELS = DEVICE + textwrap.dedent("""
 
     def attend(q, k, v, tags, pulled, shape):
         def kernel(q, k, v):
-            return pallas_gpu.attention(q, k, v, *tags, None, None, shape=shape)
+            return pallas_gpu.attention(q, k, v, *tags, *[None] * (5 - num_tags), shape=shape)
 
         (out, lse), pull_back = jax.vjp(kernel, q, k, v)
         return out, pull_back((pulled, jnp.zeros_like(lse)))
 
-    wide = jax.ShapeDtypeStruct((1, length, heads * head_dim), jnp.bfloat16, sharding=sharding)
+    def given(width):
+        return jax.ShapeDtypeStruct((1, length, width), jnp.bfloat16, sharding=sharding)
+
+    wide, keys = given(heads * head_dim), given(kv_heads * head_dim)
     tag = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=sharding)
     kernels = choices("forward", "forward"), choices("backward", "dq"), choices("backward", "dkv")
+    if kv_heads < heads:  # `--tune` measures none of these
+        kernels = [{}], [{}], [{}]
     for forward, dq, dkv in itertools.zip_longest(*kernels, fillvalue={}):
         tiles = GpuSizes(**forward, **dq, **dkv)
-        shape = pallas_gpu.Shape(heads, heads, head_dim, head_dim**-0.5, sizes=tiles)
+        shape = pallas_gpu.Shape(heads, kv_heads, head_dim, head_dim**-0.5, sizes=tiles)
         program = jax.jit(attend, static_argnames="shape")
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            traced = program.trace(wide, wide, wide, (tag,) * 3, wide, shape=shape)
+            traced = program.trace(wide, keys, keys, (tag,) * num_tags, wide, shape=shape)
             traced.lower(lowering_platforms=("cuda",)).compile()
         print("compiled")
 """)
@@ -164,12 +173,24 @@ def run(source, *words):
     return done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_forward_and_backward_compile_for_hopper_and_spill_nothing(head_dim):
-    """With the tiles of the rule, and with all that may be measured in their place."""
-    told = "".join(run(KERNELS, str(head_dim)))
+@pytest.mark.parametrize(
+    ("head_dim", "kv_heads", "num_tags", "compiled"),
+    [(64, 32, 3, 18), (128, 32, 3, 10), (64, 32, 5, 18), (128, 32, 5, 10), (128, 8, 5, 3)],
+    ids=["64", "128", "64 packed", "128 packed", "128 packed, fewer heads of keys"],
+)
+def test_forward_and_backward_compile_for_hopper_and_spill_nothing(
+    head_dim, kv_heads, num_tags, compiled
+):
+    """With the tiles of the rule, and with all that may be measured in their place.
+
+    Five tags: with segments, as packed rows have them.
+
+    Args:
+        compiled: choices for all three kernels.
+    """
+    told = "".join(run(KERNELS, *map(str, (head_dim, kv_heads, num_tags))))
     spills = [line for line in told.splitlines() if "bytes spill stores" in line]
-    assert len(spills) >= {64: 3 * 6, 128: 4 + 4 + 2}[head_dim]  # choices for all three kernels
+    assert len(spills) >= compiled
     for line in spills:
         assert " 0 bytes spill stores, 0 bytes spill loads" in line, line
 
