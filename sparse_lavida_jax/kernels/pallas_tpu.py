@@ -339,17 +339,21 @@ class _Blocks:
         )
 
 
-def _call(kernel, shape: Shape, tile_list: TileList, prefetched, inputs, outputs, scratch, name):
+def _call(
+    kernel, shape: Shape, tile_list: TileList, prefetched, inputs, outputs, scratch, name,
+    *, products: int,
+):  # fmt: skip
     """Runs a kernel over a tile list.
 
     Args:
         inputs: pairs (array, block).
         outputs: pairs (ShapeDtypeStruct, block).
         scratch: shapes of float32 buffers.
+        products: of matrices, in a tile of a head.
     """
     tokens = sum(array.size for array, _ in inputs)
     entries = tile_list.flags.shape[0]  # the most there can be: the count is known on the device
-    work = 2 * shape.sizes.queries * shape.sizes.keys * shape.head_dim * shape.num_heads * entries
+    pairs = shape.sizes.queries * shape.sizes.keys * shape.num_heads * entries
     return pl.pallas_call(
         functools.partial(kernel, shape=shape),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -362,8 +366,8 @@ def _call(kernel, shape: Shape, tile_list: TileList, prefetched, inputs, outputs
         out_shape=[array for array, _ in outputs],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
-            flops=2 * work,
-            transcendentals=work // (2 * shape.head_dim),
+            flops=2 * products * pairs * shape.head_dim,
+            transcendentals=pairs,
             bytes_accessed=tokens * inputs[-1][0].dtype.itemsize,
         ),
         interpret=shape.interpret,
@@ -412,6 +416,7 @@ def forward(
         ],
         [(heads, size, LANES), (heads, size, LANES), (size, heads * shape.head_dim)],
         "step_causal_attention",
+        products=2,
     )
 
 
@@ -449,6 +454,7 @@ def backward(
         [(jax.ShapeDtypeStruct(q.shape, q.dtype), blocks.query_heads())],
         [(sizes.queries, width)],
         "step_causal_attention_dq",
+        products=3,
     )
     blocks = _Blocks(shape, rows_are_keys=True)
     width = shape.kv_heads_a_program * shape.head_dim
@@ -461,6 +467,7 @@ def backward(
         [(jax.ShapeDtypeStruct(x.shape, x.dtype), blocks.key_heads()) for x in (k, v)],
         [(sizes.keys, width)] * 2,
         "step_causal_attention_dkv",
+        products=4,
     )
     return dq, dk, dv
 
