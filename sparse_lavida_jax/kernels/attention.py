@@ -16,7 +16,7 @@ from sparse_lavida_jax.kernels.deal import Deal
 from sparse_lavida_jax.kernels.reference import attention_reference
 from sparse_lavida_jax.kernels.sizes import (
     RELEASE_HEAD_DIM,
-    SMALLEST_TILE,
+    SLOTS,
     blockwise_sizes,
     device_kind,
     gpu_sizes,
@@ -106,7 +106,8 @@ def takes_tables(implementation: str | None = None) -> bool:
 
 def slot_multiple(implementation: str | None = None) -> int:
     """Returns what the slots of a cache are a multiple of: a kernel would copy it to fill it up."""
-    return SMALLEST_TILE if is_kernel(implementation) else 1
+    chosen = implementation or default_implementation()
+    return {"pallas_tpu": SLOTS, "pallas_gpu": GPU_ROWS}.get(chosen, 1)
 
 
 def query_tile(length: int, implementation: str | None = None) -> int:
@@ -194,7 +195,8 @@ def step_causal_attention(
         query_block, query_horizon, key_block: tags (`layout.TokenLayout`). Output is exactly 0
             where `query_block` is `PAD_BLOCK`.
         num_kv_heads: heads of k and v; fewer than `num_heads` for grouped queries.
-        query_segment, key_segment: tokens of different segments never see each other.
+        query_segment, key_segment: tokens of different segments never see each other. On a GPU
+            segments and blocks are then counted from 0 and below 2^16 - 1.
         scale: of the logits; 1/sqrt(head width) by default.
         tables: of `make_tables`, made once a forward pass; made here where there are none.
         implementation: one of `IMPLEMENTATIONS`; by default the best for the platform. A kernel

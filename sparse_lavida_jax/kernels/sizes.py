@@ -18,6 +18,8 @@ from sparse_lavida_jax.kernels.tables import GpuSizes, TileSizes
 TABLE = pathlib.Path(__file__).with_name("tile_sizes.json")
 QUERY_TILES, KEY_TILES, PARTS = (512, 256), (1024, 512, 256), (256,)
 SMALLEST_TILE = 128
+SLOTS = 256  # of a TPU's cache: tiles that need not be filled up, for that would copy it
+MOST_FILLED = 1 / 8  # of a length, to have larger tiles; ours, not tuned on a TPU
 RELEASE_HEAD_DIM = 128
 LARGEST_BLOCK = 512  # logits of 32 heads of such a tile are 34 MB; ours, not tuned on a GPU
 
@@ -27,10 +29,11 @@ def tile_sizes(
 ) -> TileSizes:
     """Returns the tiles of a call on a TPU.
 
-    By the rule they are the largest that fill it up no further than `SMALLEST_TILE`: lengths that
-    are whole numbers of 1024 get the largest. `PARTS` were chosen so that the kernels fit the
-    memory of v5e, v5p and v6e (`tests/tpu_aot`). Measured tiles that would fill up further are not
-    for these lengths either.
+    By the rule they are the largest that fill it up no further than `SMALLEST_TILE`, and where none
+    does, by no more than `MOST_FILLED`: lengths that are whole numbers of 1024 get the largest, and
+    caches, whole numbers of `SLOTS`, are never filled up. `PARTS` were chosen so that the kernels
+    fit the memory of v5e, v5p and v6e (`tests/tpu_aot`). Measured tiles that would fill up further
+    are not for these lengths either.
 
     Args:
         device: kind of the device; by default the one that programs are compiled for.
@@ -38,7 +41,7 @@ def tile_sizes(
     measured = _measured(query_len, key_len, head_dim, device)
     if measured is not None:
         sizes = TileSizes(**measured)
-        if _divides(sizes.queries, query_len) and _divides(sizes.keys, key_len):
+        if _fits(sizes.queries, query_len) and _fits(sizes.keys, key_len):
             return sizes
     return rule(query_len, key_len)
 
@@ -90,7 +93,7 @@ def tpu_candidates(query_len: int, key_len: int) -> list[TileSizes]:
         for queries, keys, part in itertools.product(
             (*QUERY_TILES, SMALLEST_TILE), (*KEY_TILES, SMALLEST_TILE), (512, 256, SMALLEST_TILE)
         )
-        if keys % part == 0 and _divides(queries, query_len) and _divides(keys, key_len)
+        if keys % part == 0 and _fits(queries, query_len) and _fits(keys, key_len)
     ]
 
 
@@ -132,5 +135,13 @@ def _divides(size: int, length: int) -> bool:
     return _filled(length) % size == 0
 
 
+def _fits(size: int, length: int) -> bool:
+    """Whether tiles fill a length up little, and one that may be of a cache not at all."""
+    little = length % SLOTS != 0 and -length % size <= MOST_FILLED * length
+    return little or _divides(size, length)
+
+
 def _largest(sizes: tuple[int, ...], length: int) -> int:
-    return next((size for size in sizes if _divides(size, length)), SMALLEST_TILE)
+    dividing = [size for size in sizes if _divides(size, length)]
+    fitting = [size for size in sizes if _fits(size, length)]
+    return next(iter(dividing + fitting), SMALLEST_TILE)

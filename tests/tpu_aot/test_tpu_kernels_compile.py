@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import segment_programs
 
-from sparse_lavida_jax.kernels import attention, pallas_tpu
+from sparse_lavida_jax.kernels import attention, pallas_tpu, shapes
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
@@ -30,29 +30,44 @@ def described(topology: str):
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
 
-@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
-def test_forward_and_backward_fit_at_the_shipped_tiles(topology):
-    """A row of 4,096 tokens of the full model; running out of vector memory fails to compile."""
-    length, sharding = 4096, described(topology)
+def compiled(sharding, length: int, num_tags: int):
+    """Forward and backward of a row at the shipped tiles; five tags have segments."""
     sizes = attention.tile_sizes(length, length)
     shape = pallas_tpu.Shape(HEADS, HEADS, HEAD_DIM, HEAD_DIM**-0.5, sizes)
 
     def attend(q, k, v, tags, pulled):
         def kernel(q, k, v):
-            return pallas_tpu.attention(q, k, v, *tags, None, None, shape=shape)
+            return pallas_tpu.attention(q, k, v, *tags, *[None] * (5 - num_tags), shape=shape)
 
         (out, lse), pull_back = jax.vjp(kernel, q, k, v)
         return out, pull_back((pulled, jnp.zeros_like(lse)))
 
     wide = jax.ShapeDtypeStruct((1, length, HEADS * HEAD_DIM), jnp.bfloat16, sharding=sharding)
     tag = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=sharding)
-    program = jax.jit(attend).lower(wide, wide, wide, (tag,) * 3, wide).compile()
+    return jax.jit(attend).lower(wide, wide, wide, (tag,) * num_tags, wide).compile()
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+def test_forward_and_backward_fit_at_the_shipped_tiles(topology):
+    """A row of 4,096 tokens of the full model; running out of vector memory fails to compile."""
+    length = 4096
+    program = compiled(described(topology), length, num_tags=3)
     hlo = program.as_text()
     for name in ("step_causal_attention", "step_causal_attention_dq", "step_causal_attention_dkv"):
         assert name in hlo
     one = length * HEADS * HEAD_DIM * 2
     # Memory is linear in the length: a dense mask or logits would be 16 times as large.
     assert program.memory_analysis().temp_size_in_bytes < 5 * one
+
+
+@pytest.mark.parametrize("name", ["t2i_1536", "edit_3456", "packed_8192"])
+def test_frozen_rows_fit_a_v5e_at_the_shipped_tiles(name):
+    """No tile of less than 512 tokens, rows that no tile divides included."""
+    tags = shapes.tags(name)
+    length, segments = len(tags.key_block), tags.key_segment is not None
+    sizes = attention.tile_sizes(length, length)
+    assert min(sizes.queries, sizes.keys) >= 512
+    compiled(described("v5e:2x2"), length, num_tags=5 if segments else 3)
 
 
 def test_a_decode_step_reads_its_layer_of_the_cache_in_place():

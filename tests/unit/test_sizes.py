@@ -26,12 +26,21 @@ def table(monkeypatch):
 
 @pytest.mark.parametrize(
     ("lengths", "expected"),
-    [((1024, 2048), (512, 1024, 256)), ((96, 1400), (128, 128, 128)),
-     ((200, 1536), (256, 512, 256))],
+    [((1024, 2048), (512, 1024, 256)), ((96, 1792), (128, 256, 256)),
+     ((200, 1536), (256, 512, 256)), ((384, 640), (128, 128, 128)),
+     ((3456, 3456), (512, 512, 256)), ((1664, 1664), (256, 256, 256))],
 )  # fmt: skip
-def test_the_rule_takes_the_largest_tiles_that_fill_up_no_further(lengths, expected):
+def test_the_rule_takes_the_largest_tiles_that_fill_up_little(lengths, expected):
     assert sizes.rule(*lengths) == TileSizes(*expected)
     assert sizes.tile_sizes(*lengths, device="never measured") == TileSizes(*expected)
+
+
+def test_a_cache_is_never_filled_up():
+    multiple = attention.slot_multiple("pallas_tpu")
+    for slots in range(multiple, 9000, multiple):
+        assert sizes.rule(192, slots).keys >= 256
+        assert all(slots % tiles.keys == 0 for tiles in sizes.tpu_candidates(192, slots))
+        assert sizes.gpu_sizes(192, slots).forward.keys <= attention.slot_multiple("pallas_gpu")
 
 
 @pytest.mark.parametrize(
@@ -86,8 +95,8 @@ def test_the_shipped_table_holds_only_what_was_measured():
                 assert {*entry["median_us"]} == {*entry["rule_us"]} != set()
 
 
-def test_candidates_hold_the_rule_and_divide_the_lengths():
-    for lengths in ((1536, 1536), (8152, 8152), (192, 1536)):
+def test_candidates_hold_the_rule_and_fill_lengths_up_as_little():
+    for lengths in ((1536, 1536), (8152, 8152), (3456, 3456), (192, 1536)):
         found = sizes.tpu_candidates(*lengths)
         assert sizes.rule(*lengths) in found and len(found) == len(set(found)) > 5
     for head_dim in (64, 128):
