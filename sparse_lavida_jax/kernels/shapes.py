@@ -3,11 +3,14 @@
 
 Tags are data and decide how much there is to compute, so a benchmark that draws its own can win by
 luck. These are drawn from a seed, sorted by (segment, block) as the model sorts its tokens, and
-pinned by their SHA-256 in a test.
+pinned by their SHA-256. Those of the packed row are what training made (`tests/unit/test_shapes.py`
+makes them again), and lie in a file.
 """
 
 import dataclasses
 import hashlib
+import json
+import pathlib
 
 import numpy as np
 from jaxtyping import Int
@@ -18,6 +21,17 @@ from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON
 REGISTERS = 64
 CELLS = 1024
 PROMPT = 256  # of text to image
+PACKED = pathlib.Path(__file__).with_name("packed_8192.json")
+SHA256 = {
+    "t2i_1536": "bf9eab299ddc9b1f86da9f2080581ae5ef35930c190c4ea3119ec852343bbe56",
+    "edit_3456": "defc1146389322b052cc3aaaff292b5db7c85d5dca1a51a4b3b738b21a44793e",
+    "single_8152": "404fcad166a48a270c758b8d177ca542c451f56117e04fa3366ef8bf7bc78561",
+    "packed_8192": "e0341b68838b6c88f640757244a6f6365b5bbb5d356a023e7778ef6f19090bd4",
+    "decode_early": "59a726ceb1051435eb9bf2600e6d43933f08025cad8c38f21e70546e7a589b94",
+    "decode_mid": "d9f4c72b40995ea93d12bc2e4b3f550cfb677af2e9bc27f6ed7d7b5ada95d0ca",
+    "decode_late": "a0d9182d8bb4b9621cdbc1239ffae50d5d8d51245060c642fe60284807d935d8",
+    "full_8192": "3a3ed164e42500a1c5b2d0093f0a813d27dc50d038f330cc100a7e70ece2e6e4",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +55,7 @@ class Tags:
 
 
 def names() -> tuple[str, ...]:
-    return (
-        "t2i_1536", "edit_3456", "single_8152", "packed_8192",
-        "decode_early", "decode_mid", "decode_late", "full_8192",
-    )  # fmt: skip
+    return tuple(SHA256)
 
 
 def tags(name: str) -> Tags:
@@ -60,7 +71,7 @@ def tags(name: str) -> Tags:
     if name == "single_8152":
         return _row(prompt=3800, response=4096, clean=8, masked=4, share=0.5)
     if name == "packed_8192":
-        return _packed(8192)
+        return _packed()
     if name in ("decode_early", "decode_mid", "decode_late"):
         return _decode({"early": 8, "mid": 32, "late": 56}[name.removeprefix("decode_")])
     if name == "full_8192":  # one block: what the generality costs where nothing is skipped
@@ -84,35 +95,14 @@ def _row(*, prompt: int, response: int, clean: int, masked: int, share: float, s
     return Tags(block, horizon, block)
 
 
-def _packed(length: int, seed: int = 0) -> Tags:
-    """Rows of one text-to-image example after another, each a segment, filled up with padding.
+def _packed() -> Tags:
+    """A row of `configs/sft_1024.py` with `data.packing=6`, its streams sorted as one.
 
-    What training passes of an example: the masked tokens of its masked blocks, no others.
+    Six text-to-image examples, each a segment: prompt, picture, registers of up to 8 masked blocks;
+    the padding of both streams comes last.
     """
-    rng = np.random.default_rng(seed)
-    blocks, horizons, segments, used = [], [], [], 0
-    while True:
-        clean, masked = int(rng.integers(1, 9)), int(rng.integers(1, 5))
-        hidden = float(rng.uniform(0.05, 0.95))
-        kept = int(rng.integers(64, 257))  # masked cells that are in a block at all
-        row = _row(
-            prompt=int(rng.integers(32, 257)),
-            response=round(CELLS * (1 - hidden)) + kept,
-            clean=clean,
-            masked=masked,
-            share=kept / (round(CELLS * (1 - hidden)) + kept),
-            seed=int(rng.integers(2**31)),
-        )
-        if used + len(row.key_block) > length:
-            break
-        blocks.append(row.query_block)
-        horizons.append(row.query_horizon)
-        segments.append(np.full(len(row.key_block), len(segments)))
-        used += len(row.key_block)
-    rest = length - used
-    block = np.concatenate([*blocks, np.full(rest, PAD_BLOCK)]).astype(np.int32)
-    horizon = np.concatenate([*horizons, np.full(rest, PAD_HORIZON)]).astype(np.int32)
-    segment = np.concatenate([*segments, np.full(rest, len(segments))]).astype(np.int32)
+    runs = np.array(json.loads(PACKED.read_text()), np.int32)
+    block, horizon, segment = np.repeat(runs[:, :3], runs[:, 3], axis=0).T
     return Tags(block, horizon, block, segment, segment)
 
 
