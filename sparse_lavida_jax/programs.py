@@ -15,7 +15,7 @@ def keep() -> None:
     In `JAX_COMPILATION_CACHE_DIR` if there is one, otherwise in a folder of the user's cache. For
     commands to call: a library changes no setting of its process.
     """
-    if not jax.config.jax_compilation_cache_dir:
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
         jax.config.update("jax_compilation_cache_dir", str(cache / "sparse-lavida-jax"))
         jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)

@@ -201,10 +201,14 @@ def parted(prompt: Prompt, guidance_rows: int, *, keeping: bool) -> list[PromptP
 
 def _lengths(prompt: Prompt, guidance_rows: int) -> list[Int[np.ndarray, "r b"]]:
     """Returns the tokens of each row in each of the two streams."""
+    streams = (prompt.understanding, prompt.generation)
+    number = len(prompt.length)
     return [
-        np.zeros((guidance_rows, len(prompt.length) // guidance_rows), int) if stream is None
-        else (stream.layout.block != PAD_BLOCK).sum(axis=1).reshape(guidance_rows, -1)
-        for stream in (prompt.understanding, prompt.generation)
+        np.asarray(
+            np.zeros(number, int) if stream is None
+            else (stream.layout.block != PAD_BLOCK).sum(axis=1)
+        ).reshape(guidance_rows, -1)
+        for stream in streams
     ]  # fmt: skip
 
 

@@ -277,7 +277,7 @@ def _step_hidden(
         first, *others = group
         rows = range(first * b, (first + len(others) + 1) * b)
         features = None if state.features is None else state.features[rows.start : rows.stop]
-        own = cut_rows(prompt.replace(pixels=None), b, rows, shape)
+        own = cut_rows(dataclasses.replace(prompt, pixels=None), b, rows, shape)
         how = dataclasses.replace(settings, guidance_rows=len(others) + 1)
         part = dataclasses.replace(state, features=features)
         hidden.append(_pass(model, part, now, own, how, tables)[0])

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where compiled programs are kept."""
+
+import jax
+import pytest
+
+from sparse_lavida_jax import programs
+
+
+@pytest.fixture
+def updated(monkeypatch):
+    found = {}
+    monkeypatch.setattr(jax.config, "update", found.__setitem__)
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    return found
+
+
+def test_compiled_programs_are_kept_in_the_users_cache(updated, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    programs.keep()
+    assert updated == {
+        "jax_compilation_cache_dir": str(tmp_path / "sparse-lavida-jax"),
+        "jax_compilation_cache_max_size": programs.MOST_BYTES,
+    }
+
+
+def test_a_folder_that_is_asked_for_stays(updated, monkeypatch):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/elsewhere")
+    programs.keep()
+    assert updated == {}
