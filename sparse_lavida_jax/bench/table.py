@@ -39,8 +39,6 @@ def sampling_table(rows: list[dict[str, Any]]) -> str:
 
 
 SPEED_SUITES = ("headline", "ablation", "batch", "edit", "reasoning", "quant", "fastpath", "cpu")
-
-
 # Bars that are not to be exceeded.
 AT_MOST = ("at_most_s", "loop_over_floor", "padding", "compilations", "longest_compile_s")
 
