@@ -41,6 +41,7 @@ def padded_tags(rng):
 def packed_tags(rng):
     segment = np.sort(rng.integers(0, 3, (2, T)), axis=1)
     block = np.concatenate([np.sort(rng.integers(0, 5, (2, T // 2)), axis=1)] * 2, axis=1)
+    block[:, S - 3 : S], block[:, -5:] = PAD_BLOCK, PAD_BLOCK
     return block[:, :S], horizons(block, 2)[:, :S], block, segment[:, :S], segment
 
 
@@ -123,7 +124,7 @@ def check_output_and_gradients(run, tags, rng, heads, kv_heads, head_dim):
     assert not np.asarray(out)[~seen.any(axis=1)].any()
     assert (np.asarray(lse)[~seen] == np.float32(NOTHING_SEEN_LSE)).all()
     for found, expected in zip(gradients, wanted_gradients, strict=True):
-        np.testing.assert_allclose(found, expected, rtol=2e-6, atol=3 * TOLERANCE)
+        np.testing.assert_allclose(found, expected, rtol=2e-6, atol=TOLERANCE)
 
 
 def check_bfloat16_twice(run, tags):
@@ -135,7 +136,7 @@ def check_bfloat16_twice(run, tags):
     wide = (x.astype(jnp.float32) for x in (*qkv, pulled))
     wanted = reference_and_gradients(*wide, nothing, tags, 8)
     for found, expected in zip(jax.tree.leaves(first), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=2e-2, atol=6e-2)
+        np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=2e-2, atol=2e-2)
 
 
 def check_drawn_blocks(run, drawn):
@@ -147,4 +148,17 @@ def check_drawn_blocks(run, drawn):
     found = run(*qkv, pulled, nothing, tags)
     wanted = reference_and_gradients(*qkv, pulled, nothing, tags, 8)
     for ours, expected in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(ours, expected, rtol=2e-6, atol=3 * TOLERANCE)
+        np.testing.assert_allclose(ours, expected, rtol=2e-6, atol=TOLERANCE)
+
+
+def records_of_races(monkeypatch, module, name: str) -> list:
+    """Returns a list that gets the record of every kernel: JAX keeps that of the last one only."""
+    records, made = [], getattr(module, name)
+
+    def recorded(*args, **kwargs):
+        records.append(made(*args, **kwargs))
+        records[-1].on_race = "warn"  # jax 0.12 would raise, which stops a program half way
+        return records[-1]
+
+    monkeypatch.setattr(module, name, recorded)
+    return records

@@ -4,6 +4,7 @@
 import dataclasses
 import functools
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +13,13 @@ from kernel_cases import (
     TAGS,
     S,
     T,
+    any_blocks,
     as_arrays,
     draw,
+    horizons,
     packed_tags,
+    records_of_races,
+    reference,
     reference_and_gradients,
     sorted_tags,
 )  # fmt: skip
@@ -24,62 +29,108 @@ from sparse_lavida_jax.kernels.attention import step_causal_attention
 from sparse_lavida_jax.kernels.reference import NOTHING_SEEN_LSE
 
 HAS_KERNEL = jax.__version_info__ >= (0, 11)
+if HAS_KERNEL:
+    from sparse_lavida_jax.kernels import pallas_gpu
 needs_kernel = pytest.mark.skipif(
     not HAS_KERNEL, reason="the GPU kernel needs jax 0.11: run the tests with Python 3.12 or later"
 )
 TOLERANCE = 2e-2  # of bfloat16
 HEAD_DIM = 64
-OTHER_SIZES = tables.GpuSizes(64, 3, 128, 3, 128, 4)
+OTHER_SIZES = tables.GpuSizes(64, 3, 128, 2, 128, 2)
 
 
-def shape_of(heads, kv_heads, **interpreted):
-    from sparse_lavida_jax.kernels import pallas_gpu
-
+def shape_of(heads, kv_heads, head_dim=HEAD_DIM, **interpreted):
     interpret = pallas_gpu.interpreted(**interpreted)
-    return pallas_gpu.Shape(heads, kv_heads, HEAD_DIM, HEAD_DIM**-0.5, interpret)
+    return pallas_gpu.Shape(heads, kv_heads, head_dim, head_dim**-0.5, interpret)
 
 
-def longer(tags):
-    """Tags with every token four times, so that there are several tiles of each class."""
-    return tuple(None if tag is None else np.repeat(tag, 4, axis=1) for tag in tags)
+def longer(tags, times=4):
+    """Tags with every token several times, so that there are several tiles of each class."""
+    return tuple(None if tag is None else np.repeat(tag, times, axis=1) for tag in tags)
+
+
+def long_row(make):
+    """One row, long enough that every kernel overwrites tiles that it has read."""
+    tags = longer(make(np.random.default_rng(0)), 8)
+    return as_arrays(None if tag is None else tag[:1] for tag in tags)
+
+
+def numbers_of(tags, heads, kv_heads, head_dim):
+    """Returns q, k, v and the gradient of the output in bfloat16, of as many rows as the tags."""
+    lengths = tags[0].shape[1], tags[2].shape[1]
+    drawn = draw(np.random.default_rng(0), heads, kv_heads, head_dim, jnp.bfloat16, lengths)
+    return [x[: tags[0].shape[0]] for x in drawn]
+
+
+def kernel_and_gradients(q, k, v, pulled, pulled_lse, tags, shape):
+    def attend(q, k, v):
+        return pallas_gpu.attention(q, k, v, *tags, shape=shape)
+
+    found, pull_back = jax.vjp(attend, q, k, v)
+    return found, pull_back((pulled, pulled_lse))
+
+
+quick = jax.jit(kernel_and_gradients, static_argnames="shape")
+
+
+def check_output_and_gradients(tags, shape, times=1):
+    """Checks the kernels against the reference, and that they give the same bits every time."""
+    *qkv, pulled = numbers_of(tags, shape.num_heads, shape.num_kv_heads, shape.head_dim)
+    wide = [x.astype(jnp.float32) for x in (*qkv, pulled)]
+    seen = np.asarray(reference(*wide[:3], tags, shape.head_dim)[1]) < NOTHING_SEEN_LSE
+    pulled_lse = jnp.asarray(np.random.default_rng(1).normal(size=seen.shape) * seen, jnp.float32)
+    found, *again = (quick(*qkv, pulled, pulled_lse, tags, shape=shape) for _ in range(times))
+    for other in again:
+        jax.tree.map(np.testing.assert_array_equal, found, other)
+    (wanted, wanted_lse), wanted_gradients = reference_and_gradients(
+        *wide, pulled_lse, tags, shape.head_dim
+    )
+    (out, lse), gradients = found
+    np.testing.assert_allclose(lse, wanted_lse, rtol=1e-6, atol=1e-5)
+    assert not np.asarray(out)[~seen.any(axis=1)].any()
+    for ours, expected in zip((out, *gradients), (wanted, *wanted_gradients), strict=True):
+        np.testing.assert_allclose(
+            ours.astype(jnp.float32), expected, rtol=TOLERANCE, atol=TOLERANCE
+        )
 
 
 @needs_kernel
 @pytest.mark.parametrize("name", TAGS)
 def test_output_and_gradients_are_those_of_the_reference(name):
-    from sparse_lavida_jax.kernels import pallas_gpu
-
-    rng = np.random.default_rng(0)
-    heads, kv_heads = (2, 1) if name == "packed_tags" else (1, 1)
-    tags = as_arrays(longer(TAGS[name](rng)))
-    *qkv, pulled = draw(rng, heads, kv_heads, HEAD_DIM, jnp.bfloat16, (4 * S, 4 * T))
-    shape = shape_of(heads, kv_heads)
-
-    def attend(q, k, v):
-        return pallas_gpu.attention(q, k, v, *tags, shape=shape)
-
-    (out, lse), pull_back = jax.vjp(attend, *qkv)
-    seen = np.asarray(lse) < NOTHING_SEEN_LSE
-    pulled_lse = jnp.asarray(rng.normal(size=seen.shape) * seen, jnp.float32)
-    gradients = pull_back((pulled, pulled_lse))
-    wide = [x.astype(jnp.float32) for x in (*qkv, pulled)]
-    (wanted, wanted_lse), wanted_gradients = reference_and_gradients(
-        *wide, pulled_lse, tags, HEAD_DIM
-    )
-    np.testing.assert_allclose(lse, wanted_lse, rtol=1e-6, atol=1e-5)
-    assert not np.asarray(out)[~seen.any(axis=1)].any()
-    for found, expected in zip((out, *gradients), (wanted, *wanted_gradients), strict=True):
-        np.testing.assert_allclose(
-            found.astype(jnp.float32), expected, rtol=TOLERANCE, atol=TOLERANCE
-        )
+    """Padded tags in two rows; packed ones with two heads that share keys, and twice."""
+    rows = slice(2 if name == "padded_tags" else 1)
+    tags = longer(TAGS[name](np.random.default_rng(0)))
+    tags = as_arrays(None if tag is None else tag[rows] for tag in tags)
+    heads, times = (2, 2) if name == "packed_tags" else (1, 1)
+    check_output_and_gradients(tags, shape_of(heads, 1), times)
 
 
 @needs_kernel
-def test_the_entry_runs_the_kernel_on_a_layer_of_a_stacked_cache():
-    rng = np.random.default_rng(0)
-    tags = as_arrays(sorted_tags(rng))[:3]
-    q, *_ = draw(rng, 1, 1, HEAD_DIM, jnp.bfloat16)
-    k, v = (jnp.asarray(rng.normal(size=(3, 2, T, HEAD_DIM)), jnp.bfloat16) for _ in range(2))
+def test_heads_of_the_release_and_rows_with_and_without_a_mask():
+    check_output_and_gradients(long_row(sorted_tags), shape_of(1, 1, 128))
+
+
+MASKED_AND_NONE_CLEAN = np.repeat(np.arange(5), T // 5)[None].repeat(2, axis=0)
+
+
+@needs_kernel
+@hypothesis.settings(max_examples=8)
+@hypothesis.given(any_blocks(S, T))
+@hypothesis.example((MASKED_AND_NONE_CLEAN[:, -S:], MASKED_AND_NONE_CLEAN, 0))
+def test_whatever_the_tags(drawn):
+    query_block, key_block, num_clean = (x[:1] if isinstance(x, np.ndarray) else x for x in drawn)
+    tags = longer((query_block, horizons(query_block, num_clean), key_block, None, None))
+    check_output_and_gradients(as_arrays(tags), shape_of(1, 1))
+
+
+@needs_kernel
+@pytest.mark.parametrize("name", ["cache_tags", "sorted_tags"])
+def test_the_entry_runs_the_kernel_on_a_layer_of_a_stacked_cache(name):
+    """Several tiles of queries and of slots."""
+    tags = as_arrays(longer(TAGS[name](np.random.default_rng(0))))[:3]
+    q, *_ = numbers_of(tags, 1, 1, HEAD_DIM)
+    rng, slots = np.random.default_rng(1), tags[2].shape[1]
+    k, v = (jnp.asarray(rng.normal(size=(3, 2, slots, HEAD_DIM)), q.dtype) for _ in range(2))
     attend = functools.partial(step_causal_attention, num_heads=1, layer=jnp.int32(2))
     found = attend(q, k, v, *tags, implementation="pallas_gpu").astype(jnp.float32)
     wanted = attend(q, k, v, *tags, implementation="reference").astype(jnp.float32)
@@ -90,8 +141,6 @@ def test_the_entry_runs_the_kernel_on_a_layer_of_a_stacked_cache():
 def test_it_lowers_for_a_hopper_gpu_forward_and_backward():
     """Shared memory, layouts and barriers are checked by lowering; no GPU, no CUDA."""
     from jax.sharding import AbstractDevice, AbstractMesh
-
-    from sparse_lavida_jax.kernels import pallas_gpu
 
     heads, length = 4, 1024
     shape = pallas_gpu.Shape(heads, heads, 128, 128**-0.5)
@@ -116,8 +165,6 @@ def test_it_lowers_for_a_hopper_gpu_forward_and_backward():
 def test_gradients_go_through_a_loop_over_layers():
     """JAX traces a loop's body on its own, and then compares the kernel with its rule."""
     from jax.sharding import AbstractDevice, AbstractMesh
-
-    from sparse_lavida_jax.kernels import pallas_gpu
 
     shape = pallas_gpu.Shape(2, 2, 128, 128**-0.5)
     wide = jax.ShapeDtypeStruct((1, 256, 256), jnp.bfloat16)
@@ -191,8 +238,6 @@ def test_rows_list_the_tiles_without_a_mask_first_and_none_twice(name):
 
 @needs_kernel
 def test_tables_of_other_tiles_are_refused():
-    from sparse_lavida_jax.kernels import pallas_gpu
-
     rng = np.random.default_rng(0)
     tags = as_arrays(sorted_tags(rng))
     other = tables.make_gpu_tables(*tags, sizes=OTHER_SIZES)
@@ -203,32 +248,30 @@ def test_tables_of_other_tiles_are_refused():
 
 @needs_kernel
 @pytest.mark.parametrize("sizes", [tables.GpuSizes(), OTHER_SIZES])
-def test_nothing_is_overwritten_while_it_is_read(sizes):
+def test_nothing_is_overwritten_while_it_is_read(sizes, monkeypatch):
     """The interpreter follows every barrier; wgmma itself it does not know."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
-    from sparse_lavida_jax.kernels import pallas_gpu
-
-    rng = np.random.default_rng(0)
-    tags = as_arrays(
-        None if tag is None else np.repeat(tag, 4, axis=1)[:1] for tag in packed_tags(rng)
-    )
-    numbers = draw(rng, 1, 1, HEAD_DIM, jnp.bfloat16, (4 * S, 4 * T))
-    *qkv, pulled = (x[:1] for x in numbers)
+    records = records_of_races(monkeypatch, gpu_callbacks, "GPURaceDetectionState")
     shape = dataclasses.replace(shape_of(1, 1, detect_races=True), sizes=sizes)
+    check_output_and_gradients(long_row(packed_tags), shape)
+    assert [record.races_found for record in records] == [False] * 3  # forward, dq, dkv
 
-    def attend(q, k, v):
-        return pallas_gpu.attention(q, k, v, *tags, shape=shape)
 
-    (out, lse), pull_back = jax.block_until_ready(jax.vjp(attend, *qkv))
-    assert not gpu_callbacks.get_races().races_found
-    gradients = jax.block_until_ready(pull_back((pulled, jnp.zeros_like(lse))))
-    assert not gpu_callbacks.get_races().races_found
-    wide = [x.astype(jnp.float32) for x in (*qkv, pulled)]
-    (wanted, _), wanted_gradients = reference_and_gradients(
-        *wide, jnp.zeros_like(lse), tags, HEAD_DIM
-    )
-    for found, expected in zip((out, *gradients), (wanted, *wanted_gradients), strict=True):
-        np.testing.assert_allclose(
-            found.astype(jnp.float32), expected, rtol=TOLERANCE, atol=TOLERANCE
-        )
+@needs_kernel
+@pytest.mark.parametrize("sizes", [tables.GpuSizes(), OTHER_SIZES])
+def test_a_tile_that_is_given_back_too_early_is_found_in_every_kernel(sizes, monkeypatch):
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    def read_and_not_committed(between, product):
+        between()
+        return product
+
+    monkeypatch.setattr(pallas_gpu, "_read", read_and_not_committed)
+    records = records_of_races(monkeypatch, gpu_callbacks, "GPURaceDetectionState")
+    shape = dataclasses.replace(shape_of(1, 1, detect_races=True), sizes=sizes)
+    tags = long_row(packed_tags)
+    *qkv, pulled = numbers_of(tags, 1, 1, HEAD_DIM)
+    nothing = jnp.zeros((1, 1, pulled.shape[1]))
+    jax.block_until_ready(kernel_and_gradients(*qkv, pulled, nothing, tags, shape))
+    assert [record.races_found for record in records] == [True] * 3
