@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from kernel_cases import TAGS, as_arrays
 
-from sparse_lavida_jax.kernels import attention
+from sparse_lavida_jax.kernels import attention, shapes
 from sparse_lavida_jax.kernels.reference import NOTHING_SEEN_LSE
 
 HEADS, TOKENS = 4, 16  # how often every token of a case stands
+TOLERANCE = 2e-2  # of bfloat16
+LAYERS, LAYER = 3, 2
 
 
 @pytest.fixture(params=["pallas_gpu", "blockwise"])
@@ -57,4 +59,35 @@ def test_output_and_gradients_are_those_of_the_reference(implementation, name, h
     )
     assert not np.asarray(einops.rearrange(out, "b s (h d) -> b h s d", h=HEADS))[~seen].any()
     for found, expected in zip((out, *gradients), (wanted, *wanted_gradients), strict=True):
-        np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=2e-2, atol=3e-2)
+        np.testing.assert_allclose(
+            found.astype(jnp.float32), expected, rtol=TOLERANCE, atol=TOLERANCE
+        )
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", ["decode_early", "decode_mid", "decode_late", "t2i_1536"])
+def test_a_layer_of_a_stacked_cache_is_attended_to_as_by_the_reference(
+    implementation, name, head_dim
+):
+    """Two rows of a step of the sampler, and a whole row."""
+    frozen = shapes.tags(name)
+    tags = [
+        np.stack([tag] * 2) for tag in (frozen.query_block, frozen.query_horizon, frozen.key_block)
+    ]
+    rng, width = np.random.default_rng(0), HEADS * head_dim
+    q = jnp.asarray(rng.normal(size=(2, tags[0].shape[1], width)), jnp.bfloat16)
+    stacked = (LAYERS, 2, tags[2].shape[1], width)
+    k, v = (jnp.asarray(rng.normal(size=stacked), jnp.bfloat16) for _ in range(2))
+
+    @functools.partial(jax.jit, static_argnames="implementation")
+    def attend(q, k, v, layer, implementation):
+        return attention.step_causal_attention(
+            q, k, v, *tags, num_heads=HEADS, layer=layer, implementation=implementation
+        )
+
+    found, again = (attend(q, k, v, LAYER, implementation) for _ in range(2))
+    np.testing.assert_array_equal(found, again)
+    wide = (x.astype(jnp.float32) for x in (q, k, v))
+    with jax.default_matmul_precision("highest"):
+        wanted = attend(*wide, LAYER, "reference")
+    np.testing.assert_allclose(found.astype(jnp.float32), wanted, rtol=TOLERANCE, atol=TOLERANCE)
