@@ -87,7 +87,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.train = dict(
         train_steps=100_000,
         batch_size=16,
-        seconds=680.0,
+        seconds=620.0,
         checkpoint_seconds=120.0,
         picture_seconds=220.0,
         eval_prompts=48,

@@ -40,7 +40,7 @@ def committed(run) -> int:
 
 def test_however_often_it_is_killed_it_ends_like_one_that_was_not(whole, tmp_path):
     words, expected = whole
-    rng, run, killed = random.Random(0), tmp_path / "run", 0
+    rng, run, killed, ended = random.Random(0), tmp_path / "run", 0, 0
     for attempt in range(KILLS):
         if attempt % 3 == 0:  # a new run now and then: the last kills of one find little to do
             run = tmp_path / f"run{attempt}"
@@ -68,4 +68,6 @@ def test_however_often_it_is_killed_it_ends_like_one_that_was_not(whole, tmp_pat
             ours, theirs = (checkpoint.load_model(folder).model for folder in (run, expected))
             for one, other in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
                 np.testing.assert_array_equal(one, other)
+            ended += 1
+    print(f"{KILLS} times begun, {killed} times killed; {ended} runs ended as one that was not.")
     assert killed > KILLS // 2
