@@ -15,7 +15,7 @@ import jax
 import rich.console
 import rich.progress
 
-from sparse_lavida_jax import config, doctor, pictures, sampling_options
+from sparse_lavida_jax import config, doctor, pictures, programs, sampling_options
 from sparse_lavida_jax.conversation import DRAWING, Conversation
 from sparse_lavida_jax.data.task_prompts import RequestError, check_words
 from sparse_lavida_jax.main import DEFAULT_MODEL, UsageError
@@ -147,6 +147,7 @@ def _check_files(name: str, asked: argparse.Namespace) -> None:
 def _load(asked: argparse.Namespace, name: str) -> SparseLaViDa:
     if asked.batch_size < 1:
         raise UsageError(f"--batch-size={asked.batch_size} is out of range: 1 or more.")
+    programs.keep()
     return SparseLaViDa.from_pretrained(name, batch_size=asked.batch_size)
 
 

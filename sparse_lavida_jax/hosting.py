@@ -8,6 +8,7 @@ import ipaddress
 import socket
 import sys
 
+from sparse_lavida_jax import programs
 from sparse_lavida_jax.main import DEFAULT_MODEL, UsageError
 from sparse_lavida_jax.serving import Limits, ServedModel, Service
 
@@ -31,6 +32,7 @@ def run(name: str, asked: argparse.Namespace) -> int:
 
         from sparse_lavida_jax import server
 
+        programs.keep()
         pipe = ServedModel.from_pretrained(asked.checkpoint or DEFAULT_MODEL)
         service = Service(pipe, Limits(waiting=asked.max_waiting))
         host, port = door.getsockname()[:2]

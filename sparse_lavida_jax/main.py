@@ -24,19 +24,25 @@ stopped by Ctrl-C, likewise; 2 a mistake that the message explains.
 import contextlib
 import dataclasses
 import functools
-import os
 import pathlib
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
-import jax
 import rich.console
 import rich.progress
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from sparse_lavida_jax import checkpoint, config, config_files, pictures, processes, runs
+from sparse_lavida_jax import (
+    checkpoint,
+    config,
+    config_files,
+    pictures,
+    processes,
+    programs,
+    runs,
+)
 from sparse_lavida_jax.data.recipe import PrepareError
 from sparse_lavida_jax.data.records import RecordError
 from sparse_lavida_jax.data.task_prompts import RequestError
@@ -53,7 +59,6 @@ SAMPLE_TASKS = ("draw", "edit", "ask", "point")
 PATHS = ("workdir", "checkpoint", "src", "dst", "out")  # flags
 DEFAULT_MODEL = "scenes"
 MISTAKE = 2
-CACHE_BYTES = 5 * 2**30  # of compiled programs; the oldest make way
 
 
 class UsageError(Exception):
@@ -115,19 +120,13 @@ def run(argv: list[str]) -> int:
     command = parse(argv)
     if command is None:
         return 0
-    _keep_programs(command.compilation_cache)
+    if command.compilation_cache:
+        programs.keep(command.compilation_cache)
     try:
         return RUN[command.mode](command)
     except runs.Interrupted as stop:
         print(f"sparse_lavida_jax: {stop}", file=sys.stderr)
         return stop.exit_code or command.stopped_exit_code
-
-
-def _keep_programs(folder: str) -> None:
-    """Keeps compiled programs, so that the next process does not compile them again."""
-    if folder:
-        jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(folder).expanduser()))
-        jax.config.update("jax_compilation_cache_max_size", CACHE_BYTES)
 
 
 def _train(command: Command) -> int:
@@ -395,9 +394,9 @@ def _define(values: flags.FlagValues) -> None:
         "profile_steps", "", "Steps to trace, such as 10:13, into profile/ in the run directory.",
         flag_values=values,
     )  # fmt: skip
-    cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "sparse-lavida-jax"
     flags.DEFINE_string(
-        "compilation_cache", str(cache), "Keeps compiled programs; empty: nothing is kept.",
+        "compilation_cache", str(programs.usual_folder()),
+        "Keeps compiled programs; empty: nothing is kept.",
         flag_values=values,
     )  # fmt: skip
     flags.DEFINE_string(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import sparse_lavida_jax
-from sparse_lavida_jax import checkpoint, config, main, processes
+from sparse_lavida_jax import checkpoint, config, main, processes, programs
 
 CONFIG = """
 import ml_collections
@@ -278,10 +278,10 @@ def test_compiled_programs_are_kept_unless_told_otherwise(folder, monkeypatch):
     monkeypatch.setattr(sparse_lavida_jax, "train", fake, raising=False)
     updates = {}
     settings = types.SimpleNamespace(update=updates.__setitem__)
-    monkeypatch.setattr(main, "jax", types.SimpleNamespace(config=settings))
+    monkeypatch.setattr(programs, "jax", types.SimpleNamespace(config=settings))
     assert main.main(["main", "--config=configs/toy.py", "--compilation_cache="]) == 0
     assert updates == {}
     assert main.main(["main", "--config=configs/toy.py"]) == 0
     cache = os.environ["XDG_CACHE_HOME"]
     assert updates["jax_compilation_cache_dir"] == f"{cache}/sparse-lavida-jax"
-    assert updates["jax_compilation_cache_max_size"] == main.CACHE_BYTES
+    assert updates["jax_compilation_cache_max_size"] == programs.MOST_BYTES
