@@ -54,6 +54,7 @@ def shown(page: Page, folder: pathlib.Path) -> list[np.ndarray]:
 
     def take() -> None:
         path = folder / f"page{len(taken)}.png"
+        page.wait_for_timeout(2000)  # milliseconds: pictures come after the words
         page.screenshot(path=path)
         taken.append(np.asarray(Image.open(path).convert("RGB")))
 
@@ -85,12 +86,12 @@ def main() -> None:
         wait_for_page()
         with sync_playwright() as playwright, tempfile.TemporaryDirectory() as folder:
             browser = playwright.chromium.launch(executable_path=named, args=ARGUMENTS)
-            page = browser.new_page(viewport={"width": 900, "height": 760})
+            page = browser.new_page(viewport={"width": 1100, "height": 700})
             page.set_default_timeout(SECONDS * 1000)
             page.goto(ADDRESS)
             taken = shown(page, pathlib.Path(folder))
             browser.close()
-        Image.fromarray(np.concatenate(taken, axis=1)).save(HERE / "page.png")
+        Image.fromarray(np.concatenate(taken)).save(HERE / "page.png")
     finally:
         server.terminate()
         server.wait()
