@@ -68,7 +68,8 @@ def speed_table(rows: list[dict[str, Any]]) -> str:
 def requests_table(rows: list[dict[str, Any]]) -> str:
     """Returns whole requests of pictures, sparse beside dense, of the models that have bars.
 
-    Of the one for processors only while the other was measured nowhere.
+    A processor is told by its ratios alone; the model for processors, only while the other was
+    measured nowhere.
     """
     bars = tomllib.loads(BARS.read_text())
     columns = (
@@ -85,14 +86,18 @@ def requests_table(rows: list[dict[str, Any]]) -> str:
             if row["method"] != "sparse" or row.get("variant") or lean is None:
                 continue
             released = _beside(own, row, "dense_released")
-            dense = [f"{one['median_s']:.2f}" if one else None for one in (lean, released)]
+            times = [_seconds(one) for one in (row, lean, released)]
             lines.append((
-                f"{row['model']}, {row['task']}", f"{row['median_s']:.2f}", *dense,
+                f"{row['model']}, {row['task']}", *times,
                 f"{lean['median_s'] / row['median_s']:.1f}", _device(row), _measured(row),
             ))  # fmt: skip
         if lines:
             break
     return markdown.table(columns, lines)
+
+
+def _seconds(row: dict[str, Any] | None) -> str | None:
+    return None if row is None or row["device"]["kind"] == "cpu" else f"{row['median_s']:.2f}"
 
 
 def _device(row: dict[str, Any]) -> str:
