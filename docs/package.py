@@ -34,7 +34,7 @@ USE = (
     'sparse-lavida generate "a red circle" --checkpoint=nowhere',
 )
 # What differs from machine to machine.
-MACHINE = re.compile(r"(/[\w.+-]+)*/(env|elsewhere)\b")
+MACHINE = re.compile(r"(/[\w.+-]+)*/(env|elsewhere)\b|(?<=Linux)-\S+")
 
 
 def printed(command: str, folder: pathlib.Path, path: str) -> str:
@@ -45,7 +45,7 @@ def printed(command: str, folder: pathlib.Path, path: str) -> str:
         command, shell=True, cwd=folder, env=surroundings, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
-    said = MACHINE.sub(r"\2", done.stdout)
+    said = MACHINE.sub(lambda found: found[2] or "", done.stdout)
     status = f"[status {done.returncode}]\n" if done.returncode else ""
     return f"$ {command}\n{said}{status}"
 
