@@ -30,7 +30,6 @@ USE = (
     'sparse-lavida ask out.png "how many squares are there?"',
     "sparse-lavida doctor",
     'python -W error -c "import sparse_lavida_jax"',
-    "sparse-lavida generate",
     'sparse-lavida generate "a red circle" --checkpoint=nowhere',
 )
 # What differs from machine to machine.
