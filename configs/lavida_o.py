@@ -74,3 +74,20 @@ def get_config() -> ml_collections.ConfigDict:
         plan=False,
     )
     return c
+
+
+def for_training(name: str) -> ml_collections.ConfigDict:
+    """Returns what trainings that start from a converted release share."""
+    c = get_config()
+    c.name = name
+    c.model.remat = "layer"
+    c.data = dict(
+        source="prepared",
+        folder="prepared",
+        text_block_len=32,
+        max_answer_len=256,
+        source_drop=0.5,  # spec Sec. 9.2
+    )
+    c.diffusion = dict(num_masked_blocks=8, plan_steps=(16, 32, 64), plan_text_steps=(8, 16, 32))
+    c.train = dict(init_from="models/lavida-o", loss_chunk=512, picture_seconds=0.0)
+    return c

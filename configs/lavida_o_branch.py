@@ -16,17 +16,7 @@ RATE = 5e-6
 
 
 def get_config() -> ml_collections.ConfigDict:
-    c = lavida_o.get_config()
-    c.name = "lavida_o_branch"
-    c.model.remat = "layer"
-    c.data = dict(
-        source="prepared",
-        folder="prepared",
-        text_block_len=32,
-        max_answer_len=256,
-        source_drop=0.5,  # spec Sec. 9.2
-    )
-    c.diffusion = dict(num_masked_blocks=8, plan_steps=(16, 32, 64), plan_text_steps=(8, 16, 32))
+    c = lavida_o.for_training("lavida_o_branch")
     c.optimizer = dict(
         learning_rate=RATE,
         final_fraction=0.1,
@@ -36,11 +26,5 @@ def get_config() -> ml_collections.ConfigDict:
         groups=((BRANCH, RATE), ("", 0.0)),
         frozen_dtype="bfloat16",
     )
-    c.train = dict(
-        init_from="models/lavida-o",
-        train_steps=100_000,
-        batch_size=1,
-        loss_chunk=512,
-        picture_seconds=0.0,
-    )
+    c.train.update(train_steps=100_000, batch_size=1)
     return c

@@ -23,23 +23,9 @@ STEPS = 100_000
 
 
 def get_config() -> ml_collections.ConfigDict:
-    c = lavida_o.get_config()
-    c.name = "sft_1024"
-    c.model.remat = "layer"
-    c.data = dict(
-        source="prepared",
-        folder="prepared",
-        text_block_len=32,
-        max_answer_len=256,
-        source_drop=0.5,
-        workers=8,
-    )
-    c.diffusion = dict(
-        blocks="schedule",
-        num_masked_blocks=8,
-        plan_steps=(16, 32, 64),
-        plan_text_steps=(8, 16, 32),
-    )
+    c = lavida_o.for_training("sft_1024")
+    c.data.workers = 8
+    c.diffusion.blocks = "schedule"
     c.optimizer = dict(
         learning_rate=RATE,
         final_fraction=0.1,
@@ -50,16 +36,13 @@ def get_config() -> ml_collections.ConfigDict:
         clip_norm=1.0,
         groups=((r"^vision/tower/", 2e-6),),
     )
-    c.train = dict(
-        init_from="models/lavida-o",
+    c.train.update(
         train_steps=STEPS,
         batch_size=128,
         mesh={"data": 1, "fsdp": -1},
-        loss_chunk=512,
         skip_steps=3,
         checkpoint_seconds=1200.0,
         keep_every=10_000,
-        picture_seconds=0.0,
         log_every=10,
     )
     return c
