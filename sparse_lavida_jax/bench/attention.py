@@ -146,6 +146,7 @@ def _row(case: Case, method: str, taken: list[float], program: Program) -> dict[
         "ids_sha256": case.tags.sha256,
         "tokens": {"queries": len(case.tags.query_block), "keys": len(case.tags.key_block)},
         "flops": case.flops,
+        "programs": case.programs,
         "bytes": {"least": case.least_bytes, "temporary": program.temp_bytes},
         "note": f"{methods.IN_FLIGHT} calls in flight; tables made before. {program.note}".strip(),
     }

@@ -78,6 +78,11 @@ class Case:
         once = 2 * self.batch * self.heads * HEAD_DIM * (2 * queries + 2 * keys)
         return once * (2 if self.backward else 1)
 
+    @property
+    def programs(self) -> int:
+        """Of our forward kernel on a GPU: one a head, row and tile of queries."""
+        return self.batch * self.heads * -(-len(self.tags.query_block) // TILE.queries)
+
     def arrays(self, batch: int | None = None) -> tuple:
         """Tags as the kernels take them [b s]."""
         t = self.tags

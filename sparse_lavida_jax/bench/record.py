@@ -142,6 +142,7 @@ def _device() -> dict[str, Any]:
     return {
         "kind": device.device_kind,
         "count": jax.device_count(),
+        "cores": getattr(device, "core_count", None),
         "memory_bytes": (device.memory_stats() or {}).get("bytes_limit"),
         "host_cores": os.cpu_count(),
     }

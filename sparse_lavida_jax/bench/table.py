@@ -326,7 +326,11 @@ def _rate(row: dict[str, Any], of: str) -> float:
 
 
 def _roofline(row: dict[str, Any]) -> str:
-    """Returns how long the work takes at the rates that this run reached at best."""
+    """Returns how long the work takes at the rates that this run reached at best.
+
+    And how many programs of the forward kernel there are for a core of the device, one of which a
+    core runs at a time: what a last, partly filled turn leaves idle no tile can use.
+    """
     reached = row["calibration"]
     fastest = max(reached["matmul_tflops"].values()) * 1e12
     useful, tile = (row["flops"][of] / fastest * 1e6 for of in ("useful", "tile"))
@@ -334,7 +338,18 @@ def _roofline(row: dict[str, Any]) -> str:
     return (
         f"* {row['task']}, {row['batch']} rows: ours {row['median_s'] * 1e6:.1f} us. At the rate of"
         f" a matrix product {useful:.1f} us for the pairs that see each other, {tile:.1f} us for"
-        f" their tiles; {moved:.1f} us to move q, k, v and the results once."
+        f" their tiles; {moved:.1f} us to move q, k, v and the results once.{_occupancy(row)}"
+    )
+
+
+def _occupancy(row: dict[str, Any]) -> str:
+    programs, cores = row["programs"], row["device"].get("cores")
+    if not cores:
+        return ""
+    turns = -(-programs // cores)
+    return (
+        f" {programs} programs forward on {cores} cores:"
+        f" {100 * programs / (turns * cores):.0f} % of {turns} turns, were they all alike."
     )
 
 
