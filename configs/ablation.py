@@ -15,6 +15,7 @@ def get_config(name: str = "ablation") -> ml_collections.ConfigDict:
     c.name = name
     c.data.lessons = {}
     c.data.tasks = dict(plan=2.0, draw=4.0)
+    c.diffusion.merge_cells = c.model.num_registers  # whatever an ablation makes of those
     c.train = dict(
         train_steps=3000,
         batch_size=16,

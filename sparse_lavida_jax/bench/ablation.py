@@ -6,9 +6,10 @@ r"""The paper's claims in miniature: small models, trained in several ways, scor
     python -m sparse_lavida_jax.bench.ablation --report=docs
 
 Beside `get_config`, what all ways to train share, the file has `get_ablation`: see
-`comparison.Ablation`. Each way and seed is a run in `--runs` that goes on where it was; a row is
-written as soon as a task is scored, and what has a row is not scored again. So several processes
-may share the work, each with seeds of its own. `--ways=1,8` are some of the ways. `--report` writes
+`comparison.Ablation`. Each way and seed is a run in `--runs` that goes on where it was, and ways of
+several files that train alike share it; a row is written as soon as a task is scored, and what has
+a row is not scored again. So several processes may share the work, each with seeds of its own.
+`--ways=1,8` are some of the ways. `--report` writes
 `ablations.md` and its pictures from the committed rows (needs matplotlib: pip install
 'sparse-lavida-jax[plots]').
 """
@@ -18,7 +19,7 @@ import sys
 
 from absl import app, flags, logging
 
-from sparse_lavida_jax import checkpoint, config, runs
+from sparse_lavida_jax import checkpoint, config, programs, runs
 from sparse_lavida_jax.bench import comparison
 from sparse_lavida_jax.bench.record import Bench, read_rows
 
@@ -33,6 +34,7 @@ def main(argv: list[str]) -> None:
     """Trains and scores, or writes the report."""
     del argv
     logging.set_verbosity(logging.WARNING)  # of the array store
+    programs.keep()
     try:
         if REPORT.value:
             print(f"{comparison.write_report(pathlib.Path(REPORT.value))}: every ablation")

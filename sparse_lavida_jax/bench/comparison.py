@@ -3,6 +3,8 @@
 
 import collections
 import dataclasses
+import hashlib
+import json
 import pathlib
 import re
 import statistics
@@ -10,12 +12,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sparse_lavida_jax import config, config_files, markdown, presets, runs, train
-from sparse_lavida_jax.bench.record import RESULTS, Bench, path_of, read_rows
+from sparse_lavida_jax.bench import table as speed_tables
+from sparse_lavida_jax.bench.record import RESULTS, Bench, differing, path_of, read_rows
 from sparse_lavida_jax.evals import scenes
 from sparse_lavida_jax.pipeline import SparseLaViDa
 
 AFTER = 1000  # added to the seed of what starts from another way, which so sees other batches
 SUITE = "comparison"  # "ablation" is a suite of speeds
+SAMPLED_FROM = ("order", "schedule", "shift")  # settings that training reads too (`data/rows.py`)
+SPEED_BATCHES = (1, 2, 4)  # of the report
 BEGIN, END = "<!-- from here on written by bench.ablation -->", "<!-- up to here -->"
 
 
@@ -81,20 +86,35 @@ def read(path: pathlib.Path) -> tuple[config.Config, Ablation]:
 def settings_of(
     shared: config.Config, ablation: Ablation, way: str, seed: int, folder: pathlib.Path
 ) -> config.Config:
-    """Returns the settings of one run; `folder` holds the runs."""
+    """Returns the settings of one run; `folder` holds the runs.
+
+    Its name is that of its folder. It says what is trained and not who asks for it: ways of
+    several files that train alike share a run.
+    """
     made = config_files.changed(shared, ablation.ways[way].changes)
-    name = run_name(shared.name, way, seed)
     after = ablation.ways[way].after
-    made = dataclasses.replace(made, name=name, seed=seed + AFTER * bool(after))
-    if after:
-        base = str(folder / run_name(shared.name, after, seed))
-        made = dataclasses.replace(made, train=dataclasses.replace(made.train, init_from=base))
-    return made
+    base = settings_of(shared, ablation, after, seed, folder).name if after else ""
+    made = dataclasses.replace(
+        made,
+        seed=seed + AFTER * bool(after),
+        train=dataclasses.replace(made.train, init_from=str(folder / base) if after else ""),
+    )
+    return dataclasses.replace(made, name=f"ablation_{digest(made, base)}_s{seed}")
 
 
-def run_name(ablation: str, way: str, seed: int) -> str:
-    """Returns the name of a run, which is that of its folder."""
-    return f"{ablation}.{way}.s{seed}"
+def digest(settings: config.Config, base: str = "") -> str:
+    """Returns what names a training: a digest of everything that it depends on but its seed.
+
+    Args:
+        base: the name of the run that it starts from.
+    """
+    told = config.to_dict(settings)
+    for name in ("name", "seed"):
+        del told[name]
+    told["train"]["init_from"] = base
+    told["sampling"] = {name: told["sampling"][name] for name in SAMPLED_FROM}
+    text = json.dumps(told, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
 def measure(
@@ -107,33 +127,41 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """Trains a way unless that is done, and scores what has no row yet.
 
+    A row of another training, way to sample or number of prompts is measured again.
+
     Args:
         folder: where the runs lie.
 
     Yields:
         The rows, as they are written.
     """
-    wanted = [
-        (sampled, task, row_id)
-        for sampled in ablation.ways[way].sampled
-        for task in ablation.tasks
-        if not path_of(SUITE, row_id := f"{shared.name}/{way}/{sampled}/{task}/s{seed}").exists()
-    ]
+    settings = settings_of(shared, ablation, way, seed, folder)
+    wanted = []
+    for sampled, changes in ablation.ways[way].sampled.items():
+        sampling = config_files.changed(settings, {"sampling": changes}).sampling
+        for task in ablation.tasks:
+            row_id = f"{shared.name}/{way}/{sampled}/{task}/s{seed}"
+            expected = {
+                "training": settings.name,
+                "sampling": dataclasses.asdict(sampling),
+                "total": ablation.prompts,
+            }
+            path = path_of(SUITE, row_id)
+            if not path.exists() or differing(json.loads(path.read_text()), as_read(expected)):
+                wanted.append((sampled, sampling, task, row_id, expected))
     if not wanted:
         return
     pipe = SparseLaViDa.from_pretrained(
         trained(shared, ablation, way, seed, folder), ablation.batch_size
     )
-    for sampled, task, row_id in wanted:
+    for sampled, sampling, task, row_id, expected in wanted:
         passes = pipe.on_step = Passes()
-        changes = ablation.ways[way].sampled[sampled]
-        sampling = config_files.changed(pipe.settings, {"sampling": changes}).sampling
         name, _, split = task.partition("/")
         result = scenes.evaluate(
             pipe, name, ablation.prompts, split=split or "test", sampling=sampling
         )
-        settings = pipe.settings
         row = {
+            **expected,
             "ablation": shared.name,
             "question": ablation.question,
             "way": way,
@@ -142,15 +170,20 @@ def measure(
             "train_steps": settings.train.train_steps,
             "changes": ablation.ways[way].changes,
             "after": ablation.ways[way].after,
-            "sampling": changes,
+            "sampling_changes": ablation.ways[way].sampled[sampled],
             "passes": passes.of_a_batch,
             "curve": ablation.curve,
-            "method": sampling.preset or presets.default_preset(settings.model),
+            "method": sampling.preset or presets.default_preset(pipe.settings.model),
             **scenes.as_json(result),
             "note": "exact scorers on pixels and text; says nothing about speed",
         }
         bench.write(row_id, row)
         yield row
+
+
+def as_read(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns values as they come back from a file of JSON."""
+    return json.loads(json.dumps(values))
 
 
 class Passes:
@@ -181,10 +214,10 @@ def trained(
     Raises:
         RunError: the folder is of other settings, or another process writes to it.
     """
-    own = folder / run_name(shared.name, way, seed)
     if after := ablation.ways[way].after:
         trained(shared, ablation, after, seed, folder)
     settings = settings_of(shared, ablation, way, seed, folder)
+    own = folder / settings.name
     with runs.Run(own, settings) as run:
         if not run.model_folder.exists():
             train.train(settings, run)
@@ -272,6 +305,15 @@ def write_report(folder: pathlib.Path) -> pathlib.Path:
             table(rows),
             f"![{name}]({picture})",
         ]
+    if speed := of_bundled_model(read_rows("sampling")):
+        plot_speed(speed, folder / "ablation_speed.png")
+        parts += [
+            "## What do cache and truncation bring?",
+            "`python -m sparse_lavida_jax.bench.sampling --batch=1`, 2 and 4: the bundled model,"
+            " medians of rows timed in turn; tokens are those of one response, padding left out.",
+            speed_tables.sampling_table(speed),
+            "![how many times faster than dense](ablation_speed.png)",
+        ]
     path = folder / "ablations.md"
     page = path.read_text() if path.exists() else f"# Ablations\n\n{BEGIN}{END}\n"
     try:
@@ -287,15 +329,7 @@ def plot(rows: Rows, path: pathlib.Path) -> None:
     Raises:
         ConfigError: matplotlib is not there.
     """
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise config.ConfigError(
-            "the report draws with matplotlib: pip install 'sparse-lavida-jax[plots]'."
-        ) from error
+    pyplot = _pyplot()
     if any(row["curve"] for row in rows):
         figure, axes = pyplot.subplots(figsize=(5, 3.4))
         _plot_curve(axes, rows)
@@ -306,6 +340,73 @@ def plot(rows: Rows, path: pathlib.Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
+
+
+def of_bundled_model(rows: Rows) -> list[dict[str, Any]]:
+    """Returns the rows of speed that stand beside a dense one of their run and few of a batch."""
+    of_dense = {(row["run"], row["task"]) for row in rows if row["method"] == "dense"}
+    return [
+        row
+        for row in rows
+        if (row["run"], row["task"]) in of_dense
+        and row["batch"] in SPEED_BATCHES
+        and not row["random_weights"]
+    ]
+
+
+def plot_speed(rows: Rows, path: pathlib.Path) -> None:
+    """Draws how many times faster than dense every preset is, over how many times fewer tokens.
+
+    Raises:
+        ConfigError: matplotlib is not there.
+    """
+    pyplot = _pyplot()
+    tasks = sorted({row["task"] for row in rows})
+    figure, all_axes = pyplot.subplots(
+        1, len(tasks), figsize=(4.5 * len(tasks), 3.6), squeeze=False
+    )
+    for axes, task in zip(all_axes[0], tasks, strict=True):
+        most = 1.0
+        for batch in sorted({row["batch"] for row in rows}):
+            own = [row for row in rows if (row["task"], row["batch"]) == (task, batch)]
+            dense = {row["run"]: row for row in own if row["method"] == "dense"}
+            points = {
+                row["method"]: (
+                    dense[row["run"]]["tokens"]["useful"] / row["tokens"]["useful"],
+                    dense[row["run"]]["median_s"] / row["median_s"],
+                )
+                for row in own
+            }
+            if not points:
+                continue
+            axes.plot(*zip(*points.values(), strict=True), ".", label=f"batch {batch}")
+            most = max(most, *(x for x, _ in points.values()))
+            if batch == max(row["batch"] for row in rows if row["task"] == task):
+                for name, point in points.items():
+                    axes.annotate(
+                        name, point, fontsize=6, xytext=(3, 2), textcoords="offset points"
+                    )
+        axes.plot((0, most), (0, most), color="0.7", lw=0.8)
+        axes.set_title(task, fontsize=9)
+        axes.set_xlabel("times fewer tokens than dense")
+        axes.set_ylabel("times faster than dense")
+        axes.legend(fontsize=7, frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def _pyplot():
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise config.ConfigError(
+            "the report draws with matplotlib: pip install 'sparse-lavida-jax[plots]'."
+        ) from error
+    return pyplot
 
 
 def _plot_curve(axes, rows: Rows) -> None:

@@ -11,7 +11,7 @@ import pytest
 import stand_ins
 import tiny
 
-from sparse_lavida_jax import checkpoint, config, config_files, parameters, runs, train
+from sparse_lavida_jax import checkpoint, config, config_files, parameters, train
 from sparse_lavida_jax.bench import comparison, record
 from sparse_lavida_jax.data import pipeline
 from sparse_lavida_jax.visibility import PAD_BLOCK
@@ -39,10 +39,35 @@ def test_every_way_of_a_file_can_be_trained(path):
     for way in found.ways:
         made = comparison.settings_of(shared, found, way, 1, pathlib.Path("runs"))
         assert made.seed == (1001 if found.ways[way].after else 1)
+        assert made.name.endswith("_s1")
         same = dataclasses.replace(made, name=shared.name, seed=shared.seed)
         assert (same == shared) == (not found.ways[way].changes and not found.ways[way].after)
         for changes in found.ways[way].sampled.values():
             config_files.changed(made, {"sampling": changes})
+
+
+def test_ways_that_train_alike_share_a_run_and_others_do_not():
+    """Steps, seed and what a run starts from make another; who asks and how it samples do not."""
+    ways = {
+        (path.stem, way): comparison.settings_of(shared, found, way, 0, pathlib.Path("runs"))
+        for path in CONFIGS
+        for shared, found in [comparison.read(path)]
+        for way in found.ways
+    }
+    names = {key: made.name for key, made in ways.items()}
+    plain = names["ablation_blocks", "schedule"]
+    assert {key for key, name in names.items() if name == plain} == {
+        ("ablation_blocks", "schedule"), ("ablation_cells", "one_code"),
+        ("ablation_registers", "4"), ("ablation_sampling", "sparse"),
+        ("ablation_training", "scratch_step_causal"),
+    }  # fmt: skip
+    assert len(set(names.values())) == len(names) - 5  # uniform blocks are asked for twice
+    (shared, found), folder = comparison.read(CONFIGS[0]), pathlib.Path("runs")
+    one = comparison.settings_of(shared, found, "schedule", 0, folder)
+    for changes in ({"train": {"train_steps": 7}}, {"sampling": {"shift": 1.0}}):
+        changed = config_files.changed(shared, changes)
+        assert comparison.settings_of(changed, found, "schedule", 0, folder).name != one.name
+    assert comparison.settings_of(shared, found, "schedule", 1, folder).name != one.name
 
 
 def test_ways_that_make_no_sense_are_told():
@@ -79,25 +104,33 @@ def measured(way, folder):
 def test_a_way_is_trained_and_scored_once(tmp_path):
     """The second begins with the first, whose model it leaves as it is at this rate."""
     assert measured("two", tmp_path) == [("two", "", 2)]
-    first = checkpoint.load_model(tmp_path / "runs" / "tried.one.s3")
-    second = checkpoint.load_model(tmp_path / "runs" / "tried.two.s3")
-    assert (second.config.seed, second.config.name) == (1003, "tried.two.s3")
+    one, two = (
+        comparison.settings_of(shared(), compared(), way, 3, tmp_path / "runs").name
+        for way in ("one", "two")
+    )
+    first = checkpoint.load_model(tmp_path / "runs" / one)
+    second = checkpoint.load_model(tmp_path / "runs" / two)
+    assert (second.config.seed, second.config.name) == (1003, two)
     ones, twos = (parameters.by_name(found.model) for found in (first, second))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), ones, twos)
-    trained = tmp_path / "runs" / "tried.one.s3" / "metrics.jsonl"
+    trained = tmp_path / "runs" / one / "metrics.jsonl"
     before = trained.read_text()
-    assert not (tmp_path / "runs" / "tried.one.s3" / "report.md").exists()
+    assert not (tmp_path / "runs" / one / "report.md").exists()
     assert measured("one", tmp_path) == [("one", "", 2), ("one", "steps", 2)]
     assert measured("one", tmp_path) == measured("two", tmp_path) == []
     assert trained.read_text() == before
-    other = config_files.changed(shared(), {"diffusion": {"num_masked_blocks": 5}})
-    with pytest.raises(runs.RunError, match=r"another config: diffusion.num_masked_blocks was"):
-        comparison.trained(other, compared(), "one", 3, tmp_path / "runs")
     rows = record.read_rows(comparison.SUITE)
     (of_one_step,) = (row for row in rows if row["sampled"])
-    assert of_one_step["sampling"] == {"num_steps": 1}
+    assert of_one_step["sampling_changes"] == {"num_steps": 1}
+    assert of_one_step["sampling"]["num_steps"] == 1
     assert of_one_step["passes"]["picture"] == 1
     assert all(row["passes"]["picture"] > 1 for row in rows if not row["sampled"])
+    # A row of another training, or of other prompts, is measured again.
+    path = record.path_of(comparison.SUITE, "tried/one//draw/s3")
+    for name, other in (("training", "ablation_other_s3"), ("total", 3)):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {name: other}))
+        assert measured("one", tmp_path) == [("one", "", 2)]
+    assert measured("one", tmp_path) == []
 
 
 def row(way, seed, share, sampled="", *, passes=4.0, curve=False):
@@ -141,6 +174,23 @@ def test_a_curve_is_drawn_over_passes(tmp_path):
     assert "| a: count_4 | 0.600 ± 0.000 | 4.0 | 7 | 2 |" in comparison.table(rows)
     comparison.plot(rows, tmp_path / "curve.png")
     assert (tmp_path / "curve.png").stat().st_size > 1000
+
+
+def speed(method, seconds, tokens, batch=2, run="a"):
+    return {
+        "run": run, "task": "draw", "method": method, "batch": batch, "random_weights": False,
+        "median_s": seconds, "tokens": {"useful": tokens}, "model": "scenes", "steps": 8,
+        "device": {"kind": "cpu"},
+    }  # fmt: skip
+
+
+def test_speed_is_told_of_few_at_a_time_and_beside_dense(tmp_path):
+    rows = [speed("dense", 4.0, 300), speed("sparse", 1.0, 100), speed("pt", 2.0, 150, run="b")]
+    many = [speed("dense", 4.0, 300, 16, run="c"), speed("sparse", 1.0, 100, 16, run="c")]
+    assert comparison.of_bundled_model(rows + many) == rows[:2]
+    pytest.importorskip("matplotlib", reason="the report needs pip install '.[plots]'")
+    comparison.plot_speed(rows[:2], tmp_path / "speed.png")
+    assert (tmp_path / "speed.png").stat().st_size > 1000
 
 
 def test_the_report_is_written_between_its_marks(tmp_path):
