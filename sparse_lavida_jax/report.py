@@ -245,7 +245,7 @@ def _speed(pipe: SparseLaViDa) -> str:
 
 
 def _measured() -> list[str]:
-    """What was measured of the models of `configs/`, one and four codes a cell among them."""
+    """What `bench.quality` measured of the models of `configs/`."""
     rows = [row for row in record.read_rows("quality") if row["task"] in ("draw", "edit")]
     if not rows:
         return []
@@ -258,8 +258,7 @@ def _measured() -> list[str]:
             row["model"], row["method"], row["task"], f"{row['share']:.2f}",
             f"{low:.2f} to {high:.2f}", "" if precision is None else f"{precision:.2f}",
         ))  # fmt: skip
-    title = "## Measured before: the models of `configs/`, 'g4' with four codes a cell"
-    return [title, markdown.table(columns, lines)]
+    return ["## Measured before: models of `configs/`", markdown.table(columns, lines)]
 
 
 def _shown(pixels: np.ndarray) -> np.ndarray:
