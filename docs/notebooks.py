@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the notebooks and keeps what they print: `docs/notebooks.md`, with its pictures beside it.
 
-    python docs/notebooks.py      # needs pip install 'sparse-lavida-jax[colabs]'
+    python docs/notebooks.py                # needs pip install 'sparse-lavida-jax[colabs]'
+    python docs/notebooks.py train_small    # its part of the page alone
 
-The notebooks themselves are committed without outputs. `train_small` runs with
-SPARSE_LAVIDA_SMALL=1, the others whole.
+The notebooks themselves are committed without outputs; they run whole.
 """
 
 import base64
 import os
 import pathlib
 import re
+import sys
 
 import nbclient
 import nbformat
@@ -18,16 +19,19 @@ import nbformat
 HERE = pathlib.Path(__file__).resolve().parent
 COLABS = HERE.parent / "colabs"
 PICTURES = HERE / "notebooks"
-SMALL = ("train_small",)
 SECONDS = 900  # until a cell is given up
 MOST_LINES = 12  # of one output
+HEAD = """# What the notebooks show
+
+Printed and drawn by the notebooks of [`colabs/`](../colabs) on two CPU cores with the bundled
+model, kept by `python docs/notebooks.py`."""
 # What differs from machine to machine.
 PATHS = re.compile(r"(/[\w.+-]+)*/tmp\w+")
 
 
 def outputs_of(name: str) -> list[dict]:
     """Runs a notebook from its first cell to its last, as Jupyter does; returns what it shows."""
-    os.environ["SPARSE_LAVIDA_SMALL"] = str(int(name in SMALL))
+    os.environ["SPARSE_LAVIDA_SMALL"] = "0"
     book = nbformat.read(COLABS / f"{name}.ipynb", as_version=4)
     nbclient.NotebookClient(
         book, timeout=SECONDS, resources={"metadata": {"path": str(COLABS)}}
@@ -58,20 +62,19 @@ def told(name: str) -> list[str]:
 
 
 def main() -> None:
-    """Writes the page."""
+    """Writes the page, or the parts of it that are named."""
     PICTURES.mkdir(exist_ok=True)
-    for old in PICTURES.glob("*.png"):
-        old.unlink()
-    parts = [
-        "# What the notebooks show",
-        "Printed and drawn by the notebooks of [`colabs/`](../colabs) on two CPU cores with the"
-        " bundled model,\nkept by `python docs/notebooks.py`. `train_small` was run short"
-        " (`SPARSE_LAVIDA_SMALL=1`).",
-    ]
-    for path in sorted(COLABS.glob("*.ipynb")):
-        parts += told(path.stem)
-        print(path.stem, flush=True)
-    (HERE / "notebooks.md").write_text("\n\n".join(parts) + "\n")
+    page, named = HERE / "notebooks.md", sys.argv[1:]
+    parts: dict[str, str] = {}
+    if named:
+        _, *kept = re.split(r"\n\n(?=## \[)", page.read_text().strip())
+        parts = {part[len("## [") : part.index("]")]: part for part in kept}
+    for name in named or sorted(path.stem for path in COLABS.glob("*.ipynb")):
+        for old in PICTURES.glob(f"{name}_*.png"):
+            old.unlink()
+        parts[name] = "\n\n".join(told(name))
+        print(name, flush=True)
+    page.write_text("\n\n".join([HEAD, *(parts[name] for name in sorted(parts))]) + "\n")
 
 
 if __name__ == "__main__":
