@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import re
+import tomllib
 
 import jax
 import pytest
@@ -55,6 +56,14 @@ def test_only_colab_is_installed_on(name):
     for source in rest:
         tree = ast.parse(source)  # no magic, so plain Python
         assert not any(isinstance(node, ast.FunctionDef) for node in ast.walk(tree))
+
+
+def test_on_colab_all_that_the_package_needs_is_installed():
+    """All but jax, which Colab brings; without its dependencies the package itself."""
+    project = tomllib.loads((COLABS.parent / "pyproject.toml").read_text())["project"]
+    needed = {re.split("[<>=]", one)[0] for one in project["dependencies"]}
+    lines = re.findall(r"%pip install -q (?!--no-deps)(.*)", sources(NAMES[0])[0])
+    assert {name for line in lines for name in line.split()} == needed - {"jax"}
 
 
 @pytest.fixture(scope="module")
