@@ -69,13 +69,10 @@ def requests_table(rows: list[dict[str, Any]]) -> str:
     """Returns whole requests of pictures, sparse beside dense, of the models that have bars.
 
     A processor is told by its ratios alone; the model for processors, only while the other was
-    measured nowhere.
+    measured nowhere. Without a row of another device there are no columns of seconds.
     """
     bars = tomllib.loads(BARS.read_text())
-    columns = (
-        "model, request", "sparse, s", "dense, s", "as released, s", "dense / sparse", "device",
-        "measured",
-    )  # fmt: skip
+    seconds = ("sparse, s", "dense, s", "as released, s")
     lines = []
     for models in (bars["speed"]["models"], bars["speed_cpu"]["models"]):
         own = [
@@ -87,13 +84,15 @@ def requests_table(rows: list[dict[str, Any]]) -> str:
                 continue
             released = _beside(own, row, "dense_released")
             times = [_seconds(one) for one in (row, lean, released)]
-            lines.append((
-                f"{row['model']}, {row['task']}", *times,
-                f"{lean['median_s'] / row['median_s']:.1f}", _device(row), _measured(row),
-            ))  # fmt: skip
+            ratio = f"{lean['median_s'] / row['median_s']:.1f}"
+            request = f"{row['model']}, {row['task']}"
+            lines.append((request, times, (ratio, _device(row), _measured(row))))
         if lines:
             break
-    return markdown.table(columns, lines)
+    if not any(any(times) for _, times, _ in lines):
+        seconds, lines = (), [(request, (), rest) for request, _, rest in lines]
+    columns = ("model, request", *seconds, "dense / sparse", "device", "measured")
+    return markdown.table(columns, [(request, *times, *rest) for request, times, rest in lines])
 
 
 def _seconds(row: dict[str, Any] | None) -> str | None:
