@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes `docs/page.png`: what `sparse-lavida demo` shows, after it drew, edited and found things.
+"""Takes `docs/page.png`: what `sparse-lavida demo` shows, after it drew, answered and found things.
 
     python docs/page.py    # needs pip install 'sparse-lavida-jax[demo]' playwright, and a Chromium
 
