@@ -3,8 +3,8 @@ r"""The bundled model "scenes": `configs/scenes.py` trained longer, and more on 
 
     python -m sparse_lavida_jax.main --config=configs/scenes_long.py
 
-About two hours on one CPU core. `runs/scenes_long/model` is what lies in
-`sparse_lavida_jax/assets/models/scenes`.
+It took 277 minutes on one CPU core of a machine that did other work too. `runs/scenes_long/model`
+is what lies in `sparse_lavida_jax/assets/models/scenes`.
 """
 
 import ml_collections
