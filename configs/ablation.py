@@ -3,7 +3,7 @@ r"""What the ablations share: the model of `configs/scenes.py`, pictures alone, 
 
     python -m sparse_lavida_jax.main --config=configs/ablation.py
 
-Six minutes on a CPU core. `configs/ablation_*.py` change it and are run by `bench.ablation`.
+`configs/ablation_*.py` change it and are run by `bench.ablation`.
 """
 
 import ml_collections

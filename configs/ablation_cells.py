@@ -5,7 +5,7 @@ r"""What is one token? One code, or a cell of four: laid out first or not, in on
 
 Four codes of a cell are drawn independently, so what stands in it has to be decided before: by a
 layout, or by the codes of the cell that were drawn first (`sampling.cell_passes`). More passes are
-more work, so as many passes are also spent on more steps. An hour a seed on a CPU core.
+more work, so as many passes are also spent on more steps.
 """
 
 import ablation

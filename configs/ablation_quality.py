@@ -5,7 +5,6 @@ r"""Does sparse training cost quality? Every task that the paper's tables 1 to 3
 
 The two ways of `configs/scenes_long.py` and `configs/scenes_dense.py`, shorter. Full attention
 masks uniformly, as LaViDa-O does; "sparse_uniform" does too, and so tells attention from masking.
-An hour a way and seed on a CPU core.
 """
 
 import ml_collections

@@ -3,8 +3,7 @@ r"""How many registers are needed? The paper: 64 of 1,024 cells; 0 and 1 are wor
 
     python -m sparse_lavida_jax.bench.ablation --config=configs/ablation_registers.py
 
-2 of 36 cells are the paper's share. Blocks are merged alike for all. Half an hour a seed on a CPU
-core.
+2 of 36 cells are the paper's share. Blocks are merged alike for all.
 """
 
 import ablation

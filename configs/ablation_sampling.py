@@ -3,8 +3,7 @@ r"""What does the way of sampling change? One model a seed; its orders, register
 
     python -m sparse_lavida_jax.bench.ablation --config=configs/ablation_sampling.py
 
-Training saw stratified orders alone. Every picture has the order of its own seed. A quarter of an
-hour a seed on a CPU core.
+Training saw stratified orders alone. Every picture has the order of its own seed.
 """
 
 import ablation

@@ -4,7 +4,7 @@ r"""How many tokens may a text step commit? Shares right over forward passes, la
     python -m sparse_lavida_jax.bench.ablation --config=configs/ablation_text.py
 
 A layout names objects and cells that nobody asked for at these very places, so tokens committed
-together may contradict each other. Ten minutes a seed on a CPU core.
+together may contradict each other.
 """
 
 import ablation

@@ -8,7 +8,7 @@ masked blocks a row or with one; with registers and truncated, but full attentio
 others would see each other); densely. The paper: 0.78 step-causally, 0.71 truncated; without any
 training 0.24 when sampled sparsely, and 0.77 when sampled densely. From scratch there are as many
 steps as of the dense model, step-causal with blocks of a schedule or with uniform ones, as full
-attention masks. An hour a seed on a CPU core.
+attention masks.
 """
 
 import ablation
