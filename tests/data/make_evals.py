@@ -292,18 +292,25 @@ def docvqa() -> None:
 
 
 def refcoco() -> None:
-    splits = ("val", "val", "testA", "testB", "train")
+    """Three sets over the same pictures; what RefCOCO+ says names no place."""
+    unc, umd = ("val", "val", "testA", "testB", "train"), ("val", "val", "test", "test", "train")
+    refer("refcoco", "refs(unc).p", unc, "the one at the left")
+    refer("refcoco+", "refs(unc).p", unc, "the one that is flat")
+    refer("refcocog", "refs(umd).p", umd, "a square of one colour on a sheet of white paper")
+
+
+def refer(name: str, file: str, splits: tuple[str, ...], second: str) -> None:
     refs, boxes, images = [], [], []
     for number, split in enumerate(splits):
-        name = f"COCO_train2014_{number:012}.png"
-        save(FOLDER / "refcoco/train2014" / name, number)
-        images.append({"id": number, "file_name": name, "width": 40, "height": 24})
+        shown = f"COCO_train2014_{number:012}.png"
+        save(FOLDER / "refcoco/train2014" / shown, number)
+        images.append({"id": number, "file_name": shown, "width": 40, "height": 24})
         boxes.append({"id": 10 + number, "image_id": number, "bbox": [1, 8, 6.0, 7.0]})
-        said = (f"{COLOURS[number]} square", "the one at the left")[: 2 if number == 0 else 1]
+        said = (f"{COLOURS[number]} square", second)[: 2 if number == 0 else 1]
         refs.append(
             {
                 "ref_id": number, "ann_id": 10 + number, "image_id": number, "split": split,
-                "category_id": 1, "file_name": name,
+                "category_id": 1, "file_name": shown,
                 "sentences": [
                     {"sent": words, "sent_id": 100 + 10 * number + i, "raw": words,
                      "tokens": words.split()}
@@ -312,9 +319,9 @@ def refcoco() -> None:
                 "sent_ids": [100 + 10 * number + i for i in range(len(said))],
             }
         )  # fmt: skip
-    folder = FOLDER / "refcoco/refcoco"
+    folder = FOLDER / "refcoco" / name
     write_json(folder / "instances.json", {"images": images, "annotations": boxes})
-    (folder / "refs(unc).p").write_bytes(pickle.dumps(refs, protocol=0))  # as it was released
+    (folder / file).write_bytes(pickle.dumps(refs, protocol=0))  # as it was released
 
 
 for make in (

@@ -487,20 +487,30 @@ def test_docvqa_is_anls_and_a_submission(tmp_path):
     assert exported[2] == {"questionId": 49102, "answer": "blau"}
 
 
-def test_refcoco_counts_boxes_that_overlap_by_half(tmp_path):
-    bench = load("refcoco")
-    assert [item.words for item in bench.items] == [
-        "red square", "the one at the left", "green square",
-    ]  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "second", "other", "others"),
+    [
+        ("refcoco", "the one at the left", "testA", ["blue square"]),
+        ("refcoco+", "the one that is flat", "testB", ["orange square"]),
+        ("refcocog", "a square of one colour on a sheet of white paper", "test",
+         ["blue square", "orange square"]),
+    ],
+)  # fmt: skip
+def test_refcoco_counts_boxes_that_overlap_by_half(tmp_path, name, second, other, others):
+    bench = load("refcoco", split=f"{name}/val")
+    assert [item.words for item in bench.items] == ["red square", second, "green square"]
     assert bench.items[0].record["box"] == [1, 8, 7.0, 15.0]
     boxes = [[1.0, 8.0, 7.0, 15.0], [1.0, 8.0, 4.0, 15.0], None]
     found = scored(bench, [{"box": box} for box in boxes], tmp_path)
     assert found["P@0.5"] == (pytest.approx(2 / 3), 3)
     assert found["mean overlap"] == (pytest.approx(0.5), 3)
     assert found["phrases without a box"] == (pytest.approx(1 / 3), 3)
-    assert len(load("refcoco", split="refcoco/testA").items) == 1
+    exported = read_json(tmp_path / "export" / f"{name}_val.json")
+    assert [entry["predicted"] for entry in exported] == boxes
+    items = load("refcoco", split=f"{name}/{other}").items
+    assert [item.words for item in items] == others
     with pytest.raises(EvaluationError, match="has no item"):
-        load("refcoco", split="refcoco/testC")
+        load("refcoco", split=f"{name}/testC")
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
