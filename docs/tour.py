@@ -49,7 +49,6 @@ TOUR = (
     'caption out.png --template "a ___ red circle and a ___ blue square"',
     'infill "a red circle is ___ a blue square" --picture out.png',
     'generate "three green triangles" --sampler=dense --steps=12 --out dense.png',
-    'generate "two yellow crosses" --size=64x96 --out wide.png',
     f'generate "a red circle" --plan "{LAYOUT}" --out planned.png',
     "chat --out turns",
     "replay out.png --out again.png",

@@ -3,6 +3,7 @@
 
 import pathlib
 import re
+import runpy
 import shlex
 
 import pytest
@@ -11,6 +12,7 @@ from sparse_lavida_jax import cli, main
 
 CHECKOUT = pathlib.Path(__file__).parents[2]
 PACKAGE = CHECKOUT / "sparse_lavida_jax"
+TOUR = runpy.run_path(str(CHECKOUT / "docs" / "tour.py"))["TOUR"]
 UNIT_TESTS = {path.name for path in (CHECKOUT / "tests/unit").glob("*.py")}
 PAGES = ("method", "extending", "troubleshooting")
 # A command stands in backticks, or on a line of its own with a prompt before it.
@@ -102,3 +104,14 @@ def test_a_command_of_the_documents_is_understood(words, monkeypatch):
 
 def test_there_are_many_commands_in_the_documents():
     assert len(list(commands())) > 30
+
+
+@pytest.mark.parametrize("command", TOUR)
+def test_a_command_of_the_tour_is_understood(command):
+    name, *rest = shlex.split(command)
+    cli._parser(name).parse_args(rest)
+
+
+def test_the_page_of_the_tour_shows_all_its_commands():
+    shown = re.findall(r"^\$ sparse-lavida (.+)$", text_of("tour"), re.MULTILINE)
+    assert shown == list(TOUR), "another tour was kept: python docs/tour.py"
