@@ -23,7 +23,7 @@ from sparse_lavida_jax import main as full
 from sparse_lavida_jax.main import DEFAULT_MODEL, MISTAKES, UsageError
 
 # Modes of `main`, with what may be given without its name.
-MODES = {"train": ["config"], "evaluate": ["checkpoint"]} | {
+MODES = {"train": ["config"], "sample": ["checkpoint", "prompt"], "evaluate": ["checkpoint"]} | {
     mode: list(folders) for mode, folders in full.FOLDERS.items()
 }
 MISTAKE, FAILURE, STOPPED = 2, 1, 130
@@ -241,7 +241,11 @@ def _inpaint(parser: argparse.ArgumentParser) -> None:
 
 
 def _outpaint(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--box", type=_box, help="where the picture stands in the new one")
+    parser.add_argument(
+        "--box", type=_box,
+        help="where the picture stands in the new one: x1,y1,x2,y2 in pixels of that, by default"
+        " its middle; any other shape is a --mask of `inpaint`, on a canvas with room around",
+    )  # fmt: skip
 
 
 def _tokens(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,7 @@ import pytest
 import rich.console
 
 import sparse_lavida_jax
-from sparse_lavida_jax import checkpoint, cli, commands, config, doctor, pictures
+from sparse_lavida_jax import checkpoint, cli, commands, config, doctor, main, pictures
 from sparse_lavida_jax.data.task_prompts import TASKS
 from sparse_lavida_jax.main import UsageError
 from sparse_lavida_jax.pipeline import SparseLaViDa
@@ -88,6 +88,14 @@ def test_the_overview_lists_all_commands(capsys):
     printed = capsys.readouterr().out
     for name in (*cli.COMMANDS, *cli.MODES):
         assert name in printed
+
+
+def test_every_mode_of_main_is_a_command(capsys):
+    assert sorted(cli.MODES) == sorted(main.MODES)
+    words = cli._mode_words("sample", ["scenes", "a red circle", "--seed=3"])
+    asked = main.parse(["main", *words])
+    assert (asked.mode, asked.checkpoint, asked.prompt) == ("sample", "scenes", "a red circle")
+    assert "--mode=sample needs --checkpoint" in complaint(capsys, "sample")
 
 
 @pytest.mark.parametrize(
