@@ -7,7 +7,8 @@ r"""Speed of sampling: every preset of the ablation, and Fast-dLLM for text, aga
 All presets run in turn on the same weights, so that a drifting machine drifts for all. What is
 timed is plan, prefill and decoding of a picture, or of a text response of the longest length; the
 VQ decoder is not. Quality is not measured here: the values of the weights change no time, so a
-model may be of random ones. The rows are read by `bench/table.py`, which forms the ratios.
+model may be of random ones. The rows are read by `bench/table.py`, which forms the ratios; a table
+of seconds, tokens and ratios is printed at the end.
 
     python -m sparse_lavida_jax.bench.sampling --suite=headline --config=configs/lavida_o.py \
         --random-weights
@@ -35,8 +36,8 @@ from absl import app, flags, logging
 from flax import nnx
 
 from sparse_lavida_jax import checkpoint, config, config_files, presets, programs, sample
-from sparse_lavida_jax.bench import running, suite_cases, suites
-from sparse_lavida_jax.bench.record import Bench
+from sparse_lavida_jax.bench import running, suite_cases, suites, table
+from sparse_lavida_jax.bench.record import Bench, read_rows
 from sparse_lavida_jax.data.examples import Example, Kind
 from sparse_lavida_jax.decoding import tokens_passed
 from sparse_lavida_jax.layout import Response, Text
@@ -177,7 +178,10 @@ def _whole_subject() -> suites.Subject:
 
 
 def main(argv: list[str]) -> None:
-    """Times all presets, of pictures and then of text, and writes a row for each; or a suite."""
+    """Times all presets, of pictures and then of text: writes a row for each, and a table of them.
+
+    Or times a suite.
+    """
     del argv
     logging.set_verbosity(logging.WARNING)  # of the array store
     programs.keep()
@@ -218,6 +222,8 @@ def main(argv: list[str]) -> None:
             if name in (PRESETS.value or known)
         }
         _measure(subject, bench, task, samplings, *steps.values())
+    rows = [row for row in read_rows(bench.suite) if row["run"] == bench.run]
+    print(f"\n{table.sampling_table(rows, seconds=True)}")
 
 
 def _measure(

@@ -21,21 +21,28 @@ BARS = pathlib.Path(__file__).with_name("bars.toml")
 BEGIN, END = "<!-- written by bench.table README.md -->", "<!-- up to here -->"
 
 
-def sampling_table(rows: list[dict[str, Any]]) -> str:
-    """Returns how many times faster each preset is than dense, and the tokens that explain it."""
+def sampling_table(rows: list[dict[str, Any]], *, seconds: bool = False) -> str:
+    """Returns how many times faster each preset is than dense, and the tokens that explain it.
+
+    Args:
+        seconds: shows times too, and rows without a dense one beside them. For a terminal: a time
+            on no GPU means something only where it was taken.
+    """
     columns = ("model, task, batch, steps", "preset", "tokens", "times faster than dense", "device")
     lines = []
     dense = {(row["run"], row["task"]): row for row in rows if row["method"] == "dense"}
     for row in sorted(
         rows, key=lambda r: (r["model"], r["task"], r["batch"], r["steps"], -r["median_s"])
     ):
-        if (row["run"], row["task"]) not in dense:
+        beside = dense.get((row["run"], row["task"]))
+        if beside is None and not seconds:
             continue
-        ratio = dense[row["run"], row["task"]]["median_s"] / row["median_s"]
+        ratio = None if beside is None else f"{beside['median_s'] / row['median_s']:.2f}"
         case = f"{row['model']}, {row['task']}, {row['batch']}, {row['steps']}"
         tokens, device = row["tokens"]["useful"], row["device"]["kind"]
-        lines.append((case, row["method"], tokens, f"{ratio:.2f}", device))
-    return markdown.table(columns, lines)
+        timed = (f"{row['median_s']:.4f}",) if seconds else ()
+        lines.append((case, row["method"], *timed, tokens, ratio, device))
+    return markdown.table((*columns[:2], *["seconds"] * seconds, *columns[2:]), lines)
 
 
 SPEED_SUITES = ("headline", "ablation", "batch", "edit", "reasoning", "quant", "fastpath", "cpu")

@@ -75,6 +75,7 @@ def test_random_weights_are_timed_by_every_preset_that_is_asked_for(run, tmp_pat
     assert passed["dense"] == 4 * (128 + 16)
     assert passed["sparse"] < 128 + 4 * 2 + 2 * 16
     assert "| small, draw, 1, 4 | sparse |" in table.sampling_table(rows)
+    assert done.stdout.endswith(f"\n{table.sampling_table(rows, seconds=True)}\n")
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,26 @@ def test_the_bundled_model_stands_beside_its_twin_where_there_is_a_bar():
     assert beside == "| draw | 0.910 (0.838 to 0.952) | | 0.90 met |"
 
 
+def test_seconds_of_sampling_are_told_where_they_are_asked_for_alone():
+    def sampled(method, seconds, tokens, run="a"):
+        more = {"model": "scenes", "steps": 8, "tokens": {"useful": tokens}}
+        return row("draw", method, seconds, run, **more)
+
+    rows = [sampled("dense", 3.0, 376), sampled("sparse", 1.0, 107), sampled("sparse", 1, 107, "b")]
+    case = "| scenes, draw, 1, 8"
+    assert table.sampling_table(rows).splitlines()[2:] == [
+        f"{case} | dense | 376 | 1.00 | H200 |",
+        f"{case} | sparse | 107 | 3.00 | H200 |",
+    ]
+    told = table.sampling_table(rows, seconds=True).splitlines()
+    assert "| preset | seconds | tokens | times faster than dense |" in told[0]
+    assert told[2:] == [
+        f"{case} | dense | 3.0000 | 376 | 1.00 | H200 |",
+        f"{case} | sparse | 1.0000 | 107 | 3.00 | H200 |",
+        f"{case} | sparse | 1.0000 | 107 | | H200 |",
+    ]
+
+
 def test_every_bar_of_the_suite_is_listed_even_if_nothing_was_measured():
     bars = tomllib.loads(table.BARS.read_text())["attention"]
     lines = table.attention_bars([]).splitlines()[2:]
