@@ -209,7 +209,8 @@ def _drawing(parser: argparse.ArgumentParser) -> None:
 def _batch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch", type=pathlib.Path, metavar="FILE",
-        help='.txt: a prompt a line; .jsonl: {"prompt": ..., "picture": ..., "seed": ...} a line',
+        help='.txt: a prompt a line; .jsonl: {"prompt": ..., "picture": ..., "seed": ...,'
+        ' "temperature": ..., "guidance": ...} a line, of which all but the prompt may be left out',
     )  # fmt: skip
 
 

@@ -18,12 +18,15 @@ import rich.progress
 from sparse_lavida_jax import config, doctor, pictures, programs, sampling_options
 from sparse_lavida_jax.conversation import DRAWING, Conversation
 from sparse_lavida_jax.data.task_prompts import RequestError, check_words
+from sparse_lavida_jax.decoding import Number
 from sparse_lavida_jax.main import DEFAULT_MODEL, UsageError
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.results import Result
 from sparse_lavida_jax.sample import Progress
 
-BATCH_KEYS = {"prompt": str, "picture": str, "seed": int}
+BATCH_KEYS = {
+    "prompt": str, "picture": str, "seed": int, "temperature": float, "guidance": float,
+}  # fmt: skip
 
 
 def run(name: str, asked: argparse.Namespace) -> int:
@@ -60,11 +63,13 @@ def run(name: str, asked: argparse.Namespace) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The prompts, pictures and seeds of a command."""
+    """The prompts, pictures and seeds of a command; of a batch, what lines have of their own."""
 
     prompts: list[str]
     shown: list[str] | None
     seed: int | list[int]
+    temperature: list[Number | None] | None = None
+    guidance: list[Number | None] | None = None
 
 
 def _rows(name: str, asked: argparse.Namespace) -> Rows:
@@ -74,7 +79,10 @@ def _rows(name: str, asked: argparse.Namespace) -> Rows:
     if getattr(asked, "batch", None) is not None:
         if asked.prompt is not None:
             raise UsageError("--batch holds the prompts: leave those of the command line out.")
-        return _batch_rows(asked.batch, getattr(asked, "picture", None), seed, takes_picture)
+        return _batch_rows(
+            asked.batch, getattr(asked, "picture", None), seed,
+            takes_picture=takes_picture, draws=name in DRAWING,
+        )  # fmt: skip
     words, picture = asked.prompt, getattr(asked, "picture", None)
     if words is None and takes_picture and name in ("ask", "reason"):
         words, picture = picture, None  # a question without a picture
@@ -86,18 +94,23 @@ def _rows(name: str, asked: argparse.Namespace) -> Rows:
     return Rows([check_words(words)], None if picture is None else [picture], seed)
 
 
-def _batch_rows(path: pathlib.Path, picture: str | None, seed: int, takes_picture: bool) -> Rows:
+def _batch_rows(
+    path: pathlib.Path, picture: str | None, seed: int, *, takes_picture: bool, draws: bool
+) -> Rows:
     entries = read_batch(path)
     shown = [entry.get("picture", picture) for entry in entries]
     if not takes_picture and any(one is not None for one in shown):
         raise UsageError(f"{path}: this command takes no picture.")
     if any(one is None for one in shown) and any(one is not None for one in shown):
         raise UsageError(f"{path}: give every line a picture, or none.")
+    if not draws and any("guidance" in entry for entry in entries):
+        raise UsageError(f"{path}: this command draws no picture, so it takes no guidance.")
     seeds = [entry.get("seed", seed + i) for i, entry in enumerate(entries)]
     return Rows(
         [entry["prompt"] for entry in entries],
         None if shown[0] is None else [str(one) for one in shown],
         seeds,
+        *([entry.get(key) for entry in entries] for key in ("temperature", "guidance")),
     )
 
 
@@ -129,9 +142,12 @@ def _entry(where: str, line: str) -> dict[str, Any]:
     if not isinstance(entry, dict) or not str(entry.get("prompt", "")).strip():
         raise UsageError(f'{where} must be an object with a prompt: {{"prompt": "a red circle"}}.')
     for key, value in entry.items():
-        if not isinstance(value, BATCH_KEYS.get(key, ())) or isinstance(value, bool):
+        kind = Number if BATCH_KEYS.get(key) is float else BATCH_KEYS.get(key, ())
+        if not isinstance(value, kind) or isinstance(value, bool):
             allowed = ", ".join(f"{name} ({kind.__name__})" for name, kind in BATCH_KEYS.items())
             raise UsageError(f"{where}: {key}={value!r} is not one of {allowed}.")
+        if kind is Number and not value >= 0:
+            raise UsageError(f"{where}: {key}={value} is out of range: it must be 0 or more.")
     return entry
 
 
@@ -176,11 +192,15 @@ def _sampling(name: str, asked: argparse.Namespace, pipe: SparseLaViDa) -> confi
 
 def _draw(name: str, pipe: SparseLaViDa, asked, sampling, rows: Rows) -> Result:
     copies = asked.num_images
-    seed = rows.seed
+    seed, numbers = rows.seed, {"temperature": rows.temperature, "guidance": rows.guidance}
     if isinstance(seed, list) and copies > 1:
         seed = [one + i for one in seed for i in range(copies)]
+        numbers = {
+            name: values and [one for one in values for _ in range(copies)]
+            for name, values in numbers.items()
+        }
     more: dict[str, Any] = {
-        "num_images": copies, "seed": seed, "sampling": sampling,
+        "num_images": copies, "seed": seed, "sampling": sampling, **numbers,
         "plan": False if asked.no_plan else asked.plan,
     }  # fmt: skip
     film = _Film(pipe, getattr(asked, "size", None))
@@ -236,7 +256,8 @@ def _answer(name: str, pipe: SparseLaViDa, asked, sampling, rows: Rows) -> Resul
     does = pipe.ask if name == "ask" else pipe.reason
     return does(
         rows.shown, rows.prompts,
-        max_new_tokens=asked.max_new_tokens, seed=rows.seed, sampling=sampling,
+        max_new_tokens=asked.max_new_tokens, seed=rows.seed, temperature=rows.temperature,
+        sampling=sampling,
     )  # fmt: skip
 
 
@@ -250,7 +271,8 @@ def _caption(name: str, pipe: SparseLaViDa, asked, sampling) -> Result:
 
 
 def _infill(name: str, pipe: SparseLaViDa, asked, sampling, rows: Rows) -> Result:
-    return pipe.infill(rows.prompts, rows.shown, seed=rows.seed, sampling=sampling)
+    more = {"seed": rows.seed, "temperature": rows.temperature, "sampling": sampling}
+    return pipe.infill(rows.prompts, rows.shown, **more)
 
 
 def _ground(name: str, pipe: SparseLaViDa, asked, sampling) -> Result:

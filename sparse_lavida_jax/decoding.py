@@ -16,6 +16,8 @@ from sparse_lavida_jax.prompts import Request, prepare
 from sparse_lavida_jax.sample import OnSegment, Progress
 
 OnStep = Callable[[int, int], None]
+Number = int | float
+Numbers = Number | Sequence[Number | None] | None  # of all rows, or one for each
 
 LARGEST_SEED = 2**31 - 1
 
@@ -40,6 +42,63 @@ def row_seeds(seed: int | Sequence[int], rows: int) -> list[int]:
     if wrong := [one for one in seeds if not 0 <= one <= LARGEST_SEED]:
         raise RequestError(f"the seed {wrong[0]} is out of range: 0 to {LARGEST_SEED}.")
     return seeds
+
+
+@dataclasses.dataclass(frozen=True)
+class Own:
+    """What a row has of its own; None: as the sampling settings say.
+
+    Attributes:
+        temperature: of the picture, or of the text.
+        guidance, guidance_image: scales; text has none.
+    """
+
+    temperature: float | None = None
+    guidance: float | None = None
+    guidance_image: float | None = None
+
+    def of_picture(self, sampling: config.Sampling) -> config.Sampling:
+        """Returns the settings by which this row alone is drawn."""
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        return dataclasses.replace(sampling, **given)
+
+
+NOTHING = Own()
+
+
+def row_numbers(rows: int, **given: Numbers) -> list[Own]:
+    """Returns what each row has of its own.
+
+    Args:
+        given: attributes of `Own`.
+
+    Raises:
+        RequestError: one is out of range, or there are not as many as rows.
+    """
+    columns: dict[str, list[float | None]] = {}
+    for name, numbers in given.items():
+        column = [*numbers] if isinstance(numbers, Sequence) else [numbers] * rows
+        if len(column) != rows:
+            raise RequestError(
+                f"{len(column)} numbers were given as {name} of {rows} rows: give as many, or one."
+            )
+        if wrong := [one for one in column if one is not None and not one >= 0]:
+            raise RequestError(f"{name}={wrong[0]} is out of range: it must be 0 or more.")
+        columns[name] = [None if one is None else float(one) for one in column]
+    return [Own(**{name: columns[name][i] for name in columns}) for i in range(rows)]
+
+
+def together(sampling: config.Sampling, own: Sequence[Own]) -> tuple[config.Sampling, list[Own]]:
+    """Returns what decodes rows as one batch: they are guided if any is, each by its own scales."""
+    names = ("guidance", "guidance_image")
+    filled = [
+        dataclasses.replace(
+            row, **{n: getattr(sampling, n) for n in names if getattr(row, n) is None}
+        )
+        for row in own
+    ]
+    most = {name: max(getattr(row, name) for row in filled) for name in names}
+    return dataclasses.replace(sampling, **most), filled
 
 
 def bucket_of(
@@ -100,6 +159,7 @@ def decode(
     model: Denoiser,
     examples: Sequence[Example],
     seeds: Sequence[int],
+    own: Sequence[Own],
     sampling: config.Sampling,
     bucket: Bucket,
     *,
@@ -113,6 +173,7 @@ def decode(
     A batch that is not full is filled up, so that all batches run the same compiled programs.
 
     Args:
+        own: of each row; where a scale of one is not 0, that of `sampling` is not (`together`).
         text_block_len: tokens of a text block; a text that is no whole blocks is one.
         on_segment: called with what is there after each segment.
         on_step: called with the steps done and all steps, before the first and after each segment.
@@ -125,7 +186,7 @@ def decode(
         for start in range(0, len(members), bucket.rows):
             chunk = members[start : start + bucket.rows]
             filled = chunk + [chunk[-1]] * (bucket.rows - len(chunk))
-            requests = [_request(examples[i], seeds[i]) for i in filled]
+            requests = [_request(examples[i], seeds[i], own[i]) for i in filled]
             settings = _step_settings(examples[chunk[0]], sampling, model.settings)
             segments = _segments(
                 requests, settings, sampling, model.settings, text_block_len, shape[1] or None
@@ -177,6 +238,6 @@ def _step_settings(
     return presets.step_settings(sampling, model, example.kind, has_source=has_source)
 
 
-def _request(example: Example, seed: int) -> Request:
+def _request(example: Example, seed: int, own: Own = NOTHING) -> Request:
     shown = example.views or example.pixels
-    return Request(example.parts, example.response, example.given, shown, seed)
+    return Request(example.parts, example.response, example.given, shown, seed, **vars(own))

@@ -15,7 +15,7 @@ from PIL import Image
 from sparse_lavida_jax import config, pictures
 from sparse_lavida_jax.data.images import resize
 from sparse_lavida_jax.data.task_prompts import RequestError, check_words
-from sparse_lavida_jax.decoding import row_seeds
+from sparse_lavida_jax.decoding import NOTHING, Numbers, Own, row_numbers, row_seeds
 from sparse_lavida_jax.results import Result
 
 Picture = UInt8[np.ndarray, "_h _w 3"]  # each of its own size
@@ -61,11 +61,12 @@ def shown_pictures(shown: Shown | Sequence[Shown] | None) -> list[ShownPicture]:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One thing that is asked: words, the picture that goes with them, and a seed."""
+    """One thing that is asked: words, the picture that goes with them, a seed; what is its own."""
 
     words: str
     shown: ShownPicture | None
     seed: int
+    own: Own = NOTHING
 
     @property
     def pixels(self) -> Picture:
@@ -85,12 +86,14 @@ def rows_of(
     seed: int | Sequence[int],
     *,
     needs_picture: bool,
+    **numbers: Numbers,
 ) -> list[Row]:
     """Returns what is asked as rows: one picture goes with all words, one text with all pictures.
 
     Args:
         copies: of each pair of words and picture.
         seed: see `decoding.row_seeds`.
+        numbers: see `decoding.row_numbers`.
 
     Raises:
         RequestError: nothing or too little is asked, or words and pictures do not go together.
@@ -111,8 +114,8 @@ def rows_of(
     asked = asked * (count // len(asked))
     seen = seen * (count // len(seen))
     pairs = [pair for pair in zip(asked, seen, strict=True) for _ in range(copies)]
-    seeds = row_seeds(seed, len(pairs))
-    return [Row(*pair, one) for pair, one in zip(pairs, seeds, strict=True)]
+    seeds, own = row_seeds(seed, len(pairs)), row_numbers(len(pairs), **numbers)
+    return [Row(*pair, one, its) for pair, one, its in zip(pairs, seeds, own, strict=True)]
 
 
 def recorded_picture(record: dict[str, Any], shown: Shown | None) -> ShownPicture | None:
@@ -148,6 +151,7 @@ class Drawing:
         known: cells that stay as they are on the canvas.
         plan: the layout to follow.
         attempts: earlier pictures, each with what is wrong with it.
+        own: what it has in place of sampling settings.
     """
 
     words: str
@@ -158,6 +162,7 @@ class Drawing:
     known: Grid | None = None
     plan: str | None = None
     attempts: tuple[tuple[Picture, str], ...] = ()
+    own: Own = NOTHING
 
 
 def grid_of(size: Sequence[int] | None, side: int, model: config.Model) -> tuple[int, int]:

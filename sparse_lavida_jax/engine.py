@@ -21,7 +21,16 @@ from sparse_lavida_jax.data.chat_prompts import ChatPrompts
 from sparse_lavida_jax.data.examples import Encoder, Example
 from sparse_lavida_jax.data.scene_prompts import ANSWER_TOKENS, ScenePrompts
 from sparse_lavida_jax.data.text import Tokenizer
-from sparse_lavida_jax.decoding import Bucket, bucket_of, check_steps, decode, row_seeds
+from sparse_lavida_jax.decoding import (
+    NOTHING,
+    Bucket,
+    Own,
+    bucket_of,
+    check_steps,
+    decode,
+    row_seeds,
+    together,
+)
 from sparse_lavida_jax.drawings import Drawing
 from sparse_lavida_jax.models import fuse
 from sparse_lavida_jax.models.denoiser import Denoiser
@@ -243,6 +252,7 @@ class Engine:
         on_segment: OnSegment | None = None,
         bucket: Bucket | None = None,
         making: str = "",
+        own: Sequence[Own] | None = None,
     ) -> list[Int[np.ndarray, "_l g"]]:
         """Decodes the responses of examples of one kind.
 
@@ -253,11 +263,14 @@ class Engine:
             seed: one for each row, or that of the first, from which the others count on.
             bucket: the shapes to pad to; by default those that fit.
             making: what `on_step` is told; by default the kind.
+            own: what each row has in place of `sampling`'s.
 
         Raises:
             ConfigError: more steps than there are tokens.
         """
-        sampling = sampling or self.settings.sampling
+        sampling, own = together(
+            sampling or self.settings.sampling, own or [NOTHING] * len(examples)
+        )
         block, kind = self.prompts.text_block_len, examples[0].kind
         for example in examples:
             check_steps(example, sampling, self.model.settings, block)
@@ -267,6 +280,7 @@ class Engine:
             self._sampled_with(sampling.quantize),
             examples,
             row_seeds(seed, len(examples)),
+            own,
             sampling,
             bucket or self._bucket(examples, sampling),
             text_block_len=block,
@@ -318,6 +332,7 @@ class Engine:
     ) -> tuple[list[Int[np.ndarray, "_l g"]], Bucket]:
         """Returns the codes of pictures, and the bucket that they were decoded in."""
         examples = [self._image_example(drawing) for drawing in drawings]
+        sampling, own = together(sampling, [drawing.own for drawing in drawings])
         bucket = bucket or self._bucket(examples, sampling)
         cells = self.run(
             examples,
@@ -325,6 +340,7 @@ class Engine:
             seed=[drawing.seed for drawing in drawings],
             on_segment=on_segment,
             bucket=bucket,
+            own=own,
         )
         return cells, bucket
 

@@ -30,7 +30,7 @@ from sparse_lavida_jax.data.task_prompts import (
     parse_template,
     words_template,
 )
-from sparse_lavida_jax.decoding import LARGEST_SEED, Bucket
+from sparse_lavida_jax.decoding import LARGEST_SEED, Bucket, Numbers
 from sparse_lavida_jax.drawings import (
     Drawing,
     Row,
@@ -81,6 +81,8 @@ class SparseLaViDa(Engine):
         size: tuple[int, int] | None = None,
         plan: bool | Words | None = None,
         seed: int | Sequence[int] = 0,
+        temperature: Numbers = None,
+        guidance: Numbers = None,
         sampling: config.Sampling | None = None,
         on_segment: OnSegment | None = None,
     ) -> Result:
@@ -92,13 +94,15 @@ class SparseLaViDa(Engine):
             plan: whether to lay the picture out in text first, or the layout to follow; None: as
                 the sampling settings say, where the model learned it.
             seed: of the first row, the others count on; or one for each row.
+            temperature, guidance: of all rows, or one for each; None: as the sampling settings say.
             on_segment: called between segments with what is there (`sample.Progress`).
 
         Raises:
             RequestError: an empty or too long prompt, a size or task that the model does not know.
             ConfigError: sampling settings out of range.
         """
-        rows = self._rows("generate", prompt, None, num_images, seed)
+        own = {"temperature": temperature, "guidance": guidance}
+        rows = self._rows("generate", prompt, None, num_images, seed, **own)
         recipes = [{"size": None if size is None else list(size)} for _ in rows]
         return self._paint("generate", rows, recipes, plan, sampling, on_segment)
 
@@ -110,6 +114,9 @@ class SparseLaViDa(Engine):
         num_images: int = 1,
         plan: bool | Words | None = None,
         seed: int | Sequence[int] = 0,
+        temperature: Numbers = None,
+        guidance: Numbers = None,
+        guidance_image: Numbers = None,
         sampling: config.Sampling | None = None,
         on_segment: OnSegment | None = None,
     ) -> Result:
@@ -118,7 +125,8 @@ class SparseLaViDa(Engine):
         Args:
             shown: of any size; what is changed is the picture at the size of the model's own.
         """
-        rows = self._rows("edit", instruction, shown, num_images, seed)
+        own = {"temperature": temperature, "guidance": guidance, "guidance_image": guidance_image}
+        rows = self._rows("edit", instruction, shown, num_images, seed, **own)
         return self._paint("edit", rows, [{} for _ in rows], plan, sampling, on_segment)
 
     def inpaint(
@@ -131,6 +139,9 @@ class SparseLaViDa(Engine):
         num_images: int = 1,
         plan: bool | Words | None = None,
         seed: int | Sequence[int] = 0,
+        temperature: Numbers = None,
+        guidance: Numbers = None,
+        guidance_image: Numbers = None,
         sampling: config.Sampling | None = None,
         on_segment: OnSegment | None = None,
     ) -> Result:
@@ -145,7 +156,8 @@ class SparseLaViDa(Engine):
         Raises:
             PictureError: a mask of another size, a box outside, or both or neither.
         """
-        rows = self._rows("inpaint", prompt, shown, num_images, seed)
+        own = {"temperature": temperature, "guidance": guidance, "guidance_image": guidance_image}
+        rows = self._rows("inpaint", prompt, shown, num_images, seed, **own)
         recipes = [{"known": self._kept(row.pixels, mask, box).tolist()} for row in rows]
         return self._paint("inpaint", rows, recipes, plan, sampling, on_segment)
 
@@ -158,6 +170,9 @@ class SparseLaViDa(Engine):
         num_images: int = 1,
         plan: bool | Words | None = None,
         seed: int | Sequence[int] = 0,
+        temperature: Numbers = None,
+        guidance: Numbers = None,
+        guidance_image: Numbers = None,
         sampling: config.Sampling | None = None,
         on_segment: OnSegment | None = None,
     ) -> Result:
@@ -172,7 +187,8 @@ class SparseLaViDa(Engine):
         Raises:
             PictureError: a box outside, or one that leaves nothing to draw.
         """
-        rows = self._rows("outpaint", prompt, shown, num_images, seed)
+        own = {"temperature": temperature, "guidance": guidance, "guidance_image": guidance_image}
+        rows = self._rows("outpaint", prompt, shown, num_images, seed, **own)
         recipes = [{"box": self._inner_box(row.pixels, box)} for row in rows]
         return self._paint("outpaint", rows, recipes, plan, sampling, on_segment)
 
@@ -184,6 +200,8 @@ class SparseLaViDa(Engine):
         num_images: int = 1,
         plan: bool | str | None = None,
         seed: int | Sequence[int] = 0,
+        temperature: Numbers = None,
+        guidance: Numbers = None,
         sampling: config.Sampling | None = None,
         on_segment: OnSegment | None = None,
     ) -> Result:
@@ -198,10 +216,14 @@ class SparseLaViDa(Engine):
         """
         if rounds < 1:
             raise RequestError(f"{rounds=} is out of range: 1 or more.")
-        rows = self._rows("reflect", prompt, None, num_images, seed)
+        own = {"temperature": temperature, "guidance": guidance}
+        rows = self._rows("reflect", prompt, None, num_images, seed, **own)
         self.prompts.check_task("generate")
         sampling, seconds = sampling or self.settings.sampling, {}
-        done = [self._reflect(row, rounds, plan, sampling, seconds, on_segment) for row in rows]
+        done = [
+            self._reflect(row, rounds, plan, row.own.of_picture(sampling), seconds, on_segment)
+            for row in rows
+        ]
         records = tuple(
             self._record("reflect", row, {"rounds": rounds, "plan": plan}, sampling, None, None)
             for row in rows
@@ -254,15 +276,17 @@ class SparseLaViDa(Engine):
         *,
         max_new_tokens: int | None = None,
         seed: int | Sequence[int] = 0,
+        temperature: Numbers = None,
         sampling: config.Sampling | None = None,
     ) -> Result:
         """Answers each question, about the picture that goes with it if there is one.
 
         Args:
             max_new_tokens: rounded up to whole text blocks; by default a short answer.
+            temperature: of all rows, or one for each; None: as the sampling settings say.
         """
         tokens = self.prompts.answer_tokens if max_new_tokens is None else max_new_tokens
-        return self._answer("ask", shown, question, tokens, seed, sampling)
+        return self._answer("ask", shown, question, tokens, seed, temperature, sampling)
 
     def reason(
         self,
@@ -271,21 +295,23 @@ class SparseLaViDa(Engine):
         *,
         max_new_tokens: int | None = None,
         seed: int | Sequence[int] = 0,
+        temperature: Numbers = None,
         sampling: config.Sampling | None = None,
     ) -> Result:
         """Answers each question step by step: as `ask`, with room for a long answer."""
         tokens = self.prompts.long_answer_tokens if max_new_tokens is None else max_new_tokens
-        return self._answer("reason", shown, question, tokens, seed, sampling)
+        return self._answer("reason", shown, question, tokens, seed, temperature, sampling)
 
     def caption(
         self,
         shown: Shown | Sequence[Shown],
         *,
         seed: int | Sequence[int] = 0,
+        temperature: Numbers = None,
         sampling: config.Sampling | None = None,
     ) -> Result:
         """Describes each picture."""
-        rows = self._rows("caption", "caption", shown, 1, seed)
+        rows = self._rows("caption", "caption", shown, 1, seed, temperature=temperature)
         examples = [self.prompts.caption(row.pixels) for row in rows]
         return self._say("caption", rows, examples, sampling)
 
@@ -327,6 +353,7 @@ class SparseLaViDa(Engine):
         shown: Shown | Sequence[Shown] | None = None,
         *,
         seed: int | Sequence[int] = 0,
+        temperature: Numbers = None,
         sampling: config.Sampling | None = None,
     ) -> Result:
         """Fills the gaps of each text; what stands around a gap, on both sides, is seen.
@@ -335,7 +362,7 @@ class SparseLaViDa(Engine):
             text: `___` is a gap of one token, `{4}` one of four.
             shown: a picture that the text is about.
         """
-        rows = self._rows("infill", text, shown, 1, seed)
+        rows = self._rows("infill", text, shown, 1, seed, temperature=temperature)
         templates = [parse_template(row.words) for row in rows]
         return self._complete("infill", rows, templates, sampling)
 
@@ -383,11 +410,12 @@ class SparseLaViDa(Engine):
         shown: Shown | Sequence[Shown] | None,
         copies: int,
         seed: int | Sequence[int],
+        **numbers: Numbers,
     ) -> list[Row]:
         """Returns what is asked of a task as rows; see `drawings.rows_of`."""
         self.prompts.check_task(task)
         needs_picture = task not in ("generate", "reflect", "ask", "reason", "infill")
-        return rows_of(words, shown, copies, seed, needs_picture=needs_picture)
+        return rows_of(words, shown, copies, seed, needs_picture=needs_picture, **numbers)
 
     def _result(self, task: str, rows, sampling, seconds, **found) -> Result:
         return Result(
@@ -407,7 +435,7 @@ class SparseLaViDa(Engine):
             "plan": plan,
             "picture": None if row.shown is None else row.shown.as_json(),
             "bucket": None if bucket is None else dataclasses.asdict(bucket),
-            "sampling": config.to_dict(sampling),
+            "sampling": config.to_dict(row.own.of_picture(sampling)),
             "checkpoint": dataclasses.asdict(self.source),
             "software": {"jax": jax.__version__, "device": device.device_kind},
         }
@@ -432,7 +460,8 @@ class SparseLaViDa(Engine):
         """
         sampling, seconds = sampling or self.settings.sampling, {}
         drawings = [
-            self._drawing(task, row, recipe) for row, recipe in zip(rows, recipes, strict=True)
+            dataclasses.replace(self._drawing(task, row, recipe), own=row.own)
+            for row, recipe in zip(rows, recipes, strict=True)
         ]
         plans = self._layouts(task, drawings, plan, sampling, seconds)
         if plans is not None:
@@ -545,10 +574,12 @@ class SparseLaViDa(Engine):
 
     # -- the machinery: text ----------------------------------------------------------------
 
-    def _answer(self, task: str, shown, question: Words, tokens: int, seed, sampling) -> Result:
+    def _answer(
+        self, task: str, shown, question: Words, tokens: int, seed, temperature, sampling
+    ) -> Result:
         if tokens < 1:
             raise RequestError(f"max_new_tokens={tokens} is out of range: 1 or more.")
-        rows = self._rows(task, question, shown, 1, seed)
+        rows = self._rows(task, question, shown, 1, seed, temperature=temperature)
         examples = [self.prompts.ask(row.words, row.pictures, tokens) for row in rows]
         return self._say(task, rows, examples, sampling)
 
@@ -571,7 +602,12 @@ class SparseLaViDa(Engine):
     def _say(self, task: str, rows, examples: Sequence[Example], sampling) -> Result:
         sampling, seconds = sampling or self.settings.sampling, {}
         with _timed(seconds, "text"):
-            said = self.run(examples, sampling=sampling, seed=[row.seed for row in rows])
+            said = self.run(
+                examples,
+                sampling=sampling,
+                seed=[row.seed for row in rows],
+                own=[row.own for row in rows],
+            )
         texts = tuple(text.strip() for text in self.texts(said))
         return self._result(task, rows, sampling, seconds, tokens=tuple(said), texts=texts)
 

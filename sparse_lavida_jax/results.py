@@ -36,7 +36,7 @@ class Result:
         task: which one.
         prompts: what was asked, in the words of the person.
         seeds: of each row.
-        sampling: how it was sampled.
+        sampling: how it was sampled, but for what a row has of its own.
         source: the checkpoint.
         seconds: what each stage took, all rows together.
         tokens: the decoded responses: text ids [l 1] or codes of cells [l g].

@@ -247,6 +247,24 @@ def test_a_batch_of_objects(tmp_path, asked):
     assert more["seed"] == [9, 1]
 
 
+def test_lines_of_a_batch_may_have_a_temperature_and_a_guidance_scale(tmp_path, asked, capsys):
+    lines = [{"prompt": "a", "temperature": 0, "guidance": 1.5}, {"prompt": "b"}]
+    path = tmp_path / "asked.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    assert run("generate", f"--batch={path}", "--num-images=2", "--grid") == 0
+    _, (_, _, more) = asked
+    assert more["temperature"] == [0, 0, None, None]
+    assert more["guidance"] == [1.5, 1.5, None, None]
+    capsys.readouterr()
+    assert "draws no picture, so it takes no guidance" in complaint(
+        capsys, "ask", f"--batch={path}"
+    )
+    path.write_text('{"prompt": "a", "temperature": 0.5}')
+    for name in ("ask", "infill"):
+        assert run(name, f"--batch={path}") == 0
+        assert asked[-1][2]["temperature"] == [0.5]
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -256,6 +274,8 @@ def test_a_batch_of_objects(tmp_path, asked):
         ('{"prompt": " "}', "line 1 must be an object with a prompt"),
         ('{"prompt": "a", "sed": 1}', "line 1: sed=1 is not one of prompt"),
         ('{"prompt": "a", "seed": true}', "line 1: seed=True is not one of"),
+        ('{"prompt": "a", "guidance": "1"}', "guidance='1' is not one of .*guidance .float."),
+        ('{"prompt": "a", "temperature": -1}', "line 1: temperature=-1 is out of range: it must"),
     ],
 )
 def test_a_batch_with_a_mistake_names_the_line(tmp_path, text, told):

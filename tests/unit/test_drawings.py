@@ -66,6 +66,32 @@ def test_seeds_are_told():
         decoding.row_seeds(2**31 - 1, 2)
 
 
+def test_numbers_are_those_of_all_rows_or_of_each():
+    rows = drawings.rows_of(
+        ["a", "b"], None, 1, 0, needs_picture=False, temperature=[0, None], guidance=1.5
+    )
+    assert [row.own for row in rows] == [decoding.Own(0.0, 1.5), decoding.Own(None, 1.5)]
+    assert rows[0].own.of_picture(config.Sampling()) == config.Sampling(
+        temperature=0.0, guidance=1.5
+    )
+    with pytest.raises(RequestError, match="3 numbers were given as temperature of 2 rows: give"):
+        decoding.row_numbers(2, temperature=[0.1, 0.2, 0.3])
+    for wrong in (-1, float("nan")):
+        with pytest.raises(RequestError, match=f"guidance={wrong} is out of range: it must be 0"):
+            decoding.row_numbers(2, guidance=[1.0, wrong])
+
+
+def test_a_batch_is_guided_if_any_row_of_it_is():
+    sampling = config.Sampling(guidance=2.0)
+    own = [decoding.Own(), decoding.Own(0.5, 0.0), decoding.Own(None, 3.0, 1.0)]
+    how, filled = decoding.together(sampling, own)
+    assert (how.guidance, how.guidance_image) == (3, 1)
+    assert [(row.guidance, row.guidance_image) for row in filled] == [(2.0, 0.0), (0, 0.0), (3, 1)]
+    assert decoding.together(how, filled) == (how, filled)
+    how, _ = decoding.together(sampling, [decoding.Own(guidance=0.0)])
+    assert how.guidance == 0
+
+
 @hypothesis.given(st.integers(1, 12), st.integers(1, 40), st.integers(1, 40), st.data())
 def test_a_cell_is_untouched_where_no_pixel_overlaps_it(grid, height, width, data):
     y, x = data.draw(st.integers(0, height - 1)), data.draw(st.integers(0, width - 1))

@@ -225,6 +225,32 @@ def test_examples_of_one_length_are_decoded_together_and_come_back_in_order(batc
     assert len(prompt_lens) == 1  # so that all batches run the same programs
 
 
+def test_a_row_with_settings_of_its_own_is_what_it_is_alone():
+    """Pictures cold without guidance beside hot with it, and answers; as are their records."""
+    given = stand_ins.settings(sampling={"temperature": 0.7, "text_temperature": 0.3})
+    made = pipeline.SparseLaViDa(
+        tiny.denoiser(given.model), given, Tokenizer(), stand_ins.Codec(), batch_size=2
+    )
+    prompts, own = ["red", "two blue ones"], [(0.0, 0.0), (2.0, 3.0)]
+    temperature, guidance = zip(*own, strict=True)
+    drawn = made.generate(prompts, seed=[4, 4], temperature=temperature, guidance=guidance)
+    turned = made.generate(
+        prompts, seed=[4, 4], temperature=temperature[::-1], guidance=guidance[::-1]
+    )
+    for i, (hot, scale) in enumerate(own):
+        alone = dataclasses.replace(given.sampling, temperature=hot, guidance=scale)
+        (cells,) = made.generate(prompts[i], seed=4, sampling=alone).tokens
+        np.testing.assert_array_equal(drawn.tokens[i], cells)
+        assert (turned.tokens[i] != cells).any()
+        assert config.build(config.Sampling, drawn.records[i]["sampling"]) == alone
+    said = made.ask(None, prompts, seed=[4, 4], temperature=[3.0, None])
+    hot = dataclasses.replace(given.sampling, text_temperature=3.0)
+    for i, sampling in enumerate((hot, given.sampling)):
+        # Twice, so that nothing more is compiled.
+        ids, _ = made.ask(None, [prompts[i]] * 2, seed=[4, 4], sampling=sampling).tokens
+        np.testing.assert_array_equal(said.tokens[i], ids)
+
+
 def test_another_model_is_put_into_the_same_pipeline():
     given = stand_ins.settings()
     first = tiny.denoiser(given.model)
