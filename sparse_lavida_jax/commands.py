@@ -15,12 +15,12 @@ import jax
 import rich.console
 import rich.progress
 
-from sparse_lavida_jax import config, doctor, pictures, programs, sampling_options
+from sparse_lavida_jax import config, doctor, pictures, presets, programs, sampling_options
 from sparse_lavida_jax.conversation import DRAWING, Conversation
 from sparse_lavida_jax.data.task_prompts import RequestError, check_words
 from sparse_lavida_jax.decoding import Number
 from sparse_lavida_jax.main import DEFAULT_MODEL, UsageError
-from sparse_lavida_jax.pipeline import SparseLaViDa
+from sparse_lavida_jax.pipeline import SparseLaViDa, untrained_warning
 from sparse_lavida_jax.results import Result
 from sparse_lavida_jax.sample import Progress
 
@@ -175,14 +175,10 @@ def _sampling(name: str, asked: argparse.Namespace, pipe: SparseLaViDa) -> confi
     )  # fmt: skip
     given = {option: getattr(asked, option, None) for option in options}
     sampling = sampling_options.changed(pipe.settings.sampling, draws=draws, **given)
-    model = pipe.settings.model
-    if model.trained_attention == "full" and sampling.preset not in ("", "dense"):
-        print(
-            f"sparse_lavida_jax: {asked.checkpoint} was never trained sparsely, so"
-            f" --sampler={sampling.preset} will draw badly: fine-tune it first"
-            " (`sparse-lavida train`).",
-            file=sys.stderr,
-        )
+    if preset := presets.untrained(sampling, pipe.settings.model):
+        said = untrained_warning(asked.checkpoint or DEFAULT_MODEL, preset)
+        print(f"sparse_lavida_jax: {said}", file=sys.stderr)
+        pipe.warned = True
     return sampling
 
 

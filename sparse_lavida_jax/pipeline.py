@@ -12,6 +12,7 @@ Every task takes one thing or a list of them, and returns one `Result` with an e
 
 import contextlib
 import dataclasses
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from sparse_lavida_jax import config
+from sparse_lavida_jax import config, presets
 from sparse_lavida_jax.codec import PictureCodec
 from sparse_lavida_jax.data.chat_prompts import ChatPrompts
 from sparse_lavida_jax.data.examples import Example
@@ -52,12 +53,20 @@ __all__ = ["ANSWER_TOKENS", "PictureCodec", "SparseLaViDa"]
 
 Words = str | Sequence[str]
 
+log = logging.getLogger(__name__)
+
 SEED_STRIDE = 1_000_003  # between the rounds of "reflect", so that rows do not share noise
 ROUNDS = 3
 
 
 class SparseLaViDa(Engine):
-    """A model with its tokenizers, settings and tasks; made by `from_pretrained`."""
+    """A model with its tokenizers, settings and tasks; made by `from_pretrained`.
+
+    Attributes:
+        warned: whether it was said that the model was never trained for what was asked.
+    """
+
+    warned = False
 
     def warmup(self, prompt: Words = "a") -> None:
         """Compiles what one picture and one short answer need, so that the first is not slow.
@@ -219,7 +228,7 @@ class SparseLaViDa(Engine):
         own = {"temperature": temperature, "guidance": guidance}
         rows = self._rows("reflect", prompt, None, num_images, seed, **own)
         self.prompts.check_task("generate")
-        sampling, seconds = sampling or self.settings.sampling, {}
+        sampling, seconds = self._asked(sampling), {}
         done = [
             self._reflect(row, rounds, plan, row.own.of_picture(sampling), seconds, on_segment)
             for row in rows
@@ -382,7 +391,7 @@ class SparseLaViDa(Engine):
         rows = self._rows("ground", phrases, shown, 1, seed)
         picture = rows[0].pixels
         named = [row.words for row in rows]
-        sampling, seconds = sampling or self.settings.sampling, {}
+        sampling, seconds = self._asked(sampling), {}
         examples = self.prompts.locate(named, picture)
         how = sampling
         if self.prompts.locates_in_one_step:
@@ -416,6 +425,15 @@ class SparseLaViDa(Engine):
         self.prompts.check_task(task)
         needs_picture = task not in ("generate", "reflect", "ask", "reason", "infill")
         return rows_of(words, shown, copies, seed, needs_picture=needs_picture, **numbers)
+
+    def _asked(self, sampling: config.Sampling | None) -> config.Sampling:
+        """Returns the settings to sample by; says once if the model was never trained for them."""
+        sampling = sampling or self.settings.sampling
+        preset = presets.untrained(sampling, self.settings.model)
+        if preset and not self.warned:
+            log.warning("%s", untrained_warning(self.source.name or "this model", preset))
+            self.warned = True
+        return sampling
 
     def _result(self, task: str, rows, sampling, seconds, **found) -> Result:
         return Result(
@@ -458,7 +476,7 @@ class SparseLaViDa(Engine):
             recipes: what a row holds besides words, picture and seed, for `json`.
             bucket: the one to use in place of the rows' own, for `replay`.
         """
-        sampling, seconds = sampling or self.settings.sampling, {}
+        sampling, seconds = self._asked(sampling), {}
         drawings = [
             dataclasses.replace(self._drawing(task, row, recipe), own=row.own)
             for row, recipe in zip(rows, recipes, strict=True)
@@ -600,7 +618,7 @@ class SparseLaViDa(Engine):
         return dataclasses.replace(result, texts=tuple(text.strip() for text in filled))
 
     def _say(self, task: str, rows, examples: Sequence[Example], sampling) -> Result:
-        sampling, seconds = sampling or self.settings.sampling, {}
+        sampling, seconds = self._asked(sampling), {}
         with _timed(seconds, "text"):
             said = self.run(
                 examples,
@@ -616,6 +634,14 @@ class SparseLaViDa(Engine):
 
 # ---------------------------------------------------------------------------------------------
 # Helpers.
+
+
+def untrained_warning(name: str, preset: str) -> str:
+    """Returns what to say where a model that knows full attention alone is sampled sparsely."""
+    return (
+        f"{name} was never trained sparsely, so the sampler {preset!r} will draw badly: fine-tune"
+        " it first (`sparse-lavida train`)."
+    )
 
 
 @contextlib.contextmanager

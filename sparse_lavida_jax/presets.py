@@ -78,6 +78,13 @@ def default_preset(model: config.Model) -> str:
     return "sparse" if model.trained_attention == "step_causal" else "dense"
 
 
+def untrained(sampling: config.Sampling, model: config.Model) -> str:
+    """Returns a preset that is asked for by name and that the model never learned; "": none is."""
+    named = [name for name in (sampling.preset, sampling.text_preset) if name]
+    sparse = [name for name in named if not preset(name).full_attention]
+    return sparse[0] if sparse and model.trained_attention == "full" else ""
+
+
 @dataclasses.dataclass(frozen=True)
 class Choice:
     """Which candidates a step commits; see `choose`.

@@ -251,6 +251,24 @@ def test_a_row_with_settings_of_its_own_is_what_it_is_alone():
         np.testing.assert_array_equal(said.tokens[i], ids)
 
 
+def test_a_sparse_sampler_of_a_model_that_never_was_is_warned_of_once(pipe, caplog):
+    full = dataclasses.replace(stand_ins.settings().model, trained_attention="full")
+    made = pipe(PLANS | {"answer": 1.0}, model=full)
+    text = dataclasses.replace(made.settings.sampling, text_preset="fast_dllm_dual")
+    made.generate("a", sampling=text)
+    made.ask(None, "why?")
+    assert caplog.messages == []
+    for _ in range(2):
+        made.generate("a", sampling=config.Sampling(preset="pr", num_steps=2))
+        made.ask(None, "why?", sampling=config.Sampling(text_preset="t"))
+    told = "this model was never trained sparsely, so the sampler 'pr' will draw badly: fine-tune"
+    (message,) = caplog.messages
+    assert told in message
+    trained = pipe(PLANS)
+    trained.generate("a", sampling=config.Sampling(preset="pr", num_steps=2))
+    assert caplog.messages == [message]
+
+
 def test_another_model_is_put_into_the_same_pipeline():
     given = stand_ins.settings()
     first = tiny.denoiser(given.model)
