@@ -120,34 +120,42 @@ def test_dense_sampler_is_the_training_pass_with_full_attention(kind):
 # One step.
 
 
-def test_one_step_is_the_training_pass_with_one_masked_block():
+@pytest.mark.parametrize("kind", ["image", "text"])
+def test_one_step_is_the_training_pass_with_one_masked_block(kind):
     """C = B: the plan's only step against the blocks that training cuts from the same plan."""
     model = tiny.denoiser(tiny.model_settings())
-    requests = [tiny.request("image", model.settings, i, words=n) for i, n in enumerate((3, 7))]
-    settings = traces.settings_of("sparse", "image", model.settings)
-    segments = traces.plan(requests, settings, num_steps=1)
+    requests = [tiny.request(kind, model.settings, i, words=n) for i, n in enumerate((3, 7))]
+    settings = traces.settings_of("sparse", kind, model.settings)
+    segments = traces.plan(requests, settings, num_steps=1, block_len=tiny.TEXT_LEN)
     (moment,), _ = traces.moments(model, requests, segments, settings)
     assert moment.masked.all()
     rows, blocks, starts = [], [], []
     for asked in requests:
-        cut = diffusion.schedule_blocks(
-            np.random.default_rng(0),
-            orders.order("stratified", 3, 3, asked.seed),
-            np.array([tiny.IMAGE_LEN]),
-            asked.given,
-            config.Diffusion(num_masked_blocks=1),
-            model.settings.num_registers,
-        )
+        cut = whole_response(asked, kind, model.settings)
         prompt = tiny.lay_out(asked, model.settings)
-        rows.append(diffusion.corrupt(prompt, asked.tokens, "image", cut, model.settings))
+        rows.append(diffusion.corrupt(prompt, asked.tokens, kind, cut, model.settings))
         blocks.append(cut)
         starts.append(prompt.response_position)
     longest = [max(len(row[i].block) for row in rows) for i in (0, 1)]
     batch = diffusion.batch_rows(
-        rows, blocks, ["image"] * 2, [None] * 2, diffusion.RowShape(*longest), model.settings
+        rows, blocks, [kind] * 2, [None] * 2, diffusion.RowShape(*longest), model.settings
     )
-    logits = traces.spread_logits(model, batch, "image", starts, tiny.IMAGE_LEN)
+    logits = traces.spread_logits(model, batch, kind, starts, len(requests[0].given))
     np.testing.assert_allclose(moment.logits, logits, rtol=0, atol=TOLERANCE)
+    assert np.abs(logits).max() > 0.1
+
+
+def whole_response(asked, kind, settings: config.Model) -> diffusion.Blocks:
+    """Returns what training cuts from a plan of one step: one masked block."""
+    rng, one_block = np.random.default_rng(0), config.Diffusion(num_masked_blocks=1)
+    if kind == "text":
+        length = tiny.TEXT_LEN
+        return diffusion.text_schedule_blocks(rng, length, length, 1, asked.given, one_block)
+    order = orders.order("stratified", 3, 3, asked.seed)
+    sizes = np.array([tiny.IMAGE_LEN])
+    return diffusion.schedule_blocks(
+        rng, order, sizes, asked.given, one_block, settings.num_registers
+    )
 
 
 # ---------------------------------------------------------------------------------------------
