@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import stand_ins
 import tiny
 import traces
 from flax import nnx
 
-from sparse_lavida_jax import choose, config, layout, orders, presets, prompts, sample
+from sparse_lavida_jax import choose, config, layout, orders, pipeline, presets, prompts, sample
 from sparse_lavida_jax.layout import GIVEN_BLOCK, NO_FEATURE, PROMPT_BLOCK
+from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 SETTINGS = tiny.model_settings(num_registers=2)
@@ -772,33 +774,63 @@ def test_a_second_request_in_the_same_bucket_compiles_nothing():
             sample.sample(model, long, plan, settings=settings)
 
 
+# Every program of a request, and what stands in it for certain.
+PROGRAMS = {
+    sample: {
+        "prefill": "dot_general", "pass_prompt": "dot_general", "gather": "dynamic_update_slice",
+        "run_segment": "dot_general",
+    },
+    vq: {"_encode": "conv_general_dilated", "_decode": "conv_general_dilated"},
+}  # fmt: skip
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """The programs that ran, one after another; each is searched for calls of the host."""
+    names = []
+
+    def watched(name, function, holds):
+        def run(*args, **options):
+            names.append(name)
+            program = str(function.trace(*args, **options).jaxpr)
+            assert holds in program
+            assert "callback" not in program
+            return function(*args, **options)
+
+        return run
+
+    for module, programs in PROGRAMS.items():
+        for name, holds in programs.items():
+            monkeypatch.setattr(module, name, watched(name, getattr(module, name), holds))
+    return names
+
+
 @pytest.mark.parametrize("kind", ["image", "text"])
-def test_a_request_runs_a_prefill_and_a_program_a_segment_and_asks_the_host_nothing(kind):
+def test_a_request_runs_a_prefill_and_a_program_a_segment_and_asks_the_host_nothing(kind, ran):
     model = tiny.denoiser(SETTINGS)
     requests = [tiny.request(kind, SETTINGS, 0, words=3)]
     settings = traces.settings_of("sparse", kind, SETTINGS)
     plan = traces.plan(requests, settings, max_segments=2) if kind == "image" else traces.plan(
         requests, settings, num_steps=2
     )  # fmt: skip
-    ran = []
-
-    def watched(name):
-        function = getattr(sample, name)
-
-        def run(*args, **options):
-            ran.append(name)
-            program = str(function.trace(*args, **options).jaxpr)
-            assert "dot_general" in program
-            assert "callback" not in program
-            return function(*args, **options)
-
-        return run
-
-    with unittest.mock.patch.multiple(
-        sample, prefill=watched("prefill"), run_segment=watched("run_segment")
-    ):
-        sample.sample(model, requests, plan, settings=settings, stop_early=False)
+    sample.sample(model, requests, plan, settings=settings, stop_early=False)
     assert ran == ["prefill", *["run_segment"] * len(plan)]
+
+
+@pytest.mark.parametrize("guidance", [0.0, 1.0])
+def test_a_picture_of_the_pipeline_runs_these_programs_and_one_that_decodes_it(guidance, ran):
+    """Guided: the dropped row and the full one are passed apart, and the first of them is kept."""
+    given = stand_ins.settings(sampling={"num_steps": 8, "guidance": guidance})
+    codec = pipeline.PictureCodec("scenes_g1", given.model)
+    codec.appearance_codes = stand_ins.Codec().appearance_codes  # takes an encoder
+    model = tiny.denoiser(given.model)
+    pipe = pipeline.SparseLaViDa(model, given, stand_ins.tokenizer(), codec)
+    for first in (True, False):
+        segments, before = [], len(ran)
+        pipe.generate("a red circle", plan=False, on_segment=segments.append)
+        begin = ["pass_prompt"] * (2 if first else 1) + ["gather"] if guidance else ["prefill"]
+        assert ran[before:] == [*begin, *["run_segment"] * len(segments), "_decode"]
+        assert len(segments) > 1
 
 
 # ---------------------------------------------------------------------------------------------
