@@ -586,7 +586,8 @@ class Sampling:
     # Passes inside a step, each of which decodes as many codes of every cell; of whole cells only.
     cell_passes: int = 1
     # Steps of a picture that would decode fewer cells are merged with those behind them; of whole
-    # cells in a fixed order only. 0: none are.
+    # cells in a fixed order only. 0: none are. What changes from step to step then changes over the
+    # merged steps of a picture without given cells.
     merge_cells: int = 0
     # "confidence" (the released "mmada") chooses after each pass among all cells, which only
     # dense, none and p pass; every other order is fixed beforehand.

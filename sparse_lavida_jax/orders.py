@@ -410,9 +410,14 @@ def with_steps(parts: list[Segment], **of_steps: Shaped[np.ndarray, " k"]) -> li
     They are cut where guidance sets in or out and where the number of registers changes.
 
     Args:
-        of_steps: guided, noise, temperature, guidance, registers: of at least as many steps as the
-            segments have; see `Segment`.
+        of_steps: guided, noise, temperature, guidance, registers; see `Segment`. Steps beyond them
+            have the last ones.
     """
+    number = sum(part.num_steps for part in parts)
+    of_steps = {
+        name: values[np.minimum(np.arange(number), len(values) - 1)]
+        for name, values in of_steps.items()
+    }
     result, start = [], 0
     for part in parts:
         stop = start + part.num_steps

@@ -239,9 +239,12 @@ def plan(
         raise ValueError("Sampling.order_seed=-1 needs the seed of every row.")
     grid = grid or (model.grid_size, model.grid_size)
     segments = _image_segments(sampling, settings.preset, model, given, seeds, grid)
-    # What changes from step to step changes over the steps that there are, if some are merged.
-    number = sum(part.num_steps for part in segments)
-    steps = max(number, 1) if sampling.merge_cells else sampling.num_steps
+    # What changes from step to step changes over the steps that there are, if some are merged: of a
+    # picture without given cells, or a row would depend on what the others have given.
+    steps = sampling.num_steps
+    if sampling.merge_cells:
+        whole = orders.counts(sampling.schedule, steps, given.shape[1], sampling.shift)
+        steps = len(orders.merged(whole, sampling.merge_cells))
     fewest = sampling.registers_end
     registers = settings.num_registers
     noise = orders.cooling(

@@ -621,6 +621,48 @@ def test_merged_steps_are_numbered_and_cooled_as_the_steps_that_there_are():
     assert presets.plan(sampling, settings, SETTINGS, everything_known, 1) == []
 
 
+MERGED = config.Sampling(
+    num_steps=8, merge_cells=2, order_seed=-1, registers=3, registers_end=1,
+    temperature_schedule="linear", temperature_end=0.1, guidance_schedule="linear",
+    guidance_end=0.2, guidance_interval=(0.0, 0.25),
+)  # fmt: skip
+
+
+def merged_run(sampling, shares):
+    """Returns requests of which a share of the cells is given, their plan and its settings."""
+    requests = [
+        tiny.request("image", SETTINGS, i, words=3, given=share) for i, share in enumerate(shares)
+    ]
+    settings = presets.step_settings(sampling, SETTINGS, "image")
+    given = np.stack([request.given for request in requests])
+    seeds = [request.seed for request in requests]
+    return requests, presets.plan(sampling, settings, SETTINGS, given, 1, seeds), settings
+
+
+@pytest.mark.parametrize("name", ["registers", "temperature", "guidance", "guided"])
+def test_where_steps_are_merged_they_change_as_those_of_a_whole_picture(name):
+    """Those of the longest row would tell a row what its neighbours have given."""
+    alone, beside = (
+        np.concatenate([getattr(part, name) for part in merged_run(MERGED, shares)[1]]).tolist()
+        for shares in ((0.6,), (0.6, 0.0))
+    )
+    assert (len(alone), len(beside)) == (2, 4)
+    assert alone == beside[:2]
+    assert len(set(beside)) > 1
+
+
+@pytest.mark.slow
+def test_where_steps_are_merged_a_row_does_not_know_what_others_have_given():
+    model = tiny.denoiser(SETTINGS)
+    sampling = dataclasses.replace(MERGED, guidance=1.0)
+    (alone, drawn), (beside, both) = (
+        traces.moments(model, *merged_run(sampling, shares)) for shares in ((0.6,), (0.6, 0.0))
+    )
+    np.testing.assert_array_equal(both[:1], drawn)
+    for moment, other in zip(alone, beside, strict=False):
+        np.testing.assert_allclose(other.logits[:1], moment.logits, rtol=0, atol=2e-5)
+
+
 @pytest.mark.parametrize(
     "changes", [{"order": "confidence", "preset": "p"}, {"grid": "code", "preset": "dense"}]
 )
