@@ -312,19 +312,67 @@ def alone(model, requests, settings, **options):
     return np.concatenate(rows)
 
 
-@pytest.mark.parametrize("guidance", [0.0, 0.5])
-def test_pictures_of_a_batch_do_not_know_of_each_other(guidance):
-    model, requests = tiny.denoiser(SETTINGS), image_requests(3, 12, 5)
-    settings = image_settings(guidance=guidance)
-    plan = traces.plan(requests, settings)
-    steps, batch = traces.moments(model, requests, plan, settings)
-    np.testing.assert_array_equal(alone(model, requests, settings), batch)
+ENDS_EARLY = {"preset": "sparse", "text_commit": "threshold", "text_threshold": 0.08}
+
+
+def row_run(kind, requests, **asked):
+    """Returns (plan, settings), of text in two blocks of two steps."""
+    if kind == "text":
+        hot = {"text_steps": 2, "text_temperature": 0.8}
+        return text_run(requests, tiny.TEXT_LEN // 2, **hot | asked)
+    settings = traces.settings_of(asked.pop("preset"), kind, SETTINGS, **asked)
+    return traces.plan(requests, settings), settings
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked"),
+    [
+        ("image", {"preset": "sparse"}),
+        ("image", {"preset": "sparse", "guidance": 0.5}),
+        ("image", {"preset": "none"}),
+        ("image", {"preset": "dense"}),
+        ("text", {"preset": "sparse"}),
+        ("text", {"preset": "none"}),
+        ("text", {"preset": "dense"}),
+        ("text", {"text_preset": "fast_dllm_dual"}),
+        ("text", ENDS_EARLY),
+    ],
+)
+def test_rows_of_a_batch_do_not_know_of_each_other(kind, asked):
+    """The tokens of each alone, and its logits to 2e-5; to the bit where other rows change."""
+    model = tiny.denoiser(SETTINGS)
+    requests = [tiny.request(kind, SETTINGS, i, words=n) for i, n in enumerate((3, 12, 5))]
+    steps, batch = traces.moments(model, requests, *row_run(kind, requests, **asked))
+    for row, request in enumerate(requests):
+        own, alone = traces.moments(model, [request], *row_run(kind, [request], **asked))
+        np.testing.assert_array_equal(alone[0], batch[row])
+        for moment, mine in zip(steps, own, strict=True):
+            np.testing.assert_array_equal(moment.masked[row], mine.masked[0])
+            np.testing.assert_allclose(moment.logits[row], mine.logits[0], rtol=0, atol=2e-5)
     requests[1] = dataclasses.replace(requests[0], seed=requests[1].seed)
-    after, other_batch = traces.moments(model, requests, plan, settings)
+    after, other_batch = traces.moments(model, requests, *row_run(kind, requests, **asked))
     np.testing.assert_array_equal(other_batch[[0, 2]], batch[[0, 2]])
     for moment, changed in zip(steps, after, strict=True):
-        same = (changed.logits == moment.logits).all(axis=(1, 2, 3))
-        np.testing.assert_array_equal(same, [True, False, True])
+        np.testing.assert_array_equal(changed.logits[[0, 2]], moment.logits[[0, 2]])
+    assert (after[0].logits[1] != steps[0].logits[1]).any()
+
+
+def test_a_text_that_ends_early_does_not_know_of_one_that_does_not():
+    """Loops go on for the least sure row; the others wait and stay as they are."""
+    model, requests = tiny.denoiser(SETTINGS), text_requests((3, 0.0), (12, 0.0), (5, 0.0))
+
+    def run(requests):
+        passes = []
+        canvas = traces.finished(
+            model, requests, *row_run("text", requests, **ENDS_EARLY), stop_early=False,
+            on_segment=lambda now: passes.append(now.steps),
+        )  # fmt: skip
+        return canvas, passes[-1]
+
+    batch, most = run(requests)
+    alone = [run([request]) for request in requests]
+    np.testing.assert_array_equal(batch, np.concatenate([canvas for canvas, _ in alone]))
+    assert min(passes for _, passes in alone) < most < tiny.TEXT_LEN
 
 
 def test_a_picture_does_not_know_that_another_has_given_cells():
