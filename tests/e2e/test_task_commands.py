@@ -67,7 +67,10 @@ def test_generate_writes_what_replay_draws_again(run, tmp_path, capsys):
 @pytest.mark.slow
 def test_a_row_of_a_batch_is_replayed_alone(run, tmp_path, capsys):
     batch = tmp_path / "prompts.jsonl"
-    lines = [{"prompt": PROMPT, "seed": 7}, {"prompt": "two green crosses and a red circle"}]
+    lines = [
+        {"prompt": PROMPT, "seed": 7, "temperature": 0.5, "guidance": 3},
+        {"prompt": "two green crosses and a red circle"},
+    ]
     batch.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
     out = tmp_path / "out.png"
     words = [f"--batch={batch}", f"--out={out}", "--num-images=2", "--guidance=1.5", "--json"]
@@ -75,7 +78,8 @@ def test_a_row_of_a_batch_is_replayed_alone(run, tmp_path, capsys):
     assert told["files"] == [str(tmp_path / f"out-{i}.png") for i in range(4)]
     assert told["seeds"] == [7, 8, 1, 2]
     assert told["sampling"]["guidance"] == 1.5
-    for path in told["files"]:
+    for path, scale in zip(told["files"], (3.0, 3.0, 1.5, 1.5), strict=True):
+        assert pictures.read_record(path)["sampling"]["guidance"] == scale
         again = tmp_path / "again.png"
         words = ["generate", f"--replay={path}", f"--out={again}"]
         assert cli.main(["sparse-lavida", *words]) == 0
