@@ -130,22 +130,35 @@ def _change(service: Service, shown: list[gr.Image], task: str, label: str, valu
 
 
 def _inpaint(service: Service, shown: list[gr.Image], drawn: list[gr.Image]) -> None:
+    editor = gr.ImageEditor(
+        label="Paint over what shall be drawn anew",
+        sources=[],  # its own would show nothing, and say nothing, of a broken file
+        brush=gr.Brush(colors=[BRUSH], color_mode="fixed", default_size="auto"),
+        layers=False,
+        transforms=[],
+        height=HEIGHT + 80,
+        format="png",
+        buttons=BUTTONS,
+        render=False,
+    )
     with gr.Row():
         with gr.Column():
-            editor = gr.ImageEditor(
-                label="Picture, painted over where it shall be drawn anew",
-                sources=["upload", "clipboard"],
-                brush=gr.Brush(colors=[BRUSH], color_mode="fixed", default_size="auto"),
-                layers=False,
-                transforms=[],
-                height=HEIGHT + 80,
-                format="png",
-                buttons=BUTTONS,
-            )
+            _picture(service, shown, editor)
+            editor.render()
             words = gr.Textbox(label="What the whole picture shows")
             options = _drawing_options(service)
             go, stop = _buttons("Inpaint")
         picture, note, plan = _drawn()
+
+    whole = editor.preprocess
+
+    def read(payload: Any) -> Any:
+        files = [payload.background, *payload.layers, payload.composite] if payload else []
+        for file in files:
+            _read(service, file)
+        return whole(payload)
+
+    editor.preprocess = read  # of programs that use the page
 
     async def inpaint(painted, words, *options) -> AsyncIterator[Notes]:
         given, mask = _painted(painted)
@@ -273,30 +286,42 @@ TABS: tuple[tuple[str, str, Callable[..., None]], ...] = (
 # Parts of tabs.
 
 
-def _picture(service: Service, shown: list[gr.Image]) -> gr.Image:
-    """A place for a picture; what is no picture is refused as soon as it is there."""
+def _picture(
+    service: Service, shown: list[gr.Image], editor: gr.ImageEditor | None = None
+) -> gr.Image:
+    """A place for a picture; what is no picture is refused as soon as it is there.
+
+    Args:
+        editor: where it is taken to, to be painted on.
+    """
     given = gr.Image(
         label="Picture",
         sources=["upload", "clipboard"],
-        height=HEIGHT,
+        height=HEIGHT if editor is None else HEIGHT // 2,
         elem_classes="picture",
         buttons=BUTTONS,
     )
 
-    def read(payload: Any) -> pictures.Picture | None:
-        if payload is None:
-            return None
-        name = payload.orig_name or "the picture"
-        try:
-            return service.picture(pathlib.Path(payload.path).read_bytes(), name)
-        except pictures.PictureError as error:
-            raise gr.Error(str(error), print_exception=False) from error
-
     # Not a class of its own: gradio writes a .pyi file beside the source of every class.
-    given.preprocess = read
-    given.upload(lambda _: None, given, None, api_visibility="private")
+    given.preprocess = lambda payload: _read(service, payload)
+    if editor is None:
+        given.upload(lambda _: None, given, None, api_visibility="private")
+    else:
+        given.change(lambda picture: picture, given, editor, api_visibility="private")
     shown.append(given)
     return given
+
+
+def _read(service: Service, file: Any) -> pictures.Picture | None:
+    """Returns the pixels of a file that the page was given; what is no picture is refused."""
+    if file is None:
+        return None
+    try:
+        return service.picture(
+            pathlib.Path(file.path).read_bytes(), file.orig_name or "the picture"
+        )
+    except pictures.PictureError as error:
+        raise gr.Error(str(error), print_exception=False) from error
 
 
 def _drawing_options(service: Service) -> list[Any]:

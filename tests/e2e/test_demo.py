@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page in a headless Chromium on loopback: draw, paint a mask, ask, and a broken upload."""
 
+import asyncio
+import concurrent.futures
 import dataclasses
 import os
 import pathlib
@@ -8,10 +10,11 @@ import shutil
 
 import numpy as np
 import pytest
+import staged
 import stand_ins
 from PIL import Image
 
-from sparse_lavida_jax import config, pictures
+from sparse_lavida_jax import config, engine, pictures
 from sparse_lavida_jax.data import scenes, tasks
 from sparse_lavida_jax.results import Result, Source
 
@@ -114,10 +117,8 @@ def masks(service, monkeypatch):
 
 def test_a_mask_is_painted_and_drawn_anew(page, shown, masks):
     tab = opened(page, "Inpaint")
-    with page.expect_file_chooser() as chooser:
-        tab.get_by_role("button", name="Upload", exact=True).click()
-    chooser.value.set_files(shown)
-    tab.get_by_text("Upload an image").wait_for(state="hidden")
+    tab.locator("input[type=file]").first.set_input_files(shown)
+    tab.get_by_text("select the draw tool to start").wait_for(state="hidden")
     tab.get_by_role("button", name="Brush", exact=True).click()
     canvas = tab.locator("canvas").first
     box = canvas.bounding_box()
@@ -151,12 +152,28 @@ def test_things_are_looked_for(page, shown):
     tab.get_by_text(PASSED).wait_for()
 
 
-def test_a_broken_upload_is_refused_with_a_sentence(page, tmp_path):
-    broken = tmp_path / "broken.png"
-    broken.write_bytes(b"not a picture")
-    tab = opened(page, "Edit")
+@pytest.fixture
+def broken(tmp_path):
+    path = tmp_path / "broken.png"
+    path.write_bytes(b"not a picture")
+    return path
+
+
+@pytest.mark.parametrize("name", ["Edit", "Inpaint"])
+def test_a_broken_upload_is_refused_with_a_sentence(page, broken, name):
+    tab = opened(page, name)
     tab.locator("input[type=file]").first.set_input_files(broken)
     page.get_by_text("broken.png is no picture that can be read").first.wait_for()
+
+
+def test_the_picture_just_drawn_is_taken_over_to_be_painted_on(page):
+    tab = opened(page, "Draw")
+    tab.get_by_role("button", name="Draw", exact=True).click()
+    tab.get_by_text(PASSED).wait_for()
+    page.get_by_role("button", name="Take the picture just drawn").click()
+    tab = opened(page, "Inpaint")
+    tab.locator(".picture img").first.wait_for()
+    tab.get_by_text("select the draw tool to start").wait_for(state="hidden")
 
 
 def test_a_mistake_in_the_settings_is_a_sentence(page):
@@ -202,6 +219,73 @@ def test_programs_send_a_painted_layer_as_the_mask(address, shown, service, tmp_
     )
     assert PASSED in note
     np.testing.assert_array_equal(masks[0], layer[..., 3] > 0)
+
+
+def test_programs_that_send_a_broken_picture_are_told(address, shown, broken):
+    client = pytest.importorskip("gradio_client")
+    page, words = client.Client(address, verbose=False), ("squares", 2, 0, 3, "as trained", 0)
+    good, bad = client.handle_file(str(shown)), client.handle_file(str(broken))
+    for background, layers in ((bad, []), (good, [bad])):
+        editor = {"background": background, "layers": layers, "composite": None}
+        with pytest.raises(Exception, match="is no picture that can be read"):
+            page.predict(editor, *words, api_name="/inpaint")
+
+
+@pytest.fixture
+def stages():
+    """A service whose model takes a step when it is let."""
+    made = Service(staged.Staged())
+    yield made
+    made.pipe.run_free()
+    made.close()
+
+
+def test_a_request_says_how_many_are_before_it_and_then_its_step(stages):
+    first, second, third = [stages.submit("ask", words) for words in "abc"]
+    assert stages.pipe.at_step.acquire(timeout=staged.PATIENCE)
+    assert demo._standing(first) == "text: step 0 of 3 (compiling, once for each size)"
+    assert demo._standing(second) == "waiting: 1 before this one"
+    assert demo._standing(third) == "waiting: 2 before this one"
+    stages.pipe.go.release()
+    assert stages.pipe.at_step.acquire(timeout=staged.PATIENCE)
+    assert demo._standing(first) == "text: step 1 of 3"
+    second.cancel()
+    assert demo._standing(third) == "waiting: 1 before this one"
+
+
+def test_a_picture_is_shown_while_it_is_drawn(stages, monkeypatch):
+    monkeypatch.setattr(demo, "POLL_SECONDS", 0.01)
+
+    async def seen():
+        values = []
+        async for value in demo._paint(stages, "generate", "a", None, (2, 0, 0, "as trained", 0)):
+            values.append(value)
+            # A step has begun, so what is shown after it is a preview.
+            if stages.pipe.at_step.acquire(blocking=False):
+                stages.pipe.go.release()
+        return values
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:  # the browser has a loop in this one
+        *before, (picture, note, _) = thread.submit(asyncio.run, seen()).result()
+    decoded = [one.max() for one, *_ in before if isinstance(one, np.ndarray)]
+    assert decoded and set(decoded) <= {1, 2} and decoded == sorted(decoded)
+    assert any("picture: step" in said for _, said, _ in before)
+    assert PASSED in note and (picture == 9).all()
+
+
+def test_a_preview_hides_what_is_not_drawn_yet(service, monkeypatch):
+    previews, preview = [], service.pipe.preview
+
+    def spy(*given):
+        previews.append(preview(*given))
+        return previews[-1]
+
+    monkeypatch.setattr(service.pipe, "preview", spy, raising=False)
+    ticket = service.submit("generate", "a red circle", preview=True, seed=3)
+    drawn = ticket.future.result(60).pixels[0]
+    hidden = [(one == engine.MASKED_GREY).all(axis=-1).mean() for one in previews]
+    assert len(hidden) > 1 and hidden == sorted(hidden, reverse=True) and hidden[0] > hidden[-1]
+    np.testing.assert_array_equal(ticket.preview, drawn)
 
 
 def test_a_task_that_was_not_learned_has_no_tab(service, monkeypatch):
