@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the wheel, installs it in a new environment, uses it elsewhere: `docs/package.md`.
 
-    python docs/package.py
+    python docs/package.py [PYTHON...]    # for instance python3.12
 
-Takes the committed files alone, so that what was forgotten is missed. Kept is what is printed.
+Takes the committed files alone, so that what was forgotten is missed. Kept is what is printed, and
+what pip would install for accelerators, with `python3` and with every other Python that is named.
 """
 
+import json
 import os
 import pathlib
 import re
@@ -32,6 +34,17 @@ USE = (
     'python -W error -c "import sparse_lavida_jax"',
     'sparse-lavida generate "a red circle" --checkpoint=nowhere',
 )
+EXTRAS = ("gpu", "tpu")
+ACCELERATORS = """## On accelerators
+
+What pip resolves the extras to (`--dry-run`), on Linux. Nothing of it was installed by this, and
+there was no GPU or TPU to run it on.
+
+| Python | extra | jax and what it needs for the device | packages in all |
+| --- | --- | --- | --- |
+"""
+# Beside these, a GPU's extra brings NVIDIA's libraries.
+OF_JAX = re.compile(r"jax|jaxlib|jax-cuda.*|libtpu")
 # What differs from machine to machine.
 MACHINE = re.compile(r"(/[\w.+-]+)*/(env|elsewhere)\b|(?<=Linux)-\S+")
 
@@ -47,6 +60,25 @@ def printed(command: str, folder: pathlib.Path, path: str) -> str:
     said = MACHINE.sub(lambda found: found[2] or "", done.stdout)
     status = f"[status {done.returncode}]\n" if done.returncode else ""
     return f"$ {command}\n{said}{status}"
+
+
+def resolved(python: str, wheel: pathlib.Path, extra: str) -> str:
+    """Returns a line of the table: what a Python's pip would install of an extra.
+
+    Raises:
+        SystemExit: there is no such set of packages.
+    """
+    report = wheel.with_suffix(".json")
+    words = [python, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
+    done = subprocess.run([*words, f"--report={report}", f"{wheel}[{extra}]"], check=False)
+    if done.returncode:
+        sys.exit(f"docs/package.py: the extra {extra} does not resolve with {python}.")
+    told = json.loads(report.read_text())
+    found = {one["metadata"]["name"]: one["metadata"]["version"] for one in told["install"]}
+    names = sorted(name for name in found if OF_JAX.fullmatch(name))
+    versions = ", ".join(f"{name} {found[name]}" for name in names)
+    version = told["environment"]["python_full_version"]
+    return f"| {version} | `{extra}` | {versions} | {len(found)} |\n"
 
 
 def main() -> None:
@@ -69,8 +101,11 @@ def main() -> None:
         elsewhere.mkdir()
         path = f"{folder / 'env' / 'bin'}:{os.environ['PATH']}"
         said = "".join(printed(command, elsewhere, path) for command in USE)
+        pythons = ("python3", *sys.argv[1:])
+        lines = [resolved(python, wheel, extra) for python in pythons for extra in EXTRAS]
     steps = "".join(f"$ {command.format(checkout='...')}\n" for command in BUILD)
-    (HERE / "package.md").write_text(f"{PAGE}\n```console\n{steps}{built}{said}```\n")
+    console = f"```console\n{steps}{built}{said}```\n"
+    (HERE / "package.md").write_text(f"{PAGE}\n{console}\n{ACCELERATORS}{''.join(lines)}")
 
 
 if __name__ == "__main__":
