@@ -24,7 +24,7 @@ from sparse_lavida_jax.models import fuse
 from sparse_lavida_jax.models.denoiser import Denoiser
 
 CELLS, TEXT_LEN, TEXT_BLOCK_LEN = 1024, 256, 32
-WORDS = 250  # of the prompt
+WORDS = 500  # of the prompt: as many slots as no matrix has rows
 # Instructions that pass a buffer on, or change it where it lies. A fusion is judged by what is in
 # it. Whatever else has the cache for its result has made another one.
 IN_PLACE = {
@@ -155,6 +155,8 @@ def compiled(
         done = lowered.compile()
     shapes = {x.shape for x in (state.cache.joint_keys, state.cache.split_keys)}
     layers = {shape[1:] for shape in shapes}
+    stored_shapes = {x.shape for x in jax.tree.leaves(model_shapes)}
+    assert not (shapes | layers) & stored_shapes, "a matrix would be taken for the cache"
     own = {x.shape[-2:] for x in jax.tree.leaves(model_shapes.split_layers) if x.ndim >= 2}
     weights = {shape for shape in own if min(shape) >= 1024}
     return Program(
