@@ -351,7 +351,7 @@ def _call(
         scratch: shapes of float32 buffers.
         products: of matrices, in a tile of a head.
     """
-    tokens = sum(array.size for array, _ in inputs)
+    read = sum(_size_read(array, block) * array.dtype.itemsize for array, block in inputs)
     entries = tile_list.flags.shape[0]  # the most there can be: the count is known on the device
     pairs = shape.sizes.queries * shape.sizes.keys * shape.num_heads * entries
     return pl.pallas_call(
@@ -368,7 +368,7 @@ def _call(
         cost_estimate=pl.CostEstimate(
             flops=2 * products * pairs * shape.head_dim,
             transcendentals=pairs,
-            bytes_accessed=tokens * inputs[-1][0].dtype.itemsize,
+            bytes_accessed=read,
         ),
         interpret=shape.interpret,
         name=name,
@@ -380,6 +380,12 @@ def _call(
         *prefetched,
         *[array for array, _ in inputs],
     )
+
+
+def _size_read(array, block: pl.BlockSpec) -> int:
+    """Returns how many numbers of an array a kernel reads: of a stack those of a layer."""
+    stacked = len(block.block_shape) == 4 and block.block_shape[:2] == (None, None)
+    return array.size // array.shape[0] if stacked else array.size
 
 
 def forward(

@@ -119,6 +119,15 @@ def test_the_compiler_is_told_of_every_product(monkeypatch):
     pairs = 2 * 48 * 96  # two rows, filled up to whole tiles
     assert [cost.transcendentals for cost in told] == [pairs] * 3
     assert [cost.flops for cost in told] == [2 * n * pairs * 8 for n in (2, 3, 4)]
+    told.clear()
+    entry = functools.partial(step_causal_attention, num_heads=1, implementation="pallas_tpu")
+    q, k, v = qkv
+    jax.eval_shape(entry, q, k, v, *tags[:3])
+    jax.eval_shape(
+        functools.partial(entry, layer=1), q, jnp.stack([k] * 3), jnp.stack([v] * 3), *tags[:3]
+    )
+    alone, one_of_three = told
+    assert alone.bytes_accessed == one_of_three.bytes_accessed > 0
 
 
 @pytest.mark.parametrize("layer", [0, 2])
