@@ -384,7 +384,8 @@ def _call(
 
 def _size_read(array, block: pl.BlockSpec) -> int:
     """Returns how many numbers of an array a kernel reads: of a stack those of a layer."""
-    stacked = len(block.block_shape) == 4 and block.block_shape[:2] == (None, None)
+    tile = tuple(block.block_shape or ())
+    stacked = len(tile) == 4 and tile[:2] == (None, None)
     return array.size // array.shape[0] if stacked else array.size
 
 
