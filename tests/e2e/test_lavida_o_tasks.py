@@ -160,6 +160,7 @@ def test_reflection_shows_earlier_attempts(pipe, monkeypatch):
         assert "past generations" in pipe.tokenizer.decode(ids.tolist())
 
 
+@pytest.mark.slow
 def test_tasks_take_turns(pipe):
     talk = Conversation(pipe, seed=4)
     with pytest.raises(RequestError, match="about a picture"):

@@ -153,6 +153,7 @@ def test_a_signal_for_the_script_reaches_training(tmp_path, to_all):
     assert process.stdout.read() == ""
 
 
+@pytest.mark.slow
 def test_a_preempted_slurm_job_saves_and_stands_in_the_queue_again(tmp_path):
     stand_in(tmp_path, "srun", f"trap 'echo saved >> {tmp_path}/log; exit 0' TERM; sleep 20 & wait")
     stand_in(tmp_path, "scontrol", f'echo "$@" >> {tmp_path}/log')

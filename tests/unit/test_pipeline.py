@@ -225,6 +225,7 @@ def test_examples_of_one_length_are_decoded_together_and_come_back_in_order(batc
     assert len(prompt_lens) == 1  # so that all batches run the same programs
 
 
+@pytest.mark.slow
 def test_a_row_with_settings_of_its_own_is_what_it_is_alone():
     """Pictures cold without guidance beside hot with it, and answers; as are their records."""
     given = stand_ins.settings(sampling={"temperature": 0.7, "text_temperature": 0.3})

@@ -353,6 +353,7 @@ def test_adapters_are_trained_beside_a_frozen_base(base_model, frozen_dtype):
     assert sum(x.nbytes for x in saved.values()) < sum(x.nbytes for x in jax.tree.leaves(frozen))
 
 
+@pytest.mark.slow
 def test_a_base_in_8_bits_is_near_the_base_and_comes_out_wide_with_its_adapters(base_model):
     settings = with_adapters(base_model, "int8")
     state = train.init_state(settings, jax.eval_shape(lambda: tiny.denoiser(settings.model)))
