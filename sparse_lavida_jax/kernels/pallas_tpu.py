@@ -402,6 +402,10 @@ def forward(
     """Returns the output and its log-sum-exp; lengths are whole numbers of tiles."""
     batch, length, _ = q.shape
     blocks, heads, size = _Blocks(shape), shape.heads_a_program, shape.sizes.queries
+    if not shape.interpret:
+        # A cache stays where it is: for v5e the compiler would hold those of some layers in the
+        # vector memory for a step, all slots of them, and put them back.
+        k, v = (pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in (k, v))
     return _call(
         _forward_kernel,
         shape,
