@@ -24,7 +24,8 @@ MOST_LINES = 12  # of one output
 HEAD = """# What the notebooks show
 
 Printed and drawn by the notebooks of [`colabs/`](../colabs) on two CPU cores with the bundled
-model, kept by `python docs/notebooks.py`."""
+model, kept by `python docs/notebooks.py`. Seconds hold compilation, on a machine that did other
+work too; [speed.md](speed.md) has what was measured."""
 # What differs from machine to machine.
 PATHS = re.compile(r"(/[\w.+-]+)*/tmp\w+")
 
