@@ -32,6 +32,7 @@ GROUPS = {
         "detect",
         "locate",
         "name",
+        "quiz",
         "edit_plan",
         "fill_plan",
     ),

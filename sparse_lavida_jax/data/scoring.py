@@ -234,6 +234,7 @@ _TEXT_FAULTS: dict[str, Callable[[Sample, str], str]] = {
     "detect": _detect_fault,
     "locate": _detect_fault,
     "name": _detect_fault,
+    "quiz": _answer_fault,
     "caption": _caption_fault,
     "constrained_caption": _constrained_caption_fault,
     "infill": _infill_fault,

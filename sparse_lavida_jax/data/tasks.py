@@ -35,6 +35,7 @@ _MAKERS: dict[str, Callable[[Dice], Sample | None]] = {
     "detect": text_tasks.detect,
     "locate": text_tasks.locate,
     "name": text_tasks.name,
+    "quiz": text_tasks.quiz,
     "caption": text_tasks.caption,
     "constrained_caption": text_tasks.constrained_caption,
     "infill": text_tasks.infill,
