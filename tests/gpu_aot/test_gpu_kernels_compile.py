@@ -6,7 +6,6 @@ In a process of its own, because the CUDA plugin is loaded when jax starts.
 
 import importlib.util
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -180,7 +179,7 @@ def run(source, *words):
     ids=["64", "128", "64 packed", "128 packed", "128 packed, fewer heads of keys"],
 )
 def test_forward_and_backward_compile_for_hopper_and_spill_nothing(
-    head_dim, kv_heads, num_tags, compiled
+    head_dim, kv_heads, num_tags, compiled, request
 ):
     """With the tiles of the rule, and with all that may be measured in their place.
 
@@ -189,17 +188,14 @@ def test_forward_and_backward_compile_for_hopper_and_spill_nothing(
     Args:
         compiled: choices for all three kernels.
     """
+    if jax.__version_info__ >= (0, 12) and head_dim == 128:
+        reason = "with jax 0.12 the kernel of dk and dv spills up to 64 bytes, with 0.11.2 none"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     told = "".join(run(KERNELS, *map(str, (head_dim, kv_heads, num_tags))))
-    spills = re.findall(r"^ *\d+ bytes stack frame, (\d+) bytes spill stores", told, re.MULTILINE)
+    spills = [line for line in told.splitlines() if "bytes spill stores" in line]
     assert len(spills) >= compiled
-    assert max(map(int, spills)) <= most_spilled(head_dim), told
-    warned = re.findall(r"spilled to local memory in function '(\w+)'", told)
-    assert set(warned) <= {"step_causal_attention_dkv_mosaic_gpu_kernel"}, told
-
-
-def most_spilled(head_dim: int) -> int:
-    """Nothing; of jax 0.12, which needs more registers for the same kernel of dk and dv, little."""
-    return 64 if jax.__version_info__ >= (0, 12) and head_dim == 128 else 0
+    for line in spills:
+        assert " 0 bytes spill stores, 0 bytes spill loads" in line, line
 
 
 @pytest.mark.parametrize("device", OTHERS)
