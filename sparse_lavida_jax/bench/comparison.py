@@ -382,11 +382,11 @@ def plot_speed(rows: Rows, path: pathlib.Path) -> None:
             axes.plot(*zip(*points.values(), strict=True), ".", label=f"batch {batch}")
             most = max(most, *(x for x, _ in points.values()))
             if batch == max(row["batch"] for row in rows if row["task"] == task):
-                for name, point in points.items():
-                    axes.annotate(
-                        name, point, fontsize=6, xytext=(3, 2), textcoords="offset points"
-                    )
+                for number, (name, point) in enumerate(sorted(points.items(), key=lambda p: p[1])):
+                    place = (3, 3) if number % 2 else (3, -8)  # neighbours above and below
+                    axes.annotate(name, point, fontsize=6, xytext=place, textcoords="offset points")
         axes.plot((0, most), (0, most), color="0.7", lw=0.8)
+        axes.set_xlim(0.5, 1.3 * most)
         axes.set_title(task, fontsize=9)
         axes.set_xlabel("times fewer tokens than dense")
         axes.set_ylabel("times faster than dense")
