@@ -26,7 +26,7 @@ SPECIAL_TOKENS = (
 )  # fmt: skip
 LOCATION_TOKENS = tuple(f"<LOC_{edge}>" for edge in range(LOCATIONS))
 # Tasks that the shipped tokenizer was not trained on: their words are those of the others.
-YOUNGER = ("locate", "name")
+YOUNGER = ("locate", "name", "quiz")
 SHIPPED = pathlib.Path(__file__).parents[1] / "assets" / "tokenizers" / "scenes" / "tokenizer.json"
 LARGEST_VOCABULARY = 544
 

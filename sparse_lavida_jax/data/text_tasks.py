@@ -95,7 +95,8 @@ def quiz(dice: Dice) -> Sample | None:
     asked = [_ask_about(dice, scene) for _ in range(QUESTIONS)]
     if len({question for question, _ in asked}) < len(asked):
         return None
-    text = ",".join(f" {question} {said}" for question, said in asked)
+    # No space before a question: its words are then the tokens that they are in a prompt.
+    text = ",".join(f"{question} {said}" for question, said in asked)
     if len(re.findall(r"[a-z]+|[0-9?,]", text)) > MOST_ASKED:
         return None
     given = [place.span() for place in re.finditer(r",?[a-z ]+\?", text)]

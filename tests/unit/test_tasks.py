@@ -13,7 +13,7 @@ import pytest
 
 from sparse_lavida_jax.data import dice, picture_tasks, scenes, tasks, text
 
-FIRST_THOUSAND = "5acbad19103165f576826513201a50b32cda42acc0331f29d8456ef91a00feb6"
+FIRST_THOUSAND = "6da3bc1d1b23505162a83c2cc4d61aa3914bc990b9695ff13146a0b446f68578"
 
 
 @functools.cache
