@@ -17,7 +17,7 @@ def get_config(name: str = "ablation") -> ml_collections.ConfigDict:
     c.data.tasks = dict(plan=2.0, draw=4.0)
     c.diffusion.merge_cells = c.model.num_registers  # whatever an ablation makes of those
     c.train = dict(
-        train_steps=3000,
+        train_steps=2000,
         batch_size=16,
         checkpoint_seconds=300.0,
         picture_seconds=0.0,

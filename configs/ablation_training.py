@@ -14,7 +14,7 @@ attention masks.
 import ablation
 import ml_collections
 
-BEFORE, AFTER = 3000, 1500  # steps of the dense model, and of what starts from it
+BEFORE, AFTER = 2000, 1000  # steps of the dense model, and of what starts from it
 DENSE = dict(preset="dense")
 SPARSE = dict(preset="sparse")
 BOTH = dict(dense=DENSE, sparse=SPARSE)

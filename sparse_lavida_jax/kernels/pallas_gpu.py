@@ -163,9 +163,9 @@ def _product(a, b, shape: Shape, size: tuple[int, int], between=lambda: None):
 
 
 def _added(accumulator, a, b, shape: Shape, between=lambda: None):
-    """Returns accumulator + a @ b, with `a` in registers and `b` in shared memory."""
+    """Returns accumulator + a @ b, with `a` in registers or shared memory and `b` in the latter."""
     if shape.interpret:
-        product = jnp.dot(a, b[...], preferred_element_type=jnp.float32)
+        product = jnp.dot(a[...], b[...], preferred_element_type=jnp.float32)
         return accumulator + _read(between, product)
 
     def compute(reference):
@@ -423,6 +423,9 @@ def _key_gradient_kernel(
         def compute(step, carry, masked):
             summed_k, summed_v = carry
             slot = _slot(step, stages)
+            if masked:  # before the copies have come, and while few registers are taken
+                at = pl.ds(work.col(step) * queries, queries)
+                mask = tags.mask(batch, at, work.tokens(half), keys_down=True)
             plgpu.barrier_wait(q_ready.at[slot])
             logits = _product(own_k, _transposed(q_smem.at[slot], shape), shape, size)
             plgpu.barrier_wait(lse_ready.at[slot])
@@ -432,18 +435,17 @@ def _key_gradient_kernel(
             logits = logits * (shape.scale * LOG2_E) - lax.broadcast_in_dim(row_lse, size, [1])
             weights = jnp.exp2(logits)
             if masked:
-                at = pl.ds(work.col(step) * queries, queries)
-                mask = tags.mask(batch, at, work.tokens(half), keys_down=True)
                 weights = jnp.where(mask, weights, 0.0)
             plgpu.barrier_wait(pulled_ready.at[slot])
             summed_v = _added(summed_v, weights.astype(dtype), pulled_smem.at[slot], shape)
-            rise = _product(own_v, _transposed(pulled_smem.at[slot], shape), shape, size)
-            plgpu.barrier_arrive(pulled_consumed.at[slot])
             plgpu.barrier_wait(delta_ready.at[slot])
             row_delta = plgpu.load(delta_smem.at[slot], layout=across)
             plgpu.commit_smem()
             plgpu.barrier_arrive(delta_consumed.at[slot])
-            bent = weights * (rise - lax.broadcast_in_dim(row_delta, size, [1])) * shape.scale
+            rise = lax.broadcast_in_dim(-row_delta, size, [1])
+            rise = _added(rise, own_v, _transposed(pulled_smem.at[slot], shape), shape)
+            plgpu.barrier_arrive(pulled_consumed.at[slot])
+            bent = weights * rise * shape.scale
             summed_k = _added(summed_k, bent.astype(dtype), q_smem.at[slot], shape)
             plgpu.barrier_arrive(q_consumed.at[slot])
             return summed_k, summed_v

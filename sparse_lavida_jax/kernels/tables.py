@@ -207,7 +207,7 @@ class GpuSizes:
     dq_keys: int = 64
     dq_stages: int = 2
     dkv_queries: int = 64
-    dkv_stages: int = 2
+    dkv_stages: int = 3
 
     def __post_init__(self):
         for name in ("forward_keys", "dq_keys", "dkv_queries"):
