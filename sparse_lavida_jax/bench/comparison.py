@@ -32,11 +32,15 @@ class Way:
         changes: of the shared settings, section by section.
         after: the way whose model this one starts from; "": from random parameters.
         sampled: changes of the sampling settings, by the name of the way to sample.
+        tasks: that are scored; of none those of the ablation.
+        group: of ways that each learn tasks of their own, the row of the table that they share.
     """
 
     changes: dict[str, dict] = dataclasses.field(default_factory=dict)
     after: str = ""
     sampled: dict[str, dict] = dataclasses.field(default_factory=lambda: {"": {}})
+    tasks: tuple[str, ...] = ()
+    group: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,7 +143,7 @@ def measure(
     wanted = []
     for sampled, changes in ablation.ways[way].sampled.items():
         sampling = config_files.changed(settings, {"sampling": changes}).sampling
-        for task in ablation.tasks:
+        for task in ablation.ways[way].tasks or ablation.tasks:
             row_id = f"{shared.name}/{way}/{sampled}/{task}/s{seed}"
             expected = {
                 "training": settings.name,
@@ -165,6 +169,7 @@ def measure(
             "ablation": shared.name,
             "question": ablation.question,
             "way": way,
+            "group": ablation.ways[way].group or way,
             "sampled": sampled,
             "seed": seed,
             "train_steps": settings.train.train_steps,
@@ -240,7 +245,8 @@ def table(rows: Rows) -> str:
             shares = [row["share"] for row in own if row["task"] == task]
             told.append(_told(shares) if shares else "")
         passes = statistics.mean(map(_passes, own))
-        steps = own[0]["train_steps"]
+        all_steps = [row["train_steps"] for row in own]
+        steps = " to ".join(map(str, sorted({min(all_steps), max(all_steps)})))
         steps = f"{own[0]['after']}, then {steps}" if own[0]["after"] else steps
         lines.append((*told, f"{passes:.1f}", steps, len({row["seed"] for row in own})))
     return markdown.table(["way", *tasks, "passes", "steps of training", "seeds"], lines)
@@ -261,7 +267,7 @@ def newest(rows: Rows) -> list[dict[str, Any]]:
 def _grouped(rows: Rows) -> dict[tuple[str, str], list[dict[str, Any]]]:
     found = collections.defaultdict(list)
     for row in rows:
-        found[row["way"], row["sampled"]].append(row)
+        found[row["group"], row["sampled"]].append(row)
     return dict(found)
 
 

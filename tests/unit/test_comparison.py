@@ -134,7 +134,8 @@ def test_a_way_is_trained_and_scored_once(tmp_path):
 
 def row(way, seed, share, sampled="", *, passes=4.0, curve=False):
     return {
-        "ablation": "tried", "question": "Which?", "way": way, "sampled": sampled, "seed": seed,
+        "ablation": "tried", "question": "Which?", "way": way, "group": way, "sampled": sampled,
+        "seed": seed,
         "task": "draw", "share": share, "correct": int(100 * share), "total": 100,
         "train_steps": 7, "after": "a" if way == "b" else "", "created": f"{seed}",
         "passes": {"text": passes}, "curve": curve,
@@ -149,6 +150,9 @@ def test_the_table_holds_means_and_spreads():
         "| a | 0.600 ± 0.141 | 4.0 | 7 | 2 |",
         "| b: fast | 0.250 | 4.0 | a, then 7 | 1 |",
     ]
+    both = [row("a", 0, 0.5), row("b", 0, 0.25) | {"task": "edit", "group": "a", "after": ""}]
+    both[1]["train_steps"] = 9
+    assert comparison.table(both).splitlines()[2:] == ["| a | 0.500 | 0.250 | 4.0 | 7 to 9 | 1 |"]
     again = row("a", 0, 0.9) | {"created": "9"}
     assert comparison.newest([again, *ROWS]) == [again, ROWS[2], ROWS[1]]
 
