@@ -58,10 +58,11 @@ def test_ways_that_train_alike_share_a_run_and_others_do_not():
     plain = names["ablation_blocks", "schedule"]
     assert {key for key, name in names.items() if name == plain} == {
         ("ablation_blocks", "schedule"), ("ablation_cells", "one_code"),
-        ("ablation_registers", "4"), ("ablation_sampling", "sparse"),
-        ("ablation_training", "scratch_step_causal"),
+        ("ablation_quality", "sparse_draw"), ("ablation_registers", "4"),
+        ("ablation_sampling", "sparse"), ("ablation_training", "scratch_step_causal"),
     }  # fmt: skip
-    assert len(set(names.values())) == len(names) - 5  # uniform blocks are asked for twice
+    others = len(names) - len({*names.values()})
+    assert others == 5 + 2  # and twice each are asked for: uniform blocks, a dense model that draws
     (shared, found), folder = comparison.read(CONFIGS[0]), pathlib.Path("runs")
     one = comparison.settings_of(shared, found, "schedule", 0, folder)
     for changes in ({"train": {"train_steps": 7}}, {"sampling": {"shift": 1.0}}):
