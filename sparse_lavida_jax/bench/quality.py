@@ -13,7 +13,7 @@ import sys
 
 from absl import app, flags, logging
 
-from sparse_lavida_jax import checkpoint, presets
+from sparse_lavida_jax import checkpoint, config, presets
 from sparse_lavida_jax.bench.record import Bench
 from sparse_lavida_jax.data import tasks
 from sparse_lavida_jax.evals import scenes
@@ -33,17 +33,29 @@ def main(argv: list[str]) -> None:
     del argv
     logging.set_verbosity(logging.WARNING)  # of the array store
     try:
-        pipe = SparseLaViDa.from_pretrained(CHECKPOINT.value, batch_size=32)
-    except checkpoint.CheckpointError as error:
-        sys.exit(f"bench.quality: {error}")
+        _score()
+    except (config.ConfigError, checkpoint.CheckpointError) as error:
+        print(f"bench.quality: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _score() -> None:
+    pipe = SparseLaViDa.from_pretrained(CHECKPOINT.value, batch_size=32)
     settings = pipe.settings
+    asked = ONLY.value or [task for task in settings.data.tasks if task in tasks.TASKS]
+    unknown = set(asked) - set(tasks.TASKS)
+    if unknown or not asked:
+        told = f"has no task {', '.join(sorted(unknown))}" if asked else "learned none of the tasks"
+        raise config.ConfigError(
+            f"{settings.name} {told}; scored are {', '.join(tasks.TASKS)}. Digits are judged when"
+            " their training ends, in report.md."
+        )
     method = METHOD.value or presets.default_preset(settings.model)
     sampling = dataclasses.replace(settings.sampling, preset=method)
     bench = Bench("quality")
-    trained = [task for task in settings.data.tasks if task in tasks.TASKS]
     wanted = [
         (task, split)
-        for task in (ONLY.value or trained)
+        for task in asked
         for split in ("test", "held_out")
         if split == "test" or task in HELD_OUT
     ]
