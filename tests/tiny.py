@@ -71,7 +71,8 @@ def denoiser(settings: config.Model) -> Denoiser:
             value = 0.5 * noise
         return jnp.asarray(value, leaf.dtype)
 
-    return jax.tree_util.tree_map_with_path(arbitrary, shapes)
+    with jax.ensure_compile_time_eval():  # what is kept must not be a tracer of the first caller
+        return jax.tree_util.tree_map_with_path(arbitrary, shapes)
 
 
 def request(
