@@ -342,9 +342,8 @@ def plot(rows: Rows, path: pathlib.Path) -> None:
     else:
         figure, axes = _plot_bars(pyplot, rows)
     axes.set_ylabel("share right")
-    axes.legend(fontsize=7, frameon=False, ncols=2)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    axes.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(path, dpi=130, bbox_inches="tight")
     pyplot.close(figure)
 
 
@@ -432,7 +431,7 @@ def _plot_bars(pyplot, rows: Rows):
     """Draws a bar a way and task with its spread over seeds, and every seed as a point."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     ways = _grouped(rows)
-    figure, axes = pyplot.subplots(figsize=(1.5 + 1.1 * len(tasks) * max(len(ways) / 4, 1), 3.2))
+    figure, axes = pyplot.subplots(figsize=(1.5 + 0.9 * len(tasks) * max(len(ways) / 4, 1), 3.2))
     width = 0.8 / len(ways)
     for number, ((way, sampled), own) in enumerate(ways.items()):
         at = [place + (number - (len(ways) - 1) / 2) * width for place in range(len(tasks))]
