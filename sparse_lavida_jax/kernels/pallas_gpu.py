@@ -162,7 +162,7 @@ def _product(a, b, shape: Shape, size: tuple[int, int], between=lambda: None):
     return pl.run_scoped(compute, plgpu.ACC(size, jnp.float32))
 
 
-def _added(accumulator, a, b, shape: Shape, between=lambda: None):
+def _added(accumulator, a, b, shape: Shape, between=lambda: None) -> Any:
     """Returns accumulator + a @ b, with `a` in registers or shared memory and `b` in the latter."""
     if shape.interpret:
         product = jnp.dot(a[...], b[...], preferred_element_type=jnp.float32)
