@@ -442,6 +442,7 @@ def _key_gradient_kernel(
             row_delta = plgpu.load(delta_smem.at[slot], layout=across)
             plgpu.commit_smem()
             plgpu.barrier_arrive(delta_consumed.at[slot])
+            # What it starts from is not taken away behind it, which would take registers then.
             rise = lax.broadcast_in_dim(-row_delta, size, [1])
             rise = _added(rise, own_v, _transposed(pulled_smem.at[slot], shape), shape)
             plgpu.barrier_arrive(pulled_consumed.at[slot])
