@@ -15,7 +15,7 @@ def get_config() -> ml_collections.ConfigDict:
 
 
 def get_ablation() -> dict:
-    ways = {str(m): dict(changes=dict(model=dict(num_registers=m))) for m in (0, 1, 2, 8, 36)}
+    ways = {str(m): dict(changes=dict(model=dict(num_registers=m))) for m in (0, 1, 2, 4, 8, 36)}
     ways["4"] = dict()  # as `configs/scenes.py` has it
     return dict(
         question="How many registers are needed?", tasks=("draw", "draw/held_out"), ways=ways

@@ -2,6 +2,7 @@
 """Config files: Python programs whose `get_config` returns the settings. Run only your own."""
 
 import contextlib
+import dataclasses
 import importlib.util
 import pathlib
 import sys
@@ -32,10 +33,12 @@ def read(path: pathlib.Path, base: config.Config | None = None) -> config.Config
 def changed(base: config.Config, given: ConfigDict | dict[str, Any]) -> config.Config:
     """Returns settings with those of `given` in their place, section by section, checked.
 
+    What is no section, such as the weights of tasks, is replaced as a whole.
+
     Raises:
         ConfigError: `given` sets what does not exist or is out of range.
     """
-    return config.build(config.Config, _over(config.to_dict(base), given))
+    return config.build(config.Config, _over(base, given))
 
 
 def run(path: pathlib.Path, function: str) -> Any:
@@ -62,12 +65,13 @@ def run(path: pathlib.Path, function: str) -> Any:
         raise config.ConfigError(f"{path} failed: {type(error).__name__}: {error}") from error
 
 
-def _over(base: dict[str, Any], given: Any) -> dict[str, Any]:
+def _over(base: Any, given: Any) -> dict[str, Any]:
     """Returns settings with those of `given` in their place, section by section."""
-    merged = dict(base)
+    merged = config.to_dict(base)
     for name in given:
-        section = isinstance(base.get(name), dict) and isinstance(given[name], dict | ConfigDict)
-        merged[name] = _over(base[name], given[name]) if section else given[name]
+        section = getattr(base, name, None)
+        inside = dataclasses.is_dataclass(section) and isinstance(given[name], dict | ConfigDict)
+        merged[name] = _over(section, given[name]) if inside else given[name]
     return merged
 
 

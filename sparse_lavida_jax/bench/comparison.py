@@ -140,8 +140,8 @@ def measure(
         The rows, as they are written.
     """
     settings = settings_of(shared, ablation, way, seed, folder)
-    wanted = []
-    for sampled, changes in ablation.ways[way].sampled.items():
+    place, wanted = [*ablation.ways].index(way), []
+    for nth, (sampled, changes) in enumerate(ablation.ways[way].sampled.items()):
         sampling = config_files.changed(settings, {"sampling": changes}).sampling
         for task in ablation.ways[way].tasks or ablation.tasks:
             row_id = f"{shared.name}/{way}/{sampled}/{task}/s{seed}"
@@ -152,13 +152,13 @@ def measure(
             }
             path = path_of(SUITE, row_id)
             if not path.exists() or differing(json.loads(path.read_text()), as_read(expected)):
-                wanted.append((sampled, sampling, task, row_id, expected))
+                wanted.append((nth, sampled, sampling, task, row_id, expected))
     if not wanted:
         return
     pipe = SparseLaViDa.from_pretrained(
         trained(shared, ablation, way, seed, folder), ablation.batch_size
     )
-    for sampled, sampling, task, row_id, expected in wanted:
+    for nth, sampled, sampling, task, row_id, expected in wanted:
         passes = pipe.on_step = Passes()
         name, _, split = task.partition("/")
         result = scenes.evaluate(
@@ -171,6 +171,7 @@ def measure(
             "way": way,
             "group": ablation.ways[way].group or way,
             "sampled": sampled,
+            "place": [place, nth],
             "seed": seed,
             "train_steps": settings.train.train_steps,
             "changes": ablation.ways[way].changes,
@@ -257,11 +258,14 @@ def _passes(row: dict[str, Any]) -> float:
 
 
 def newest(rows: Rows) -> list[dict[str, Any]]:
-    """Returns one row of each way, task and seed: of those of several devices the last."""
+    """Returns one row of each way, task and seed, in the order of the file that asks for them.
+
+    Of those of several devices it is the last.
+    """
     found = {}
     for row in sorted(rows, key=lambda row: row["created"]):
         found[row["ablation"], row["way"], row["sampled"], row["task"], row["seed"]] = row
-    return list(found.values())
+    return sorted(found.values(), key=lambda row: row["place"])
 
 
 def _grouped(rows: Rows) -> dict[tuple[str, str], list[dict[str, Any]]]:

@@ -71,6 +71,25 @@ def test_ways_that_train_alike_share_a_run_and_others_do_not():
     assert comparison.settings_of(shared, found, "schedule", 1, folder).name != one.name
 
 
+def test_a_way_learns_its_own_tasks_and_no_others():
+    """Weights are no section: those of a way replace the shared ones."""
+    (path,) = (path for path in CONFIGS if path.stem == "ablation_quality")
+    shared, found = comparison.read(path)
+    learned = {
+        way: set(comparison.settings_of(shared, found, way, 0, path).data.tasks)
+        for way in found.ways
+    }
+    of_a_skill = {
+        "draw": {"plan", "draw"}, "edit": {"edit"}, "answer": {"quiz", "answer"},
+        "point": {"locate", "point"}, "infill": {"infill"},
+    }  # fmt: skip
+    assert learned == {
+        f"{kind}_{skill}": tasks
+        for skill, tasks in of_a_skill.items()
+        for kind in ("sparse", "dense")
+    }
+
+
 def test_ways_that_make_no_sense_are_told():
     with pytest.raises(config.ConfigError, match="'b' starts after 'c', which is none of b"):
         comparison.Ablation(question="?", tasks=("draw",), ways={"b": comparison.Way(after="c")})
@@ -135,6 +154,7 @@ def test_a_way_is_trained_and_scored_once(tmp_path):
 
 def row(way, seed, share, sampled="", *, passes=4.0, curve=False):
     return {
+        "place": [way == "b", 0],
         "ablation": "tried", "question": "Which?", "way": way, "group": way, "sampled": sampled,
         "seed": seed,
         "task": "draw", "share": share, "correct": int(100 * share), "total": 100,
@@ -155,7 +175,8 @@ def test_the_table_holds_means_and_spreads():
     both[1]["train_steps"] = 9
     assert comparison.table(both).splitlines()[2:] == ["| a | 0.500 | 0.250 | 4.0 | 7 to 9 | 1 |"]
     again = row("a", 0, 0.9) | {"created": "9"}
-    assert comparison.newest([again, *ROWS]) == [again, ROWS[2], ROWS[1]]
+    assert comparison.newest([again, *ROWS]) == [ROWS[1], again, ROWS[2]]
+    assert comparison.newest([*reversed(ROWS)]) == ROWS
 
 
 def test_passes_are_counted_batch_by_batch():
