@@ -19,4 +19,5 @@ def get_config() -> ml_collections.ConfigDict:
         split="refcocog/val",
         batch_size=16,
     )
+    c.sampling = dict(text_steps=1, text_step_ratio=0.0, text_commit="count")
     return c

@@ -305,6 +305,13 @@ def parse(argv: list[str]) -> Command | None:
         if values.mode in FOLDERS and values.mode != "prepare" and overrides:
             raise UsageError(f"--mode={values.mode} takes no settings of a config: {overrides[0]}.")
         _refuse_addresses({f"--{name}": getattr(values, name) for name in PATHS})
+        together = _together(values)
+        if together is not None and values.mode != "train":
+            raise UsageError(
+                f"--mode={values.mode} does not connect processes: leave out --distributed and"
+                " --coordinator. Several of them evaluate with --shard=i/n each, under SLURM"
+                " --shard=$SLURM_PROCID/$SLURM_NTASKS."
+            )
         settings = _override(_base_config(values), overrides)
     except flags.Error as error:
         raise UsageError(f"{str(error).strip().rstrip('.')}. See --help.") from error
@@ -324,7 +331,7 @@ def parse(argv: list[str]) -> Command | None:
         src=values.src,
         dst=values.dst,
         dtype=values.dtype or None,
-        together=_together(values),
+        together=together,
         profile_steps=_steps(values.profile_steps),
         compilation_cache=values.compilation_cache,
         shard=values.shard,

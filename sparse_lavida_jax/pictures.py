@@ -45,26 +45,30 @@ class WriteError(OSError):
 # In.
 
 
-def read(path: pathlib.Path | str) -> Picture:
+def read(path: pathlib.Path | str, *, backdrop: bool = True) -> Picture:
     """Returns a picture file as RGB bytes, upright.
 
     Palettes, grey levels, 16 bits and CMYK are converted; transparency shows white.
+
+    Args:
+        backdrop: False: transparent pixels keep the colour that the file hides, often black, as
+            other people's evaluations read them.
 
     Raises:
         PictureError: no file, no PNG, JPEG or WebP, damaged, animated, or too many pixels.
     """
     with _opened(pathlib.Path(path)) as image:
-        return _as_rgb(ImageOps.exif_transpose(image))
+        return _as_rgb(ImageOps.exif_transpose(image), backdrop)
 
 
-def read_bytes(contents: bytes, name: str = "the picture") -> Picture:
+def read_bytes(contents: bytes, name: str = "the picture", *, backdrop: bool = True) -> Picture:
     """Returns what `read` does, of a file that is in memory; `name` is for the message.
 
     Raises:
         PictureError: as `read`.
     """
     with _opened(io.BytesIO(contents), name) as image:
-        return _as_rgb(ImageOps.exif_transpose(image))
+        return _as_rgb(ImageOps.exif_transpose(image), backdrop)
 
 
 def read_mask(path: pathlib.Path | str, like: Picture) -> Bool[np.ndarray, "h w"]:
@@ -138,14 +142,14 @@ def _check_header(path: object, image: Image.Image) -> None:
         raise PictureError(f"{path} is animated, {frames} frames: give one of them as a picture.")
 
 
-def _as_rgb(image: Image.Image) -> Picture:
+def _as_rgb(image: Image.Image, backdrop: bool = True) -> Picture:
     if image.mode in _DEEP:
         grey = (np.asarray(image).astype(np.int64).clip(0, 65535) / 257).round().astype(np.uint8)
         return np.repeat(grey[..., None], 3, axis=-1)
-    if image.has_transparency_data:
+    if backdrop and image.has_transparency_data:
         image = image.convert("RGBA")
-        backdrop = Image.new("RGBA", image.size, (*BACKDROP, 255))
-        image = Image.alpha_composite(backdrop, image)
+        behind = Image.new("RGBA", image.size, (*BACKDROP, 255))
+        image = Image.alpha_composite(behind, image)
     return np.array(image.convert("RGB"))
 
 

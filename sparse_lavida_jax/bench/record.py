@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 SCHEMA = "sparse-lavida-bench/1"
+WRITING = ".writing"  # ends the name of a file that is not whole yet
 RESULTS = pathlib.Path(__file__).parent / "results"
 PACKAGE = pathlib.Path(__file__).parents[1]
 
@@ -117,9 +118,14 @@ def compiled() -> Compiled:
 
 
 def write_json(path: pathlib.Path, values: Any) -> None:
-    """Writes a file as a whole or not at all."""
-    fresh = path.with_suffix(".writing")
-    fresh.write_text(json.dumps(values, indent=1) + "\n")
+    """Writes a file as a whole or not at all, whoever else is writing it."""
+    write_text(path, json.dumps(values, indent=1) + "\n")
+
+
+def write_text(path: pathlib.Path, text: str) -> None:
+    """Writes a file as a whole or not at all, whoever else is writing it."""
+    fresh = path.with_name(f"{path.name}.{os.getpid()}{WRITING}")
+    fresh.write_text(text)
     os.replace(fresh, path)
 
 

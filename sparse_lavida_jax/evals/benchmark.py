@@ -103,6 +103,11 @@ def mean(name: str, values: Sequence[float]) -> Score:
     return Score(name, sum(values) / max(len(values), 1), len(values))
 
 
+def are_answered(items: Sequence[Item]) -> bool:
+    """Whether the official file says what is right, and not the site of the benchmark alone."""
+    return any(item.record.get("answer") not in (None, "", "?") for item in items)
+
+
 class Benchmark(abc.ABC):
     """A benchmark.
 

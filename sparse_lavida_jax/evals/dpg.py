@@ -5,8 +5,9 @@ Files and layout: `dpg_bench` of github.com/TencentQQGYLab/ELLA. The judge is mP
 questions about each picture; from its answers on, the score is a formula.
 """
 
+import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from sparse_lavida_jax.evals.files import (
     existing,
     matching,
     read_separated,
+    read_text,
 )
 
 MOST_PICTURES = 4  # on one sheet
@@ -26,6 +28,21 @@ FIELDS = ("item_id", "proposition_id", "dependency", "question_natural_language"
 _LINE = re.compile(
     r"^(?P<path>.*), \((?P<part>\d+, \d+, \d+, \d+)\), (?P<question>.*), (?P<answer>.*)$"
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """What the judge is asked of a picture.
+
+    Attributes:
+        number: of the question among those of its prompt.
+        words: of it.
+        parents: numbers of those that it depends on; 0: none.
+    """
+
+    number: int
+    words: str
+    parents: tuple[int, ...]
 
 
 class Bench(PictureBenchmark):
@@ -54,13 +71,13 @@ class Bench(PictureBenchmark):
         for index, path in enumerate(matching(self.folder / "prompts", "*.txt", self.source)):
             if path.stem not in questions:
                 raise EvaluationError(f"dpg_bench.csv asks nothing of {path}. {self.source}")
-            items.append(Item(index, path.stem, path.read_text(encoding="utf-8").strip(), {}))
+            items.append(Item(index, path.stem, read_text(path).strip(), {}))
         return items
 
-    def _questions(self) -> dict[str, dict[str, tuple[int, tuple[int, ...]]]]:
-        """Returns the questions of each prompt, with their number and those they depend on."""
+    def _questions(self) -> dict[str, list[Question]]:
+        """Returns the questions of each prompt, in the order of the file."""
         path = existing(self.folder / "dpg_bench.csv", self.source)
-        found: dict[str, dict[str, tuple[int, tuple[int, ...]]]] = {}
+        found: dict[str, list[Question]] = {}
         for number, row in enumerate(read_separated(path, ","), 2):
             where = f"{path}, line {number},"
             check_fields(row, FIELDS, where)
@@ -69,8 +86,8 @@ class Bench(PictureBenchmark):
                 proposition = int(float(row["proposition_id"]))
             except ValueError as error:
                 raise EvaluationError(f"{where} holds no number: {error}.") from error
-            asked = found.setdefault(row["item_id"], {})
-            asked[row["question_natural_language"].strip()] = proposition, parents
+            words = row["question_natural_language"].strip()
+            found.setdefault(row["item_id"], []).append(Question(proposition, words, parents))
         return found
 
     def keep(self, item, drawn):
@@ -89,7 +106,7 @@ class Bench(PictureBenchmark):
         path = folder / JUDGED / DETAIL
         if not path.exists():
             return []
-        questions, answers = self._questions(), _answers(path.read_text().splitlines())
+        questions, answers = self._questions(), _answers(read_text(path).splitlines())
         missing = [row.key for row in rows if row.key not in answers]
         if missing:
             raise EvaluationError(
@@ -98,39 +115,63 @@ class Bench(PictureBenchmark):
             )
         values = []
         for row in rows:
-            parts = [score(questions[row.key], given) for given in answers[row.key].values()]
-            values.append(100 * sum(parts) / len(parts))
+            parts = answers[row.key]
+            if len(parts) != self.settings.num_images:
+                raise EvaluationError(
+                    f"{path} judges {len(parts)} pictures of {row.key}.png, and"
+                    f" {self.settings.num_images} were drawn: judge it again."
+                )
+            shares = [
+                score(questions[row.key], said, f"{path}, {row.key}.png, part ({part}),")
+                for part, said in parts.items()
+            ]
+            values.append(100 * sum(shares) / len(shares))
         return [mean("DPG-Bench score", values)]
 
 
-def score(questions: Mapping[str, tuple[int, Sequence[int]]], answers: Mapping[str, str]) -> float:
+def score(questions: Sequence[Question], said: Sequence[tuple[str, str]], where: str) -> float:
     """Returns the share of questions that are answered "yes", theirs to be asked at all.
 
-    A question counts 0 where one that it depends on counts 0, in the order of the numbers.
-    Questions without an answer are left out, as the official script leaves out the first of all.
+    A question counts 0 where one that it depends on counts 0, in the order of the file: of one
+    further down, what was answered counts. The official script leaves out the first question of
+    all; what depends on it has one dependency fewer.
 
     Args:
-        questions: number, and numbers of those it depends on (0: none), by the words.
-        answers: by the words.
+        questions: of one prompt.
+        said: words and answers, in the order in which they were written; of a picture that was
+            judged several times the last ones count.
+        where: for the message.
+
+    Raises:
+        EvaluationError: other questions were answered, or not all.
     """
-    numbered = sorted((questions[words], words) for words in answers if words in questions)
-    if not numbered:
-        raise EvaluationError("the judge answered questions that dpg_bench.csv does not ask.")
-    counts: dict[int, float] = {}
-    for (number, parents), words in numbered:
-        right = float(answers[words] == "yes")
-        counts[number] = right if all(counts.get(one, 1.0) for one in parents) else 0.0
+    for asked in (questions, questions[1:]):
+        last = said[max(len(said) - len(asked), 0) :]
+        if asked and [words for words, _ in last] == [question.words for question in asked]:
+            break
+    else:
+        raise EvaluationError(
+            f"{where} has {len(said)} answers, and not one for each of the {len(questions)}"
+            " questions of dpg_bench.csv, in their order: judge it again."
+        )
+    answers = [answer for _, answer in last]
+    counts = {
+        one.number: float(answer == "yes") for one, answer in zip(asked, answers, strict=True)
+    }
+    for question in asked:
+        if not all(counts.get(parent, 1.0) for parent in question.parents):
+            counts[question.number] = 0.0
     return sum(counts.values()) / len(counts)
 
 
-def _answers(lines: Sequence[str]) -> dict[str, dict[str, dict[str, str]]]:
-    """Returns answers by prompt, part of the sheet, and question."""
-    found: dict[str, dict[str, dict[str, str]]] = {}
+def _answers(lines: Sequence[str]) -> dict[str, dict[str, list[tuple[str, str]]]]:
+    """Returns questions and answers, as they come, by prompt and part of the sheet."""
+    found: dict[str, dict[str, list[tuple[str, str]]]] = {}
     for line in lines:
         match = _LINE.match(line)
         if match is None:
             raise EvaluationError(f"{DETAIL} has a line that is none of the official: {line!r}.")
         name = re.split(r"[\\/]", match["path"])[-1].split(".")[0]
-        part = found.setdefault(name, {}).setdefault(match["part"], {})
-        part[match["question"].strip()] = match["answer"].strip()
+        part = found.setdefault(name, {}).setdefault(match["part"], [])
+        part.append((match["question"].strip(), match["answer"].strip()))
     return found

@@ -6,12 +6,13 @@ import io
 import json
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from sparse_lavida_jax import pictures
 from sparse_lavida_jax.data import tables
 from sparse_lavida_jax.data.records import RecordError
 
+T = TypeVar("T")
 Record = dict[str, Any]
 Picture = pictures.Picture
 
@@ -48,16 +49,43 @@ def matching(folder: pathlib.Path, pattern: str, source: str) -> list[pathlib.Pa
     return found
 
 
-def read_json(path: pathlib.Path) -> Any:
+def read_text(path: pathlib.Path) -> str:
+    """Returns the words of a file in UTF-8, without a mark of byte order.
+
+    Raises:
+        EvaluationError: it holds none.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise EvaluationError(f"{path} is no text in UTF-8: {error}. Get it again.") from error
+
+
+def read_json(path: pathlib.Path, kind: type[T] = object) -> T:
     """Returns what a JSON file holds.
 
     Raises:
-        EvaluationError: it is no JSON.
+        EvaluationError: it is no JSON, or of another kind.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8-sig"))
+        found = json.loads(read_text(path))
     except ValueError as error:
-        raise EvaluationError(f"{path} is no JSON: {error}. Download it again.") from error
+        raise EvaluationError(f"{path} is no JSON: {error}. Get it again.") from error
+    return of_kind(found, kind, str(path))
+
+
+def of_kind(value: Any, kind: type[T], where: str) -> T:
+    """Returns a value of a kind.
+
+    Raises:
+        EvaluationError: it is of another.
+    """
+    if not isinstance(value, kind):
+        raise EvaluationError(
+            f"{where} holds {type(value).__name__} where {kind.__name__} belongs: {value!r:.80}. Is"
+            " it another benchmark, or another version of this one?"
+        )
+    return value
 
 
 def read_lines(path: pathlib.Path) -> list[Record]:
@@ -67,7 +95,7 @@ def read_lines(path: pathlib.Path) -> list[Record]:
         EvaluationError: a line is none.
     """
     records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), 1):
+    for number, line in enumerate(read_text(path).splitlines(), 1):
         if line.strip():
             try:
                 record = json.loads(line)
@@ -87,10 +115,10 @@ def read_separated(path: pathlib.Path, delimiter: str) -> list[dict[str, str]]:
     """
     before = csv.field_size_limit(MOST_CELL)
     try:
-        text = path.read_text(encoding="utf-8-sig")
-        rows = list(csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter))
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise EvaluationError(f"{path} cannot be read: {error}. Download it again.") from error
+        text = io.StringIO(read_text(path), newline="")
+        rows = list(csv.DictReader(text, delimiter=delimiter))
+    except csv.Error as error:
+        raise EvaluationError(f"{path} cannot be read: {error}. Get it again.") from error
     finally:
         csv.field_size_limit(before)
     return [{str(k): "" if v is None else str(v) for k, v in row.items()} for row in rows]
@@ -113,21 +141,21 @@ def check_fields(record: Any, fields: Iterable[str], where: str) -> Record:
 
 
 def read_pictures(*paths: pathlib.Path) -> list[Picture]:
-    """Returns picture files as RGB bytes.
+    """Returns picture files as RGB bytes, transparent pixels as lmms-eval reads them.
 
     Raises:
         PictureError: see `pictures.read`.
     """
-    return [pictures.read(path) for path in paths]
+    return [pictures.read(path, backdrop=False) for path in paths]
 
 
-def picture_name(name: str, where: str) -> str:
-    """Returns the name of a picture inside the folder of a benchmark.
+def picture_name(name: Any, where: str) -> str:
+    """Returns the name of a picture inside a folder.
 
     Raises:
-        EvaluationError: it leads out of there.
+        EvaluationError: it is none, or leads out of there.
     """
-    path = pathlib.PurePosixPath(name)
+    path = pathlib.PurePosixPath(of_kind(name, str, where))
     if not name or path.is_absolute() or ".." in path.parts:
         raise EvaluationError(f"{where} names the picture {name!r}, which is no file inside it.")
     return name
@@ -182,4 +210,5 @@ class Parquet:
             contents = self._reader.picture(self._reader.row(table, number).get(field))
         except (tables.TableError, RecordError) as error:
             raise EvaluationError(f"{table.path}, row {number}, {field}: {error}.") from error
-        return pictures.read_bytes(contents, f"{table.path}, row {number}, {field}")
+        where = f"{table.path}, row {number}, {field}"
+        return pictures.read_bytes(contents, where, backdrop=False)

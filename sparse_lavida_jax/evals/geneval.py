@@ -8,7 +8,13 @@ import json
 import pathlib
 
 from sparse_lavida_jax.evals.benchmark import JUDGED, Item, PictureBenchmark, mean, share, shares
-from sparse_lavida_jax.evals.files import EvaluationError, check_fields, existing, read_lines
+from sparse_lavida_jax.evals.files import (
+    EvaluationError,
+    check_fields,
+    existing,
+    of_kind,
+    read_lines,
+)
 
 RESULTS = "results.jsonl"
 
@@ -68,5 +74,6 @@ def _judged(path: pathlib.Path) -> dict[str, dict]:
     found = {}
     for record in read_lines(path):
         record = check_fields(record, ("filename", "tag", "correct"), str(path))
-        found["/".join(pathlib.PurePath(record["filename"]).parts[-3:])] = record
+        file = of_kind(record["filename"], str, f"{path}, filename,")
+        found["/".join(pathlib.PurePath(file).parts[-3:])] = record
     return found

@@ -5,11 +5,10 @@ Files and layout: github.com/PKU-YuanGroup/ImgEdit, Benchmark/Basic. The judge i
 """
 
 import functools
-import re
 
 from sparse_lavida_jax import pictures
 from sparse_lavida_jax.data.images import centre_crop
-from sparse_lavida_jax.evals.benchmark import EXPORT, JUDGED, Benchmark, Item, mean
+from sparse_lavida_jax.evals.benchmark import EXPORT, JUDGED, Benchmark, Item, mean, share
 from sparse_lavida_jax.evals.files import (
     EvaluationError,
     check_fields,
@@ -21,7 +20,6 @@ from sparse_lavida_jax.evals.files import (
 
 RESULT = "result.json"
 ORIGINALS = "singleturn"
-_POINTS = re.compile(r"^[^:]*: (\d+)$")
 
 
 class Bench(Benchmark):
@@ -35,17 +33,19 @@ class Bench(Benchmark):
     )
     judge = (
         "run Benchmark/Basic/basic_bench.py of github.com/PKU-YuanGroup/ImgEdit with"
-        " --result_img_folder set to that folder, and put the result.json that it writes into"
-        f" {JUDGED} beside it."
+        " --result_img_folder set to that folder, --edit_json to basic_edit.json,"
+        f" --origin_img_root to {ORIGINALS} and --prompts_json to prompts.json of there, and put"
+        f" the result.json that it writes into {JUDGED} beside it."
     )
 
     def read(self, settings):
         """Returns an item an edit."""
         path = existing(self.folder / "basic_edit.json", self.source)
         items = []
-        for index, (key, record) in enumerate(read_json(path).items()):
+        for index, (key, record) in enumerate(read_json(path, dict).items()):
             where = f"{path}, {key},"
             record = check_fields(record, ("id", "prompt", "edit_type"), where)
+            picture_name(f"{key}.png", where)
             file = self.folder / ORIGINALS / picture_name(record["id"], where)
             load = functools.partial(read_pictures, existing(file, self.source))
             items.append(Item(index, key, record["prompt"], record, load))
@@ -68,31 +68,35 @@ class Bench(Benchmark):
         path = folder / JUDGED / RESULT
         if not path.exists():
             return []
-        said, values = read_json(path), {}
+        judged, values, refused = read_json(path, dict), {}, []
         for item in self.items:
-            points = judged_points(said.get(item.key))
-            if points is None:
+            said = judged.get(item.key)
+            if not isinstance(said, str):
                 raise EvaluationError(
-                    f"{path} gives no points for {item.key}, but {said.get(item.key)!r}: judge it"
-                    " again."
+                    f"{path} holds no answer for {item.key}, but {said!r}: judge it again."
                 )
-            values.setdefault(item.record["edit_type"], []).append(points)
+            points = judged_points(said)
+            refused.append(points is None)
+            if points is not None:
+                values.setdefault(item.record["edit_type"], []).append(points)
+        if not values:
+            raise EvaluationError(f"{path} gives no edit any points: judge them again.")
         types = [mean(f"- {name}", points) for name, points in values.items()]
         every = [one for points in values.values() for one in points]
         return [
             mean("overall, mean of the types", [one.value for one in types]),
             *types,
             mean("mean of the edits", every),
+            share("answers without points, left out as the official script does", refused),
         ]
 
 
-def judged_points(said: object) -> float | None:
+def judged_points(said: str) -> float | None:
     """Returns the mean of the points in what a judge said, one a line; None if there are none.
 
-    Rounded to two places, as the official script does.
+    Points stand alone behind the only ": " of their line, and the mean is rounded to two places, as
+    in the official script.
     """
-    if not isinstance(said, str):
-        return None
-    found = [_POINTS.match(line.strip()) for line in said.splitlines()]
-    points = [int(match[1]) for match in found if match]
+    lines = [line.strip().split(": ") for line in said.splitlines()]
+    points = [int(line[1]) for line in lines if len(line) == 2 and line[1].isdecimal()]
     return round(sum(points) / len(points), 2) if points else None

@@ -43,7 +43,7 @@ class Bench(QuestionBenchmark):
         """Returns an item a version of a problem."""
         path = existing(self.folder / "testmini.json", self.source)
         images, items = self.folder / "images", []
-        for index, record in enumerate(read_json(path)):
+        for index, record in enumerate(read_json(path, list)):
             where = f"{path}, entry {index},"
             record = check_fields(record, FIELDS, where)
             name = picture_name(record["image"], where)
@@ -77,7 +77,7 @@ class Bench(QuestionBenchmark):
         if not path.exists():
             return [bound]
         judged = {}
-        for number, record in enumerate(read_json(path)):
+        for number, record in enumerate(read_json(path, list)):
             where = f"{path}, entry {number},"
             record = check_fields(record, ("sample_index", "judgement"), where)
             judged[str(record["sample_index"])] = record["judgement"]

@@ -11,7 +11,14 @@ import re
 from collections.abc import Mapping
 
 from sparse_lavida_jax.bench.record import write_json
-from sparse_lavida_jax.evals.benchmark import JUDGED, Item, QuestionBenchmark, share, shares
+from sparse_lavida_jax.evals.benchmark import (
+    JUDGED,
+    Item,
+    QuestionBenchmark,
+    are_answered,
+    share,
+    shares,
+)
 from sparse_lavida_jax.evals.files import (
     EvaluationError,
     Parquet,
@@ -65,7 +72,7 @@ class Bench(QuestionBenchmark):
 
     def scores(self, rows, folder):
         """Returns the share of right answers: found by rules, and by GPT-4 if it was asked."""
-        if "answer" not in self.items[0].record:
+        if not are_answered(self.items):
             return []  # the test split is judged elsewhere
         hits, unread = [], []
         for item, row in zip(self.items, rows, strict=True):
@@ -80,11 +87,11 @@ class Bench(QuestionBenchmark):
         path = folder / JUDGED / OUTPUT
         if not path.exists():
             return found
-        judged = read_json(path)
+        judged = read_json(path, dict)
         hits = []
         for item in self.items:
             said = check_fields(judged.get(item.key), ("extraction",), f"{path}, {item.key},")
-            hits.append((_task(item), is_right(said["extraction"], item.record)))
+            hits.append((_task(item), is_right(str(said["extraction"]), item.record)))
         return [share("accuracy", [hit for _, hit in hits]), *shares(hits), *found[:2]]
 
 

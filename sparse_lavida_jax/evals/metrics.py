@@ -2,7 +2,6 @@
 """Scores that are formulas."""
 
 import math
-import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -64,9 +63,8 @@ def relaxed_match(answer: str, wanted: str) -> bool:
 def _number(text: str) -> float | None:
     """Returns a number, percentages as shares; None for other text."""
     text = text.strip()
-    match = re.fullmatch(r"([-+]?[\d.]+(?:[eE][-+]?\d+)?)(%?)", text)
     try:
-        return None if match is None else float(match[1]) / (100 if match[2] else 1)
+        return float(text.rstrip("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
         return None
 

@@ -12,7 +12,14 @@ import zipfile
 import numpy as np
 
 from sparse_lavida_jax.evals.benchmark import JUDGED, Item, PictureBenchmark, Score, mean
-from sparse_lavida_jax.evals.files import EvaluationError, check_fields, existing, read_json
+from sparse_lavida_jax.evals.files import (
+    EvaluationError,
+    Record,
+    check_fields,
+    existing,
+    picture_name,
+    read_json,
+)
 from sparse_lavida_jax.evals.metrics import cosine_scores, frechet_distance
 
 PAIRS = "prompts.jsonl"
@@ -38,8 +45,10 @@ class Bench(PictureBenchmark):
         """Returns an item a prompt."""
         path = existing(self.folder / "meta_data.json", self.source)
         items = []
-        for index, (key, record) in enumerate(read_json(path).items()):
-            record = check_fields(record, ("category", "prompt"), f"{path}, {key},")
+        for index, (key, record) in enumerate(read_json(path, dict).items()):
+            where = f"{path}, {key},"
+            record = check_fields(record, ("category", "prompt"), where)
+            picture_name(_file(record, key), where)
             items.append(Item(index, key, record["prompt"], record))
         return items
 
@@ -47,7 +56,7 @@ class Bench(PictureBenchmark):
         """Returns one picture in the folder of its category, as the real ones lie."""
         if len(drawn) > 1:
             raise EvaluationError("MJHQ-30K takes one picture a prompt: evaluate.num_images=1.")
-        return {f"{item.record['category']}/{item.key}.png": drawn[0]}
+        return {_file(item.record, item.key): drawn[0]}
 
     def export(self, rows, folder):
         """Writes which picture goes with which prompt."""
@@ -87,8 +96,17 @@ class Bench(PictureBenchmark):
             values = given["scores"]
         else:
             check_fields(given, ("pictures", "texts"), str(path))
-            scale = float(given.get("scale", np.ones(())))
-            values = _formula(path, cosine_scores, given["pictures"], given["texts"], scale)
+            scale = given.get("scale", np.ones(()))
+            if scale.size != 1:
+                raise EvaluationError(f"{path}: scale must be a number, and is {scale.shape}.")
+            values = _formula(
+                path, cosine_scores, given["pictures"], given["texts"], float(scale.item())
+            )
+        if np.shape(values) != (len(names),) or not np.isfinite(values).all():
+            raise EvaluationError(
+                f"{path} must give each of its {len(names)} names one finite number; it gives"
+                f" {np.shape(values)}."
+            )
         by_name = dict(zip(names, np.asarray(values, np.float64).tolist(), strict=True))
         groups: dict[str, list[float]] = {}
         for item in self.items:
@@ -107,6 +125,13 @@ def _arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
 
 def _formula(path: pathlib.Path, formula, *given):
     try:
+        if not all(np.isfinite(one).all() for one in given):
+            raise ValueError("features are not all finite: take them again.")
         return formula(*given)
-    except (ValueError, IndexError) as error:
+    except (ValueError, IndexError, TypeError) as error:
         raise EvaluationError(f"{path}: {error}") from error
+
+
+def _file(record: Record, key: str) -> str:
+    """Returns the file of a picture, which lies in the folder of its category like the real one."""
+    return f"{record['category']}/{key}.png"

@@ -44,9 +44,18 @@ class Bench(QuestionBenchmark):
         items = []
         for index, row in enumerate(rows):
             key = row["index"]
+            if not key.isdecimal():
+                raise EvaluationError(f"{path}, line {index + 2}, has no number: {key!r}.")
             load = functools.partial(_pictures, encoded, key, str(path))
             items.append(Item(index, key, words_of(row), row, load))
         return items
+
+    def first(self, items):
+        """Returns the rows of as many questions as the settings ask for, all their orders."""
+        if not self.settings.limit:
+            return items
+        numbers = {*[*dict.fromkeys(map(_question, items))][: self.settings.limit]}
+        return [item for item in items if _question(item) in numbers]
 
     def export(self, rows, folder):
         """Writes the table with a column of predictions, to be judged or handed in."""
@@ -70,10 +79,10 @@ class Bench(QuestionBenchmark):
             letter = letter_of(row.output["text"], options_of(item.record))
             unread.append(letter is None)
             hit = letter == item.record["answer"].strip()
-            number = int(item.key)
-            by_question.setdefault(number % ROUND, []).append(hit)
-            categories[number % ROUND] = item.record["category"]
-            if number < ROUND:
+            number = _question(item)
+            by_question.setdefault(number, []).append(hit)
+            categories[number] = item.record["category"]
+            if int(item.key) == number:
                 first.append(hit)
         every = [(categories[number], all(hits)) for number, hits in by_question.items()]
         return [
@@ -82,6 +91,11 @@ class Bench(QuestionBenchmark):
             share("answers without a letter, counted wrong", unread),
             *shares(every),
         ]
+
+
+def _question(item: Item) -> int:
+    """Returns the number that a question has in every order of its options."""
+    return int(item.key) % ROUND
 
 
 def options_of(row: dict[str, str]) -> dict[str, str]:
@@ -130,4 +144,4 @@ def _pictures(encoded: dict[str, str], key: str, where: str) -> list[pictures.Pi
         data = base64.b64decode(contents, validate=True)
     except binascii.Error as error:
         raise EvaluationError(f"{where}, {key}: its picture is damaged ({error}).") from error
-    return [pictures.read_bytes(data, f"{where}, {key}")]
+    return [pictures.read_bytes(data, f"{where}, {key}", backdrop=False)]

@@ -11,7 +11,7 @@ import functools
 import pathlib
 
 from sparse_lavida_jax.evals.benchmark import Item, QuestionBenchmark, Score
-from sparse_lavida_jax.evals.files import EvaluationError, read_pictures
+from sparse_lavida_jax.evals.files import EvaluationError, read_pictures, read_text
 
 PERCEPTION = (
     "existence", "count", "position", "color", "posters", "celebrity", "scene", "landmark",
@@ -49,7 +49,7 @@ class Bench(QuestionBenchmark):
     def _questions(
         self, first: int, category: str, path: pathlib.Path, picture: pathlib.Path
     ) -> list[Item]:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line for line in read_text(path).splitlines() if line.strip()]
         items = []
         for number, line in enumerate(lines):
             question, _, answer = line.rpartition("\t")

@@ -5,7 +5,6 @@ Files: `refs(unc).p` or `refs(umd).p` and `instances.json` of github.com/licheng
 of COCO train2014. The prompt and the one step are those of the released evaluation (spec Sec. 8).
 """
 
-import dataclasses
 import functools
 import pathlib
 import pickletools
@@ -86,14 +85,9 @@ class Bench(Benchmark):
             pipe.prompts.locate_one(item.words, picture)
             for item, picture in zip(items, shown, strict=True)
         ]
-        sampling = self.sampling
-        if pipe.prompts.locates_in_one_step:
-            sampling = dataclasses.replace(
-                sampling, text_steps=1, text_step_ratio=0.0, text_commit="count"
-            )
         seeds = [self.seed_of(item) for item in items]
-        bucket = pipe.shared_bucket(examples, sampling)
-        said = pipe.run(examples, sampling=sampling, seed=seeds, bucket=bucket)
+        bucket = pipe.shared_bucket(examples, self.sampling)
+        said = pipe.run(examples, sampling=self.sampling, seed=seeds, bucket=bucket)
         outputs = []
         for item, picture, ids in zip(items, shown, said, strict=True):
             height, width = picture.shape[:2]

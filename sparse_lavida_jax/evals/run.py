@@ -2,7 +2,7 @@
 """Runs a benchmark: item by item, resumable, in shards; at the end its scores and its table.
 
 A folder holds `settings.json` (what it is the evaluation of; another is refused), `shards/0-of-4/`
-and so on with `items.jsonl` (a row an item, appended when it is done) and `made_with.json`,
+and so on with `items.jsonl` (a row an item, appended when it is done) and `made_with.json` (where),
 `export/` (what the official scorer reads), `judged/` (what a person puts there: what scorers and
 judges said), and when every item is there `results.json` and `table.md`.
 """
@@ -16,8 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
-
 from sparse_lavida_jax import checkpoint, config, markdown, runs
 from sparse_lavida_jax.bench import record
 from sparse_lavida_jax.evals import benchmark
@@ -26,7 +24,7 @@ from sparse_lavida_jax.evals.files import EvaluationError
 from sparse_lavida_jax.pipeline import SparseLaViDa
 
 SCHEMA = "sparse-lavida-eval/1"
-MADE_WITH = "made_with.json"  # of a shard: device, software and commit
+MADE_WITH = "made_with.json"  # of a shard: device, software and commit, an entry for each
 # Settings that change where and how fast items are computed, and not what they are.
 MAY_CHANGE = frozenset({"evaluate.batch_size", "evaluate.checkpoint", "evaluate.data"})
 
@@ -47,7 +45,7 @@ def evaluate(
         settings: of the evaluation, those of the checkpoint among them.
         name: the checkpoint.
         folder: of this evaluation; made, or gone on with.
-        shard: "i/n" for every n-th item from the i-th on; "": this process's share.
+        shard: "i/n" for every n-th item from the i-th on; "": all of them.
         on_progress: called with the items of the shard that are done, and all of them.
 
     Returns:
@@ -71,7 +69,7 @@ def evaluate(
             pipe = SparseLaViDa.from_pretrained(name, batch_size=settings.evaluate.batch_size)
             counted = _counted(on_progress, len(mine) - len(pending), len(mine))
             own = folder / "shards" / f"{part}-of-{parts}"
-            record.write_json(own / MADE_WITH, {**record.circumstances(), **record.commit()})
+            _tell_circumstances(own / MADE_WITH)
             _compute(bench, pipe, pending, own / "items.jsonl", counted)
     finally:
         release()
@@ -85,9 +83,9 @@ def evaluate(
 
 
 def _shard(words: str) -> tuple[int, int]:
-    """Reads "i/n"; "": which of how many processes this is."""
+    """Reads "i/n"; "": the only one."""
     if not words:
-        return jax.process_index(), jax.process_count()
+        return 0, 1
     first, _, second = words.partition("/")
     if first.isdecimal() and second.isdecimal() and int(first) < int(second):
         return int(first), int(second)
@@ -113,26 +111,27 @@ def _claim(folder: pathlib.Path, settings: config.Config, bench: Benchmark, chec
     now = {
         "checkpoint": checksum,
         "items": len(bench.items),
-        "keys": hashlib.sha256("\n".join(item.key for item in bench.items).encode()).hexdigest(),
+        "keys": _digest(bench.items),
         "seed": settings.seed,
         "evaluate": config.to_dict(settings.evaluate),
         "sampling": config.to_dict(settings.sampling),
     }
     now = json.loads(json.dumps(now))  # tuples become lists, as in the file
     if not path.exists():
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            if not (folder / "shards").is_dir():
+        if folder.exists() and not (folder / "shards").is_dir():
+            if not folder.is_dir() or any(one.suffix != record.WRITING for one in folder.iterdir()):
                 raise runs.RunError(
                     f"{folder} holds files but no settings.json, so it is no evaluation. Choose"
                     " another --workdir."
                 )
-        _made(folder)
-        # Shards that start together write the same.
-        scratch = folder / f"settings.{os.getpid()}.writing"
-        scratch.write_text(json.dumps(now, indent=1) + "\n")
-        os.replace(scratch, path)
-        return
-    before = dict(_flat(json.loads(path.read_text())))
+        record.write_json(_made(folder) / path.name, now)
+    # Of shards that start together each may write; they go on if they wrote the same.
+    try:
+        before = dict(_flat(json.loads(path.read_text())))
+    except (ValueError, AttributeError) as error:
+        raise runs.RunError(
+            f"{path} is damaged ({error}). Choose another --workdir, or delete this one."
+        ) from error
     changed = [
         f"{name} was {before.get(name)!r} and is {value!r}"
         for name, value in _flat(now)
@@ -143,6 +142,24 @@ def _claim(folder: pathlib.Path, settings: config.Config, bench: Benchmark, chec
             f"{folder} is another evaluation: {'; '.join(changed)}. Choose another --workdir, or"
             " delete that one to start anew."
         )
+
+
+def _digest(items: Sequence[benchmark.Item]) -> str:
+    """Returns what changes with any word of any item."""
+    told = [(item.key, item.words, item.record) for item in items]
+    return hashlib.sha256(json.dumps(told, default=str).encode()).hexdigest()
+
+
+def _tell_circumstances(path: pathlib.Path) -> None:
+    """Adds device, software and commit to a file, unless its last entry has the same."""
+    before = json.loads(path.read_text()) if path.exists() else []
+    now = json.loads(json.dumps({**record.circumstances(), **record.commit()}))
+    if not before or _without_times(before[-1]) != _without_times(now):
+        record.write_json(path, [*before, now])
+
+
+def _without_times(entry: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in entry.items() if name != "created"}
 
 
 def _flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -228,10 +245,14 @@ def _finish(
     """Writes the export, `results.json` and `table.md`, and returns the table."""
     _made(folder / JUDGED)
     for part in folder.glob(f"{EXPORT}/**/.*.png-*"):  # of pictures that a killed process wrote
-        part.unlink()
+        part.unlink(missing_ok=True)  # another shard may be about the same
     bench.export(rows, _made(folder / EXPORT))
     scores = bench.scores(rows, folder)
-    made = [json.loads(path.read_text()) for path in sorted(folder.glob(f"shards/*/{MADE_WITH}"))]
+    made = [
+        entry
+        for path in sorted(folder.glob(f"shards/*/{MADE_WITH}"))
+        for entry in json.loads(path.read_text())
+    ]
     results = {
         "schema": SCHEMA,
         "benchmark": settings.evaluate.benchmark,
@@ -248,9 +269,7 @@ def _finish(
     }
     record.write_json(folder / "results.json", results)
     text = _table(bench, scores, results, folder)
-    scratch = folder / "table.writing"
-    scratch.write_text(text + "\n")
-    os.replace(scratch, folder / "table.md")
+    record.write_text(folder / "table.md", text + "\n")
     return text
 
 
@@ -271,18 +290,24 @@ def _table(bench: Benchmark, scores: Sequence[Score], results: dict, folder: pat
 
 
 def _description(results: dict[str, Any]) -> str:
-    made = results["made_with"][0]
-    device, commit = made["device"], made["commit"] + ("+" if made["dirty"] else "")
+    places = dict.fromkeys(map(_place, results["made_with"]))
     set_ = [
         *_changed(results["evaluate"], config.Evaluate()),
         *_changed(results["sampling"], config.Sampling()),
     ]
     return (
         f"{results['items']} items, {results['checkpoint']['name']} (SHA-256"
-        f" {results['checkpoint']['sha256'][:12]}), seed {results['seed']}; commit"
-        f" {commit or 'unknown'}, {device['count']} x {device['kind']}, jax"
-        f" {made['software']['jax']}, {results['seconds']:.0f} s. Other than the defaults:"
-        f" {', '.join(set_)}."
+        f" {results['checkpoint']['sha256'][:12]}), seed {results['seed']}; {'; '.join(places)};"
+        f" {results['seconds']:.0f} s. Other than the defaults: {', '.join(set_)}."
+    )
+
+
+def _place(made: dict[str, Any]) -> str:
+    """Returns where and with what items were computed."""
+    device, commit = made["device"], made["commit"] + ("+" if made["dirty"] else "")
+    return (
+        f"commit {commit or 'unknown'}, {device['count']} x {device['kind']}, jax"
+        f" {made['software']['jax']}"
     )
 
 

@@ -9,11 +9,13 @@ import shutil
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from sparse_lavida_jax import config
+from sparse_lavida_jax import config, pictures
 from sparse_lavida_jax.evals import (
     benchmark,
     dpg,
+    files,
     imgedit,
     mathvista,
     metrics,
@@ -84,8 +86,9 @@ def test_items_are_numbered_and_show_their_pictures(name):
             assert picture.shape == (24, 40, 3)
     shows = isinstance(bench, benchmark.QuestionBenchmark) or name in ("imgedit", "refcoco")
     assert all(bool(item.load()) == shows for item in bench.items)
-    few = load(name, limit=2)
-    assert [item.key for item in few.items] == [item.key for item in bench.items[:2]]
+    few = load(name, limit=1)
+    count = 2 if name == "mmbench" else 1  # all orders of a question
+    assert few.items[0].key == bench.items[0].key and len(few.items) == count
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -120,6 +123,13 @@ def test_seeds_of_items_do_not_overlap():
     [
         ("geneval", "evaluation_metadata.jsonl", ('"tag"', '"group"'), "has no tag; it has group"),
         ("geneval", "evaluation_metadata.jsonl", ("{", "["), "line 1, is no JSON"),
+        ("geneval", "evaluation_metadata.jsonl", ("prompt", "\udcff"), "is no text in UTF-8"),
+        ("dpg", "prompts/0.txt", ("a", "\udcff"), "0.txt is no text in UTF-8"),
+        ("mme", "color/0000.txt", ("Yes", "\udcff"), "0000.txt is no text in UTF-8"),
+        ("mjhq", "meta_data.json", ('"art"', '"../../art"'), "which is no file inside it"),
+        ("imgedit", "basic_edit.json", ('"72"', '"../72"'), "which is no file inside it"),
+        ("chartqa", "test/test_human.json", ('"imgname": "', '"imgname": 7, "n": "'), "holds int"),
+        ("mmbench", "MMBench_DEV_EN.tsv", ("\n252\t", "\ntwo\t"), "has no number: 'two'"),
         ("dpg", "dpg_bench.csv", ("proposition_id", "number"), "has no proposition_id"),
         ("dpg", "dpg_bench.csv", ("\n0,", "\n9,"), "asks nothing of"),
         ("mjhq", "meta_data.json", ('"prompt"', '"text"'), "has no prompt"),
@@ -139,10 +149,40 @@ def test_wrong_files_are_named(tmp_path, name, file, change, told):
     path = data / file
     text = path.read_text()
     assert change[0] in text
-    path.write_text(text.replace(*change))
+    path.write_text(text.replace(*change), errors="surrogateescape")
     with pytest.raises(EvaluationError) as error:
         load(name, data)
     assert told in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "kind"),
+    [
+        ("mjhq", "meta_data.json", "dict"), ("imgedit", "basic_edit.json", "dict"),
+        ("mathverse", "testmini.json", "list"),
+    ],
+)  # fmt: skip
+def test_json_of_another_kind_is_named(tmp_path, name, file, kind):
+    data = shutil.copytree(SAMPLES / name, tmp_path / name)
+    (data / file).write_text("7")
+    with pytest.raises(EvaluationError, match=rf"{file} holds int where {kind} belongs: 7"):
+        load(name, data)
+
+
+def test_a_mark_of_byte_order_is_no_word(tmp_path):
+    data = shutil.copytree(SAMPLES / "dpg", tmp_path / "dpg")
+    path = data / "prompts" / "0.txt"
+    words = path.read_text()
+    path.write_bytes(b"\xef\xbb\xbf" + words.encode())
+    assert load("dpg", data).items[0].words == words.strip()
+
+
+def test_hidden_colours_are_shown_as_lmms_eval_shows_them(tmp_path):
+    path = tmp_path / "0.png"
+    Image.new("RGBA", (2, 1), (9, 8, 7, 0)).save(path)
+    (shown,) = files.read_pictures(path)
+    assert shown[0, 0].tolist() == [9, 8, 7]
+    assert pictures.read(path)[0, 0].tolist() == [255, 255, 255]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -191,14 +231,30 @@ def test_dpg_draws_four_pictures_on_a_sheet(tmp_path):
         load("dpg", num_images=5)
 
 
+def dpg_share(questions, said):
+    """The share of questions (number, words, parent) that answers "words: yes" give."""
+    asked = [dpg.Question(number, words, (parent,)) for number, words, parent in questions]
+    return dpg.score(asked, [tuple(one.split(": ")) for one in said.split(", ")], "here")
+
+
 def test_a_question_of_dpg_counts_if_those_before_it_do():
-    questions = {"a": (1, (0,)), "b": (2, (1,)), "c": (3, (2,)), "d": (4, (0,))}
-    right = dict.fromkeys("abcd", "yes")
-    assert dpg.score(questions, right) == 1.0
-    assert dpg.score(questions, right | {"a": "no"}) == 0.25  # b and c fall with a
-    assert dpg.score(questions, right | {"c": "no"}) == 0.75
+    questions = [(1, "a", 0), (2, "b", 1), (3, "c", 2), (4, "d", 0)]
+    assert dpg_share(questions, "a: yes, b: yes, c: yes, d: yes") == 1.0
+    assert dpg_share(questions, "a: no, b: yes, c: yes, d: yes") == 0.25  # b and c fall with a
+    assert dpg_share(questions, "a: yes, b: yes, c: no, d: yes") == 0.75
     # The official script leaves out the first question of all.
-    assert dpg.score(questions, {"b": "yes", "c": "yes", "d": "no"}) == pytest.approx(2 / 3)
+    assert dpg_share(questions, "b: yes, c: yes, d: no") == pytest.approx(2 / 3)
+
+
+def test_dpg_follows_the_official_order():
+    """The same words may be asked twice, a parent may come later, and the last judgement counts."""
+    twice = [(1, "a", 0), (2, "b", 0), (3, "a", 2)]
+    assert dpg_share(twice, "a: yes, b: no, a: yes") == pytest.approx(1 / 3)
+    assert dpg_share([(1, "a", 2), (2, "b", 0)], "a: yes, b: no") == 0.0
+    assert dpg_share([(1, "a", 0), (2, "b", 0)], "a: no, b: no, a: yes, b: yes") == 1.0
+    for said in ("a: yes, b: yes", "a: yes, b: yes, c: yes", "b: yes, a: yes, a: no"):
+        with pytest.raises(EvaluationError, match=r"here has \d answers, and not one for each"):
+            dpg_share(twice, said)
 
 
 def test_dpg_reads_what_the_official_script_wrote(tmp_path):
@@ -217,9 +273,14 @@ def test_dpg_reads_what_the_official_script_wrote(tmp_path):
     judged(tmp_path, "dpg_detail.txt", "\n".join(lines) + "\n")
     value = 100 * (4 + (1 + 1 / 3) / 2) / 5
     assert scored(bench, outputs, tmp_path) == {"DPG-Bench score": (pytest.approx(value), 5)}
-    judged(tmp_path, "dpg_detail.txt", "\n".join(lines[6:]))
-    with pytest.raises(EvaluationError, match=r"says nothing of 1 pictures, 0\.png"):
-        scored(bench, outputs, tmp_path)
+    for left, told in (
+        (lines[6:], r"says nothing of 1 pictures, 0\.png"),
+        (lines[3:], r"judges 1 pictures of 0\.png, and 2 were drawn"),
+        (lines[:-2], r"4\.png, part \(24, 0, 48, 24\), has 1 answers"),
+    ):
+        judged(tmp_path, "dpg_detail.txt", "\n".join(left))
+        with pytest.raises(EvaluationError, match=told):
+            scored(bench, outputs, tmp_path)
 
 
 def test_mjhq_scores_features(tmp_path):
@@ -253,6 +314,13 @@ def test_mjhq_scores_features(tmp_path):
     np.savez(folder / "hps_v3.npz", names=names[:4], scores=np.arange(4.0))
     with pytest.raises(EvaluationError, match="names 4 pictures, and not the 5"):
         scored(bench, outputs, tmp_path)
+    for wrong in (np.zeros((5, 2)), np.zeros(4), np.full(5, np.nan)):
+        np.savez(folder / "hps_v3.npz", names=names, scores=wrong)
+        with pytest.raises(EvaluationError, match="must give each of its 5 names one finite"):
+            scored(bench, outputs, tmp_path)
+    np.savez(folder / "hps_v3.npz", names=names, pictures=pictures, texts=texts, scale=[1.0, 2.0])
+    with pytest.raises(EvaluationError, match="scale must be a number"):
+        scored(bench, outputs, tmp_path)
     np.savez(folder / "hps_v3.npz", names=np.array([{}], object))
     with pytest.raises(EvaluationError, match=r"no \.npz of plain arrays"):
         scored(bench, outputs, tmp_path)
@@ -272,8 +340,14 @@ def test_imgedit_is_the_mean_of_its_types(tmp_path):
     assert found["- adjust"] == (3.0, 2)
     assert found["overall, mean of the types"] == (pytest.approx((3 + 5 + 3.67 + 2) / 4), 4)
     assert found["mean of the edits"] == (pytest.approx((3 + 5 + 3.67 + 2 + 3) / 5), 5)
+    judged(tmp_path, "result.json", said | {"72": "I'm sorry, I can't assist with that."})
+    refused = scored(bench, outputs, tmp_path)
+    (left_out,) = (name for name in refused if name.startswith("answers without points"))
+    assert found[left_out] == (0.0, 5) and refused[left_out] == (0.2, 5)
+    assert refused["mean of the edits"] == (pytest.approx(sum(
+        np.mean(points[key]).round(2) for key in points if key != "72") / 4), 4)  # fmt: skip
     judged(tmp_path, "result.json", said | {"72": {"error": "no connection"}})
-    with pytest.raises(EvaluationError, match="no points for 72"):
+    with pytest.raises(EvaluationError, match="holds no answer for 72"):
         scored(bench, outputs, tmp_path)
     assert imgedit.judged_points("I cannot judge this.") is None
 
@@ -327,6 +401,11 @@ def test_mmmu_asks_and_scores(tmp_path):
     assert exported["validation_Math_1"] == "A" and exported["validation_Math_3"] == right[4]
     wrong = ["A", "red", "B", "A", "4"]
     assert scored(bench, wrong, tmp_path)["accuracy"] == (0.0, 5)
+    for item in bench.items:  # as the test split has them
+        item.record["answer"] = "?"
+    assert scored(bench, right, tmp_path) == {}
+    interval = {"question_type": "open", "answer": "[4, 5)"}
+    assert mmmu.is_right(interval, "[4, 5)", "key") and not mmmu.is_right(interval, "6", "key")
 
 
 @pytest.mark.parametrize(
@@ -357,6 +436,7 @@ def test_mmmu_guesses_the_same_every_time():
         ("x = 5", {5.0}),
         ("c", {" c", "c "}),
         ("It grows.\ntherefore final answer is 2e3", {2000.0, 3.0}),
+        ("So the value is \n12", {"so the value is \n12", 12.0}),  # nothing stands behind "is"
     ],
 )
 def test_mmmu_reads_what_stands_behind_is(said, meant):
@@ -422,6 +502,9 @@ def test_mathvista_uses_rules_and_what_the_judge_found(tmp_path):
     judged(tmp_path, "output.json", exported)
     with pytest.raises(EvaluationError, match="2, has no extraction"):
         scored(bench, said, tmp_path)
+    for item in bench.items:  # as the test split has them
+        item.record["answer"] = ""
+    assert scored(bench, said, tmp_path) == {}
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_anls_is_that_of_the_site(answer, wanted, value):
         ("104.9", "100", True), ("105.1", "100", False), ("95", "100", True),
         ("50%", "0.5", True), ("50", "50%", False), ("-10", "-10.4", True),
         ("Blue", " blue", True), ("blue", "dark blue", False), ("0", "0", True),
-        ("0.01", "0", False), ("10", "ten", False), ("1.2.3", "1.2", False),
+        ("0.01", "0", False), ("50 %", "50%", True), ("10", "ten", False), ("1.2.3", "1.2", False),
     ],
 )  # fmt: skip
 def test_numbers_may_differ_by_a_twentieth(answer, wanted, right):

@@ -151,6 +151,44 @@ def test_another_evaluation_is_refused_and_says_what_differs(data, asked, tmp_pa
     run.evaluate(settings(moved, batch_size=5), "scenes", folder, shard="0/2")
 
 
+def test_other_questions_under_the_same_names_are_another_evaluation(data, asked, tmp_path):
+    run.evaluate(settings(data), "scenes", tmp_path / "run", shard="0/2")
+    path = data / "test" / "test_human.json"
+    path.write_text(path.read_text().replace("human 3", "human three"))
+    with pytest.raises(runs.RunError, match="keys was"):
+        run.evaluate(settings(data), "scenes", tmp_path / "run", shard="1/2")
+
+
+def test_a_start_that_was_killed_or_raced_does_no_harm(data, asked, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "settings.json.7.writing").touch()  # left by a process that was killed
+    run.evaluate(settings(data), "scenes", folder, shard="0/2")
+    path = folder / "settings.json"
+    path.write_text("{")
+    with pytest.raises(runs.RunError, match=r"settings\.json is damaged.*another --workdir"):
+        run.evaluate(settings(data), "scenes", folder, shard="1/2")
+
+
+def test_every_machine_that_took_part_is_told(data, asked, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    commits = iter(["aaaa", "aaaa", "bbbb"])
+    monkeypatch.setattr(run.record, "commit", lambda: {"commit": next(commits), "dirty": False})
+    for shard in ("0/3", "1/3", "2/3"):
+        told = run.evaluate(settings(data), "scenes", folder, shard=shard)
+    assert "; commit aaaa, " in told and "; commit bbbb, " in told
+    results = json.loads((folder / "results.json").read_text())
+    assert [made["commit"] for made in results["made_with"]] == ["aaaa", "aaaa", "bbbb"]
+    # A shard that goes on with another commit has two entries, with the same one has one.
+    path = folder / "shards" / "0-of-3" / "items.jsonl"
+    for commit in ("aaaa", "cccc"):
+        monkeypatch.setattr(run.record, "commit", lambda c=commit: {"commit": c, "dirty": False})
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+        run.evaluate(settings(data), "scenes", folder, shard="0/3")
+    entries = json.loads(path.with_name("made_with.json").read_text())
+    assert [made["commit"] for made in entries] == ["aaaa", "cccc"]
+
+
 def test_a_folder_of_something_else_is_left_alone(data, asked, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("x")
