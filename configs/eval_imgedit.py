@@ -4,8 +4,7 @@ r"""ImgEdit: 737 edits of nine types (table 3 of the paper).
     python -m sparse_lavida_jax.main --mode=evaluate --config=configs/eval_imgedit.py \
         --checkpoint=models/lavida-o --config.evaluate.data=benchmarks/imgedit
 
-Guidance is that of the released edits; other sampling settings are those of the checkpoint, into
-which conversion writes the released ones (spec Sec. 7.5).
+Sampling settings are those of the checkpoint: conversion writes the released ones (spec Sec. 7.5).
 The judge is GPT-4o: docs/evaluation.md.
 """
 
@@ -18,5 +17,4 @@ def get_config() -> ml_collections.ConfigDict:
     c.evaluate = dict(
         benchmark="imgedit",
     )
-    c.sampling = dict(guidance=1.2, guidance_image=1.4)
     return c

@@ -68,6 +68,7 @@ def get_config() -> ml_collections.ConfigDict:
         shift=5.0,
         temperature=0.8,
         guidance=4.0,
+        guidance_edit=1.2,
         guidance_image=1.4,
         edit_guidance="source",
         text_steps=16,

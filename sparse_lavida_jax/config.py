@@ -607,6 +607,7 @@ class Sampling:
     top_k: int = 0  # image codes that may be drawn, the most probable ones; 0: all
     top_p: float = 1.0  # the fewest image codes that hold this probability may be drawn; 1: all
     guidance: float = 0.0  # 0: one row; g: (1+g) cond - g uncond
+    guidance_edit: float = -1.0  # of edits, in place of `guidance`; -1: the same
     guidance_image: float = 0.0  # edits: weight of the second row
     guidance_schedule: str = "constant"  # constant | linear | cosine2 | shift | exp
     guidance_end: float = 1.0  # both guidance scales fall to this share
@@ -686,6 +687,12 @@ class Sampling:
             "confidence_noise_shift", "top_k", "text_top_k", "text_entropy", "text_most",
         ):  # fmt: skip
             _check(self, name, getattr(self, name) >= 0, "it must be 0 or more")
+        _check(
+            self,
+            "guidance_edit",
+            self.guidance_edit >= 0 or self.guidance_edit == -1,
+            "it must be 0 or more, or -1",
+        )
         _check_fraction(
             self,
             "confidence_noise_end",

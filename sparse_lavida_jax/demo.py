@@ -16,7 +16,7 @@ import gradio as gr
 import gradio.themes
 import numpy as np
 
-from sparse_lavida_jax import config, pictures, sampling_options
+from sparse_lavida_jax import config, pictures, presets, sampling_options
 from sparse_lavida_jax.data.task_prompts import RequestError
 from sparse_lavida_jax.decoding import LARGEST_SEED
 from sparse_lavida_jax.results import Result
@@ -118,7 +118,7 @@ def _change(service: Service, shown: list[gr.Image], task: str, label: str, valu
         with gr.Column():
             given = _picture(service, shown)
             words = gr.Textbox(label=label, value=value)
-            options = _drawing_options(service)
+            options = _drawing_options(service, edits=task == "edit")
             go, stop = _buttons(task.capitalize())
         picture, note, plan = _drawn()
 
@@ -324,13 +324,14 @@ def _read(service: Service, file: Any) -> pictures.Picture | None:
         raise gr.Error(str(error), print_exception=False) from error
 
 
-def _drawing_options(service: Service) -> list[Any]:
+def _drawing_options(service: Service, *, edits: bool = False) -> list[Any]:
     sampling, model = service.pipe.settings.sampling, service.pipe.settings.model
     cells = model.grid_size**2
+    guidance = presets.guidance_of(sampling, has_source=edits)
     with gr.Accordion("Settings", open=False):
         return [
             gr.Slider(1, cells, min(sampling.num_steps, cells), step=1, label="Steps"),
-            gr.Slider(0, MOST_GUIDANCE, sampling.guidance, step=0.1, label="Guidance"),
+            gr.Slider(0, MOST_GUIDANCE, guidance, step=0.1, label="Guidance"),
             _registers(service),
             _samplers(),
             _seed(),

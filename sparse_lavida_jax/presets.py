@@ -168,6 +168,12 @@ class StepSettings:
         )
 
 
+def guidance_of(sampling: config.Sampling, *, has_source: bool) -> float:
+    """Returns the guidance scale of a picture; `has_source`: of an edit."""
+    of_edits = has_source and sampling.guidance_edit >= 0
+    return sampling.guidance_edit if of_edits else sampling.guidance
+
+
 def step_settings(
     sampling: config.Sampling, model: config.Model, kind: Kind, *, has_source: bool = False
 ) -> StepSettings:
@@ -175,7 +181,8 @@ def step_settings(
     is_text = kind == "text"
     name = (sampling.text_preset if is_text else "") or sampling.preset
     chosen = preset(name or default_preset(model))
-    pulled = sampling.guidance > 0 or (has_source and sampling.guidance_image > 0)
+    scale = guidance_of(sampling, has_source=has_source)
+    pulled = scale > 0 or (has_source and sampling.guidance_image > 0)
     guided = pulled and not is_text
     registers = model.num_registers if sampling.registers < 0 else sampling.registers
     filtered = sampling.text_top_k > 0 or sampling.text_top_p < 1  # needs all logits at once
@@ -185,7 +192,7 @@ def step_settings(
         num_registers=0 if chosen.full_attention else registers,
         temperature=sampling.text_temperature if is_text else sampling.temperature,
         guidance_rows=(3 if has_source else 2) if guided else 1,
-        guidance=sampling.guidance if guided else 0.0,
+        guidance=scale if guided else 0.0,
         guidance_image=sampling.guidance_image if guided else 0.0,
         edit_guidance=sampling.edit_guidance,
         choice=_choice(sampling, kind),

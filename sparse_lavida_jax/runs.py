@@ -29,7 +29,8 @@ MAY_CHANGE = frozenset(
         "train.eval_every",
         "train.log_every", "train.eval_prompts", "train.keep_states", "train.keep_every",
         "data.folder", "sampling.preset", "sampling.order_seed",
-        "sampling.temperature", "sampling.guidance", "sampling.guidance_image",
+        "sampling.temperature", "sampling.guidance", "sampling.guidance_edit",
+        "sampling.guidance_image",
         "sampling.text_temperature", "sampling.plan", "data.workers",
     }
 )  # fmt: skip

@@ -47,7 +47,7 @@ def changed(
     if registers is not None:
         changes |= dict(zip(("registers", "registers_end"), registers, strict=True))
     if guidance is not None:
-        changes["guidance"] = guidance
+        changes |= {"guidance": guidance, "guidance_edit": -1.0}  # of what is asked, an edit too
     if order is not None:
         changes["order"] = order
     if quantize is not None:

@@ -151,7 +151,7 @@ def measure(
                 "total": ablation.prompts,
             }
             path = path_of(SUITE, row_id)
-            if not path.exists() or differing(json.loads(path.read_text()), as_read(expected)):
+            if not path.exists() or differing(_completed(path), as_read(expected)):
                 wanted.append((nth, sampled, sampling, task, row_id, expected))
     if not wanted:
         return
@@ -185,6 +185,12 @@ def measure(
         }
         bench.write(row_id, row)
         yield row
+
+
+def _completed(path: pathlib.Path) -> dict[str, Any]:
+    """Returns a row; of settings that are younger than it, the default was what it sampled with."""
+    row = json.loads(path.read_text())
+    return row | {"sampling": as_read(config.to_dict(config.Sampling())) | row["sampling"]}
 
 
 def as_read(values: dict[str, Any]) -> dict[str, Any]:

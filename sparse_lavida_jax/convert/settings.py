@@ -101,14 +101,14 @@ RELEASED_VQ = {
 }
 _IMAGE_SIZE = 1024  # pixels a side that the release draws
 _SPARE_ROWS = 256  # of the table of codes, behind the codebook (spec Sec. 2.5)
-# How the release draws and writes (spec Sec. 6 and 7.5, the 1024 px settings). It edits with
-# guidance 1.2.
+# How the release draws, edits and writes (spec Sec. 6 and 7.5, the 1024 px settings).
 _SAMPLING = config.Sampling(
     num_steps=64,
     grid="code",
     shift=5.0,
     temperature=0.8,
     guidance=4.0,
+    guidance_edit=1.2,
     guidance_image=1.4,
     edit_guidance="source_only",
     text_preset="prefix",

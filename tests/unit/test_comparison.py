@@ -150,6 +150,11 @@ def test_a_way_is_trained_and_scored_once(tmp_path):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"training": "ablation_other_s3"}))
     assert measured("one", tmp_path) == [("one", "", 2)]
     assert measured("one", tmp_path) == []
+    # One that is older than a setting, and so sampled with its default, is not.
+    row = json.loads(path.read_text())
+    del row["sampling"]["top_k"]
+    path.write_text(json.dumps(row))
+    assert measured("one", tmp_path) == []
 
 
 def row(way, seed, share, sampled="", *, passes=4.0, curve=False):

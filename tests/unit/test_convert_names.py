@@ -297,6 +297,8 @@ def test_the_settings_of_the_release():
     assert model.vision.num_tokens == 169
     assert model.vision.num_layers == 26
     assert (768, 384) in model.vision.grid_sizes
+    scales = made.sampling.guidance, made.sampling.guidance_edit, made.sampling.guidance_image
+    assert scales == (4.0, 1.2, 1.4)
     assert made.vq.factor == 16
 
 

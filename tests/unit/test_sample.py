@@ -14,7 +14,17 @@ import tiny
 import traces
 from flax import nnx
 
-from sparse_lavida_jax import choose, config, layout, orders, pipeline, presets, prompts, sample
+from sparse_lavida_jax import (
+    choose,
+    config,
+    layout,
+    orders,
+    pipeline,
+    presets,
+    prompts,
+    sample,
+    sampling_options,
+)
 from sparse_lavida_jax.layout import GIVEN_BLOCK, NO_FEATURE, PROMPT_BLOCK
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.visibility import PAD_BLOCK
@@ -91,6 +101,22 @@ def test_guidance_rows(kind, has_source, guidance, guidance_image, rows):
     assert (settings.guidance, settings.guidance_image) == (
         (guidance, guidance_image) if guided else (0.0, 0.0)
     )
+
+
+def test_edits_may_have_a_guidance_of_their_own():
+    asked = config.Sampling(guidance=4.0, guidance_edit=1.2)
+    for has_source, scale in ((False, 4.0), (True, 1.2)):
+        settings = presets.step_settings(asked, SETTINGS, "image", has_source=has_source)
+        assert settings.guidance == scale
+    none = presets.step_settings(
+        dataclasses.replace(asked, guidance_edit=0.0), SETTINGS, "image", has_source=True
+    )
+    assert (none.guidance, none.guidance_rows) == (0.0, 1)
+    # What is asked for by name holds for whatever is drawn.
+    named = sampling_options.changed(asked, draws=True, guidance=2.0)
+    assert presets.guidance_of(named, has_source=True) == 2.0
+    with pytest.raises(config.ConfigError, match=r"guidance_edit=-0\.5 .* or -1"):
+        config.Sampling(guidance_edit=-0.5)
 
 
 def test_temperature_is_that_of_the_kind():
