@@ -108,18 +108,22 @@ def commit_above(confidence, candidate, count, *, threshold: float):
     return candidate & ((confidence >= threshold) | (_rank(confidence, candidate) == 0))
 
 
-def commit_by_factor(confidence, candidate, count, *, factor: float):
+def commit_by_factor(confidence, candidate, count, *, factor: float, released: bool = False):
     """Commits the surest n, as many as stay above 1 - factor / (n + 1) (Fast-dLLM).
 
-    The surest one always is. If only the least sure one falls short, it is committed all the
-    same: so the released code has it, and a pass for one token is saved.
+    The surest one always is.
+
+    Args:
+        released: if only the least sure one falls short, it is committed all the same. It saves a
+            pass for one token, and commits the last two together however unsure they are.
     """
     del count
     rank = _rank(confidence, candidate)
     falls_short = candidate & (confidence < 1 - factor / (rank + 2)) & (rank > 0)
     number = jnp.sum(candidate, axis=(1, 2), keepdims=True)
     first = jnp.min(jnp.where(falls_short, rank, number), axis=(1, 2), keepdims=True)
-    return candidate & (rank < jnp.where(first >= number - 1, number, first))
+    enough = first >= number - 1 if released else first >= number
+    return candidate & (rank < jnp.where(enough, number, first))
 
 
 def commit_within_entropy(confidence, candidate, count, *, bound: float):

@@ -392,7 +392,10 @@ class Diffusion:
     attention: str = "step_causal"
     blocks: str = "schedule"  # schedule | uniform (the paper's words)
     num_clean_blocks: int = 3  # M of `uniform`
-    num_masked_blocks: int = 4  # N
+    num_masked_blocks: int = 4  # N, of a picture and of `uniform`
+    # N of texts in `schedule`: steps of a row that are predicted, from its several text blocks or
+    # from one; what is clean for a later one is there twice.
+    text_masked_blocks: int = 1
     # Numbers of steps that `schedule` draws a sampler's plan from: of a picture, of a text block.
     plan_steps: tuple[int, ...] = (8, 12, 18)
     plan_text_steps: tuple[int, ...] = (2, 4, 8)
@@ -428,13 +431,13 @@ class Diffusion:
             _check(self, "text_loss", self.text_loss, only)
         _check_fraction(self, "partial_cells")
         _check_choice(self, "attention", ("step_causal", "full", "truncated"))
-        one_block = (self.num_masked_blocks, self.blocks) == (1, "schedule")
+        numbers = self.num_masked_blocks, self.text_masked_blocks
         _check(
             self,
             "attention",
-            self.attention != "truncated" or one_block,
-            'with "truncated", masked blocks would see each other: it needs num_masked_blocks=1 and'
-            ' blocks="schedule"',
+            self.attention != "truncated" or (numbers, self.blocks) == ((1, 1), "schedule"),
+            'with "truncated", masked blocks would see each other: it needs num_masked_blocks=1,'
+            ' text_masked_blocks=1 and blocks="schedule"',
         )
         _check_choice(self, "blocks", ("schedule", "uniform"))
         _check_choice(self, "weighting", ("1/t", "mean"))
@@ -446,7 +449,8 @@ class Diffusion:
             _check(
                 self, name, bool(steps) and min(steps) >= 1, "at least one number, all 1 or more"
             )
-        _check(self, "num_masked_blocks", 1 <= self.num_masked_blocks <= 16, "it must lie in 1..16")
+        for name in ("num_masked_blocks", "text_masked_blocks"):
+            _check(self, name, 1 <= getattr(self, name) <= 16, "it must lie in 1..16")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -645,7 +649,7 @@ class Sampling:
     # their numbers, such as "2,0,1".
     text_block_order: str = "left_to_right"
     # Text as the released code writes it: the mask token may be drawn (and then stays to be
-    # decoded), and nothing ends at end-of-text.
+    # decoded), nothing ends at end-of-text, and the factor rule never leaves one token to itself.
     released_behaviour: bool = False
     plan: bool = True  # lay the picture out in text first, where the task allows
     # Matrices of the layers in 8 bits: "" not; "int8" the weights alone; "w8a8" activations too;
@@ -832,6 +836,17 @@ def build(schema: type[T], given: ml_collections.ConfigDict | dict[str, Any]) ->
 def to_dict(config: Any) -> dict[str, Any]:
     """Returns plain dicts, lists and scalars that `json` can write and `build` can read."""
     return dataclasses.asdict(config)
+
+
+def changes(settings: Any) -> dict[str, Any]:
+    """Returns what is not the default, section by section, as `to_dict` has it."""
+    plain, defaults, found = to_dict(settings), type(settings)(), {}
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        inside = changes(value) if dataclasses.is_dataclass(value) else plain[field.name]
+        if value != getattr(defaults, field.name):
+            found[field.name] = inside
+    return found
 
 
 def _convert(schema: type, name: str, kind: Any, value: Any) -> Any:

@@ -125,27 +125,34 @@ def _normal_quantile(u: float) -> float:
 class Blocks:
     """What each token of one response is in one training pass.
 
+    Behind the tokens of the response there may be copies of some (`copies`): a token that is masked
+    for one block and clean for what is decoded after it is there twice.
+
     Attributes:
-        block: block of each token, `ABSENT` where it is left out.
-        masked: where the token is masked (and predicted).
+        block: block of each token and copy, `ABSENT` where it is left out.
+        masked: where it is masked (and predicted).
         num_clean: M, the last clean block.
         masked_blocks: the masked blocks; each gets its own registers.
-        weight: loss weight of each token, 0 where it is not predicted.
+        weight: loss weight of each token and copy, 0 where it is not predicted.
         total: what the weights of a response are divided by (L, or the tokens predicted).
         known: codes of masked cells that are in the input all the same and have no loss; None
             where training has none of them (`partly_known`).
         code_weight: how much each code of a picture weighs beside the others of it (`Data.
             edit_area_weight`); None: all alike.
+        copies: which token of the response each copy is of; None: there are none.
+        sees: the last clean block that each of `masked_blocks` sees; None: M, all of them.
     """
 
-    block: Int[np.ndarray, " l"]
-    masked: Bool[np.ndarray, " l"]
+    block: Int[np.ndarray, " n"]
+    masked: Bool[np.ndarray, " n"]
     num_clean: int
     masked_blocks: tuple[int, ...]
-    weight: Float[np.ndarray, " l"]
+    weight: Float[np.ndarray, " n"]
     total: float
-    known: Bool[np.ndarray, "l g"] | None = None
+    known: Bool[np.ndarray, "n g"] | None = None
     code_weight: Float[np.ndarray, "l g"] | None = None
+    copies: Int[np.ndarray, " c"] | None = None
+    sees: tuple[int, ...] | None = None
 
 
 def uniform_blocks(
@@ -224,11 +231,13 @@ def text_schedule_blocks(
     given: Bool[np.ndarray, " l"],
     settings: config.Diffusion,
 ) -> Blocks:
-    """Takes one step inside one text block: earlier text blocks clean, later ones absent.
+    """Takes steps inside text blocks: earlier text blocks clean, later ones absent.
 
-    The text block is drawn uniformly in tokens, the masked block is all of its masked tokens. A
-    random order inside each text block and an even split into steps give the clean tokens the
-    step that decoded them.
+    A step's text block is drawn uniformly in tokens; its masked block is all that is masked of that
+    text block. A random order inside each text block and an even split into steps give the clean
+    tokens the step that decoded them. Of several steps (`Diffusion.text_masked_blocks`) each sees
+    what is clean before it and has its share of the weight. All but the furthest predict copies,
+    since their tokens are clean for the furthest.
 
     Args:
         length: tokens that the sampler may reach (whole text blocks; behind the first end-of-text
@@ -240,20 +249,49 @@ def text_schedule_blocks(
         if len(inside):
             orders.append(rng.permutation(inside))
             sizes.append(even_split(len(inside), steps_per_block))
-    steps_before = np.cumsum([0, *(len(s) for s in sizes)])
-    tokens = np.array([len(o) for o in orders])
-    current = int(np.searchsorted(np.cumsum(tokens), rng.random() * tokens.sum(), side="right"))
-    inner_ends = np.cumsum(sizes[current])
-    inner = int(np.searchsorted(inner_ends, rng.random() * tokens[current], side="right"))
-    step = int(steps_before[current]) + inner
-    order = np.concatenate(orders[: current + 1])
-    ends = np.cumsum(np.concatenate(sizes[: current + 1]))
-    block, first = _decoded_before(order, ends, step, given)
-    rest = orders[current][int(inner_ends[inner] - sizes[current][inner]) :]
-    masked = np.zeros(len(given), bool)
-    block[rest], masked[rest] = first + step, True
-    total = float(tokens.sum())
-    return _kept(block, masked, first + step - 1, [first + step], total, settings)
+    steps, times = _text_steps(rng, sizes, settings.text_masked_blocks)
+    order, ends = np.concatenate(orders), np.cumsum(np.concatenate(sizes))
+    block, first = _decoded_before(order, ends, steps[-1], given)
+    begins, stops = ends - np.concatenate(sizes), np.cumsum([len(o) for o in orders])
+    stops = np.repeat(stops, [len(s) for s in sizes])
+    rests = [order[begins[step] : stops[step]] for step in steps]
+    sees = tuple(int(first + step - 1) for step in steps)
+    numbers = tuple(range(sees[-1] + 1, sees[-1] + 1 + len(steps)))
+    block[rests[-1]] = numbers[-1]
+    kept = [len(rest) for rest in rests]
+    block = np.append(block, np.repeat(numbers[:-1], kept[:-1])).astype(np.int32)
+    masked, total = block > sees[-1], float(len(order))
+    if settings.weighting == "1/t":
+        weight = np.zeros(len(block))
+        for number, drawn, many in zip(numbers, times, kept, strict=True):
+            weight[block == number] = total * drawn / (times.sum() * many)
+    else:
+        weight, total = masked.astype(float), float(masked.sum())
+    copies = np.concatenate([np.zeros(0, np.int64), *rests[:-1]])
+    return Blocks(block, masked, sees[-1], numbers, weight, total, copies=copies, sees=sees)
+
+
+def _text_steps(
+    rng: np.random.Generator, sizes: list[Int[np.ndarray, " _k"]], count: int
+) -> tuple[Int[np.ndarray, " r"], Int[np.ndarray, " r"]]:
+    """Draws `count` steps, stratified; returns the different ones and how often each was drawn.
+
+    Args:
+        sizes: of the steps of each text block; they are numbered across text blocks.
+    """
+    ends = np.cumsum([size.sum() for size in sizes])
+    drawn = np.searchsorted(ends, _stratified(rng, count) * ends[-1], side="right")
+    before, steps = np.cumsum([0, *map(len, sizes)]), []
+    for number in np.unique(drawn):
+        inner_ends = np.cumsum(sizes[number])
+        within = _stratified(rng, int((drawn == number).sum())) * inner_ends[-1]
+        steps.append(before[number] + np.searchsorted(inner_ends, within, side="right"))
+    return np.unique(np.concatenate(steps), return_counts=True)
+
+
+def _stratified(rng: np.random.Generator, count: int) -> Float[np.ndarray, " n"]:
+    """Returns uniform numbers in [0, 1), one in each of `count` equal parts."""
+    return (np.arange(count) + rng.random(count)) / count
 
 
 def even_split(count: int, steps: int) -> Int[np.ndarray, " k"]:
@@ -352,6 +390,7 @@ class _HostStream:
     index: np.ndarray
     position: np.ndarray
     block: np.ndarray
+    last_clean: np.ndarray  # block that each sees at most, beside its own
     target: np.ndarray
     weight: np.ndarray
 
@@ -388,18 +427,22 @@ def corrupt(
     is_text = kind == "text"
     mask_id = model.text_mask_id if is_text else model.image_mask_id
     register_id = model.text_register_id if is_text else model.image_register_id
-    here = np.flatnonzero(blocks.block != ABSENT)
     hidden, weight = blocks.masked[:, None], blocks.weight
     if by_code and not is_text:
         hidden, weight = _by_code(blocks, model.codes_per_token)
-    tokens = np.where(hidden, mask_id, response)[here]
+    present = blocks.block != ABSENT
+    which = np.arange(len(response))
+    here = (which if blocks.copies is None else np.append(which, blocks.copies))[present]
+    block, seen = blocks.block[present], _last_seen(blocks)
+    tokens = np.where(hidden[present], mask_id, response[here])
     answer = _HostStream(
         tokens[:, 0] if is_text else tokens,
         np.full(len(here), NO_FEATURE) if is_text else here,
         prompt.response_position + here,
-        blocks.block[here],
+        block,
+        np.array([seen.get(number, blocks.num_clean) for number in block.tolist()], np.int64),
         response[here, 0] if is_text else response[here],
-        weight[here],
+        weight[present],
     )
     if not full_attention:
         m = model.num_registers
@@ -410,10 +453,18 @@ def corrupt(
                 np.full(m, NO_FEATURE if is_text else NO_CELL),
                 register_positions(prompt.length, m),
                 np.full(m, number),
+                np.full(m, seen[number]),
                 np.zeros(shape, np.int32),
                 np.zeros(shape if by_code else m),
             )
     return (text + answer, image) if is_text else (text, image + answer)
+
+
+def _last_seen(blocks: Blocks) -> dict[int, int]:
+    """Returns the last clean block that each masked block sees."""
+    if blocks.sees is None:
+        return dict.fromkeys(blocks.masked_blocks, blocks.num_clean)
+    return dict(zip(blocks.masked_blocks, blocks.sees, strict=True))
 
 
 def _by_code(
@@ -433,7 +484,13 @@ def _by_code(
 def _prompt_stream(tokens, index, position) -> _HostStream:
     zeros = np.zeros_like(index)
     return _HostStream(
-        tokens, index, position, zeros + PROMPT_BLOCK, np.zeros_like(tokens), zeros.astype(float)
+        tokens,
+        index,
+        position,
+        zeros + PROMPT_BLOCK,
+        zeros + PROMPT_BLOCK,
+        np.zeros_like(tokens),
+        zeros.astype(float),
     )
 
 
@@ -459,8 +516,7 @@ def batch_rows(
         ValueError: a row is longer than `shape`.
     """
     in_row = shared or [[i] for i in range(len(rows))]
-    last_clean = [b.num_clean for b in blocks]
-    streams = _stacked(rows, shape, model, last_clean, full_attention=full_attention, shared=shared)
+    streams = _stacked(rows, shape, model, full_attention=full_attention, shared=shared)
     totals = [(b.total, k) for b, k in zip(blocks, kinds, strict=True)]
 
     def total_of(kind: str):
@@ -483,7 +539,6 @@ def _stacked(
     rows,
     shape: RowShape,
     model: config.Model,
-    last_clean: list[int],
     *,
     full_attention: bool,
     shared: list[list[int]] | None = None,
@@ -494,7 +549,7 @@ def _stacked(
         if not length:
             return None, None, None
         padded = [
-            _sorted_and_padded([(rows[i][which], last_clean[i]) for i in row], length, pad_token)
+            _sorted_and_padded([rows[i][which] for i in row], length, pad_token)
             for row in shared or [[i] for i in range(len(rows))]
         ]
         tokens, index, position, block, target, weight, last, segment = (
@@ -516,12 +571,10 @@ def _stacked(
     }
 
 
-def _sorted_and_padded(members: list[tuple[_HostStream, int]], length: int, pad_token: int):
-    """Returns one stream of one row: of the examples in it, each with its last clean block."""
-    stream = functools.reduce(operator.add, [member for member, _ in members])
-    lengths = [len(member.block) for member, _ in members]
-    segment = np.repeat(np.arange(len(members)), lengths)
-    last_clean = np.repeat([last for _, last in members], lengths)
+def _sorted_and_padded(members: list[_HostStream], length: int, pad_token: int):
+    """Returns one stream of one row: of the examples in it."""
+    stream = functools.reduce(operator.add, members)
+    segment = np.repeat(np.arange(len(members)), [len(member.block) for member in members])
     count = len(stream.block)
     if count > length:
         raise ValueError(
@@ -541,7 +594,7 @@ def _sorted_and_padded(members: list[tuple[_HostStream, int]], length: int, pad_
         padded(stream.block, PAD_BLOCK, np.int32),
         padded(stream.target, 0, np.int32),
         padded(stream.weight, 0.0, np.float32),
-        padded(last_clean, 0, np.int32),
+        padded(stream.last_clean, 0, np.int32),
         padded(segment, len(members), np.int32),
     )
 
@@ -645,7 +698,7 @@ def batch_sequences(
     if not any(len(sequence.codes) for sequence in sequences):
         predicts = "understanding"
     return Corrupted(
-        **_stacked(rows, shape, model, [PROMPT_BLOCK] * len(rows), full_attention=True),
+        **_stacked(rows, shape, model, full_attention=True),
         pixels=None if pixels is None else np.concatenate([pixels] * len(inverses)),
         text_total=np.array([text.weight.sum() for text, _ in rows], np.float32),
         image_total=np.array(

@@ -95,6 +95,7 @@ class Choice:
         confidence: probability | margin | entropy | random.
         noisy: whether the log of the confidence has Gumbel noise.
         most: commits at most this many; 0: no limit.
+        released: the factor rule as the released code has it (`choose.commit_by_factor`).
     """
 
     commit: str = "all"
@@ -102,6 +103,7 @@ class Choice:
     confidence: str = "probability"
     noisy: bool = False
     most: int = 0
+    released: bool = False
 
     @property
     def ends_early(self) -> bool:
@@ -214,7 +216,13 @@ def _choice(sampling: config.Sampling, kind: Kind) -> Choice:
         "entropy": sampling.text_entropy,
     }
     confidence = "entropy" if commit == "entropy" else sampling.text_confidence
-    return Choice(commit, level.get(commit, 0.0), confidence, most=sampling.text_most)
+    return Choice(
+        commit,
+        level.get(commit, 0.0),
+        confidence,
+        most=sampling.text_most,
+        released=sampling.released_behaviour and commit == "factor",
+    )
 
 
 def plan(

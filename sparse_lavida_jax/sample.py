@@ -163,7 +163,9 @@ def policy_of(choice: Choice) -> choose.Policy:
         "all": choose.commit_all,
         "count": choose.commit_most_confident,
         "threshold": functools.partial(choose.commit_above, threshold=choice.level),
-        "factor": functools.partial(choose.commit_by_factor, factor=choice.level),
+        "factor": functools.partial(
+            choose.commit_by_factor, factor=choice.level, released=choice.released
+        ),
         "entropy": functools.partial(choose.commit_within_entropy, bound=choice.level),
     }[choice.commit]
     return choose.at_most(policy, choice.most) if choice.most else policy

@@ -30,6 +30,12 @@ def unsorted_tags(rng):
     return block[:, -S:], horizons(block, 3)[:, -S:], block, None, None
 
 
+def several_horizons(rng):
+    """Masked blocks that see the clean ones up to another one each (`diffusion.Blocks.sees`)."""
+    block = np.sort(rng.integers(0, 9, (2, T)), axis=1)
+    return block[:, :S], np.minimum(block, (block * 5) % 4 + 1)[:, :S], block, None, None
+
+
 def padded_tags(rng):
     """Padding in the middle and at the end, a whole tile of it too, and a row of nothing else."""
     query_block, _, block, *_ = sorted_tags(rng)
@@ -70,7 +76,8 @@ def nothing_seen(rng):
 TAGS = {
     f.__name__: f
     for f in (
-        sorted_tags, unsorted_tags, padded_tags, packed_tags, one_block, cache_tags, nothing_seen
+        sorted_tags, unsorted_tags, several_horizons, padded_tags, packed_tags, one_block,
+        cache_tags, nothing_seen,
     )
 }  # fmt: skip
 

@@ -109,14 +109,21 @@ def settings_of(
 def digest(settings: config.Config, base: str = "") -> str:
     """Returns what names a training: a digest of everything that it depends on but its seed.
 
+    Of what is not the default, so that a setting that is added renames nothing.
+
     Args:
         base: the name of the run that it starts from.
     """
-    told = config.to_dict(settings)
-    for name in ("name", "seed"):
-        del told[name]
-    told["train"]["init_from"] = base
-    told["sampling"] = {name: told["sampling"][name] for name in SAMPLED_FROM}
+    sampling = config.to_dict(settings.sampling)
+    told = config.changes(
+        dataclasses.replace(
+            settings,
+            name="",
+            seed=0,
+            train=dataclasses.replace(settings.train, init_from=base),
+            sampling=config.Sampling(**{name: sampling[name] for name in SAMPLED_FROM}),
+        )
+    )
     text = json.dumps(told, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 

@@ -37,7 +37,7 @@ class Bench(QuestionBenchmark):
         split, items = self.settings.split, []
         for part in PARTS:
             path = existing(self.folder / split / f"{split}_{part}.json", self.source)
-            for number, record in enumerate(read_json(path)):
+            for number, record in enumerate(read_json(path, list)):
                 where = f"{path}, entry {number},"
                 record = check_fields(record, ("imgname", "query", "label"), where)
                 name = picture_name(record["imgname"], where)

@@ -174,7 +174,9 @@ def test_the_factor_rule_commits_the_recorded_tokens(parts):
     for given in recorded(parts, "get_transfer_index_dynamic"):
         drawn, sure, masked = candidates(parts, given)
         nothing = jnp.zeros(len(drawn), int)
-        chosen = choose.commit_by_factor(sure, masked, nothing, factor=given["factor"])
+        chosen = choose.commit_by_factor(
+            sure, masked, nothing, factor=given["factor"], released=True
+        )
         np.testing.assert_array_equal(
             chosen[..., 0], parts.outputs[given["tensor"]], given["tensor"]
         )

@@ -207,3 +207,52 @@ def test_without_truncation_the_other_masks_stand_in_the_block_of_the_step(kind)
     *_, truncated, _ = ablation(kind, "t")
     # In the first step nothing is decoded yet, so the other masks are all that differs.
     assert np.abs(steps[0].logits - truncated[0].logits).max() > 1e-2
+
+
+# ---------------------------------------------------------------------------------------------
+# Several steps of a text in a row.
+
+
+@pytest.mark.parametrize("given", [0.0, 0.3])
+def test_steps_of_a_text_that_share_a_row_are_what_each_is_alone(given):
+    """Tokens that are clean for one step and masked for another do not meet."""
+    model = tiny.denoiser(tiny.model_settings())
+    asked = tiny.request("text", model.settings, 5, words=4, given=given)
+    together = diffusion.text_schedule_blocks(
+        np.random.default_rng(0),
+        tiny.TEXT_LEN,
+        tiny.TEXT_BLOCK_LEN,
+        3,
+        asked.given,
+        config.Diffusion(text_masked_blocks=6),
+    )
+    token = np.append(np.arange(tiny.TEXT_LEN), together.copies)
+    assert len(together.masked_blocks) > 3
+    assert len(together.copies) > tiny.TEXT_BLOCK_LEN
+    rows = [together]
+    for number, last in zip(together.masked_blocks, together.sees, strict=True):
+        block = np.full(tiny.TEXT_LEN, diffusion.ABSENT, np.int32)
+        clean = ~together.masked & (together.block != diffusion.ABSENT) & (together.block <= last)
+        block[token[clean]] = together.block[clean]
+        masked = np.isin(np.arange(tiny.TEXT_LEN), token[together.block == number])
+        block[masked] = last + 1
+        rows.append(diffusion.Blocks(block, masked, last, (last + 1,), masked.astype(float), 1.0))
+    prompt = tiny.lay_out(asked, model.settings)
+    laid = [diffusion.corrupt(prompt, asked.tokens, "text", one, model.settings) for one in rows]
+    shape = diffusion.RowShape(len(laid[0][0].block), 0)
+    count = len(rows)
+    batch = diffusion.batch_rows(
+        laid, rows, ["text"] * count, [None] * count, shape, model.settings
+    )
+    logits, _ = traces.forward(model, jax.tree.map(jnp.asarray, batch))
+    layouts = batch.understanding.layout
+    for row, number in enumerate(together.masked_blocks, 1):
+        ours = np.flatnonzero(layouts.block[0] == number)
+        alone = np.flatnonzero(layouts.block[row] == rows[row].masked_blocks[0])
+        # Both in the order in which the response and the registers have them.
+        ours, alone = (
+            at[np.argsort(layouts.position[i, at])] for i, at in ((0, ours), (row, alone))
+        )
+        np.testing.assert_array_equal(batch.text_target[0, ours], batch.text_target[row, alone])
+        np.testing.assert_allclose(logits[0, ours], logits[row, alone], rtol=0, atol=TOLERANCE)
+    assert np.abs(logits).max() > 0.1

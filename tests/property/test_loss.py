@@ -28,8 +28,10 @@ class Scripted(np.random.Generator):
 
     def random(self, size=None):
         value = next(self._uniforms)
-        assert np.size(value) == (size or 1)
-        return value
+        if size is None or np.size(value) > 1:
+            assert np.size(value) == (size or 1)
+            return value
+        return np.full(size, value)
 
     def permutation(self, values):
         return np.asarray(values)[list(next(self._permutations))]
@@ -43,15 +45,21 @@ def likelihood_table():
 
 def training_loss(table, blocks: diffusion.Blocks, key) -> float:
     """Returns the loss of one training pass: weights, table, division by `total`."""
+    copies = [] if blocks.copies is None else blocks.copies.tolist()
+    token = np.array([*range(len(blocks.block) - len(copies)), *copies])
+    sees = blocks.sees or (blocks.num_clean,) * len(blocks.masked_blocks)
     loss = 0.0
-    for i in np.flatnonzero(blocks.masked):
+    for number, last in zip(blocks.masked_blocks, sees, strict=True):
         known = {
-            int(j): int(blocks.block[j])
-            for j in range(len(blocks.block))
-            if not blocks.masked[j] and blocks.block[j] != diffusion.ABSENT
+            int(token[j]): int(blocks.block[j])
+            for j in np.flatnonzero(~blocks.masked)
+            if diffusion.ABSENT != blocks.block[j] <= last
         }
-        asked = np.flatnonzero(blocks.masked & (blocks.block == blocks.block[i]))
-        loss += blocks.weight[i] * table[key(int(i), known, frozenset(asked.tolist()))]
+        asked = np.flatnonzero(blocks.block == number)
+        for i in asked:
+            seen = key(int(token[i]), known, frozenset(token[asked].tolist()))
+            loss += blocks.weight[i] * table[seen]
+    assert set(blocks.block[blocks.masked]) == set(blocks.masked_blocks)
     assert not blocks.weight[~blocks.masked].any()
     return loss / blocks.total
 
@@ -159,9 +167,10 @@ def settings(**changes) -> config.Diffusion:
 # `schedule`: text.
 
 
+@pytest.mark.parametrize("masked_blocks", [1, 2, 3])
 @pytest.mark.parametrize("steps", [1, 2, 3])
 @pytest.mark.parametrize("given", [NONE_GIVEN, np.isin(np.arange(LENGTH), [1, 2, 4])])
-def test_text_loss_is_the_negative_log_likelihood_of_the_sampler(steps, given):
+def test_text_loss_is_the_negative_log_likelihood_of_the_sampler(given, steps, masked_blocks):
     """Two text blocks of three; which tokens a step commits is a random order in both."""
     table = likelihood_table()
     block_len = 3
@@ -177,15 +186,16 @@ def test_text_loss_is_the_negative_log_likelihood_of_the_sampler(steps, given):
         ]
         sampler.append(sampled_text(table, ranked, block_len, steps, given))
         for u in each_token_once(sum(map(len, masked))):
-            # The second number chooses inside a text block: one case for each of its tokens.
+            # What follows chooses inside the text blocks: one case for each of their tokens. The
+            # same numbers in all of them change no mean of a sum.
             for inner in each_token_once(math.lcm(*map(len, masked))):
                 blocks = diffusion.text_schedule_blocks(
-                    Scripted([u, inner], permutations),
+                    Scripted([u, inner, inner], permutations),
                     LENGTH,
                     block_len,
                     steps,
                     given,
-                    settings(),
+                    settings(text_masked_blocks=masked_blocks),
                 )
                 losses.append(training_loss(table, blocks, with_history))
     expected = np.mean(sampler) / (~given).sum()
@@ -207,13 +217,19 @@ def sampled_text(table, ranked, block_len, steps, given) -> float:
     return nll
 
 
-def test_text_loss_of_one_block_one_token_a_step_is_equation_1():
+@pytest.mark.parametrize("masked_blocks", [1, 4, 9])
+def test_text_loss_of_one_block_one_token_a_step_is_equation_1(masked_blocks):
     table = likelihood_table()
     losses = [
         training_loss(
             table,
             diffusion.text_schedule_blocks(
-                Scripted([0.5, u], [order]), LENGTH, LENGTH, LENGTH, NONE_GIVEN, settings()
+                Scripted([0.5, u], [order]),
+                LENGTH,
+                LENGTH,
+                LENGTH,
+                NONE_GIVEN,
+                settings(text_masked_blocks=masked_blocks),
             ),
             with_known,
         )

@@ -122,18 +122,21 @@ def test_everything_above_the_threshold_is_committed_and_the_surest_anyway(thres
             assert set(np.flatnonzero(chosen[row])) == expected
 
 
+@pytest.mark.parametrize("released", [False, True])
 @pytest.mark.parametrize("factor", [0.2, 1.0, 3.0])
-def test_the_factor_rule_commits_while_many_are_sure_together(factor):
+def test_the_factor_rule_commits_while_many_are_sure_together(factor, released):
     for seed in range(30):
         sure, candidate = some_candidates(seed)
-        chosen = chosen_by(choose.commit_by_factor, sure, candidate, factor=factor)
+        chosen = chosen_by(
+            choose.commit_by_factor, sure, candidate, factor=factor, released=released
+        )
         for row in range(3):
             ranked, number = surest_first(sure[row], candidate[row]), 0
             for n, i in enumerate(ranked, start=1):
                 if n > 1 and sure[row].ravel()[i] < 1 - factor / (n + 1):
                     break
                 number = n
-            if number == len(ranked) - 1:  # one token alone does not get a pass
+            if released and number == len(ranked) - 1:  # one token alone does not get a pass
                 number += 1
             assert set(np.flatnonzero(chosen[row])) == set(ranked[:number])
 
@@ -162,10 +165,12 @@ def test_a_cap_leaves_the_surest_of_what_a_policy_commits(most):
         assert set(np.flatnonzero(capped[row])) == set(kept)
 
 
-def test_the_factor_rule_leaves_no_last_token_to_itself():
-    sure = np.array([0.9, 0.8, 0.1], np.float32).reshape(1, 3, 1)
+def test_only_the_released_factor_rule_leaves_no_last_token_to_itself():
     whole = np.ones((1, 3, 1), bool)
-    assert chosen_by(choose.commit_by_factor, sure, whole, factor=1.0).all()
-    two_fall_short = np.array([0.9, 0.2, 0.1], np.float32).reshape(1, 3, 1)
-    chosen = chosen_by(choose.commit_by_factor, two_fall_short, whole, factor=1.0)
-    np.testing.assert_array_equal(chosen[0, :, 0], [True, False, False])
+    cases = [([0.9, 0.8, 0.1], False, 2), ([0.9, 0.8, 0.1], True, 3), ([0.9, 0.2, 0.1], True, 1)]
+    for sure, released, number in cases:
+        surest_first = np.array(sure, np.float32).reshape(1, 3, 1)
+        chosen = chosen_by(
+            choose.commit_by_factor, surest_first, whole, factor=1.0, released=released
+        )
+        np.testing.assert_array_equal(chosen[0, :, 0], np.arange(3) < number)

@@ -93,6 +93,21 @@ def test_settings_survive_json():
     assert after == before
 
 
+def test_changes_are_what_is_not_the_default():
+    assert config.changes(config.Config()) == {}
+    lesson = {"first": {"until": 3, "tasks": {"draw": 1.0}}}
+    given = {
+        "seed": 4,
+        "model": {"width": 96, "vision": {"pool": 1}},
+        "data": {"tasks": {"draw": 2.0}, "lessons": lesson},
+        "diffusion": {"plan_steps": (8, 12, 18)},  # as the default
+    }
+    settings = config.build(config.Config, given)
+    del given["diffusion"]
+    assert config.changes(settings) == given
+    assert config.build(config.Config, config.changes(settings)) == settings
+
+
 def test_settings_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.Config().seed = 1

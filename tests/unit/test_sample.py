@@ -137,6 +137,11 @@ def test_temperature_is_that_of_the_kind():
             "text",
             presets.Choice("factor", 2.0, "margin"),
         ),
+        (
+            {"text_commit": "factor", "released_behaviour": True},
+            "text",
+            presets.Choice("factor", 1.0, released=True),
+        ),
         ({"text_commit": "threshold"}, "text", presets.Choice("threshold", 0.9)),
         (
             {"text_commit": "entropy", "text_entropy": 0.2, "text_most": 3},
