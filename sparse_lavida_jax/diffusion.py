@@ -154,6 +154,18 @@ class Blocks:
     copies: Int[np.ndarray, " c"] | None = None
     sees: tuple[int, ...] | None = None
 
+    @property
+    def token(self) -> Int[np.ndarray, " n"]:
+        """Which token of the response each is, or is a copy of."""
+        copies = np.zeros(0, np.int64) if self.copies is None else self.copies
+        return np.append(np.arange(len(self.block) - len(copies)), copies)
+
+    @property
+    def last_clean(self) -> dict[int, int]:
+        """The last clean block that each masked block sees."""
+        sees = self.sees or (self.num_clean,) * len(self.masked_blocks)
+        return dict(zip(self.masked_blocks, sees, strict=True))
+
 
 def uniform_blocks(
     rng: np.random.Generator,
@@ -431,16 +443,14 @@ def corrupt(
     if by_code and not is_text:
         hidden, weight = _by_code(blocks, model.codes_per_token)
     present = blocks.block != ABSENT
-    which = np.arange(len(response))
-    here = (which if blocks.copies is None else np.append(which, blocks.copies))[present]
-    block, seen = blocks.block[present], _last_seen(blocks)
+    here, block, last_clean = blocks.token[present], blocks.block[present], blocks.last_clean
     tokens = np.where(hidden[present], mask_id, response[here])
     answer = _HostStream(
         tokens[:, 0] if is_text else tokens,
         np.full(len(here), NO_FEATURE) if is_text else here,
         prompt.response_position + here,
         block,
-        np.array([seen.get(number, blocks.num_clean) for number in block.tolist()], np.int64),
+        np.array([last_clean.get(number, blocks.num_clean) for number in block.tolist()], np.int64),
         response[here, 0] if is_text else response[here],
         weight[present],
     )
@@ -453,18 +463,11 @@ def corrupt(
                 np.full(m, NO_FEATURE if is_text else NO_CELL),
                 register_positions(prompt.length, m),
                 np.full(m, number),
-                np.full(m, seen[number]),
+                np.full(m, last_clean[number]),
                 np.zeros(shape, np.int32),
                 np.zeros(shape if by_code else m),
             )
     return (text + answer, image) if is_text else (text, image + answer)
-
-
-def _last_seen(blocks: Blocks) -> dict[int, int]:
-    """Returns the last clean block that each masked block sees."""
-    if blocks.sees is None:
-        return dict.fromkeys(blocks.masked_blocks, blocks.num_clean)
-    return dict(zip(blocks.masked_blocks, blocks.sees, strict=True))
 
 
 def _by_code(

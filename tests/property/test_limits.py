@@ -226,11 +226,11 @@ def test_steps_of_a_text_that_share_a_row_are_what_each_is_alone(given):
         asked.given,
         config.Diffusion(text_masked_blocks=6),
     )
-    token = np.append(np.arange(tiny.TEXT_LEN), together.copies)
+    token = together.token
     assert len(together.masked_blocks) > 3
     assert len(together.copies) > tiny.TEXT_BLOCK_LEN
     rows = [together]
-    for number, last in zip(together.masked_blocks, together.sees, strict=True):
+    for number, last in together.last_clean.items():
         block = np.full(tiny.TEXT_LEN, diffusion.ABSENT, np.int32)
         clean = ~together.masked & (together.block != diffusion.ABSENT) & (together.block <= last)
         block[token[clean]] = together.block[clean]

@@ -45,11 +45,9 @@ def likelihood_table():
 
 def training_loss(table, blocks: diffusion.Blocks, key) -> float:
     """Returns the loss of one training pass: weights, table, division by `total`."""
-    copies = [] if blocks.copies is None else blocks.copies.tolist()
-    token = np.array([*range(len(blocks.block) - len(copies)), *copies])
-    sees = blocks.sees or (blocks.num_clean,) * len(blocks.masked_blocks)
-    loss = 0.0
-    for number, last in zip(blocks.masked_blocks, sees, strict=True):
+    token, loss = blocks.token, 0.0
+    assert list(blocks.last_clean) == list(blocks.masked_blocks)
+    for number, last in blocks.last_clean.items():
         known = {
             int(token[j]): int(blocks.block[j])
             for j in np.flatnonzero(~blocks.masked)

@@ -43,6 +43,7 @@ def by_kind():
     """Batches of every way to assign blocks."""
     return {
         "schedule": make_batches(),
+        "steps": make_batches(diffusion={"text_masked_blocks": 3}),
         "uniform": make_batches(diffusion={"blocks": "uniform"}),
         "full": make_batches(diffusion={"attention": "full"}),
     }
@@ -102,7 +103,7 @@ def rows_of(batches, groups=pipeline.GROUPS, count=3):
     ]
 
 
-@pytest.fixture(scope="module", params=["schedule", "uniform", "full"])
+@pytest.fixture(scope="module", params=["schedule", "steps", "uniform", "full"])
 def batches(request, by_kind):
     return by_kind[request.param]
 
@@ -303,7 +304,7 @@ def test_an_unknown_task_lists_the_known_ones():
 def test_the_loss_is_on_the_masked_tokens_of_the_response_and_nothing_else(rows):
     for row in rows:
         masked = np.sort(row.place[row.is_masked])
-        np.testing.assert_array_equal(masked, np.flatnonzero(row.blocks.masked))
+        np.testing.assert_array_equal(masked, np.sort(row.blocks.token[row.blocks.masked]))
         weighs = row.weight > 0
         # Where t masks nothing, a token without weight is masked for the shape's sake.
         if weighs.any() or row.is_masked.sum() > 1:
@@ -316,8 +317,8 @@ def test_targets_are_the_clean_response_and_clean_tokens_are_shown(rows):
         masked, shown = row.is_masked, (row.place >= 0) & ~row.is_masked
         np.testing.assert_array_equal(row.target[masked], row.example.response[row.place[masked]])
         np.testing.assert_array_equal(row.codes[shown], row.example.response[row.place[shown]])
-        present = np.flatnonzero(row.blocks.block != diffusion.ABSENT)
-        np.testing.assert_array_equal(np.sort(row.place[masked | shown]), present)
+        present = row.blocks.token[row.blocks.block != diffusion.ABSENT]
+        np.testing.assert_array_equal(np.sort(row.place[masked | shown]), np.sort(present))
         if row.example.kind == "image":
             np.testing.assert_array_equal(row.index[masked], row.place[masked])
 
@@ -362,8 +363,9 @@ def test_no_given_token_is_masked(batches):
     assert len(rows) > 5
     for row in rows:
         given = row.example.given
-        assert not row.blocks.masked[given].any()
-        assert (row.blocks.block[given] == GIVEN_BLOCK).all()
+        of_given = given[row.blocks.token]
+        assert not row.blocks.masked[of_given].any()
+        assert (row.blocks.block[of_given] == GIVEN_BLOCK).all()
         is_given = np.isin(row.place, np.flatnonzero(given))
         assert is_given.sum() == given.sum()
         assert (row.block[is_given] == (PROMPT_BLOCK if is_full else GIVEN_BLOCK)).all()
@@ -401,22 +403,28 @@ def test_without_a_share_only_what_the_task_gives_is_given():
         assert given.any() == (group == "edit")
 
 
-@pytest.mark.parametrize("kind", ["schedule", "uniform"])
+@pytest.mark.parametrize("kind", ["schedule", "steps", "uniform"])
 def test_blocks_are_clean_ones_then_masked_ones_with_registers(by_kind, kind):
     model, settings = by_kind[kind].settings.model, by_kind[kind].settings.diffusion
+    numbers = set()
     for row in rows_of(by_kind[kind], count=2):
+        is_text = row.example.kind == "text" and kind != "uniform"
+        most = settings.text_masked_blocks if is_text else settings.num_masked_blocks
         masked = np.unique(row.block[row.is_masked])
         assert masked.tolist() == sorted(row.blocks.masked_blocks)
         assert row.blocks.num_clean < masked.min()
-        assert len(masked) <= settings.num_masked_blocks
+        assert len(masked) <= most
+        numbers |= {len(masked)} if is_text else set()
         others = row.block[~row.is_masked & ~row.is_register]
         assert PROMPT_BLOCK <= others.min(initial=0)
         assert others.max(initial=0) <= row.blocks.num_clean
         for number in masked:
             assert (row.is_register & (row.block == number)).sum() == model.num_registers
         assert row.is_register.sum() == len(masked) * model.num_registers
-        horizon = np.minimum(row.block, row.blocks.num_clean)
-        np.testing.assert_array_equal(row.horizon, horizon)
+        last_clean = [row.blocks.last_clean.get(b, row.blocks.num_clean) for b in row.block]
+        np.testing.assert_array_equal(row.horizon, np.minimum(row.block, last_clean))
+        assert max(row.blocks.last_clean.values()) == row.blocks.num_clean
+    assert numbers == {"schedule": {1}, "steps": {2, 3}, "uniform": set()}[kind]
 
 
 def test_registers_stand_behind_the_whole_sequence(by_kind):
