@@ -62,7 +62,9 @@ def test_ways_that_train_alike_share_a_run_and_others_do_not():
         ("ablation_sampling", "sparse"), ("ablation_training", "scratch_step_causal"),
     }  # fmt: skip
     others = len(names) - len({*names.values()})
-    assert others == 5 + 2  # and twice each are asked for: uniform blocks, a dense model that draws
+    # Twice each are asked for too: uniform blocks, a dense model that draws, one that answers and a
+    # sparse one that answers, trained one step of a text a row.
+    assert others == 5 + 4
     (shared, found), folder = comparison.read(CONFIGS[0]), pathlib.Path("runs")
     one = comparison.settings_of(shared, found, "schedule", 0, folder)
     for changes in ({"train": {"train_steps": 7}}, {"sampling": {"shift": 1.0}}):
