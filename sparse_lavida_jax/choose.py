@@ -122,8 +122,9 @@ def commit_by_factor(confidence, candidate, count, *, factor: float, released: b
     falls_short = candidate & (confidence < 1 - factor / (rank + 2)) & (rank > 0)
     number = jnp.sum(candidate, axis=(1, 2), keepdims=True)
     first = jnp.min(jnp.where(falls_short, rank, number), axis=(1, 2), keepdims=True)
-    enough = first >= number - 1 if released else first >= number
-    return candidate & (rank < jnp.where(enough, number, first))
+    if released:
+        first = jnp.where(first == number - 1, number, first)
+    return candidate & (rank < first)
 
 
 def commit_within_entropy(confidence, candidate, count, *, bound: float):

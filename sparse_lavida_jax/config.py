@@ -393,8 +393,8 @@ class Diffusion:
     blocks: str = "schedule"  # schedule | uniform (the paper's words)
     num_clean_blocks: int = 3  # M of `uniform`
     num_masked_blocks: int = 4  # N, of a picture and of `uniform`
-    # N of texts in `schedule`: steps of a row that are predicted, from its several text blocks or
-    # from one; what is clean for a later one is there twice.
+    # N of a text in `schedule`: steps that are drawn for a row, each with a masked block of its own
+    # that sees what is clean before it. Equal ones count once.
     text_masked_blocks: int = 1
     # Numbers of steps that `schedule` draws a sampler's plan from: of a picture, of a text block.
     plan_steps: tuple[int, ...] = (8, 12, 18)

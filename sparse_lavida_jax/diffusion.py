@@ -15,7 +15,9 @@ Two block assignments (config `diffusion.blocks`):
   out (truncation lemma). A kept token weighs L / (kept tokens). For N = 1, and blocks of the
   sampler's own sizes, this is unbiased for the sampler's own negative log likelihood, and with a
   random order and one token a step it is Eq. 1. In half of the draws steps are merged into larger
-  blocks, which trades this for more tokens with a loss.
+  blocks, which trades this for more tokens with a loss. In a text, whose sampler chooses among all
+  that is masked of a text block, that is the masked block; of several steps (`text_masked_blocks`)
+  each has its own M, and any number of them is unbiased.
 
 LaViDa-O's own objective (config `diffusion.corruption = "released"`, spec Sec. 9.2 and 9.3) has no
 blocks: text and picture of a whole sequence are masked together, code by code (`batch_sequences`).
@@ -125,8 +127,8 @@ def _normal_quantile(u: float) -> float:
 class Blocks:
     """What each token of one response is in one training pass.
 
-    Behind the tokens of the response there may be copies of some (`copies`): a token that is masked
-    for one block and clean for what is decoded after it is there twice.
+    Behind the tokens of the response there may be copies of some (`copies`): a token is there once
+    for each masked block that predicts it, and once more where it is clean for a later one.
 
     Attributes:
         block: block of each token and copy, `ABSENT` where it is left out.
@@ -139,8 +141,8 @@ class Blocks:
             where training has none of them (`partly_known`).
         code_weight: how much each code of a picture weighs beside the others of it (`Data.
             edit_area_weight`); None: all alike.
-        copies: which token of the response each copy is of; None: there are none.
-        sees: the last clean block that each of `masked_blocks` sees; None: M, all of them.
+        copies: which token of the response each copy is of.
+        sees: the last clean block that a masked block sees, of those for which it is not M.
     """
 
     block: Int[np.ndarray, " n"]
@@ -151,20 +153,13 @@ class Blocks:
     total: float
     known: Bool[np.ndarray, "n g"] | None = None
     code_weight: Float[np.ndarray, "l g"] | None = None
-    copies: Int[np.ndarray, " c"] | None = None
-    sees: tuple[int, ...] | None = None
+    copies: Int[np.ndarray, " c"] = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
+    sees: dict[int, int] = dataclasses.field(default_factory=dict)
 
     @property
     def token(self) -> Int[np.ndarray, " n"]:
         """Which token of the response each is, or is a copy of."""
-        copies = np.zeros(0, np.int64) if self.copies is None else self.copies
-        return np.append(np.arange(len(self.block) - len(copies)), copies)
-
-    @property
-    def last_clean(self) -> dict[int, int]:
-        """The last clean block that each masked block sees."""
-        sees = self.sees or (self.num_clean,) * len(self.masked_blocks)
-        return dict(zip(self.masked_blocks, sees, strict=True))
+        return np.append(np.arange(len(self.block) - len(self.copies)), self.copies)
 
 
 def uniform_blocks(
@@ -232,7 +227,11 @@ def schedule_blocks(
         masked[order[start:stop]] = True
         masked_blocks.append(number)
         start = stop
-    return _kept(block, masked, first + step - 1, masked_blocks, float(len(order)), settings)
+    if settings.weighting == "1/t":
+        weight, total = masked * (len(order) / masked.sum()), float(len(order))
+    else:
+        weight, total = masked.astype(float), float(masked.sum())
+    return Blocks(block, masked, first + step - 1, tuple(masked_blocks), weight, total)
 
 
 def text_schedule_blocks(
@@ -247,9 +246,10 @@ def text_schedule_blocks(
 
     A step's text block is drawn uniformly in tokens; its masked block is all that is masked of that
     text block. A random order inside each text block and an even split into steps give the clean
-    tokens the step that decoded them. Of several steps (`Diffusion.text_masked_blocks`) each sees
-    what is clean before it and has its share of the weight. All but the furthest predict copies,
-    since their tokens are clean for the furthest.
+    tokens the step that decoded them. `Diffusion.text_masked_blocks` steps are drawn, of which
+    equal ones count once. What the furthest one predicts stands in its own place, what the others
+    predict are copies; each sees what is clean before it. With "1/t" each has its share of the
+    weight, with "mean" each token it predicts.
 
     Args:
         length: tokens that the sampler may reach (whole text blocks; behind the first end-of-text
@@ -262,25 +262,28 @@ def text_schedule_blocks(
             orders.append(rng.permutation(inside))
             sizes.append(even_split(len(inside), steps_per_block))
     steps, times = _text_steps(rng, sizes, settings.text_masked_blocks)
-    order, ends = np.concatenate(orders), np.cumsum(np.concatenate(sizes))
-    block, first = _decoded_before(order, ends, steps[-1], given)
-    begins, stops = ends - np.concatenate(sizes), np.cumsum([len(o) for o in orders])
-    stops = np.repeat(stops, [len(s) for s in sizes])
-    rests = [order[begins[step] : stops[step]] for step in steps]
-    sees = tuple(int(first + step - 1) for step in steps)
-    numbers = tuple(range(sees[-1] + 1, sees[-1] + 1 + len(steps)))
-    block[rests[-1]] = numbers[-1]
-    kept = [len(rest) for rest in rests]
-    block = np.append(block, np.repeat(numbers[:-1], kept[:-1])).astype(np.int32)
-    masked, total = block > sees[-1], float(len(order))
+    order, size = np.concatenate(orders), np.concatenate(sizes)
+    end, text_end = np.cumsum(size), np.cumsum([len(inside) for inside in orders])
+    text_end = np.repeat(text_end, [len(inside) for inside in sizes])  # of the step's text block
+    predicted = [order[end[step] - size[step] : text_end[step]] for step in steps]
+    block, first = _decoded_before(order, end, steps[-1], given)
+    num_clean = int(first + steps[-1] - 1)
+    masked_blocks = tuple(range(num_clean + 1, num_clean + 1 + len(steps)))
+    block[predicted[-1]] = masked_blocks[-1]
+    copies = np.concatenate([np.zeros(0, np.int64), *predicted[:-1]])
+    of_copies = np.repeat(masked_blocks[:-1], [len(tokens) for tokens in predicted[:-1]])
+    block = np.append(block, of_copies).astype(np.int32)
+    masked = block > num_clean
     if settings.weighting == "1/t":
-        weight = np.zeros(len(block))
-        for number, drawn, many in zip(numbers, times, kept, strict=True):
-            weight[block == number] = total * drawn / (times.sum() * many)
+        weight, total = np.zeros(len(block)), float(len(order))
+        for number, tokens, often in zip(masked_blocks, predicted, times, strict=True):
+            weight[block == number] = total * often / (times.sum() * len(tokens))
     else:
         weight, total = masked.astype(float), float(masked.sum())
-    copies = np.concatenate([np.zeros(0, np.int64), *rests[:-1]])
-    return Blocks(block, masked, sees[-1], numbers, weight, total, copies=copies, sees=sees)
+    sees = {
+        number: int(first + step - 1) for number, step in zip(masked_blocks, steps, strict=True)
+    }
+    return Blocks(block, masked, num_clean, masked_blocks, weight, total, copies=copies, sees=sees)
 
 
 def _text_steps(
@@ -292,12 +295,12 @@ def _text_steps(
         sizes: of the steps of each text block; they are numbered across text blocks.
     """
     ends = np.cumsum([size.sum() for size in sizes])
-    drawn = np.searchsorted(ends, _stratified(rng, count) * ends[-1], side="right")
+    text_blocks = np.searchsorted(ends, _stratified(rng, count) * ends[-1], side="right")
     before, steps = np.cumsum([0, *map(len, sizes)]), []
-    for number in np.unique(drawn):
-        inner_ends = np.cumsum(sizes[number])
-        within = _stratified(rng, int((drawn == number).sum())) * inner_ends[-1]
-        steps.append(before[number] + np.searchsorted(inner_ends, within, side="right"))
+    for text_block in np.unique(text_blocks):
+        inner_ends = np.cumsum(sizes[text_block])
+        inside = _stratified(rng, int((text_blocks == text_block).sum())) * inner_ends[-1]
+        steps.append(before[text_block] + np.searchsorted(inner_ends, inside, side="right"))
     return np.unique(np.concatenate(steps), return_counts=True)
 
 
@@ -320,13 +323,6 @@ def _decoded_before(order, ends, step, given) -> tuple[np.ndarray, int]:
     done = order[: ends[step - 1]] if step else order[:0]
     block[done] = first + np.searchsorted(ends, np.arange(len(done)), side="right")
     return block, first
-
-
-def _kept(block, masked, num_clean, masked_blocks, total, settings) -> Blocks:
-    kept = masked.sum()
-    weight = np.where(masked, total / kept if settings.weighting == "1/t" else 1.0, 0.0)
-    total = total if settings.weighting == "1/t" else float(kept)
-    return Blocks(block, masked, num_clean, tuple(masked_blocks), weight, total)
 
 
 def partly_known(
@@ -443,14 +439,17 @@ def corrupt(
     if by_code and not is_text:
         hidden, weight = _by_code(blocks, model.codes_per_token)
     present = blocks.block != ABSENT
-    here, block, last_clean = blocks.token[present], blocks.block[present], blocks.last_clean
+    here, block = blocks.token[present], blocks.block[present]
+    last_clean = np.full(len(block), blocks.num_clean)
+    for number, last in blocks.sees.items():
+        last_clean[block == number] = last
     tokens = np.where(hidden[present], mask_id, response[here])
     answer = _HostStream(
         tokens[:, 0] if is_text else tokens,
         np.full(len(here), NO_FEATURE) if is_text else here,
         prompt.response_position + here,
         block,
-        np.array([last_clean.get(number, blocks.num_clean) for number in block.tolist()], np.int64),
+        last_clean,
         response[here, 0] if is_text else response[here],
         weight[present],
     )
@@ -463,7 +462,7 @@ def corrupt(
                 np.full(m, NO_FEATURE if is_text else NO_CELL),
                 register_positions(prompt.length, m),
                 np.full(m, number),
-                np.full(m, last_clean[number]),
+                np.full(m, blocks.sees.get(number, blocks.num_clean)),
                 np.zeros(shape, np.int32),
                 np.zeros(shape if by_code else m),
             )

@@ -54,7 +54,8 @@ class TokenLayout:
     Attributes:
         position: absolute index in the whole un-truncated sequence of the row.
         block: 0 for the prompt, the step that decoded it for a clean token, the step that will
-            decode it for a masked token or register, `PAD_BLOCK` for padding.
+            decode it for a masked token or register (in training any number behind the clean ones
+            may stand for it), `PAD_BLOCK` for padding.
         horizon: last block the token may look back to, `PAD_HORIZON` for padding.
         segment: which example of the row a token is of, where several share a row; else None.
     """

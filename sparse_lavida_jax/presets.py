@@ -221,7 +221,7 @@ def _choice(sampling: config.Sampling, kind: Kind) -> Choice:
         level.get(commit, 0.0),
         confidence,
         most=sampling.text_most,
-        released=sampling.released_behaviour and commit == "factor",
+        released=commit == "factor" and sampling.released_behaviour,  # the only rule that has two
     )
 
 

@@ -20,6 +20,7 @@ from sparse_lavida_jax.pipeline import SparseLaViDa
 AFTER = 1000  # added to the seed of what starts from another way, which so sees other batches
 SUITE = "comparison"  # "ablation" is a suite of speeds
 SAMPLED_FROM = ("order", "schedule", "shift")  # settings that training reads too (`data/rows.py`)
+DEFAULTS = 1  # to be raised when a default changes that a training depends on: `digest`
 SPEED_BATCHES = (1, 2, 4)  # of the report
 BEGIN, END = "<!-- from here on written by bench.ablation -->", "<!-- up to here -->"
 
@@ -109,7 +110,7 @@ def settings_of(
 def digest(settings: config.Config, base: str = "") -> str:
     """Returns what names a training: a digest of everything that it depends on but its seed.
 
-    Of what is not the default, so that a setting that is added renames nothing.
+    Of what is not the default and of `DEFAULTS`, so that a setting that is added renames nothing.
 
     Args:
         base: the name of the run that it starts from.
@@ -124,7 +125,7 @@ def digest(settings: config.Config, base: str = "") -> str:
             sampling=config.Sampling(**{name: sampling[name] for name in SAMPLED_FROM}),
         )
     )
-    text = json.dumps(told, sort_keys=True)
+    text = json.dumps([DEFAULTS, told], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 

@@ -230,7 +230,8 @@ def test_steps_of_a_text_that_share_a_row_are_what_each_is_alone(given):
     assert len(together.masked_blocks) > 3
     assert len(together.copies) > tiny.TEXT_BLOCK_LEN
     rows = [together]
-    for number, last in together.last_clean.items():
+    for number in together.masked_blocks:
+        last = together.sees[number]
         block = np.full(tiny.TEXT_LEN, diffusion.ABSENT, np.int32)
         clean = ~together.masked & (together.block != diffusion.ABSENT) & (together.block <= last)
         block[token[clean]] = together.block[clean]

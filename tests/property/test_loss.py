@@ -46,8 +46,8 @@ def likelihood_table():
 def training_loss(table, blocks: diffusion.Blocks, key) -> float:
     """Returns the loss of one training pass: weights, table, division by `total`."""
     token, loss = blocks.token, 0.0
-    assert list(blocks.last_clean) == list(blocks.masked_blocks)
-    for number, last in blocks.last_clean.items():
+    for number in blocks.masked_blocks:
+        last = blocks.sees.get(number, blocks.num_clean)
         known = {
             int(token[j]): int(blocks.block[j])
             for j in np.flatnonzero(~blocks.masked)

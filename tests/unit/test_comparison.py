@@ -17,6 +17,7 @@ from sparse_lavida_jax.data import pipeline
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 CONFIGS = sorted((pathlib.Path(__file__).parents[2] / "configs").glob("ablation_*.py"))
+COMMITTED = record.RESULTS
 QUICKLY = {"train_steps": 2, "eval_prompts": 0, "init_from": ""}
 
 
@@ -71,6 +72,22 @@ def test_ways_that_train_alike_share_a_run_and_others_do_not():
         changed = config_files.changed(shared, changes)
         assert comparison.settings_of(changed, found, "schedule", 0, folder).name != one.name
     assert comparison.settings_of(shared, found, "schedule", 1, folder).name != one.name
+
+
+def test_committed_rows_are_of_the_trainings_of_their_files():
+    """Else a file changed, and its rows are of what nobody can train any more."""
+    known, folder = {path.stem: comparison.read(path) for path in CONFIGS}, pathlib.Path("runs")
+    names = {
+        (stem, way, seed): comparison.settings_of(shared, found, way, seed, folder).name
+        for stem, (shared, found) in known.items()
+        for way in found.ways
+        for seed in range(3)
+    }
+    rows = [json.loads(path.read_text()) for path in (COMMITTED / "cpu").glob("comparison/*.json")]
+    assert {(row["ablation"], row["way"], row["seed"]) for row in rows} == set(names)
+    for row in rows:
+        name = names[row["ablation"], row["way"], row["seed"]]
+        assert row["training"] == name, row["id"]
 
 
 def test_a_way_learns_its_own_tasks_and_no_others():
@@ -263,5 +280,8 @@ def test_truncated_rows_hold_what_a_sampler_passes_and_all_of_it_sees_all():
     assert (truncated.generation.tokens == given.model.image_register_id).any()
     assert len(np.unique(causal.generation.layout.block)) > 2
     assert set(np.unique(truncated.generation.layout.block)) <= {0, PAD_BLOCK}
-    with pytest.raises(config.ConfigError, match="needs num_masked_blocks=1"):
-        stand_ins.settings(diffusion={"attention": "truncated", "num_masked_blocks": 2})
+    one = {"attention": "truncated", "num_masked_blocks": 1, "text_masked_blocks": 1}
+    assert stand_ins.settings(diffusion=one).diffusion.attention == "truncated"
+    for name in ("num_masked_blocks", "text_masked_blocks"):
+        with pytest.raises(config.ConfigError, match=f"needs .*{name}=1"):
+            stand_ins.settings(diffusion=one | {name: 2})

@@ -35,6 +35,8 @@ def test_unknown_section_lists_the_known_ones():
     ("section", "name", "value", "message"),
     [
         ("diffusion", "partial_cells", 2.0, r"partial_cells=2.0 is out of range"),
+        ("diffusion", "text_masked_blocks", 0, r"it must lie in 1\.\.16"),
+        ("diffusion", "text_masked_blocks", 17, r"it must lie in 1\.\.16"),
         ("optimizer", "b2", 7.0, r"b2=7.0 is out of range: it must lie in \[0, 1\]"),
         ("train", "batch_size", 0, "greater than 0"),
         ("sampling", "order", "spiral", "stratified, halton, random, raster"),
