@@ -62,7 +62,7 @@ def answer(
         return list(pipe.texts(pipe.run(examples, sampling=sampling, seed=seed)))
     task, prompts = samples[0].task, [sample.prompt for sample in samples]
     size = pipe.settings.vq.image_size
-    # The samples of a task all show a picture, or none does; so with cells that are given.
+    # These all show a picture, or none does; so with cells that are given.
     shown = [scenes.render(s.picture, size) for s in samples if s.picture is not None]
     known = [s.known_grid for s in samples if s.known_grid is not None]
     if task in ("edit", "inpaint", "outpaint"):
@@ -175,11 +175,13 @@ class Bench(Benchmark):
         return items
 
     def batches(self, items: Sequence[Item]) -> Iterator[list[Item]]:
-        """Yields items of one task each, all with given tokens or none."""
+        """Yields items of one task each, all with given tokens or none, and so with a picture."""
         samples = {item.index: self._sample(item) for item in items}
 
         def kind(item):
-            return item.record["task"], item.record["split"], bool(samples[item.index].given)
+            sample = samples[item.index]
+            shows = sample.picture is not None
+            return item.record["task"], item.record["split"], bool(sample.given), shows
 
         for _, members in itertools.groupby(sorted(items, key=kind), kind):
             yield from super().batches(list(members))

@@ -96,6 +96,25 @@ def test_everything_that_was_trained_is_evaluated(tmp_path):
     assert [row.seed for row in rows] == 3 * [exact.EVAL_SEED + i for i in range(PROMPTS)]
 
 
+def test_a_batch_of_infills_shows_pictures_to_all_rows_or_to_none(tmp_path):
+    """Those without a given word, too, of which some show a picture and some do not."""
+    bench = exact.Bench(
+        dataclasses.replace(
+            stand_ins.settings(data={"tasks": {"infill": 1.0}}),
+            evaluate=config.Evaluate(limit=250, batch_size=32),
+        )
+    )
+    samples = asked("infill", count=250)
+    assert {sample.picture is None for sample in samples if not sample.given} == {True, False}
+    pipe, seen = stand_ins.Knowing(SETTINGS, samples), set()
+    for batch in bench.batches(bench.items):
+        for item, output in zip(batch, bench.answer(pipe, batch, tmp_path), strict=True):
+            asked_alike = [s for s in samples if s.prompt == samples[item.index].prompt]
+            assert output["text"] in {sample.answer for sample in asked_alike}
+        seen |= {item.index for item in batch}
+    assert seen == set(range(250))
+
+
 def test_tasks_that_show_different_things_are_asked_in_their_own_way():
     """An infill shows a picture to some rows and none to others."""
     samples = asked("infill")
