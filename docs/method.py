@@ -12,7 +12,9 @@ import sys
 import numpy as np
 from PIL import Image
 
-from sparse_lavida_jax import SparseLaViDa, checkpoint, config, figures
+from sparse_lavida_jax import SparseLaViDa, config
+from sparse_lavida_jax.apps import figures
+from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.layout import make_layout
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -32,8 +34,8 @@ def main() -> None:
     sampling = make_layout(held[None], BLOCKS[:, held], LAST_CLEAN)
     names = [NAMES[i] for i in held]
     figures.visibility_matrix(sampling, names).save(HERE / "method_sampling.png")
-    folder = checkpoint.find_model("scenes")
-    settings = checkpoint.read_config(folder)
+    folder = model_folder.find_model("scenes")
+    settings = model_folder.read_config(folder)
     segments, _ = figures.plan_of(settings.sampling, settings.model)
     figures.order_grid(segments, settings.model.grid_size).save(HERE / "method_order.png")
     runs = {

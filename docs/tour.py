@@ -19,7 +19,11 @@ import tempfile
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from sparse_lavida_jax import SparseLaViDa, decoding, figures, layout, pictures, report
+from sparse_lavida_jax import SparseLaViDa, layout
+from sparse_lavida_jax.apps import figures
+from sparse_lavida_jax.data import image_files
+from sparse_lavida_jax.evals import report
+from sparse_lavida_jax.inference import batching
 
 HERE = pathlib.Path(__file__).resolve().parent
 PAGE = """# Every task, by its command
@@ -77,12 +81,12 @@ def drawn_by(words: list[str]) -> list[str]:
     return [f"{out}/{i}.png" for i, draws in enumerate(drawing, 1) if draws]
 
 
-def enlarged(picture: pictures.Picture) -> pictures.Picture:
+def enlarged(picture: image_files.Picture) -> image_files.Picture:
     """Returns a picture with every pixel a small square."""
     return picture.repeat(SCALE, axis=0).repeat(SCALE, axis=1)
 
 
-def unmasking(name: str, folder: str) -> list[pictures.Picture]:
+def unmasking(name: str, folder: str) -> list[image_files.Picture]:
     """Draws `CAPTION` by a model; returns its steps, each with the tokens it passed so far.
 
     Those of the layout, which comes first, are counted as if no text ended early.
@@ -95,7 +99,7 @@ def unmasking(name: str, folder: str) -> list[pictures.Picture]:
         ),
     )
     settings, block_len = pipe.settings, pipe.prompts.text_block_len
-    laid_out = decoding.tokens_passed(
+    laid_out = batching.tokens_passed(
         settings.model, settings.sampling, pipe.prompts.plan(CAPTION, None), block_len
     )
     cells = np.zeros_like(drawn.tokens[0])
@@ -112,7 +116,7 @@ def unmasking(name: str, folder: str) -> list[pictures.Picture]:
     ]
 
 
-def _captioned(picture: pictures.Picture, words: str) -> pictures.Picture:
+def _captioned(picture: image_files.Picture, words: str) -> image_files.Picture:
     page = Image.new("RGB", (picture.shape[1] + 2 * EDGE, picture.shape[0] + 3 * EDGE), "white")
     page.paste(Image.fromarray(picture), (EDGE, EDGE))
     font = ImageFont.load_default(FONT_SIZE)
@@ -125,7 +129,7 @@ def animate(dense: str) -> None:
     """Writes `docs/steps.gif`: the dense model beside the bundled one, step for step."""
     sides = [unmasking("dense", dense), unmasking("sparse", "scenes")]
     frames = [np.concatenate(pair, axis=1) for pair in zip(*sides, strict=True)]
-    pictures.write_animation(HERE / "steps.gif", frames)
+    image_files.write_animation(HERE / "steps.gif", frames)
 
 
 def tour() -> None:
@@ -139,10 +143,10 @@ def tour() -> None:
             printed.append(f"$ sparse-lavida {command}\n{typed}{run(folder, command, typed)}")
             print(printed[-1], end="", flush=True)
             for file in drawn_by(words):
-                drawn = pictures.read(folder / file)
+                drawn = image_files.read(folder / file)
                 tiles.append(report.Tile(enlarged(drawn), command.partition(" --out")[0]))
                 if file == "out.png":
-                    pictures.write(folder / "cut.png", drawn[CUT, CUT])
+                    image_files.write(folder / "cut.png", drawn[CUT, CUT])
         report.sheet(tiles, columns=4).save(HERE / "tour.png")
     (HERE / "tour.md").write_text(f"{PAGE}\n```console\n{''.join(printed)}```\n")
 

@@ -5,7 +5,7 @@ import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sparse_lavida_jax.conversation import Conversation as Conversation
+    from sparse_lavida_jax.apps.conversation import Conversation as Conversation
     from sparse_lavida_jax.pipeline import SparseLaViDa as SparseLaViDa
 
 __version__ = "0.1.0"
@@ -39,7 +39,7 @@ def __getattr__(name: str) -> Any:
 
         return SparseLaViDa
     if name == "Conversation":
-        from sparse_lavida_jax.conversation import Conversation
+        from sparse_lavida_jax.apps.conversation import Conversation
 
         return Conversation
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

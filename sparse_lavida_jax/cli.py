@@ -18,8 +18,9 @@ import pathlib
 import sys
 from collections.abc import Callable, Sequence
 
-from sparse_lavida_jax import __version__, checkpoint, config
+from sparse_lavida_jax import __version__, config
 from sparse_lavida_jax import main as full
+from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.main import DEFAULT_MODEL, MISTAKES, UsageError
 
 # Modes of `main`, with what may be given without its name.
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(program, name, rest)
     try:
         return _run(program, name, rest)
-    except (checkpoint.WriteError, OSError) as error:
+    except (model_folder.WriteError, OSError) as error:
         return _told(str(error), FAILURE)
     except MISTAKES as error:
         # Of a mode it may be a list, a line each.
@@ -99,10 +100,10 @@ def _run(program: str, name: str, words: Sequence[str]) -> int:
     except SystemExit:  # --help
         return 0
     if name in ("demo", "serve"):
-        from sparse_lavida_jax import hosting
+        from sparse_lavida_jax.apps import hosting
 
         return hosting.run(name, asked)
-    from sparse_lavida_jax import commands  # takes seconds
+    from sparse_lavida_jax.apps import commands  # takes seconds
 
     return commands.run(name, asked)
 

@@ -21,7 +21,7 @@ PRESETS = ("dense", "none", "p", "r", "t", "pr", "pt", "rt", "sparse")
 # and the two of Fast-dLLM.
 TEXT_PRESETS = ("prefix", "fast_dllm_prefix", "fast_dllm_dual")
 VQ_DTYPES = ("float32", "bfloat16")
-QUANTIZED = ("int8", "w8a8", "fp8")  # matrices of the layers while sampling (`quantize.py`)
+QUANTIZED = ("int8", "w8a8", "fp8")  # matrices of the layers while sampling (`models/quantize.py`)
 TEXT_BLOCK_ORDERS = ("left_to_right", "right_to_left", "random")
 
 
@@ -331,7 +331,7 @@ class Data:
     packing: int = 1  # examples that share a row, each a segment that sees itself alone
     # Static lengths that the batches of a group may have: each is a program of its own to compile.
     length_buckets: int = 1
-    # Of prepared records (`data/mixture.py`): tokens of the longest sequence, pictures included,
+    # Of prepared records (`mixture/batches.py`): tokens of the longest sequence, pictures included,
     # as released, and the loss weight of the codes in the boxes of an edit, of which the mean over
     # the masked codes of a picture is 1: 1 as in the released mixture, 5 where the release switches
     # it on (spec Sec. 9.3).
@@ -475,7 +475,7 @@ class Optimizer:
     # 0 freezes: no gradient and no moments are kept. The release: ((r"^vision/tower/", 2e-6),).
     groups: tuple[Any, ...] = ()
     # Of what is not trained; "bfloat16" halves it, "int8" halves the matrices of the layers once
-    # more (`quantize.py`; beside adapters alone), and the rest is bfloat16.
+    # more (`models/quantize.py`; beside adapters alone), and the rest is bfloat16.
     frozen_dtype: str = "float32"
 
     def __post_init__(self):

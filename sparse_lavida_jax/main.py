@@ -34,19 +34,14 @@ import rich.progress
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from sparse_lavida_jax import (
-    checkpoint,
-    config,
-    config_files,
-    pictures,
-    processes,
-    programs,
-    runs,
-)
-from sparse_lavida_jax.data.recipe import PrepareError
-from sparse_lavida_jax.data.records import RecordError
-from sparse_lavida_jax.data.task_prompts import RequestError
+from sparse_lavida_jax import config, config_files, processes, programs
+from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.data import image_files
+from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.evals.files import EvaluationError
+from sparse_lavida_jax.mixture.recipe import PrepareError
+from sparse_lavida_jax.mixture.records import RecordError
+from sparse_lavida_jax.training import runs
 
 MODES = ("train", "sample", "evaluate", "convert", "export", "verify", "prepare")
 FOLDERS = {  # flags that these modes need, and what they name
@@ -66,7 +61,7 @@ class UsageError(Exception):
 
 
 MISTAKES = (
-    config.ConfigError, checkpoint.CheckpointError, runs.RunError, pictures.PictureError,
+    config.ConfigError, model_folder.CheckpointError, runs.RunError, image_files.PictureError,
     RequestError, UsageError, PrepareError, RecordError, EvaluationError,
     processes.ProcessError,
 )  # fmt: skip
@@ -144,7 +139,7 @@ def _train(command: Command) -> int:
 
             train.train(command.config, run, command.profile_steps)
         else:
-            from sparse_lavida_jax import train_vq
+            from sparse_lavida_jax.training import train_vq
 
             train_vq.train(command.config, run.folder)
     return 0
@@ -166,7 +161,7 @@ def _together_with(others: processes.Together | None) -> Iterator[None]:
 def _sample(command: Command) -> int:
     from sparse_lavida_jax.pipeline import SparseLaViDa
 
-    shown = None if command.picture is None else [pictures.read(command.picture)]
+    shown = None if command.picture is None else [image_files.read(command.picture)]
     model = SparseLaViDa.from_pretrained(command.checkpoint, batch_size=1)
     asked, settings = [command.prompt], {"seed": command.seed, "sampling": command.config.sampling}
     if command.task in ("ask", "point"):
@@ -176,7 +171,7 @@ def _sample(command: Command) -> int:
         (pixels,) = model.redraw(shown, asked, **settings)
     else:
         (pixels,) = model.draw(asked, **settings)
-    pictures.write(command.out, pixels)
+    image_files.write(command.out, pixels)
     print(f"{command.out}: {command.prompt}")
     return 0
 
@@ -221,14 +216,14 @@ def _export(command: Command) -> int:
 
 
 def _verify(command: Command) -> int:
-    folder = checkpoint.find_model(command.src)
-    print(f"{folder}: {checkpoint.verify(folder)} files, all as they were written")
+    folder = model_folder.find_model(command.src)
+    print(f"{folder}: {model_folder.verify(folder)} files, all as they were written")
     return 0
 
 
 def _prepare(command: Command) -> int:
-    from sparse_lavida_jax import codec
-    from sparse_lavida_jax.data import prepare
+    from sparse_lavida_jax.mixture import prepare
+    from sparse_lavida_jax.models import codec
 
     load_encoder = functools.partial(codec.PictureEncoder, command.config.data.picture_codec)
     title = f"{command.src} -> {command.dst}"
@@ -437,7 +432,7 @@ def _base_config(values: flags.FlagValues) -> config.Config:
     if not values.checkpoint:
         raise UsageError(
             f"--mode={values.mode} needs --checkpoint: a model folder, a run directory, or the"
-            f" name of a bundled model ({', '.join(checkpoint.bundled_models()) or 'none'})."
+            f" name of a bundled model ({', '.join(model_folder.bundled_models()) or 'none'})."
         )
     if values.mode == "sample" and not values.prompt:
         raise UsageError('--mode=sample needs --prompt="what to draw".')
@@ -445,7 +440,7 @@ def _base_config(values: flags.FlagValues) -> config.Config:
         raise UsageError(f"--task={values.task} needs --picture=FILE, the picture it is about.")
     if values.config:
         return config_files.read(pathlib.Path(values.config))
-    settings = checkpoint.read_config(checkpoint.find_model(values.checkpoint))
+    settings = model_folder.read_config(model_folder.find_model(values.checkpoint))
     if values.mode == "evaluate":  # its results have a folder of their own
         return dataclasses.replace(settings, name=f"eval_{settings.name}")
     return settings
@@ -457,9 +452,9 @@ def _evaluate_config(name: str, path: pathlib.Path) -> config.Config:
     if not name:
         raise UsageError(
             f"--config={path} needs --checkpoint: a model folder, a run directory, or the name of a"
-            f" bundled model ({', '.join(checkpoint.bundled_models()) or 'none'})."
+            f" bundled model ({', '.join(model_folder.bundled_models()) or 'none'})."
         )
-    return config_files.read(path, checkpoint.read_config(checkpoint.find_model(name)))
+    return config_files.read(path, model_folder.read_config(model_folder.find_model(name)))
 
 
 def _override(base: config.Config, words: list[str]) -> config.Config:

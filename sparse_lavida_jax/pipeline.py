@@ -20,19 +20,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from sparse_lavida_jax import config, presets
-from sparse_lavida_jax.codec import PictureCodec
-from sparse_lavida_jax.data.chat_prompts import ChatPrompts
+from sparse_lavida_jax import config
 from sparse_lavida_jax.data.examples import Example
-from sparse_lavida_jax.data.scene_prompts import ANSWER_TOKENS
-from sparse_lavida_jax.data.task_prompts import (
-    RequestError,
-    Template,
-    parse_template,
-    words_template,
-)
-from sparse_lavida_jax.decoding import LARGEST_SEED, Bucket, Numbers
-from sparse_lavida_jax.drawings import (
+from sparse_lavida_jax.data.templates import RequestError, Template, parse_template, words_template
+from sparse_lavida_jax.inference.batching import LARGEST_SEED, Bucket, Numbers
+from sparse_lavida_jax.inference.engine import Engine, Grid, Picture
+from sparse_lavida_jax.inference.requests import (
     Drawing,
     Row,
     Shown,
@@ -45,9 +38,12 @@ from sparse_lavida_jax.drawings import (
     squared,
     untouched,
 )
-from sparse_lavida_jax.engine import Engine, Grid, Picture
-from sparse_lavida_jax.results import FORMAT, Result
+from sparse_lavida_jax.inference.results import FORMAT, Result
+from sparse_lavida_jax.lavida_o.prompts import ChatPrompts
+from sparse_lavida_jax.models.codec import PictureCodec
 from sparse_lavida_jax.sample import OnSegment
+from sparse_lavida_jax.sampling import presets
+from sparse_lavida_jax.scenes.prompts import ANSWER_TOKENS
 
 __all__ = ["ANSWER_TOKENS", "PictureCodec", "SparseLaViDa"]
 

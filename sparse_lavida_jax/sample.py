@@ -4,7 +4,7 @@
 A host-side plan (`orders.py`) says which positions a step passes; consecutive steps of one width
 form a segment, and a segment is one compiled program: `lax.fori_loop` over `step`. Nothing returns
 to Python inside a segment and no shape changes. Image and text, every preset and every ablation row
-run this same `step`; which tokens the plan passes and which are committed is data (`presets.py`).
+run this same `step`; which tokens the plan passes and which are committed is data (`sampling/presets.py`).
 
 A plan decodes whole cells, or single codes of cells that are then known in part: what is masked
 is what the canvas holds the mask id for, and a token is decoded when all its codes are.
@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from sparse_lavida_jax import choose, config, orders
-from sparse_lavida_jax.kernels import sampling_head, sharded
+from sparse_lavida_jax import config, orders
+from sparse_lavida_jax.kernels import sharded
 from sparse_lavida_jax.kernels.attention import slot_multiple
 from sparse_lavida_jax.layout import (
     GIVEN_BLOCK,
@@ -36,12 +36,14 @@ from sparse_lavida_jax.layout import (
     make_layout,
     without_blocks,
 )
+from sparse_lavida_jax.models import text_head
 from sparse_lavida_jax.models.cache import KVCache, StreamName
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.stack import STREAMS, StepTables
-from sparse_lavida_jax.prefixes import Prefixes
-from sparse_lavida_jax.presets import Choice, StepSettings, num_registers
-from sparse_lavida_jax.prompts import (
+from sparse_lavida_jax.sampling import choose
+from sparse_lavida_jax.sampling.prefixes import Prefixes
+from sparse_lavida_jax.sampling.presets import Choice, StepSettings, num_registers
+from sparse_lavida_jax.sampling.prompts import (
     Prompt,
     PromptPart,
     Request,
@@ -468,7 +470,7 @@ def _draw_by_tiles(
     rows: Rows,
     now: StepTokens,
     settings: StepSettings,
-) -> sampling_head.Drawn:
+) -> text_head.Drawn:
     """Draws text as `_draw` does from `_allowed` logits, of which only a tile exists at a time."""
 
     def logits_of(hidden, columns, start):
@@ -486,7 +488,7 @@ def _draw_by_tiles(
         noise = _noise(rows.key, now, (settings.head_tile,), number)[..., : logits.shape[-1]]
         return _scores(rows, now, logits, noise)
 
-    return sampling_head.draw(
+    return text_head.draw(
         hidden, model.text_kernel, logits_of=logits_of, score_of=score_of, tile=settings.head_tile
     )
 
@@ -770,7 +772,7 @@ def sample(
         on_segment: called with what is there after each segment.
         draws: recorded random numbers of every step of the plan.
         in_trips: whether a segment is run by programs of `TRIPS` steps; by default not on CPUs.
-        prefixes: where what requests share is kept (`prefixes.py`), of this very model.
+        prefixes: where what requests share is kept (`sampling/prefixes.py`), of this very model.
 
     Returns:
         The responses.

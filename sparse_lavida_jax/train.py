@@ -15,27 +15,16 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from sparse_lavida_jax import (
-    checkpoint,
-    config,
-    flops,
-    lora,
-    metrics,
-    optimizer,
-    parameters,
-    processes,
-    quantize,
-    report,
-    runs,
-    sharding,
-    sources,
-    states,
-)
-from sparse_lavida_jax.codec import PictureCodec
-from sparse_lavida_jax.data import pipeline as batches
+from sparse_lavida_jax import config, processes
+from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.diffusion import Corrupted
+from sparse_lavida_jax.evals import report
+from sparse_lavida_jax.models import lora, parameters, quantize, sharding
+from sparse_lavida_jax.models.codec import PictureCodec
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.train_step import Denominators, TrainState, gradient, loss, train_step
+from sparse_lavida_jax.scenes import batches
+from sparse_lavida_jax.training import flops, metrics, optimizer, runs, sources, states
+from sparse_lavida_jax.training.step import Denominators, TrainState, gradient, loss, train_step
 
 __all__ = [
     "Denominators", "DivergedError", "TrainState", "averaged", "gradient", "init_state", "loss",
@@ -87,7 +76,7 @@ def _base(settings: config.Config, params: Denoiser, mesh: Mesh | None) -> Denoi
     if base and states.is_unfinished(base):
         return states.load_unfinished(base, make_model=lambda _: _made(settings))
     if base:
-        return checkpoint.load_model(
+        return model_folder.load_model(
             base,
             make_model=lambda _: _made(settings),
             sharding=None if mesh is None else sharding.over(mesh),
@@ -258,7 +247,7 @@ def _finish(
 
 
 def _write_results(settings, run, source, pipe, trained, step: int, seconds, dtype: str) -> None:
-    checkpoint.save_model(
+    model_folder.save_model(
         run.model_folder,
         quantize.widened(pipe.model, dtype),
         settings,
@@ -270,7 +259,7 @@ def _write_results(settings, run, source, pipe, trained, step: int, seconds, dty
     print(f"{run.model_folder}: the trained model")
     if settings.lora.rank:
         adapters = run.folder / "adapters"
-        checkpoint.save_adapters(adapters, trained, settings, base=settings.train.init_from)
+        model_folder.save_adapters(adapters, trained, settings, base=settings.train.init_from)
         print(f"{adapters}: what was trained of it")
     if settings.train.eval_prompts:
         print(f"{report.write(pipe, run.folder, step=step, seconds=seconds)}: what it can do")

@@ -2,7 +2,7 @@
 """A tokenizer such as LaViDa-O has, whose text tokens are bytes."""
 
 from sparse_lavida_jax.convert import stand_in
-from sparse_lavida_jax.data import chat
+from sparse_lavida_jax.lavida_o import chat
 
 
 def made_tokenizer(folder, *, control=chat.CONTROL, locations=stand_in.LOCATIONS, **settings):

@@ -12,8 +12,9 @@ from chat_tokenizer import made_tokenizer
 from PIL import Image
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.data import chat, chat_training
-from sparse_lavida_jax.data.prepare import prepare
+from sparse_lavida_jax.lavida_o import chat
+from sparse_lavida_jax.mixture import examples
+from sparse_lavida_jax.mixture.prepare import prepare
 
 ROWS = 10
 
@@ -110,7 +111,7 @@ def prepared(source: pathlib.Path, folder: pathlib.Path, load=Averages, **settin
 @functools.cache
 def tokenizer(folder: pathlib.Path) -> chat.ChatTokenizer:
     """Returns a tokenizer whose text tokens are bytes, made in `folder`."""
-    control = (*chat.CONTROL, chat_training.NO_PICTURE)
+    control = (*chat.CONTROL, examples.NO_PICTURE)
     return chat.ChatTokenizer(made_tokenizer(folder, control=control))
 
 

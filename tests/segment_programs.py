@@ -17,11 +17,12 @@ import jaxtyping
 import numpy as np
 from flax import nnx
 
-from sparse_lavida_jax import config, layout, parameters, presets, prompts, sample
-from sparse_lavida_jax import sharding as rules
+from sparse_lavida_jax import config, layout, sample
 from sparse_lavida_jax.kernels.attention import slot_multiple
-from sparse_lavida_jax.models import fuse
+from sparse_lavida_jax.models import fuse, parameters
+from sparse_lavida_jax.models import sharding as rules
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.sampling import presets, prompts
 
 CELLS, TEXT_LEN, TEXT_BLOCK_LEN = 1024, 256, 32
 WORDS = 500  # of the prompt: as many slots as no matrix has rows

@@ -6,10 +6,10 @@ import threading
 import numpy as np
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.data.task_prompts import RequestError
-from sparse_lavida_jax.results import Result, Source
+from sparse_lavida_jax.apps.serving import ServedModel
+from sparse_lavida_jax.data.templates import RequestError
+from sparse_lavida_jax.inference.results import Result, Source
 from sparse_lavida_jax.sample import Progress
-from sparse_lavida_jax.serving import ServedModel
 
 PATIENCE = 20  # seconds until a test gives up
 TOKENS = (np.array([[5], [0]], np.int32),)  # a word and the end of text

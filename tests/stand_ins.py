@@ -10,19 +10,21 @@ import jax
 import numpy as np
 import tiny
 
-from sparse_lavida_jax import checkpoint, config, train
+from sparse_lavida_jax import config, train
 from sparse_lavida_jax import pipeline as pipelines
-from sparse_lavida_jax.data import pipeline, scenes, tasks
+from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.data.examples import Encoder
-from sparse_lavida_jax.data.scene_prompts import ScenePrompts
-from sparse_lavida_jax.data.text import SHIPPED, Tokenizer
 from sparse_lavida_jax.models import vq
+from sparse_lavida_jax.scenes import tasks, world
+from sparse_lavida_jax.scenes.batches import GroupedBatches
+from sparse_lavida_jax.scenes.prompts import ScenePrompts
+from sparse_lavida_jax.scenes.tokenizer import SHIPPED, Tokenizer
 
 VISION = config.Vision(
     image_size=48, patch_size=16, width=16, num_layers=1, num_heads=2, mlp_hidden=24, pool=1
 )
 TASKS = {"draw": 1.0, "answer": 1.0}
-EMPTY = scenes.render(scenes.EMPTY_SCENE)
+EMPTY = world.render(world.EMPTY_SCENE)
 
 
 @functools.cache
@@ -34,20 +36,20 @@ class Codec(pipelines.PictureCodec):
     """Reads and draws scenes exactly: the appearance of a cell is its code."""
 
     folder = None
-    picture_size = scenes.PICTURE_SIZE
+    picture_size = world.PICTURE_SIZE
 
     def __init__(self, *_):
         pass
 
     def encode(self, pixels):
-        return np.array([scenes.read(picture).cells for picture in pixels])[..., None]
+        return np.array([world.read(picture).cells for picture in pixels])[..., None]
 
     def decode(self, cells, rows=None, dtype="float32"):
-        appearances = np.minimum(cells[..., 0], scenes.NUM_APPEARANCES)
-        return np.stack([scenes.render(grid.reshape(6, 6)) for grid in appearances])
+        appearances = np.minimum(cells[..., 0], world.NUM_APPEARANCES)
+        return np.stack([world.render(grid.reshape(6, 6)) for grid in appearances])
 
     def appearance_codes(self):
-        return np.arange(scenes.NUM_APPEARANCES + 1)[:, None]
+        return np.arange(world.NUM_APPEARANCES + 1)[:, None]
 
 
 def settings(**sections) -> config.Config:
@@ -76,7 +78,7 @@ def model_of_every_task(folder: pathlib.Path) -> pathlib.Path:
     """Writes a model folder, with arbitrary weights, that says it was trained on every task."""
     every_task = dict.fromkeys((*tasks.TASKS, "fill_plan"), 1.0)
     given = settings(data={"tasks": every_task, "max_answer_len": 16})
-    checkpoint.save_model(
+    model_folder.save_model(
         folder,
         tiny.denoiser(given.model),
         given,
@@ -114,8 +116,8 @@ def encoder(given: config.Config) -> Encoder:
     return Encoder(tokenizer(), given.data, given.model, Codec().appearance_codes())
 
 
-def batches(given: config.Config) -> pipeline.GroupedBatches:
-    return pipeline.GroupedBatches(given, encoder(given))
+def batches(given: config.Config) -> GroupedBatches:
+    return GroupedBatches(given, encoder(given))
 
 
 def without_waiting(monkeypatch) -> None:
@@ -140,7 +142,7 @@ class Knowing(pipelines.SparseLaViDa):
         self.ignorant = ignorant
         self.pictures, self.answers, self.calls = {}, {}, []
         for sample in samples:
-            shown = None if sample.picture is None else scenes.render(sample.picture)
+            shown = None if sample.picture is None else world.render(sample.picture)
             known = self.answers if sample.target is None else self.pictures
             known[_key(sample.prompt, shown)] = (
                 sample.answer if sample.target is None else sample.target
@@ -168,7 +170,7 @@ class Knowing(pipelines.SparseLaViDa):
         return [e.response if not self.ignorant else e.response * 0 + masks for e in examples]
 
     def _picture(self, prompt, shown):
-        return EMPTY if self.ignorant else scenes.render(self.pictures[_key(prompt, shown)])
+        return EMPTY if self.ignorant else world.render(self.pictures[_key(prompt, shown)])
 
 
 def _key(prompt, picture):

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from sparse_lavida_jax import config, diffusion, layout, prompts
+from sparse_lavida_jax import config, diffusion, layout
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.sampling import prompts
 
 # A tiny program is run a few times: what it costs is its compilation.
 _QUICK_TO_COMPILE = {

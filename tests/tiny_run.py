@@ -21,8 +21,10 @@ import jax
 import stand_ins
 import tiny
 
-from sparse_lavida_jax import config, main, metrics, report, train
-from sparse_lavida_jax.data import pipeline
+from sparse_lavida_jax import config, main, train
+from sparse_lavida_jax.evals import report
+from sparse_lavida_jax.scenes import batches
+from sparse_lavida_jax.training import metrics
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tiny_run"])
@@ -156,7 +158,7 @@ def _run(words: list[str], said: str, devices: int, step_seconds: float) -> None
     train.train_step = step
     train.PictureCodec = stand_ins.Codec
     train.Denoiser = lambda settings, rngs: tiny.denoiser(settings)
-    pipeline.LENGTH_PROBE = 16
+    batches.LENGTH_PROBE = 16
     report.write = lambda pipe, folder, **_: folder / "report.md"
     code = main.main(["main", *words])
     sys.stdout.flush()

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import tiny
 
-from sparse_lavida_jax import config, diffusion, layout, orders, presets, prompts, sample
+from sparse_lavida_jax import config, diffusion, layout, orders, sample
+from sparse_lavida_jax.sampling import presets, prompts
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,9 +19,11 @@ import sys
 
 from absl import app, flags, logging
 
-from sparse_lavida_jax import checkpoint, config, programs, runs
+from sparse_lavida_jax import config, programs
 from sparse_lavida_jax.bench import comparison
 from sparse_lavida_jax.bench.record import Bench, read_rows
+from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.training import runs
 
 CONFIG = flags.DEFINE_string("config", "", "A file such as configs/ablation_registers.py.")
 SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Of parameters and of batches.")
@@ -40,7 +42,7 @@ def main(argv: list[str]) -> None:
             print(f"{comparison.write_report(pathlib.Path(REPORT.value))}: every ablation")
             return
         _run()
-    except (config.ConfigError, checkpoint.CheckpointError, runs.RunError) as error:
+    except (config.ConfigError, model_folder.CheckpointError, runs.RunError) as error:
         print(f"bench.ablation: {error}", file=sys.stderr)
         sys.exit(2)
     except runs.Interrupted as stop:

@@ -11,11 +11,14 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from sparse_lavida_jax import config, config_files, markdown, presets, runs, train
+from sparse_lavida_jax import config, config_files, train
 from sparse_lavida_jax.bench import table as speed_tables
 from sparse_lavida_jax.bench.record import RESULTS, Bench, differing, path_of, read_rows
+from sparse_lavida_jax.data import markdown
 from sparse_lavida_jax.evals import scenes
 from sparse_lavida_jax.pipeline import SparseLaViDa
+from sparse_lavida_jax.sampling import presets
+from sparse_lavida_jax.training import runs
 
 AFTER = 1000  # added to the seed of what starts from another way, which so sees other batches
 SUITE = "comparison"  # "ablation" is a suite of speeds

@@ -14,7 +14,7 @@
   its trained matrices in the dtype they are multiplied in.
 * Logits of a chunk: rows x chunk x vocabulary, in float32 twice and in the compute dtype.
 
-Over a mesh a device holds its share of the state, as `sharding.py` splits it, and its rows; what
+Over a mesh a device holds its share of the state, as `models/sharding.py` splits it, and its rows; what
 tensor and sequence split of these is not taken off. Matrices that are gathered along `fsdp` are
 counted where they are used: those of a layer, and the head of a chunk, each with its gradient.
 
@@ -34,11 +34,13 @@ from flax import nnx
 from jax.extend.core import Literal
 from jax.sharding import AbstractMesh
 
-from sparse_lavida_jax import config, lora, optimizer, parameters, sharding, train
+from sparse_lavida_jax import config, train
 from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.kernels.sharded import BATCH_AXES
 from sparse_lavida_jax.layout import Stream, TokenLayout
+from sparse_lavida_jax.models import lora, parameters, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.training import optimizer
 
 GB = 1e9
 HEADS = ("text_head/kernel", "image_head/logits/kernel")

@@ -13,11 +13,13 @@ import sys
 
 from absl import app, flags, logging
 
-from sparse_lavida_jax import checkpoint, config, presets
+from sparse_lavida_jax import config
 from sparse_lavida_jax.bench.record import Bench
-from sparse_lavida_jax.data import tasks
+from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.evals import scenes
 from sparse_lavida_jax.pipeline import SparseLaViDa
+from sparse_lavida_jax.sampling import presets
+from sparse_lavida_jax.scenes import tasks
 
 CHECKPOINT = flags.DEFINE_string(
     "checkpoint", "scenes", "A model folder, a run, or a bundled name."
@@ -34,7 +36,7 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)  # of the array store
     try:
         _score()
-    except (config.ConfigError, checkpoint.CheckpointError) as error:
+    except (config.ConfigError, model_folder.CheckpointError) as error:
         print(f"bench.quality: {error}", file=sys.stderr)
         sys.exit(2)
 

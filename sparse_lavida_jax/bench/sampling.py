@@ -35,16 +35,18 @@ import numpy as np
 from absl import app, flags, logging
 from flax import nnx
 
-from sparse_lavida_jax import checkpoint, config, config_files, presets, programs, sample
+from sparse_lavida_jax import config, config_files, programs, sample
 from sparse_lavida_jax.bench import running, suite_cases, suites, table
 from sparse_lavida_jax.bench.record import Bench, read_rows
+from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.data.examples import Example, Kind
-from sparse_lavida_jax.decoding import tokens_passed
+from sparse_lavida_jax.inference.batching import tokens_passed
 from sparse_lavida_jax.layout import Response, Text
 from sparse_lavida_jax.models import fuse, vq
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.pipeline import SparseLaViDa
-from sparse_lavida_jax.prompts import Request
+from sparse_lavida_jax.sampling import presets
+from sparse_lavida_jax.sampling.prompts import Request
 
 CHECKPOINT = flags.DEFINE_string(
     "checkpoint", "scenes", "A model folder, a run, or a bundled name."
@@ -203,7 +205,7 @@ def main(argv: list[str]) -> None:
             subject = of_random_weights(config_files.read(pathlib.Path(CONFIG.value)))
         else:
             subject = of_checkpoint(CHECKPOINT.value)
-    except (checkpoint.CheckpointError, config.ConfigError) as error:
+    except (model_folder.CheckpointError, config.ConfigError) as error:
         sys.exit(f"bench.sampling: {error}")
     sampling, bench = subject.settings.sampling, Bench("sampling")
     if GUIDANCE.value is not None:

@@ -11,9 +11,9 @@ from jaxtyping import UInt8
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import images
 from sparse_lavida_jax.data.examples import Example
-from sparse_lavida_jax.kernels import attention, sampling_head
+from sparse_lavida_jax.kernels import attention
 from sparse_lavida_jax.layout import Response, Source, Text
-from sparse_lavida_jax.models import fuse
+from sparse_lavida_jax.models import fuse, text_head
 
 # Suites whose parameters are those of one task; the others write text, or make its logits.
 TASKS: dict[str, fuse.Task] = dict.fromkeys(("ablation", "batch", "cpu"), "image")
@@ -124,7 +124,7 @@ def changes(model: config.Model, kind: str) -> list[str]:
     """
     backend, implementation = jax.default_backend(), model.attention_implementation or None
     if kind == "text":
-        return ["fused"] + ["tiled_head"] * bool(sampling_head.tile_of(model.vocab_size))
+        return ["fused"] + ["tiled_head"] * bool(text_head.tile_of(model.vocab_size))
     there = {
         "fused": True,
         "by_layer": backend == "gpu",

@@ -16,14 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from sparse_lavida_jax import config, layout, orders, presets, prompts, quantize, sample
+from sparse_lavida_jax import config, layout, orders, sample
 from sparse_lavida_jax.bench import record, work
 from sparse_lavida_jax.bench.suite_cases import WORDS, Case, sizes
 from sparse_lavida_jax.layout import Text
-from sparse_lavida_jax.models import fuse, vq
+from sparse_lavida_jax.models import fuse, quantize, vq
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.prefixes import Prefixes
-from sparse_lavida_jax.prompts import Request
+from sparse_lavida_jax.sampling import presets, prompts
+from sparse_lavida_jax.sampling.prefixes import Prefixes
+from sparse_lavida_jax.sampling.prompts import Request
 
 SPLIT = ("host", "prefill", "loop", "vq_encode", "vq_decode")
 # Step settings of rows that take a change back (`suite_cases.changes`).

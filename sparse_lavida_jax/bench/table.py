@@ -13,8 +13,8 @@ import sys
 import tomllib
 from typing import Any
 
-from sparse_lavida_jax import markdown
 from sparse_lavida_jax.bench.record import read_rows
+from sparse_lavida_jax.data import markdown
 from sparse_lavida_jax.evals.scenes import wilson_interval
 
 BARS = pathlib.Path(__file__).with_name("bars.toml")

@@ -36,11 +36,12 @@ import rich.table
 from absl import app, flags, logging
 from flax import nnx
 
-from sparse_lavida_jax import config, config_files, optimizer
+from sparse_lavida_jax import config, config_files
 from sparse_lavida_jax.bench import described, objectives, plan, table
 from sparse_lavida_jax.bench.record import Bench, read_rows
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.pipeline import SparseLaViDa
+from sparse_lavida_jax.training import optimizer
 
 PLAN = flags.DEFINE_boolean("plan", False, "Print a table of memory.")
 AOT = flags.DEFINE_boolean("aot", False, "Compile for TPUs that are not there.")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiles measured on this device: `python -m sparse_lavida_jax.bench.attention --tune`.
 
-Every candidate of `kernels/sizes.py` is timed on the frozen shapes, together with what the rule
+Every candidate of `kernels/devices.py` is timed on the frozen shapes, together with what the rule
 chooses, in random order. Lengths that share an entry of the table share the choice: the candidate
 of the least time on all their shapes, in proportion to that of the rule. The rule stays where
 nothing beats it by `WORTH`. On a GPU forward and backward kernels are chosen each by itself.
@@ -19,7 +19,7 @@ import jax
 from sparse_lavida_jax.bench import methods
 from sparse_lavida_jax.bench.cases import HEAD_DIM, Case
 from sparse_lavida_jax.bench.record import commit, write_json
-from sparse_lavida_jax.kernels import attention, shapes, sizes
+from sparse_lavida_jax.kernels import attention, devices, shapes
 from sparse_lavida_jax.kernels.tables import GpuSizes, TileSizes
 
 DRY_CANDIDATES = 2  # of each direction: an interpreted kernel takes seconds to compile
@@ -65,12 +65,12 @@ def main(runs: int, *, dry: bool) -> None:
         return _times(case, list(dict.fromkeys(candidates))[few], implementation, runs, dry)
 
     choices = [choose(entry, members, on_gpu, times) for entry, members in _entries(dry).items()]
-    before = json.loads(sizes.TABLE.read_text())
-    after = rewritten(before, sizes.device_kind(), HEAD_DIM, choices)
+    before = json.loads(devices.TABLE.read_text())
+    after = rewritten(before, devices.device_kind(), HEAD_DIM, choices)
     if dry:
         print(f"{len(choices)} entry went the whole way; nothing is written")
         return
-    write_json(sizes.TABLE, after)
+    write_json(devices.TABLE, after)
     print(changes(before, after) or "nothing changed")
 
 
@@ -116,7 +116,7 @@ def _entries(dry: bool) -> dict[str, list[Case]]:
     cases = [_tiny()] if dry else [Case(name, 1, shapes.tags(name)) for name in names]
     entries: dict[str, list[Case]] = {}
     for case in cases:
-        entries.setdefault(sizes.bucket(*_lengths(case)), []).append(case)
+        entries.setdefault(devices.bucket(*_lengths(case)), []).append(case)
     return entries
 
 
@@ -125,14 +125,14 @@ def _lengths(case: Case) -> tuple[int, int]:
 
 
 def _rule(case: Case, on_gpu: bool) -> Sizes:
-    return GpuSizes() if on_gpu else sizes.rule(*_lengths(case))
+    return GpuSizes() if on_gpu else devices.rule(*_lengths(case))
 
 
 def _candidates(members: list[Case], on_gpu: bool) -> dict[str, list[Any]]:
     """By what is timed; on a TPU both passes share their tiles."""
     if on_gpu:
-        return sizes.gpu_candidates(HEAD_DIM)
-    of_each = [set(sizes.tpu_candidates(*_lengths(case))) for case in members]
+        return devices.gpu_candidates(HEAD_DIM)
+    of_each = [set(devices.tpu_candidates(*_lengths(case))) for case in members]
     return {"both": sorted(set.intersection(*of_each), key=dataclasses.astuple)}
 
 

@@ -13,8 +13,8 @@ from absl import app, flags
 from jaxtyping import UInt8
 
 from sparse_lavida_jax.bench.record import Bench
-from sparse_lavida_jax.data import scenes, tasks
 from sparse_lavida_jax.models import vq
+from sparse_lavida_jax.scenes import tasks, world
 
 VQ = flags.DEFINE_list("vq", ["scenes_g1", "scenes_g4"], "Bundled names or folders.")
 PICTURES = flags.DEFINE_integer("pictures", 32, "Scenes, from the first.", lower_bound=1)
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> None:
     del argv
     bench = Bench("vq")
     shown = (tasks.sample("edit", 0, i).picture for i in range(PICTURES.value))
-    pictures = np.stack([scenes.render(scene) for scene in shown if scene is not None])
+    pictures = np.stack([world.render(scene) for scene in shown if scene is not None])
     for name in VQ.value:
         model, settings = vq.load(name)
         row = {

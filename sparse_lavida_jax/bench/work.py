@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_lavida_jax import config, orders, presets
-from sparse_lavida_jax.prompts import Prompt, parted
+from sparse_lavida_jax import config, orders
+from sparse_lavida_jax.sampling import presets
+from sparse_lavida_jax.sampling.prompts import Prompt, parted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +70,7 @@ def of_request(
     """Counts a batch.
 
     Args:
-        kept: whether what requests share was computed before (`prefixes.py`).
+        kept: whether what requests share was computed before (`sampling/prefixes.py`).
         prompt: all guidance rows (`prompts.prepare`).
         weight_bytes: of a number of the layers' matrices; 0: those of the compute dtype.
     """

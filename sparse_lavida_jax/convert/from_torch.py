@@ -20,7 +20,8 @@ import numpy as np
 import safetensors
 from flax import nnx
 
-from sparse_lavida_jax import checkpoint, config
+from sparse_lavida_jax import config
+from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.convert import names, tensors
 from sparse_lavida_jax.convert.settings import (
     RELEASED_VQ,
@@ -91,12 +92,12 @@ def convert(
         CheckpointError: `dst` holds something else, or the disk is full.
     """
     src, dst = pathlib.Path(src), pathlib.Path(dst).resolve()
-    checkpoint.check_replaceable(dst)
+    model_folder.check_replaceable(dst)
     released = _look_through(src, understanding_only)
     settings, wanted = _match(released, dtype)
     total = sum(_size(released, name, dtype) for name in wanted)
 
-    with checkpoint.new_model_folder(dst, settings, total) as new:
+    with model_folder.new_model_folder(dst, settings, total) as new:
         done = 0
         for home in _write_homes(new, released, settings, wanted, dtype):
             done += home
@@ -128,7 +129,7 @@ def _write_homes(
     # In the order of the files, so that they are read from front to end.
     wanted = sorted(wanted, key=lambda name: _place(released.stored[name.official]))
     embedding: dict[str, np.ndarray] = {}
-    with checkpoint.ParamsWriter(new) as writer:
+    with model_folder.ParamsWriter(new) as writer:
         for name in (name for name in wanted if name.home == "params"):
             array = ours(name)
             writer.add(name.ours, array)
@@ -175,7 +176,7 @@ def _first_registers(
     )
     registers = {"register_understanding": row.read().astype(kind)}
     if not model.understanding_only:
-        embed = checkpoint.module_of(lambda: ImageEmbedding(model, rngs=nnx.Rngs(0)), embedding)
+        embed = model_folder.module_of(lambda: ImageEmbedding(model, rngs=nnx.Rngs(0)), embedding)
         masked = jnp.full((1, 1, model.codes_per_token), model.image_mask_id)
         with jax.default_matmul_precision("highest"):
             cell = embed(masked, jnp.dtype("float32"))[0, 0]
@@ -216,7 +217,7 @@ def _look_through(folder: pathlib.Path, understanding_only: bool) -> _Released:
             " config.json, tokenizer.json and the safetensors files."
         )
     given = _read_json(folder / "config.json")
-    if given.get("format") == checkpoint.FORMAT:
+    if given.get("format") == model_folder.FORMAT:
         raise ConvertError(f"{folder} is a model folder of this project already.")
     if not has_generation_branch(given) and not understanding_only:
         kind = str(given.get("model_type", "of an unknown type"))

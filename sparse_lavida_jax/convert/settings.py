@@ -9,7 +9,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from sparse_lavida_jax import checkpoint, config
+from sparse_lavida_jax import config
+from sparse_lavida_jax.checkpoints import model_folder
 
 # Values that our code implements; a key that is absent has one of them. Dropout is none of the
 # release's (all zero), and ours has none.
@@ -122,7 +123,7 @@ _SPARSE_SAMPLING = dataclasses.replace(
 OURS = "sparse_lavida"  # section of an exported config.json for what the release has no key for
 
 
-class ConvertError(checkpoint.CheckpointError):
+class ConvertError(model_folder.CheckpointError):
     """A released folder that cannot be converted, or a model that cannot be exported."""
 
 

@@ -16,7 +16,7 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.convert import names, tensors
 from sparse_lavida_jax.convert.from_torch import INDEX
 from sparse_lavida_jax.convert.settings import official_config, official_vq_config
-from sparse_lavida_jax.data import chat
+from sparse_lavida_jax.lavida_o import chat
 
 SHARD_TENSORS = 200
 # Corners of boxes, in eighths of a picture, and what stands around them.

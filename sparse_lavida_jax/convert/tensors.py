@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
-from sparse_lavida_jax import checkpoint
+from sparse_lavida_jax.checkpoints import model_folder
 
 DTYPES = {
     "F32": np.dtype(np.float32),
@@ -24,7 +24,7 @@ DTYPES = {
 _LENGTH_BYTES = 8  # of the number in front that says how long the header is
 
 
-class TensorFileError(checkpoint.CheckpointError):
+class TensorFileError(model_folder.CheckpointError):
     """A file that is no safetensors file, or a part of one."""
 
 

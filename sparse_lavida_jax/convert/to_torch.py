@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from sparse_lavida_jax import checkpoint, config
+from sparse_lavida_jax import config
+from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.convert import names, tensors
 from sparse_lavida_jax.convert.from_torch import INDEX, OFFICIAL, UNUSED
 from sparse_lavida_jax.convert.settings import (
@@ -74,19 +75,19 @@ def export(
         CheckpointError: there is no model in `src`, or it is damaged, or `dst` cannot be written.
         ConvertError: the model has no released form, or `dst` holds something.
     """
-    folder, dst = checkpoint.find_model(src), pathlib.Path(dst).resolve()
+    folder, dst = model_folder.find_model(src), pathlib.Path(dst).resolve()
     if dst.exists() and (dst.is_file() or any(dst.iterdir())):
         raise ConvertError(f"{dst} exists, and an export replaces nothing. Choose another folder.")
-    checkpoint.verify(folder)
+    model_folder.verify(folder)
     model = _look_through(folder)
     denoiser, tokenizer = list(_of_denoiser(model)), list(_of_tokenizer(model))
     in_shards = denoiser
     if not model.placed or any(name.startswith(names.VQ_PREFIX) for name in model.placed):
         in_shards = denoiser + tokenizer
-    checkpoint.check_free_space(
+    model_folder.check_free_space(
         dst.parent, sum(tensor.nbytes for tensor in [*in_shards, *tokenizer])
     )
-    with checkpoint.replacing(dst) as new:
+    with model_folder.replacing(dst) as new:
         shards = _write_shards(new, in_shards, max_shard_bytes)
         _write_small_files(new, model, in_shards)
         if tokenizer:
@@ -99,7 +100,7 @@ def export(
 
 
 def _look_through(folder: pathlib.Path) -> _Model:
-    settings = checkpoint.read_config(folder)
+    settings = model_folder.read_config(folder)
     vq = None
     if (folder / "vq").is_dir():
         vq, vq_settings = image_tokenizer.load(folder / "vq")
@@ -114,7 +115,7 @@ def _look_through(folder: pathlib.Path) -> _Model:
 def _of_denoiser(model: _Model) -> Iterator[tensors.ToStore]:
     """Yields the tensors of the denoiser, and those that it did without."""
     table = [name for name in names.table(model.settings) if name.home == "params"]
-    store = checkpoint.ParamsReader(model.folder / "params")
+    store = model_folder.ParamsReader(model.folder / "params")
     store.check({name.ours: name.our_shape for name in table})
     by_our_name = {name.ours: name for name in table}
     for ours, leaf in store.leaves.items():  # in the order in which they are read together

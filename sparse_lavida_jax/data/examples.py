@@ -13,10 +13,10 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, UInt8
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.data import digits, scenes, tasks
-from sparse_lavida_jax.data.text import Tokenizer
 from sparse_lavida_jax.diffusion import Sequence
 from sparse_lavida_jax.layout import Answer, Part, Response, Source, Text, Views, Vision
+from sparse_lavida_jax.scenes import digits, tasks, world
+from sparse_lavida_jax.scenes.tokenizer import Tokenizer
 
 Kind = Literal["text", "image"]
 
@@ -64,11 +64,11 @@ class Encoder:
     model: config.Model
     appearance_codes: Int[np.ndarray, "a g"] | None
 
-    def seen(self, scene: scenes.Scene) -> UInt8[np.ndarray, "h w 3"]:
+    def seen(self, scene: world.Scene) -> UInt8[np.ndarray, "h w 3"]:
         """Returns the picture of a scene at the size of the vision tower."""
-        return scenes.render(scene, self.model.vision.image_size)
+        return world.render(scene, self.model.vision.image_size)
 
-    def scene_codes(self, scene: scenes.Scene) -> Int[np.ndarray, "l g"]:
+    def scene_codes(self, scene: world.Scene) -> Int[np.ndarray, "l g"]:
         """Returns the codes of a picture of `scene`: those of its cells one by one."""
         assert self.appearance_codes is not None
         return self.appearance_codes[np.asarray(scene.cells)]

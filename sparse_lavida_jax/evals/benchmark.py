@@ -13,10 +13,11 @@ import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
-from sparse_lavida_jax import config, evals, pictures
-from sparse_lavida_jax.decoding import LARGEST_SEED
+from sparse_lavida_jax import config, evals
+from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.evals import metrics
 from sparse_lavida_jax.evals.files import EvaluationError, Picture, Record
+from sparse_lavida_jax.inference.batching import LARGEST_SEED
 from sparse_lavida_jax.pipeline import SparseLaViDa
 
 MACHINERY = ("benchmark", "files", "lmms", "metrics", "run")
@@ -201,7 +202,7 @@ class PictureBenchmark(Benchmark):
         for item in items:
             files = self.keep(item, [next(drawn) for _ in range(count)])
             for name, picture in files.items():
-                pictures.write(folder / EXPORT / name, picture)
+                image_files.write(folder / EXPORT / name, picture)
             outputs.append({"files": list(files)})
         return outputs
 

@@ -8,13 +8,13 @@ import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from sparse_lavida_jax import pictures
-from sparse_lavida_jax.data import tables
-from sparse_lavida_jax.data.records import RecordError
+from sparse_lavida_jax.data import image_files
+from sparse_lavida_jax.mixture import tables
+from sparse_lavida_jax.mixture.records import RecordError
 
 T = TypeVar("T")
 Record = dict[str, Any]
-Picture = pictures.Picture
+Picture = image_files.Picture
 
 MOST_CELL = 2**27  # characters of a cell that holds a picture
 
@@ -144,9 +144,9 @@ def read_pictures(*paths: pathlib.Path) -> list[Picture]:
     """Returns picture files as RGB bytes, transparent pixels as lmms-eval reads them.
 
     Raises:
-        PictureError: see `pictures.read`.
+        PictureError: see `image_files.read`.
     """
-    return [pictures.read(path, backdrop=False) for path in paths]
+    return [image_files.read(path, backdrop=False) for path in paths]
 
 
 def picture_name(name: Any, where: str) -> str:
@@ -211,4 +211,4 @@ class Parquet:
         except (tables.TableError, RecordError) as error:
             raise EvaluationError(f"{table.path}, row {number}, {field}: {error}.") from error
         where = f"{table.path}, row {number}, {field}"
-        return pictures.read_bytes(contents, where, backdrop=False)
+        return image_files.read_bytes(contents, where, backdrop=False)

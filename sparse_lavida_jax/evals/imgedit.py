@@ -6,7 +6,7 @@ Files and layout: github.com/PKU-YuanGroup/ImgEdit, Benchmark/Basic. The judge i
 
 import functools
 
-from sparse_lavida_jax import pictures
+from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.data.images import centre_crop
 from sparse_lavida_jax.evals.benchmark import EXPORT, JUDGED, Benchmark, Item, mean, share
 from sparse_lavida_jax.evals.files import (
@@ -60,7 +60,7 @@ class Bench(Benchmark):
         words = [item.words for item in items]
         result = pipe.edit(shown, words, seed=seeds, sampling=self.sampling)
         for item, picture in zip(items, result.pixels, strict=True):
-            pictures.write(folder / EXPORT / f"{item.key}.png", picture)
+            image_files.write(folder / EXPORT / f"{item.key}.png", picture)
         return [{"files": [f"{item.key}.png"]} for item in items]
 
     def scores(self, rows, folder):

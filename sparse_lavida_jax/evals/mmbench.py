@@ -12,7 +12,7 @@ import csv
 import functools
 import string
 
-from sparse_lavida_jax import pictures
+from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.evals.benchmark import Item, QuestionBenchmark, share, shares
 from sparse_lavida_jax.evals.files import EvaluationError, check_fields, existing, read_separated
 
@@ -136,7 +136,7 @@ _MARKS = (
 )  # fmt: skip
 
 
-def _pictures(encoded: dict[str, str], key: str, where: str) -> list[pictures.Picture]:
+def _pictures(encoded: dict[str, str], key: str, where: str) -> list[image_files.Picture]:
     contents = encoded[key]
     if len(contents) <= REFERENCE:
         contents = encoded.get(contents.strip(), contents)
@@ -144,4 +144,4 @@ def _pictures(encoded: dict[str, str], key: str, where: str) -> list[pictures.Pi
         data = base64.b64decode(contents, validate=True)
     except binascii.Error as error:
         raise EvaluationError(f"{where}, {key}: its picture is damaged ({error}).") from error
-    return [pictures.read_bytes(data, f"{where}, {key}", backdrop=False)]
+    return [image_files.read_bytes(data, f"{where}, {key}", backdrop=False)]

@@ -16,12 +16,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from sparse_lavida_jax import checkpoint, config, markdown, runs
+from sparse_lavida_jax import config
 from sparse_lavida_jax.bench import record
+from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.data import markdown
 from sparse_lavida_jax.evals import benchmark
 from sparse_lavida_jax.evals.benchmark import EXPORT, JUDGED, Benchmark, Row, Score
 from sparse_lavida_jax.evals.files import EvaluationError
 from sparse_lavida_jax.pipeline import SparseLaViDa
+from sparse_lavida_jax.training import runs
 
 SCHEMA = "sparse-lavida-eval/1"
 MADE_WITH = "made_with.json"  # of a shard: device, software and commit, an entry for each
@@ -94,11 +97,13 @@ def _shard(words: str) -> tuple[int, int]:
 
 def _checksum(name: str) -> str:
     """Returns the SHA-256 of the manifest of a model, which holds those of all its files."""
-    manifest = checkpoint.find_model(name) / checkpoint.MANIFEST
+    manifest = model_folder.find_model(name) / model_folder.MANIFEST
     try:
         return hashlib.sha256(manifest.read_bytes()).hexdigest()
     except OSError as error:
-        raise checkpoint.CheckpointError(f"{manifest} cannot be read: {error.strerror}.") from error
+        raise model_folder.CheckpointError(
+            f"{manifest} cannot be read: {error.strerror}."
+        ) from error
 
 
 def _claim(folder: pathlib.Path, settings: config.Config, bench: Benchmark, checksum: str) -> None:

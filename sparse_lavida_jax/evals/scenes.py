@@ -8,12 +8,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from sparse_lavida_jax import config, markdown, pictures
-from sparse_lavida_jax.data import scenes, scoring, tasks
+from sparse_lavida_jax import config
+from sparse_lavida_jax.data import image_files, markdown
 from sparse_lavida_jax.evals.benchmark import EXPORT, Benchmark, Item, Score
 from sparse_lavida_jax.evals.files import EvaluationError
 from sparse_lavida_jax.evals.metrics import wilson_interval
 from sparse_lavida_jax.pipeline import ANSWER_TOKENS, SparseLaViDa
+from sparse_lavida_jax.scenes import scoring, tasks, world
 
 Output = np.ndarray | str
 LONG_ANSWERS = ("plan", "edit_plan", "caption", "detect", "locate", "name")
@@ -63,7 +64,7 @@ def answer(
     task, prompts = samples[0].task, [sample.prompt for sample in samples]
     size = pipe.settings.vq.image_size
     # These all show a picture, or none does; so with cells that are given.
-    shown = [scenes.render(s.picture, size) for s in samples if s.picture is not None]
+    shown = [world.render(s.picture, size) for s in samples if s.picture is not None]
     known = [s.known_grid for s in samples if s.known_grid is not None]
     if task in ("edit", "inpaint", "outpaint"):
         return list(pipe.redraw(shown, prompts, known=known or None, sampling=sampling, seed=seed))
@@ -202,7 +203,7 @@ class Bench(Benchmark):
                 outputs.append({"text": made})
             else:
                 name = f"{item.key}.png"
-                pictures.write(folder / EXPORT / name, made)
+                image_files.write(folder / EXPORT / name, made)
                 outputs.append({"files": [name]})
         return outputs
 
@@ -215,7 +216,7 @@ class Bench(Benchmark):
             for item, row in members:
                 samples.append(self._sample(item))
                 text, files = row.output.get("text"), row.output.get("files", [])
-                outputs.append(pictures.read(folder / EXPORT / files[0]) if files else text)
+                outputs.append(image_files.read(folder / EXPORT / files[0]) if files else text)
             result = tally(name, samples, outputs)
             found.append(Score(name, result.share, result.total, result.correct))
             found += [

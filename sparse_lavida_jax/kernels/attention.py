@@ -13,8 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from sparse_lavida_jax.kernels import blockwise, pallas_tpu, sharded
 from sparse_lavida_jax.kernels.deal import Deal
-from sparse_lavida_jax.kernels.reference import attention_reference
-from sparse_lavida_jax.kernels.sizes import (
+from sparse_lavida_jax.kernels.devices import (
     RELEASE_HEAD_DIM,
     SLOTS,
     blockwise_sizes,
@@ -23,6 +22,7 @@ from sparse_lavida_jax.kernels.sizes import (
     rule,
     tile_sizes,
 )
+from sparse_lavida_jax.kernels.reference import attention_reference
 from sparse_lavida_jax.kernels.tables import GPU_ROWS, GpuTables, Tables, make_gpu_tables
 from sparse_lavida_jax.kernels.tables import make_tables as tile_tables
 from sparse_lavida_jax.visibility import AnyArray

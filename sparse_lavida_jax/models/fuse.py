@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from sparse_lavida_jax.kernels import sampling_head
+from sparse_lavida_jax.models import text_head
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.layers import Branch, Layer, Linear, rotate
 
@@ -43,7 +43,7 @@ class Matrix(Linear):
 
 
 class TiledHead(nnx.Module):
-    """A `Linear` whose columns are arrays of their own, tile by tile (`sampling_head.draw`)."""
+    """A `Linear` whose columns are arrays of their own, tile by tile (`text_head.draw`)."""
 
     def __init__(self, kernel: Float[Array, "e v"], tile: int):
         starts = range(0, kernel.shape[-1], tile)
@@ -137,7 +137,7 @@ class FusedDenoiser(Denoiser):
             nnx.List(layers) if isinstance(layers, list) else layers for layers in (joint, split)
         )
         self.task = task
-        tile = sampling_head.tile_of(model.settings.vocab_size)
+        tile = text_head.tile_of(model.settings.vocab_size)
         if isinstance(joint, list) and tile and task != "image":
             self.text_head = TiledHead(model.text_head.kernel[...].astype(dtype), tile)
 

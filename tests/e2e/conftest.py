@@ -7,8 +7,9 @@ import pathlib
 import pytest
 import stand_ins
 
-from sparse_lavida_jax import main, pipeline, report
-from sparse_lavida_jax.data import pipeline as batches
+from sparse_lavida_jax import main, pipeline
+from sparse_lavida_jax.evals import report
+from sparse_lavida_jax.scenes import batches
 
 
 @pytest.fixture(scope="package", autouse=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import uvicorn
 
-from sparse_lavida_jax import hosting
+from sparse_lavida_jax.apps import hosting
 
 START_SECONDS = 30
 

@@ -14,7 +14,10 @@ import pytest
 import stand_ins
 from PIL import Image
 
-from sparse_lavida_jax import checkpoint, config, main, metrics, report, train
+from sparse_lavida_jax import config, main, train
+from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.evals import report
+from sparse_lavida_jax.training import metrics
 
 CHECKOUT = pathlib.Path(__file__).parents[2]
 
@@ -141,7 +144,7 @@ def test_a_damaged_checkpoint_names_the_file(finished, tmp_path, complaint):
 def test_digits_are_not_judged_as_scenes(tmp_path, complaint):
     (tmp_path / "params").mkdir()
     given = stand_ins.settings(data={"source": "digits"})
-    checkpoint.write_config(tmp_path, given)
+    model_folder.write_config(tmp_path, given)
     assert "Digits" in complaint("--mode=evaluate", f"--checkpoint={tmp_path}")
 
 

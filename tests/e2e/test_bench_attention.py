@@ -10,7 +10,7 @@ import pytest
 from sparse_lavida_jax.bench import attention, cases, methods, record
 from sparse_lavida_jax.bench.calibration import copy_gbps, launch_us, matmul_tflops
 from sparse_lavida_jax.kernels import attention as kernel_entry
-from sparse_lavida_jax.kernels import shapes, sizes
+from sparse_lavida_jax.kernels import devices, shapes
 
 
 def run(*words):
@@ -34,12 +34,12 @@ def test_without_a_kernel_there_is_nothing_to_measure():
 
 @pytest.mark.slow
 def test_tiles_go_the_whole_way_dry_and_nothing_is_written():
-    before = sizes.TABLE.read_bytes()
+    before = devices.TABLE.read_bytes()
     done = run("--tune", "--dry-run")
     assert done.returncode == 0, done.stderr
     assert sum(line.endswith(": runs") for line in done.stdout.splitlines()) >= 2
     assert "nothing is written" in done.stdout
-    assert sizes.TABLE.read_bytes() == before
+    assert devices.TABLE.read_bytes() == before
 
 
 def test_without_a_kernel_there_are_no_tiles_to_measure():

@@ -12,11 +12,12 @@ import pytest
 import stand_ins
 from flax import nnx
 
-from sparse_lavida_jax import config, config_files, diffusion, optimizer, orders, pipeline, presets
-from sparse_lavida_jax.data import digits, scenes, tasks
-from sparse_lavida_jax.data import pipeline as batches
+from sparse_lavida_jax import config, config_files, diffusion, orders, pipeline
 from sparse_lavida_jax.evals import scenes as exact
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.sampling import presets
+from sparse_lavida_jax.scenes import batches, digits, tasks, world
+from sparse_lavida_jax.training import optimizer
 
 CONFIGS = {  # those of benchmarks are in test_evaluate.py
     path.stem: path
@@ -72,7 +73,7 @@ def test_the_codes_of_the_pictures_fit_the_model(name):
     given = read(name)
     codec = pipeline.PictureCodec(given.data.picture_codec, given.model)  # raises if they do not
     if given.data.source == "scenes":
-        assert given.model.grid_size == scenes.GRID
+        assert given.model.grid_size == world.GRID
         assert codec.picture_size == given.vq.image_size
     else:
         assert (given.model.grid_size, given.model.codebook_size) == (digits.SIDE, digits.LEVELS)
@@ -142,7 +143,7 @@ def test_batches_come_out(name, monkeypatch):
     given = read(name)
     if given.data.source == "digits":
         pytest.importorskip("sklearn", reason="the digits come with pip install '.[digits]'")
-    table = np.zeros((scenes.NUM_APPEARANCES + 1, given.model.codes_per_token), int)
+    table = np.zeros((world.NUM_APPEARANCES + 1, given.model.codes_per_token), int)
     made = batches.GroupedBatches(
         given,
         dataclasses.replace(stand_ins.encoder(given), appearance_codes=table),

@@ -14,9 +14,11 @@ import staged
 import stand_ins
 from PIL import Image
 
-from sparse_lavida_jax import config, engine, pictures
-from sparse_lavida_jax.data import scenes, tasks
-from sparse_lavida_jax.results import Result, Source
+from sparse_lavida_jax import config
+from sparse_lavida_jax.data import image_files
+from sparse_lavida_jax.inference import engine
+from sparse_lavida_jax.inference.results import Result, Source
+from sparse_lavida_jax.scenes import tasks, world
 
 gr = pytest.importorskip(
     "gradio", reason="pip install 'sparse-lavida-jax[demo]' playwright to test the page"
@@ -24,8 +26,8 @@ gr = pytest.importorskip(
 
 from serving_on_loopback import served  # noqa: E402
 
-from sparse_lavida_jax import demo, server  # noqa: E402
-from sparse_lavida_jax.serving import ServedModel, Service  # noqa: E402
+from sparse_lavida_jax.apps import demo, server  # noqa: E402
+from sparse_lavida_jax.apps.serving import ServedModel, Service  # noqa: E402
 
 MILLISECONDS = 60_000  # until a test gives up; the first picture is compiled
 PASSED = "tokens through the network"
@@ -52,7 +54,7 @@ def address(service):
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory):
     path = tmp_path_factory.mktemp("shown") / "shown.png"
-    pictures.write(path, scenes.render(tasks.sample("edit", 0, 0).picture))
+    image_files.write(path, world.render(tasks.sample("edit", 0, 0).picture))
     return path
 
 

@@ -13,10 +13,12 @@ import pytest
 import torch_folder
 from PIL import Image
 
-from sparse_lavida_jax import checkpoint, cli, config_files, main, prompts
+from sparse_lavida_jax import cli, config_files, main
+from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.convert import from_torch, stand_in
-from sparse_lavida_jax.data import chat
 from sparse_lavida_jax.evals import benchmark
+from sparse_lavida_jax.lavida_o import chat
+from sparse_lavida_jax.sampling import prompts
 
 CHECKOUT = pathlib.Path(__file__).parents[2]
 SAMPLES = CHECKOUT / "tests" / "data" / "evals"
@@ -143,9 +145,9 @@ def test_a_scenes_model_has_its_exact_table(finished, tmp_path, capsys):
 def test_another_checkpoint_needs_another_folder(model, tmp_path, capsys):
     other = tmp_path / "other"
     shutil.copytree(model, other)
-    settings = checkpoint.read_config(other)
-    checkpoint.write_config(other, dataclasses.replace(settings, name="other"))
-    manifest = other / checkpoint.MANIFEST
+    settings = model_folder.read_config(other)
+    model_folder.write_config(other, dataclasses.replace(settings, name="other"))
+    manifest = other / model_folder.MANIFEST
     line = ["main", "--mode=evaluate", f"--config={CONFIGS['eval_docvqa']}",
             f"--config.evaluate.data={SAMPLES / 'docvqa'}", f"--workdir={tmp_path / 'run'}",
             "--shard=5/6"]  # fmt: skip

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tiny_run
 
-from sparse_lavida_jax import checkpoint
+from sparse_lavida_jax.checkpoints import model_folder
 
 KILLS = int(os.environ.get("KILLS", "3"))
 STEPS = 12
@@ -65,7 +65,7 @@ def test_however_often_it_is_killed_it_ends_like_one_that_was_not(whole, tmp_pat
             assert last.steps == [*range(before, STEPS)]
             assert tiny_run.lines(run) == tiny_run.lines(expected)
             assert not list(run.glob("state/*tmp*"))
-            ours, theirs = (checkpoint.load_model(folder).model for folder in (run, expected))
+            ours, theirs = (model_folder.load_model(folder).model for folder in (run, expected))
             for one, other in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
                 np.testing.assert_array_equal(one, other)
             ended += 1

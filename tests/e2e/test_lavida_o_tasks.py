@@ -10,10 +10,10 @@ import pytest
 import torch_folder
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.conversation import Conversation
+from sparse_lavida_jax.apps.conversation import Conversation
 from sparse_lavida_jax.convert import from_torch, stand_in
-from sparse_lavida_jax.data import chat
-from sparse_lavida_jax.data.task_prompts import RequestError
+from sparse_lavida_jax.data.templates import RequestError
+from sparse_lavida_jax.lavida_o import chat
 from sparse_lavida_jax.layout import Source, Text, Vision
 from sparse_lavida_jax.pipeline import SparseLaViDa
 

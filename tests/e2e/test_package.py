@@ -77,7 +77,7 @@ def test_the_command_of_the_wheel_works_outside_the_checkout(wheel, tmp_path):
 
 
 def test_extras_name_packages_that_are_said_where_they_are_needed():
-    from sparse_lavida_jax import hosting
+    from sparse_lavida_jax.apps import hosting
 
     extras = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"

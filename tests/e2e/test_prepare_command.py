@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import raw_data
 
-from sparse_lavida_jax import cli, codec, main, pictures
-from sparse_lavida_jax.data import images
-from sparse_lavida_jax.data.records import ShardedRecords
+from sparse_lavida_jax import cli, main
+from sparse_lavida_jax.data import image_files, images
+from sparse_lavida_jax.mixture.records import ShardedRecords
+from sparse_lavida_jax.models import codec
 
 CHECKOUT = pathlib.Path(__file__).parents[2]
 CODEC = "--config.data.picture_codec=scenes_g1"
@@ -44,7 +45,7 @@ def test_tables_become_shards_with_the_codes_of_the_tokenizer(tmp_path, capsys):
         [(tmp_path / "out" / s["file"], s["records"], s["bytes"]) for s in dataset["shards"]]
     )
     for i in (0, 7):
-        picture = pictures.read(tmp_path / f"pictures/{i}.png")
+        picture = image_files.read(tmp_path / f"pictures/{i}.png")
         ((top, left),) = records[i].crops.tolist()
         square = images.training_crop(picture, encoder.side, top, left, encoder.factor)
         (codes,) = encoder.encode(np.stack([square] * 4))[:1]

@@ -11,9 +11,12 @@ import raw_data
 import stand_ins
 import tiny
 
-from sparse_lavida_jax import checkpoint, config, main, metrics, report
-from sparse_lavida_jax.data import mixture
+from sparse_lavida_jax import config, main
+from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.evals import report
+from sparse_lavida_jax.mixture import batches
 from sparse_lavida_jax.pipeline import SparseLaViDa
+from sparse_lavida_jax.training import metrics
 
 README = "# base\n\nThe licence of the base.\n"
 STEPS = 3
@@ -31,7 +34,7 @@ def given(tokenizer, tmp_path_factory):
     raw_data.prepared(raw_data.captioned(folder), folder / "prepared")
     base = folder / "base"
     of_model = raw_data.settings(tokenizer, data={"source": "none"})
-    checkpoint.save_model(
+    model_folder.save_model(
         base, tiny.denoiser(of_model.model), of_model,
         tokenizer_path=tokenizer._path, vq_folder=None, readme=README,
     )  # fmt: skip
@@ -61,11 +64,11 @@ def test_a_prepared_folder_is_trained_on(given, tokenizer, tmp_path, capsys):
     text = (run / "report.md").read_text()
     assert "| up to step | loss | image_nll |" in text
     assert "Exact scores" not in text and "Speed" not in text
-    loaded = checkpoint.load_model(run)
+    loaded = model_folder.load_model(run)
     assert loaded.tokenizer_path.read_bytes() == tokenizer._path.read_bytes()
     card = (run / "model" / "README.md").read_text()
     assert "from the model `base`" in card and card.endswith(README)
-    before = checkpoint.load_model(given.train.init_from).model
+    before = model_folder.load_model(given.train.init_from).model
     changed = loaded.model.image_head.logits.kernel[...] != before.image_head.logits.kernel[...]
     assert np.asarray(changed).mean() > 0.5
 
@@ -112,7 +115,7 @@ def test_a_tokenizer_of_another_model_is_told(given, tmp_path, capsys):
 
 def test_what_the_data_asks_for_is_drawn(given, tokenizer, tmp_path):
     """Without a judge: a sheet, and no score."""
-    asked = mixture.MixtureBatches(given.data.folder, given, tokenizer).prompts(4)
+    asked = batches.MixtureBatches(given.data.folder, given, tokenizer).prompts(4)
     assert len(asked) == 4 and all(prompt.startswith("picture ") for prompt in asked)
 
     class Pipe(SparseLaViDa):

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from sparse_lavida_jax import main, pipeline, sample
-from sparse_lavida_jax.data import scenes, tasks
+from sparse_lavida_jax.scenes import tasks, world
 
 PROMPTS = ["a red circle", "two blue squares", "a green cross"]
 
@@ -19,7 +19,7 @@ def test_a_loaded_model_draws_what_it_drew_in_memory(finished):
     for seed in (0, 5):
         ours, theirs = loaded.draw(PROMPTS, seed=seed), finished.pipe.draw(PROMPTS, seed=seed)
         np.testing.assert_array_equal(ours, theirs)
-    pictures = [scenes.render(tasks.sample("answer", 0, index).picture) for index in range(2)]
+    pictures = [world.render(tasks.sample("answer", 0, index).picture) for index in range(2)]
     asked = ["how many circles are there?", "is there a red cross?"]
     assert loaded.write(asked, pictures) == finished.pipe.write(asked, pictures)
 
@@ -81,7 +81,7 @@ def test_guided_editing_takes_three_rows_and_keeps_what_is_known(finished, rows)
     pipe = pipeline.SparseLaViDa.from_pretrained(finished.folder, batch_size=2)
     guided = dataclasses.replace(pipe.settings.sampling, guidance=1.0, guidance_image=0.5)
     filled = [tasks.sample("inpaint", 0, index) for index in range(2)]
-    shown = [scenes.render(sample.picture) for sample in filled]
+    shown = [world.render(sample.picture) for sample in filled]
     known = [sample.known_grid for sample in filled]
     pictures = pipe.redraw(
         shown, [sample.prompt for sample in filled], known=known, sampling=guided, seed=1

@@ -18,7 +18,7 @@ import staged
 import stand_ins
 from PIL import Image
 
-from sparse_lavida_jax.data import scenes, tasks
+from sparse_lavida_jax.scenes import tasks, world
 
 WHY = "pip install 'sparse-lavida-jax[serve]' openai to test the server"
 pytest.importorskip("fastapi", reason=WHY)
@@ -28,8 +28,8 @@ openai = pytest.importorskip("openai", reason=WHY)
 
 from serving_on_loopback import served  # noqa: E402
 
-from sparse_lavida_jax import server  # noqa: E402
-from sparse_lavida_jax.serving import Limits, ServedModel, Service  # noqa: E402
+from sparse_lavida_jax.apps import server  # noqa: E402
+from sparse_lavida_jax.apps.serving import Limits, ServedModel, Service  # noqa: E402
 
 PROMPT = "a red circle above a blue square"
 QUICK = {"steps": 2, "seed": 3}
@@ -60,7 +60,7 @@ def client(address):
 
 @pytest.fixture(scope="module")
 def shown():
-    return scenes.render(tasks.sample("edit", 0, 0).picture)
+    return world.render(tasks.sample("edit", 0, 0).picture)
 
 
 def png(pixels) -> bytes:

@@ -11,9 +11,11 @@ import pytest
 import stand_ins
 from PIL import Image
 
-from sparse_lavida_jax import cli, decoding, main, pictures
-from sparse_lavida_jax.data import grammar, scenes, tasks
+from sparse_lavida_jax import cli, main
+from sparse_lavida_jax.data import image_files
+from sparse_lavida_jax.inference import batching
 from sparse_lavida_jax.pipeline import SparseLaViDa
+from sparse_lavida_jax.scenes import grammar, tasks, world
 
 PROMPT = "a red circle above a blue square"
 LONG = f"{PROMPT} and {PROMPT} and {PROMPT}"
@@ -30,7 +32,7 @@ def model(tmp_path_factory):
 def picture(tmp_path):
     path = tmp_path / "shown.png"
     scene = tasks.sample("edit", 0, 0).picture
-    pictures.write(path, scenes.render(scene))
+    image_files.write(path, world.render(scene))
     return path
 
 
@@ -51,17 +53,17 @@ def test_generate_writes_what_replay_draws_again(run, tmp_path, capsys):
     out, steps = tmp_path / "out" / "one.png", tmp_path / "steps.gif"
     told = run("generate", PROMPT, "--seed=3", "--steps=4", f"--out={out}", f"--save-steps={steps}")
     assert told == f"{out}: {PROMPT}\n"
-    first = pictures.read(out)
+    first = image_files.read(out)
     assert first.shape == (96, 96, 3)
     with Image.open(steps) as animation:
         assert animation.n_frames == 1 + 4  # nothing, and what each step adds
-    record = pictures.read_record(out)
+    record = image_files.read_record(out)
     assert (record["prompt"], record["seed"], record["task"]) == (PROMPT, 3, "generate")
     again = tmp_path / "again.png"
     assert cli.main(["sparse-lavida", "replay", str(out), f"--out={again}"]) == 0
     assert capsys.readouterr().out == f"{again}: {PROMPT}\n"
-    np.testing.assert_array_equal(pictures.read(again), first)
-    assert pictures.read_record(again) == record
+    np.testing.assert_array_equal(image_files.read(again), first)
+    assert image_files.read_record(again) == record
 
 
 @pytest.mark.slow
@@ -79,11 +81,11 @@ def test_a_row_of_a_batch_is_replayed_alone(run, tmp_path, capsys):
     assert told["seeds"] == [7, 8, 1, 2]
     assert told["sampling"]["guidance"] == 1.5
     for path, scale in zip(told["files"], (3.0, 3.0, 1.5, 1.5), strict=True):
-        assert pictures.read_record(path)["sampling"]["guidance"] == scale
+        assert image_files.read_record(path)["sampling"]["guidance"] == scale
         again = tmp_path / "again.png"
         words = ["generate", f"--replay={path}", f"--out={again}"]
         assert cli.main(["sparse-lavida", *words]) == 0
-        np.testing.assert_array_equal(pictures.read(again), pictures.read(path))
+        np.testing.assert_array_equal(image_files.read(again), image_files.read(path))
 
 
 @pytest.mark.slow
@@ -91,8 +93,8 @@ def test_edit_shows_the_picture_and_is_replayed_with_it(run, tmp_path, picture, 
     out, again = tmp_path / "edited.png", tmp_path / "again.png"
     run("edit", picture, "make the red circle green", f"--out={out}", "--no-plan")
     assert cli.main(["sparse-lavida", "replay", str(out), f"--out={again}"]) == 0
-    np.testing.assert_array_equal(pictures.read(again), pictures.read(out))
-    pictures.write(picture, stand_ins.EMPTY)
+    np.testing.assert_array_equal(image_files.read(again), image_files.read(out))
+    image_files.write(picture, stand_ins.EMPTY)
     capsys.readouterr()
     assert cli.main(["sparse-lavida", "replay", str(out), f"--out={again}"]) == 2
     assert "is not the picture that it was drawn after" in capsys.readouterr().err
@@ -101,25 +103,25 @@ def test_edit_shows_the_picture_and_is_replayed_with_it(run, tmp_path, picture, 
 @pytest.mark.slow
 def test_inpaint_and_outpaint_keep_what_is_known(run, tmp_path, picture, model):
     codec = SparseLaViDa.from_pretrained(model).codec
-    (before,) = codec.encode(pictures.read(picture)[None])
+    (before,) = codec.encode(image_files.read(picture)[None])
     mask, out = tmp_path / "mask.png", tmp_path / "out.png"
     white = np.zeros((96, 96, 3), np.uint8)
     white[20:30, 40:50] = 255  # touches the cells (1, 2) and (1, 3)
-    pictures.write(mask, white)
+    image_files.write(mask, white)
     run("inpaint", picture, PROMPT, f"--mask={mask}", f"--out={out}")
-    (after,) = codec.encode(pictures.read(out)[None])
+    (after,) = codec.encode(image_files.read(out)[None])
     kept = np.ones((6, 6), bool)
     kept[1, 2:4] = False
     np.testing.assert_array_equal(after[kept.ravel()], before[kept.ravel()])
-    record = pictures.read_record(out)
+    record = image_files.read_record(out)
     assert record["recipe"]["known"] == kept.tolist()
 
     cut = tmp_path / "cut.png"
-    pictures.write(cut, pictures.read(picture)[:64, :64])
+    image_files.write(cut, image_files.read(picture)[:64, :64])
     run("outpaint", cut, PROMPT, f"--out={out}")
-    (after,) = codec.encode(pictures.read(out)[None])
+    (after,) = codec.encode(image_files.read(out)[None])
     np.testing.assert_array_equal(after.reshape(6, 6)[1:5, 1:5], before.reshape(6, 6)[:4, :4])
-    assert pictures.read_record(out)["recipe"] == {"box": [16, 16, 80, 80]}
+    assert image_files.read_record(out)["recipe"] == {"box": [16, 16, 80, 80]}
 
 
 @pytest.mark.slow
@@ -134,13 +136,13 @@ def test_reflect_draws_until_it_is_content(run, tmp_path):
         assert animation.n_frames % 5 == 0
     told = run("reflect", "a red circle", "--rounds=2", "--steps=4", f"--out={out}")
     assert told.startswith(f"{out}: a red circle")
-    np.testing.assert_array_equal(pictures.read(tmp_path / "all-0.png"), pictures.read(out))
+    np.testing.assert_array_equal(image_files.read(tmp_path / "all-0.png"), image_files.read(out))
     assert cli.main(["sparse-lavida", "replay", str(out), f"--out={again}"]) == 0
-    np.testing.assert_array_equal(pictures.read(again), pictures.read(out))
+    np.testing.assert_array_equal(image_files.read(again), image_files.read(out))
     at_once = ["reflect", "a red circle", "--rounds=1", "--steps=4", "--no-plan"]
     run(*at_once, f"--out={out}")
     assert cli.main(["sparse-lavida", "replay", str(out), f"--out={again}"]) == 0
-    np.testing.assert_array_equal(pictures.read(again), pictures.read(out))
+    np.testing.assert_array_equal(image_files.read(again), image_files.read(out))
 
 
 def test_answers_are_printed(run, picture):
@@ -167,7 +169,7 @@ def test_given_words_come_out_as_they_went_in(run, picture):
 
 def test_boxes_are_in_pixels_of_the_picture_that_was_shown(model, run, tmp_path, monkeypatch):
     shown = tmp_path / "wide.png"
-    pictures.write(shown, np.zeros((48, 240, 3), np.uint8))
+    image_files.write(shown, np.zeros((48, 240, 3), np.uint8))
     told = json.loads(run("ground", shown, "red circle", "blue square", "--json"))
     assert told["prompts"] == ["red circle", "blue square"]
     assert len(told["boxes"]) == 2
@@ -198,16 +200,16 @@ def test_a_warm_pipeline_compiles_nothing_for_its_first_picture(model):
     sampling = dataclasses.replace(pipe.settings.sampling, plan=False)
     pipe = pipe.with_sampling(sampling)
     pipe.warmup(["a", LONG])
-    traced = decoding.sample.run_segment._cache_size()
+    traced = batching.sample.run_segment._cache_size()
     pipe.generate("a cross")
     pipe.generate(LONG.replace("red", "blue"))
     pipe.ask(None, "why?")
-    assert decoding.sample.run_segment._cache_size() == traced
+    assert batching.sample.run_segment._cache_size() == traced
 
 
 def test_a_picture_of_another_program_is_told(tmp_path, model, capsys):
     path = tmp_path / "old.png"
-    pictures.write(path, stand_ins.EMPTY, {"format": "another/1"})
+    image_files.write(path, stand_ins.EMPTY, {"format": "another/1"})
     words = ["replay", str(path), f"--checkpoint={model}", f"--out={tmp_path / 'new.png'}"]
     assert cli.main(["sparse-lavida", *words]) == 2
     assert "the record has format 'another/1'" in capsys.readouterr().err
@@ -217,7 +219,7 @@ def test_a_picture_of_another_program_is_told(tmp_path, model, capsys):
 def test_a_grid_is_one_picture(run, tmp_path):
     out = tmp_path / "out.png"
     assert run("generate", PROMPT, "--num-images=3", "--grid", f"--out={out}") == f"{out}\n"
-    assert pictures.read(out).shape == (196, 196, 3)
+    assert image_files.read(out).shape == (196, 196, 3)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -268,7 +270,7 @@ def test_a_box_outside_and_a_mask_of_another_size_are_told(complaint, picture, t
     said = complaint("inpaint", picture, "a", "--box=0,0,97,10")
     assert "the box 0,0,97,10 is not inside the picture: x1 < x2 lie in 0..96" in said
     mask = tmp_path / "mask.png"
-    pictures.write(mask, np.full((50, 96, 3), 255, np.uint8))
+    image_files.write(mask, np.full((50, 96, 3), 255, np.uint8))
     said = complaint("inpaint", picture, "a", f"--mask={mask}")
     assert f"{mask} is 96x50 and the picture 96x96" in said
     assert "needs a mask or a box" in complaint("inpaint", picture, "a")
@@ -297,7 +299,7 @@ def test_a_full_disk_leaves_no_part_of_a_picture(complaint, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(pictures.os, "replace", full)
+    monkeypatch.setattr(image_files.os, "replace", full)
     said = complaint("generate", PROMPT, code=1)
     assert "No space left on device" in said
 

@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 import stand_ins
 
-from sparse_lavida_jax import checkpoint, main, metrics, report, train
+from sparse_lavida_jax import main, train
+from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.evals import report
+from sparse_lavida_jax.training import metrics
 
 
 def logged(folder):
@@ -34,7 +37,7 @@ def test_a_run_leaves_a_model_a_report_metrics_and_pictures(finished, capsys):
         assert part in text
     assert (finished.folder / "pictures" / "drawn.png").is_file()
     assert (finished.folder / "pictures" / "answered.png").is_file()
-    loaded = checkpoint.load_model(finished.folder)
+    loaded = model_folder.load_model(finished.folder)
     assert loaded.config == stand_ins.settings(train={"train_steps": 6})
     assert (loaded.vq_folder / "params.safetensors").is_file()
     assert "6 steps" in (finished.folder / "model" / "README.md").read_text()
@@ -61,7 +64,7 @@ def interfere(monkeypatch):
 
 def assert_same_end(folder, finished):
     assert logged(folder) == logged(finished.folder)
-    ours, theirs = (checkpoint.load_model(run).model for run in (folder, finished.folder))
+    ours, theirs = (model_folder.load_model(run).model for run in (folder, finished.folder))
     for one, two in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_array_equal(one, two)
 

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sparse_lavida_jax import config, train_vq
-from sparse_lavida_jax.data import scenes
+from sparse_lavida_jax import config
 from sparse_lavida_jax.models import vq
+from sparse_lavida_jax.scenes import world
+from sparse_lavida_jax.training import train_vq
 
 SETTINGS = config.Config(
     vq=config.VQ(channels=(4, 4), latent_channels=4, norm="pixel", norm_groups=1, codebook_size=16),
@@ -34,9 +35,9 @@ def test_a_short_run_writes_a_tokenizer_and_says_how_good_it_is(tmp_path, capsys
 def test_targets_know_nothing_of_the_surroundings():
     survey = train_vq._pictures((0,), 8)
     components = train_vq._components(survey, SETTINGS.vq)
-    grids = np.zeros((2, scenes.GRID, scenes.GRID), int)
+    grids = np.zeros((2, world.GRID, world.GRID), int)
     grids[:, 2, 2], grids[1, 2, 3] = 5, 9
-    targets = components(vq.to_float(np.stack([scenes.render(grid) for grid in grids])))
+    targets = components(vq.to_float(np.stack([world.render(grid) for grid in grids])))
     differ = np.abs(np.asarray(targets[0] - targets[1])).max(axis=-1) > 0
     assert differ[16:24, 24:32].any() and not differ[:, :24].any()
 

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import traces
 
-from sparse_lavida_jax import choose, config, layout, orders, prompts, sample
+from sparse_lavida_jax import config, layout, orders, sample
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.sampling import choose, prompts
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 REMASKING = {"low_confidence": "probability", "entrophy": "entropy"}  # released name -> ours

@@ -9,7 +9,7 @@ import re
 
 import numpy as np
 
-from sparse_lavida_jax.data import chat
+from sparse_lavida_jax.lavida_o import chat
 from sparse_lavida_jax.layout import Response, Source, Text, Vision
 
 PICTURE = Vision(1)

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import replay
 
-from sparse_lavida_jax import layout, presets
+from sparse_lavida_jax import layout
 from sparse_lavida_jax.data import images
+from sparse_lavida_jax.sampling import presets
 
 NAME = "D_edit"
 LOGITS = 1e-4

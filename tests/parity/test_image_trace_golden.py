@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 import replay
 
-from sparse_lavida_jax import layout, orders, presets
+from sparse_lavida_jax import layout, orders
+from sparse_lavida_jax.sampling import presets
 
 NAME = "F3_t2i_trace"
 LOGITS = 1e-4

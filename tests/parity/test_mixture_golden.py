@@ -12,9 +12,9 @@ import pytest
 import raw_data
 import test_training_golden
 
-from sparse_lavida_jax.data import chat_training
-from sparse_lavida_jax.data.records import Record
 from sparse_lavida_jax.layout import Blank, Response, Text, num_tokens
+from sparse_lavida_jax.mixture import examples
+from sparse_lavida_jax.mixture.records import Record
 
 CODES = np.zeros((1, 4, 4), np.int32)
 SEEN = {"pictures": (raw_data.png(0),), "size": (48, 40)}
@@ -34,7 +34,7 @@ ROWS = {
 @pytest.fixture(scope="module")
 def mixer(tmp_path_factory):
     tokenizer = raw_data.tokenizer(tmp_path_factory.mktemp("tokenizer"))
-    return chat_training.Mixer(tokenizer, raw_data.settings(tokenizer))
+    return examples.Mixer(tokenizer, raw_data.settings(tokenizer))
 
 
 def outline(parts, blank=()):

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparse_lavida_jax import choose, orders
+from sparse_lavida_jax import orders
+from sparse_lavida_jax.sampling import choose
 
 REMASKING = {"low_confidence": "probability"}  # released name -> ours
 

@@ -6,8 +6,9 @@ import pytest
 import replay
 import traces
 
-from sparse_lavida_jax import config, layout, presets, prompts, sample
+from sparse_lavida_jax import config, layout, sample
 from sparse_lavida_jax.data import images
+from sparse_lavida_jax.sampling import presets, prompts
 
 NAME = "F2_text_trace"
 LOGITS = 1e-4

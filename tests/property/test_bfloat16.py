@@ -11,10 +11,11 @@ import pytest
 import tiny
 import traces
 
-from sparse_lavida_jax import presets, sample
+from sparse_lavida_jax import sample
 from sparse_lavida_jax.bench import table
 from sparse_lavida_jax.pipeline import SparseLaViDa
-from sparse_lavida_jax.prompts import Request
+from sparse_lavida_jax.sampling import presets
+from sparse_lavida_jax.sampling.prompts import Request
 
 WORDS = ("a red circle above a blue square", "a green star", "two yellow rings")
 BARS = tomllib.loads(table.BARS.read_text())["bfloat16"]

@@ -11,12 +11,12 @@ import einops
 import numpy as np
 import pytest
 
-from sparse_lavida_jax.data import scenes
 from sparse_lavida_jax.models import vq
+from sparse_lavida_jax.scenes import world
 
 SCENES = 1000
 DECODED = 250  # of them
-APPEARANCES = scenes.NUM_APPEARANCES + 1
+APPEARANCES = world.NUM_APPEARANCES + 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,17 +29,17 @@ class Coded:
 
 
 def cells_of(codes: np.ndarray) -> np.ndarray:
-    return einops.rearrange(codes, "n (r i) (c j) -> n r c (i j)", r=scenes.GRID, c=scenes.GRID)
+    return einops.rearrange(codes, "n (r i) (c j) -> n r c (i j)", r=world.GRID, c=world.GRID)
 
 
 def render(grids: np.ndarray) -> np.ndarray:
-    return np.stack([scenes.render(grid) for grid in grids])
+    return np.stack([world.render(grid) for grid in grids])
 
 
 @functools.cache
 def table(name: str) -> np.ndarray:
     """The codes of each appearance, alone in the middle of a picture."""
-    grids = np.zeros((APPEARANCES, scenes.GRID, scenes.GRID), int)
+    grids = np.zeros((APPEARANCES, world.GRID, world.GRID), int)
     grids[:, 3, 2] = np.arange(APPEARANCES)
     return cells_of(vq.encode_pictures(vq.load(name)[0], render(grids)))[:, 3, 2]
 
@@ -47,9 +47,9 @@ def table(name: str) -> np.ndarray:
 @functools.cache
 def coded(name: str) -> Coded:
     model, rng = vq.load(name)[0], np.random.default_rng(7)
-    shape = (SCENES, scenes.GRID, scenes.GRID)
+    shape = (SCENES, world.GRID, world.GRID)
     filled = rng.random(shape) < rng.random((SCENES, 1, 1))
-    grids = np.where(filled, rng.integers(1, APPEARANCES, shape), scenes.EMPTY)
+    grids = np.where(filled, rng.integers(1, APPEARANCES, shape), world.EMPTY)
     pixels = render(grids)
     codes = vq.encode_pictures(model, pixels)
     decoded = vq.decode_codes(model, codes[:DECODED])
@@ -75,7 +75,7 @@ def test_the_table_gives_the_codes_of_whole_scenes(name, codes_a_cell):
 @each_codec
 def test_a_picture_full_of_one_thing_has_the_codes_of_one(name, codes_a_cell):
     full = np.broadcast_to(
-        np.arange(APPEARANCES)[:, None, None], (APPEARANCES, scenes.GRID, scenes.GRID)
+        np.arange(APPEARANCES)[:, None, None], (APPEARANCES, world.GRID, world.GRID)
     )
     cells = cells_of(vq.encode_pictures(vq.load(name)[0], render(full)))
     np.testing.assert_array_equal(cells, table(name)[full])
@@ -87,7 +87,7 @@ def test_decoded_pictures_are_close_and_can_be_read(name, codes_a_cell):
     error = np.abs(scene.pixels[:DECODED].astype(int) - scene.decoded).mean() / 255
     assert error < 0.02
     for grid, pixels in zip(scene.grids[:DECODED], scene.decoded, strict=True):
-        assert scenes.read(pixels) == scenes.Scene(tuple(grid.ravel().tolist()))
+        assert world.read(pixels) == world.Scene(tuple(grid.ravel().tolist()))
 
 
 @each_codec

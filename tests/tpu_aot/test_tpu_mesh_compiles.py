@@ -12,9 +12,10 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sparse_lavida_jax import config, sharding
+from sparse_lavida_jax import config
 from sparse_lavida_jax.kernels.attention import make_tables, step_causal_attention
 from sparse_lavida_jax.layout import Stream, TokenLayout
+from sparse_lavida_jax.models import sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
 
 pytestmark = pytest.mark.skipif(

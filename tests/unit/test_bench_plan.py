@@ -14,9 +14,11 @@ import tiny
 from flax import nnx
 from jax.sharding import Mesh
 
-from sparse_lavida_jax import config, config_files, optimizer, parameters, sharding, train
+from sparse_lavida_jax import config, config_files, train
 from sparse_lavida_jax.bench import plan
+from sparse_lavida_jax.models import parameters, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.training import optimizer
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 LAYERS, LENGTHS, WIDTHS = 3, (64, 32), (32, 24)  # of `tiny`, and a batch

@@ -29,7 +29,7 @@ from kernel_cases import (
     sorted_tags,
 )  # fmt: skip
 
-from sparse_lavida_jax.kernels import attention, blockwise, sizes, tables
+from sparse_lavida_jax.kernels import attention, blockwise, devices, tables
 from sparse_lavida_jax.kernels.attention import make_tables, step_causal_attention
 
 SIZES = tables.TileSizes(queries=16, keys=32, part=32)
@@ -123,7 +123,7 @@ def test_tables_of_other_tiles_are_refused():
     ("length", "tile"), [(40, 128), (512, 512), (600, 384), (1536, 512), (8152, 512)]
 )
 def test_tiles_are_as_few_as_may_be_and_all_alike(length, tile):
-    found = sizes.blockwise_sizes(length, 2 * 512)
+    found = devices.blockwise_sizes(length, 2 * 512)
     assert (found.queries, found.keys, found.part) == (tile, 512, 512)
 
 
@@ -170,7 +170,7 @@ def test_no_array_has_a_number_for_every_pair_of_tokens(implementation, holds):
         hlo = jax.jit(attend).lower(*numbers, tags).compile().as_text()
         in_hlo = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"\[([\d,]+)\]", hlo)]
         assert max(in_hlo) < length**2
-        assert 2 * sizes.LARGEST_BLOCK**2 in in_hlo  # logits of a tile
+        assert 2 * devices.LARGEST_BLOCK**2 in in_hlo  # logits of a tile
 
 
 def test_memory_grows_with_the_length_and_not_with_its_square():

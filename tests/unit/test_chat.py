@@ -8,8 +8,9 @@ import pytest
 from chat_tokenizer import made_tokenizer
 
 from sparse_lavida_jax import config, layout
-from sparse_lavida_jax.data import chat, text
+from sparse_lavida_jax.lavida_o import chat
 from sparse_lavida_jax.layout import NO_FEATURE, Response, Source, Text, Vision
+from sparse_lavida_jax.scenes import tokenizer as scene_tokenizer
 
 PICTURE = Vision(2, np.array([0, 3]), 4)
 SECOND = Vision(3)
@@ -294,7 +295,7 @@ def test_a_damaged_file_is_explained(tmp_path):
 
 def test_a_foreign_tokenizer_is_explained():
     with pytest.raises(ValueError, match=r"has no token '<\|startoftext\|>': use the tokenizer"):
-        chat.ChatTokenizer(text.SHIPPED)
+        chat.ChatTokenizer(scene_tokenizer.SHIPPED)
 
 
 def test_a_tokenizer_of_another_model_is_explained(tokenizer):

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import raw_data
 
-from sparse_lavida_jax.data import chat, chat_training, rows
-from sparse_lavida_jax.data.records import Record, RecordError
+from sparse_lavida_jax.data import rows
+from sparse_lavida_jax.lavida_o import chat
 from sparse_lavida_jax.layout import Answer, Response, Source, Text, Vision, num_tokens
+from sparse_lavida_jax.mixture import examples
+from sparse_lavida_jax.mixture.records import Record, RecordError
 
 CODES = np.arange(16, dtype=np.int32).reshape(1, 4, 4)
 SEEN = {"pictures": (raw_data.png(0, 64, 64),), "size": (64, 64)}
@@ -30,7 +32,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def mixer(tokenizer):
-    return chat_training.Mixer(tokenizer, raw_data.settings(tokenizer))
+    return examples.Mixer(tokenizer, raw_data.settings(tokenizer))
 
 
 def record(kind, *asked, **fields):
@@ -239,14 +241,14 @@ def test_conditions_say_what_was_measured():
     said = "ORIGINAL WIDTH : 640; ORIGINAL HEIGHT : 480; TOP : 0; LEFT : 5"
     known = "; SCORE : 6.500; HPS : 2.500"
     light = "; LUMINANCE : 0.500; CONTRAST : 0.250"
-    assert chat_training.condition_of(made, 0, Never()) == said + known
-    assert chat_training.condition_of(made, 0, Measured()) == said + light + known
-    assert chat_training.condition_of(made, 0, Always()) == ""
+    assert examples.condition_of(made, 0, Never()) == said + known
+    assert examples.condition_of(made, 0, Measured()) == said + light + known
+    assert examples.condition_of(made, 0, Always()) == ""
 
 
 def test_conditions_are_there_as_often_as_released():
     made = record("text_to_image", "x", **DRAWN)
-    said = [chat_training.condition_of(made, 0, generator(i)) for i in range(1000)]
+    said = [examples.condition_of(made, 0, generator(i)) for i in range(1000)]
     there = [words for words in said if words]
     assert abs(len(there) - 700) < 75  # five standard errors of 14.5
     for name in ("LUMINANCE", "CONTRAST"):
@@ -258,14 +260,14 @@ def test_long_captions_are_now_and_then_their_first_sentences():
     caption = " ".join(sentences)
     made = record("text_to_image", caption, **DRAWN)
     wanted = {" ".join(sentences[:k]) for k in (1, 2, 3)}
-    found = collections.Counter(chat_training.caption_of(made, generator(i)) for i in range(1000))
+    found = collections.Counter(examples.caption_of(made, generator(i)) for i in range(1000))
     assert set(found) == wanted
     # A share of 0.2 is shortened, a third of those to all three sentences.
     assert abs(found[caption] / 1000 - (0.8 + 0.2 / 3)) < 0.06
     short = record("text_to_image", caption[:150], **DRAWN)
-    assert chat_training.caption_of(short, Always()) == caption[:150]
-    assert chat_training.caption_of(record("plan", caption, **DRAWN), Always()) == caption
-    assert len(chat_training.caption_of(record("plan", "x" * 900, **DRAWN), Never())) == 800
+    assert examples.caption_of(short, Always()) == caption[:150]
+    assert examples.caption_of(record("plan", caption, **DRAWN), Always()) == caption
+    assert len(examples.caption_of(record("plan", "x" * 900, **DRAWN), Never())) == 800
 
 
 def test_one_of_several_crops_is_drawn(mixer):
@@ -285,11 +287,9 @@ def test_one_of_several_crops_is_drawn(mixer):
 
 def test_codes_in_the_boxes_of_an_edit_may_weigh_more(tokenizer):
     made = record("edit", "x", boxes=np.array([[0, 0, 20, 16]], np.float32), **(DRAWN | SOURCES))
-    plain = chat_training.Mixer(tokenizer, raw_data.settings(tokenizer))
+    plain = examples.Mixer(tokenizer, raw_data.settings(tokenizer))
     assert plain.sequence(made, Never()).code_weight is None
-    heavy = chat_training.Mixer(
-        tokenizer, raw_data.settings(tokenizer, data={"edit_area_weight": 5.0})
-    )
+    heavy = examples.Mixer(tokenizer, raw_data.settings(tokenizer, data={"edit_area_weight": 5.0}))
     # 64 pixels are 4 codes: the box covers one row of codes, and the second column in part.
     np.testing.assert_array_equal(
         heavy.sequence(made, Never()).code_weight,
@@ -306,7 +306,7 @@ def test_codes_in_the_boxes_weigh_more_in_step_causal_training_too(tokenizer):
             data={"edit_area_weight": heavier, "given": 0.0, "source_drop": 0.0},
             diffusion={"plan_steps": (1,)},  # all four cells are masked
         )
-        example = chat_training.Mixer(tokenizer, settings).example(made, generator())
+        example = examples.Mixer(tokenizer, settings).example(made, generator())
         (_, image), _ = rows.laid_out(example, settings, generator())
         weights.append(image.weight[4:8])  # between those of the source and the registers
     plain, heavy = weights
@@ -319,7 +319,7 @@ def test_codes_in_the_boxes_weigh_more_in_step_causal_training_too(tokenizer):
 def test_rows_of_a_batch_have_weights_by_code_whether_or_not_a_picture_has_boxes(tokenizer):
     """Or they could not be stacked."""
     settings = raw_data.settings(tokenizer, data={"edit_area_weight": 5.0})
-    mixer = chat_training.Mixer(tokenizer, settings)
+    mixer = examples.Mixer(tokenizer, settings)
     for name in ("edit", "text to image", "verdict"):
         example = mixer.example(RELEASED[name][0], Never())
         (_, image), _ = rows.laid_out(example, settings, generator())

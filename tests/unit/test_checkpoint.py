@@ -15,9 +15,10 @@ import optax
 import pytest
 from flax import nnx
 
-from sparse_lavida_jax import checkpoint, config
+from sparse_lavida_jax import config
+from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.models import stack
-from sparse_lavida_jax.states import States, _sum_digests, is_unfinished, load_unfinished
+from sparse_lavida_jax.training.states import States, _sum_digests, is_unfinished, load_unfinished
 
 
 class Layer(nnx.Module):
@@ -70,14 +71,14 @@ def save(tmp_path):
     def save(model=None, **changes):
         arguments = {"tokenizer_path": tokenizer, "vq_folder": vq, "readme": "# test\n", **changes}
         folder = tmp_path / "model"
-        checkpoint.save_model(folder, model or make_model(), config.Config(seed=3), **arguments)
+        model_folder.save_model(folder, model or make_model(), config.Config(seed=3), **arguments)
         return folder
 
     return save
 
 
 def load(folder):
-    return checkpoint.load_model(folder, make_model=make_model)
+    return model_folder.load_model(folder, make_model=make_model)
 
 
 def flip_a_byte(folder):
@@ -110,7 +111,7 @@ def test_a_model_without_pictures_has_no_image_tokenizer(save):
 
 
 def test_layers_lie_one_by_one_on_disk(save):
-    tree = checkpoint.ocp.load(str(save() / "params"))
+    tree = model_folder.ocp.load(str(save() / "params"))
     assert sorted(tree) == ["blocks", "joint_layers", "table"]
     assert sorted(tree["joint_layers"]) == ["00", "01", "02"]
     assert tree["joint_layers"]["01"]["weight"].shape == (3, 3)
@@ -136,19 +137,19 @@ def test_the_real_model_survives(tmp_path):
     rng = np.random.default_rng(0)
     model = jax.tree.map(
         lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype),
-        jax.eval_shape(lambda: checkpoint._make_denoiser(settings)),
+        jax.eval_shape(lambda: model_folder._make_denoiser(settings)),
     )
     (tmp_path / "text.json").write_text("{}")
-    checkpoint.save_model(
+    model_folder.save_model(
         tmp_path / "m", model, settings,
         tokenizer_path=tmp_path / "text.json", vq_folder=None, readme="",
     )  # fmt: skip
-    same(checkpoint.load_model(tmp_path / "m").model, model)
+    same(model_folder.load_model(tmp_path / "m").model, model)
 
 
 def test_every_parameter_that_does_not_fit_is_listed_at_once(save):
-    with pytest.raises(checkpoint.CheckpointError) as error:
-        checkpoint.load_params(save() / "params", lambda: WiderModel(rngs=nnx.Rngs(0)))
+    with pytest.raises(model_folder.CheckpointError) as error:
+        model_folder.load_params(save() / "params", lambda: WiderModel(rngs=nnx.Rngs(0)))
     lines = str(error.value).splitlines()[1:]
     assert [line.strip() for line in lines] == [
         "head: missing, the model has (7,)",
@@ -160,21 +161,21 @@ def test_every_parameter_that_does_not_fit_is_listed_at_once(save):
 def test_a_damaged_file_is_named(save):
     folder = save()
     path = flip_a_byte(folder / "params")
-    with pytest.raises(checkpoint.CheckpointError, match=f"{path.name} is damaged"):
+    with pytest.raises(model_folder.CheckpointError, match=f"{path.name} is damaged"):
         load(folder)
 
 
 def test_a_missing_file_is_named(save):
     folder = save()
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(checkpoint.CheckpointError, match=r"tokenizer\.json is missing"):
+    with pytest.raises(model_folder.CheckpointError, match=r"tokenizer\.json is missing"):
         load(folder)
 
 
 def test_a_copy_that_was_cut_short_is_refused(save):
     folder = save()
-    (folder / checkpoint.MANIFEST).unlink()
-    with pytest.raises(checkpoint.CheckpointError, match="not written to its end"):
+    (folder / model_folder.MANIFEST).unlink()
+    with pytest.raises(model_folder.CheckpointError, match="not written to its end"):
         load(folder)
 
 
@@ -182,11 +183,11 @@ def test_settings_of_another_version_are_told(save):
     folder = save()
     given = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**given, "colour": 1}))
-    with pytest.raises(checkpoint.CheckpointError, match="Config has no colour"):
-        checkpoint.read_config(folder)
+    with pytest.raises(model_folder.CheckpointError, match="Config has no colour"):
+        model_folder.read_config(folder)
     (folder / "config.json").write_text(json.dumps({**given, "format": "other/9"}))
-    with pytest.raises(checkpoint.CheckpointError, match="'other/9'"):
-        checkpoint.read_config(folder)
+    with pytest.raises(model_folder.CheckpointError, match="'other/9'"):
+        model_folder.read_config(folder)
 
 
 def test_a_write_that_fails_leaves_the_old_model(save, monkeypatch):
@@ -195,9 +196,9 @@ def test_a_write_that_fails_leaves_the_old_model(save, monkeypatch):
     def run_out_of_space(path, _):
         raise OSError(errno.ENOSPC, "No space left on device", path)
 
-    monkeypatch.setattr(checkpoint.ocp, "save", run_out_of_space)
+    monkeypatch.setattr(model_folder.ocp, "save", run_out_of_space)
     before = sorted(folder.parent.iterdir())
-    with pytest.raises(checkpoint.CheckpointError, match=r"No space left.*is unchanged"):
+    with pytest.raises(model_folder.CheckpointError, match=r"No space left.*is unchanged"):
         save(Model(2, rngs=nnx.Rngs(1)))
     same(load(folder).model, make_model())
     assert sorted(folder.parent.iterdir()) == before
@@ -211,19 +212,19 @@ def test_a_newer_model_replaces_the_older(save):
 
 def full_disk(monkeypatch):
     usage = types.SimpleNamespace(free=10)
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(model_folder.shutil, "disk_usage", lambda _: usage)
 
 
 def test_a_full_disk_is_told_before_writing(save, monkeypatch):
     full_disk(monkeypatch)
-    with pytest.raises(checkpoint.CheckpointError, match="0 MB free"):
+    with pytest.raises(model_folder.CheckpointError, match="0 MB free"):
         save()
 
 
 def test_a_folder_of_something_else_is_not_overwritten(save, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "thesis.txt").write_text("years of work")
-    with pytest.raises(checkpoint.CheckpointError, match="no model folder"):
+    with pytest.raises(model_folder.CheckpointError, match="no model folder"):
         save()
     assert (tmp_path / "model" / "thesis.txt").read_text() == "years of work"
 
@@ -232,13 +233,13 @@ def test_a_bundled_model_goes_by_its_name(save, monkeypatch):
     folder = save()
     monkeypatch.setattr(checkpoint, "BUNDLED", folder.parent)
     same(load("model").model, make_model())
-    with pytest.raises(checkpoint.CheckpointError, match=r"bundled model \(model\)"):
+    with pytest.raises(model_folder.CheckpointError, match=r"bundled model \(model\)"):
         load("nowhere")
 
 
 def test_a_run_without_a_model_says_when_there_will_be_one(tmp_path):
     (tmp_path / "state").mkdir()
-    with pytest.raises(checkpoint.CheckpointError, match="at its end"):
+    with pytest.raises(model_folder.CheckpointError, match="at its end"):
         load(tmp_path)
 
 
@@ -339,7 +340,9 @@ def test_a_wrong_checksum_is_damage(states, monkeypatch):
         states.save(2, make_state(2))
     states.wait()
     for _ in range(2):  # a second start says the same, and does not begin anew
-        with pytest.raises(checkpoint.CheckpointError, match=r"none of the states of steps \[2\]"):
+        with pytest.raises(
+            model_folder.CheckpointError, match=r"none of the states of steps \[2\]"
+        ):
             states.restore(make_state())
 
 
@@ -362,7 +365,7 @@ def test_a_state_that_this_machine_cannot_read_stays_where_it_is(states, trouble
 
     with monkeypatch.context() as patch:
         patch.setattr(states._checkpointer, "load_checkpointables", fail)
-        with pytest.raises(checkpoint.CheckpointError, match=r"2 .* cannot be read just now"):
+        with pytest.raises(model_folder.CheckpointError, match=r"2 .* cannot be read just now"):
             states.restore(make_state())
     assert not (states.folder.parent / "damaged").exists()
     assert states.restore(make_state())[0] == 2
@@ -370,14 +373,16 @@ def test_a_state_that_this_machine_cannot_read_stays_where_it_is(states, trouble
 
 def test_a_run_of_which_only_damage_is_left_does_not_begin_anew(states):
     (states.folder.parent / "damaged" / "2").mkdir(parents=True)
-    with pytest.raises(checkpoint.CheckpointError, match=r"damaged ones: starting at step 0 would"):
+    with pytest.raises(
+        model_folder.CheckpointError, match=r"damaged ones: starting at step 0 would"
+    ):
         states.restore(make_state())
 
 
 def test_a_state_of_another_model_is_refused(states):
     states.save(1, make_state())
     other = {**make_state(), "half": jnp.zeros(4), "extra": jnp.zeros(1)}
-    with pytest.raises(checkpoint.CheckpointError) as error:
+    with pytest.raises(model_folder.CheckpointError) as error:
         states.restore(other)
     assert "extra: missing" in str(error.value)
     assert "half: (3,) on disk, (4,) in the model" in str(error.value)
@@ -399,7 +404,7 @@ def test_a_full_disk_leaves_the_states_before(states, monkeypatch):
     states.save(1, make_state(1))
     states.wait()
     full_disk(monkeypatch)
-    with pytest.raises(checkpoint.CheckpointError, match="run the same command again"):
+    with pytest.raises(model_folder.CheckpointError, match="run the same command again"):
         states.save(2, make_state(2))
     assert states.restore(make_state())[0] == 1
 
@@ -412,7 +417,7 @@ def test_a_write_that_fails_in_the_background_is_told_at_the_next_one(states, mo
         raise ValueError("RESOURCE_EXHAUSTED: no space left")
 
     monkeypatch.setattr(states._checkpointer, "wait", fail, raising=True)
-    with pytest.raises(checkpoint.CheckpointError, match=r"no space left.*steps \[1\]"):
+    with pytest.raises(model_folder.CheckpointError, match=r"no space left.*steps \[1\]"):
         states.save(2, make_state(2))
     states.save(2, make_state(2))
     assert states.restore(make_state())[0] == 2
@@ -458,7 +463,7 @@ def test_parameters_are_read_without_the_rest(states):
         found, params = states.restore_model(jax.eval_shape(make_model))
         assert found == step
         same(params, model if ema is None else average)
-    with pytest.raises(checkpoint.CheckpointError, match=r"head: missing"):
+    with pytest.raises(model_folder.CheckpointError, match=r"head: missing"):
         states.restore_model(WiderModel(rngs=nnx.Rngs(0)))
     assert states.steps == [1, 2]
 
@@ -466,7 +471,7 @@ def test_parameters_are_read_without_the_rest(states):
 def test_a_run_without_a_model_can_be_started_from(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
-    checkpoint.write_config(run, config.Config())
+    model_folder.write_config(run, config.Config())
     assert not is_unfinished(run)
     states = States(run / "state")
     states.save(4, {"state": {"params": make_model()}})
@@ -478,7 +483,7 @@ def test_a_run_without_a_model_can_be_started_from(tmp_path):
 def test_a_run_that_is_started_from_while_it_goes_on_is_left_as_it_is(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
-    checkpoint.write_config(run, config.Config())
+    model_folder.write_config(run, config.Config())
     states = States(run / "state")
     for step in (4, 5):
         states.save(step, {"state": {"params": make_model()}})
@@ -511,7 +516,7 @@ def test_a_flipped_bit_shows_in_the_sums_of_several_processes():
 def test_folders_may_be_relative(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pathlib.Path("text.json").write_text("{}")
-    checkpoint.save_model(
+    model_folder.save_model(
         "here/model",
         make_model(),
         config.Config(),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparse_lavida_jax import choose
+from sparse_lavida_jax.sampling import choose
 
 
 def some_logits(*shape, seed=0):

@@ -14,11 +14,14 @@ import pytest
 import rich.console
 
 import sparse_lavida_jax
-from sparse_lavida_jax import checkpoint, cli, commands, config, doctor, main, pictures
-from sparse_lavida_jax.data.task_prompts import TASKS
+from sparse_lavida_jax import cli, config, main
+from sparse_lavida_jax.apps import commands, doctor
+from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.data import image_files
+from sparse_lavida_jax.data.templates import TASKS
+from sparse_lavida_jax.inference.results import Result, Source
 from sparse_lavida_jax.main import UsageError
 from sparse_lavida_jax.pipeline import SparseLaViDa
-from sparse_lavida_jax.results import Result, Source
 
 PICTURE = np.full((4, 6, 3), 9, np.uint8)
 
@@ -144,8 +147,8 @@ def test_a_device_that_is_not_there_is_told_with_what_to_do(monkeypatch, capsys)
     ("trouble", "code", "told"),
     [
         (OSError(28, "No space left on device"), 1, "No space left on device"),
-        (checkpoint.WriteError("the disk has 0 MB free."), 1, "has 0 MB free"),
-        (checkpoint.CheckpointError("there is no model."), 2, "there is no model"),
+        (model_folder.WriteError("the disk has 0 MB free."), 1, "has 0 MB free"),
+        (model_folder.CheckpointError("there is no model."), 2, "there is no model"),
         (MemoryError(), 1, "there is not enough memory: lower train.batch_size"),
         (ValueError("five"), 1, "an error of the program: ValueError: five Run it with --debug"),
         (KeyboardInterrupt(), 130, "stopped."),
@@ -322,7 +325,7 @@ def test_results_are_saved_with_what_drew_them(tmp_path):
         pixels=(PICTURE,), records=(record,),
     )  # fmt: skip
     result.save(tmp_path / "a.png")
-    assert pictures.read_record(tmp_path / "a.png") == record
+    assert image_files.read_record(tmp_path / "a.png") == record
     assert result.image.size == (6, 4)
     written = json.loads(json.dumps(result.as_json()))
     assert written["checkpoint"] == {"name": "scenes", "sha256": "ab"}

@@ -11,9 +11,11 @@ import pytest
 import stand_ins
 import tiny
 
-from sparse_lavida_jax import checkpoint, config, config_files, parameters, train
+from sparse_lavida_jax import config, config_files, train
 from sparse_lavida_jax.bench import comparison, record
-from sparse_lavida_jax.data import pipeline
+from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.models import parameters
+from sparse_lavida_jax.scenes.batches import GroupedBatches
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 CONFIGS = sorted((pathlib.Path(__file__).parents[2] / "configs").glob("ablation_*.py"))
@@ -147,8 +149,8 @@ def test_a_way_is_trained_and_scored_once(tmp_path):
         comparison.settings_of(shared(), compared(), way, 3, tmp_path / "runs").name
         for way in ("one", "two")
     )
-    first = checkpoint.load_model(tmp_path / "runs" / one)
-    second = checkpoint.load_model(tmp_path / "runs" / two)
+    first = model_folder.load_model(tmp_path / "runs" / one)
+    second = model_folder.load_model(tmp_path / "runs" / two)
     assert (second.config.seed, second.config.name) == (1003, two)
     ones, twos = (parameters.by_name(found.model) for found in (first, second))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), ones, twos)
@@ -269,7 +271,7 @@ def test_truncated_rows_hold_what_a_sampler_passes_and_all_of_it_sees_all():
     for attention in ("step_causal", "truncated"):
         changes = {"attention": attention, "num_masked_blocks": 1, "plan_steps": (4,)}
         given = stand_ins.settings(diffusion=changes)
-        batches = pipeline.GroupedBatches(given, stand_ins.encoder(given))
+        batches = GroupedBatches(given, stand_ins.encoder(given))
         found[attention] = batches.batch("draw", 0)
     causal, truncated = found["step_causal"], found["truncated"]
     for name in ("tokens", "index"):

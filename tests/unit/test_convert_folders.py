@@ -15,9 +15,9 @@ import pytest
 import safetensors.numpy
 import torch_folder
 
-from sparse_lavida_jax import checkpoint
 from sparse_lavida_jax.bench import convert as bench
 from sparse_lavida_jax.bench import record
+from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.convert import from_torch, names, tensors, to_torch
 from sparse_lavida_jax.convert.settings import ConvertError
 from sparse_lavida_jax.models import vq
@@ -45,7 +45,7 @@ def complaint(tmp_path):
 
     def run(folder, **more):
         before = sorted(tmp_path.iterdir())
-        with pytest.raises(checkpoint.CheckpointError) as error:
+        with pytest.raises(model_folder.CheckpointError) as error:
             from_torch.convert(folder, tmp_path / "model", **more)
         assert sorted(tmp_path.iterdir()) == before
         return str(error.value)
@@ -110,7 +110,7 @@ def test_registers_come_back_if_they_were_there(tmp_path):
         sparse_lavida={"num_registers": 5, "trained_attention": "step_causal"},
     )
     from_torch.convert(folder, tmp_path / "model")
-    model = checkpoint.read_config(tmp_path / "model").model
+    model = model_folder.read_config(tmp_path / "model").model
     assert (model.num_registers, model.trained_attention) == (5, "step_causal")
     to_torch.export(tmp_path / "model", tmp_path / "back")
     assert bits(torch_folder.read(tmp_path / "back")) == bits(state | registers)
@@ -151,7 +151,7 @@ def test_an_image_tokenizer_that_nothing_describes_is_known_by_its_shapes(tmp_pa
     folder = torch_folder.write(tmp_path / "released", torch_folder.arbitrary(made), made)
     (folder / "vqvae" / "config.json").unlink()
     from_torch.convert(folder, tmp_path / "model")
-    assert checkpoint.read_config(tmp_path / "model").vq == made.vq
+    assert model_folder.read_config(tmp_path / "model").vq == made.vq
 
 
 @pytest.mark.slow
@@ -162,8 +162,8 @@ def test_a_model_trained_sparsely_is_exported_with_its_registers(tmp_path):
         model=dataclasses.replace(torch_folder.SETTINGS.model, trained_attention="step_causal"),
     )
     from_torch.convert(torch_folder.write(tmp_path / "released"), tmp_path / "model")
-    loaded = checkpoint.load_model(tmp_path / "model")
-    checkpoint.save_model(
+    loaded = model_folder.load_model(tmp_path / "model")
+    model_folder.save_model(
         tmp_path / "trained", loaded.model, made,
         tokenizer_path=loaded.tokenizer_path, vq_folder=loaded.vq_folder, readme="",
     )  # fmt: skip
@@ -171,7 +171,7 @@ def test_a_model_trained_sparsely_is_exported_with_its_registers(tmp_path):
     state = torch_folder.read(tmp_path / "back")
     assert set(state) - set(torch_folder.arbitrary()) == set(names.REGISTERS)
     from_torch.convert(tmp_path / "back", tmp_path / "again")
-    again = checkpoint.load_model(tmp_path / "again")
+    again = model_folder.load_model(tmp_path / "again")
     assert again.config.model == dataclasses.replace(made.model, compute_dtype="float32")
     for ours, theirs in zip(*map(jax.tree.leaves, (again.model, loaded.model)), strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -203,7 +203,7 @@ def test_an_export_replaces_nothing(tmp_path, converted):
 
 
 def test_a_converted_folder_is_a_whole_model_folder(converted):
-    loaded = checkpoint.load_model(converted)
+    loaded = model_folder.load_model(converted)
     assert loaded.config.model.trained_attention == "full"
     assert loaded.config.model.compute_dtype == "bfloat16"
     assert loaded.config.vq == torch_folder.VQ
@@ -212,12 +212,12 @@ def test_a_converted_folder_is_a_whole_model_folder(converted):
     readme = (converted / "README.md").read_text()
     assert "non-commercial" in readme
     assert (converted / "official" / "LICENSE").read_text() in "For research only."
-    store = checkpoint.ParamsReader(converted / "params")
+    store = model_folder.ParamsReader(converted / "params")
     assert {str(leaf.dtype) for leaf in store.leaves.values()} == {"bfloat16"}
 
 
 def test_registers_start_as_what_they_stand_in_for(converted):
-    model = checkpoint.load_model(converted).model
+    model = model_folder.load_model(converted).model
     mask = model.text_embedding[torch_folder.SETTINGS.model.text_mask_id]
     np.testing.assert_array_equal(model.register_understanding, mask)
     cell = model.masked_cell().astype("bfloat16")
@@ -226,9 +226,9 @@ def test_registers_start_as_what_they_stand_in_for(converted):
 
 def test_parameters_are_widened_where_that_is_asked_for(tmp_path, folder):
     from_torch.convert(folder, tmp_path / "model", dtype="float32")
-    store = checkpoint.ParamsReader(tmp_path / "model" / "params")
+    store = model_folder.ParamsReader(tmp_path / "model" / "params")
     assert {str(leaf.dtype) for leaf in store.leaves.values()} == {"float32"}
-    assert checkpoint.read_config(tmp_path / "model").model.compute_dtype == "float32"
+    assert model_folder.read_config(tmp_path / "model").model.compute_dtype == "float32"
     expected = torch_folder.arbitrary()["model.transformer.wte.weight"].astype(np.float32)
     np.testing.assert_array_equal(store.read_one("text_embedding"), expected)
 
@@ -236,7 +236,7 @@ def test_parameters_are_widened_where_that_is_asked_for(tmp_path, folder):
 def test_a_second_conversion_replaces_the_first(tmp_path, folder):
     for _ in range(2):
         from_torch.convert(folder, tmp_path / "model")
-    checkpoint.verify(tmp_path / "model")
+    model_folder.verify(tmp_path / "model")
 
 
 def test_progress_reaches_its_end(tmp_path, folder):
@@ -280,7 +280,7 @@ def test_llada_is_told_from_lavida_o(tmp_path, complaint):
     )
     assert "that is LLaDA, which draws nothing. Give the folder of LaViDa-O." in complaint(folder)
     from_torch.convert(folder, tmp_path / "model", understanding_only=True)
-    assert checkpoint.load_model(tmp_path / "model").config.model.understanding_only
+    assert model_folder.load_model(tmp_path / "model").config.model.understanding_only
 
 
 def test_a_config_that_our_code_contradicts(tmp_path, complaint):
@@ -463,7 +463,7 @@ def test_a_folder_without_tokenizer(folder, complaint):
 def test_what_is_no_model_folder_is_not_replaced(tmp_path, folder):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.txt").write_text("mine")
-    with pytest.raises(checkpoint.CheckpointError, match="exists and is no model folder"):
+    with pytest.raises(model_folder.CheckpointError, match="exists and is no model folder"):
         from_torch.convert(folder, tmp_path / "model")
     assert (tmp_path / "model" / "mine.txt").read_text() == "mine"
 
@@ -476,7 +476,7 @@ def test_a_full_disk_is_noticed_before_anything_is_written(folder, complaint, mo
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left"), ValueError("RESOURCE_EXHAUSTED")])
 def test_a_disk_that_fills_up_on_the_way_leaves_nothing(folder, complaint, monkeypatch, error):
-    save, calls = checkpoint.ocp.partial.save, []
+    save, calls = model_folder.ocp.partial.save, []
     monkeypatch.setattr(checkpoint, "BATCH_BYTES", 10_000)
 
     def run_out_of_space(*args):
@@ -485,7 +485,7 @@ def test_a_disk_that_fills_up_on_the_way_leaves_nothing(folder, complaint, monke
             raise error
         save(*args)
 
-    monkeypatch.setattr(checkpoint.ocp.partial, "save", run_out_of_space)
+    monkeypatch.setattr(model_folder.ocp.partial, "save", run_out_of_space)
     assert "could not be written" in complaint(folder)
     assert len(calls) == 3
 
@@ -519,7 +519,7 @@ def test_a_disk_that_is_really_full_is_one_sentence(
 @pytest.mark.parametrize("size", [100, 30_000])
 def test_an_export_to_a_full_disk_leaves_nothing(tmp_path, converted, small_disk, size):
     small_disk(size)
-    with pytest.raises(checkpoint.CheckpointError, match="could not be written"):
+    with pytest.raises(model_folder.CheckpointError, match="could not be written"):
         to_torch.export(converted, tmp_path / "back")
     assert list(tmp_path.iterdir()) == []
 
@@ -546,25 +546,25 @@ def test_a_flipped_bit_names_the_tensor(tmp_path):
     written = noise.T.tobytes()
     folder = tmp_path / "model"
     from_torch.convert(torch_folder.write(tmp_path / "released", state), folder)
-    assert checkpoint.verify(folder) > 10
+    assert model_folder.verify(folder) > 10
     files = [path for path in (folder / "params").rglob("*") if path.is_file()]
     (path,) = (path for path in files if written in path.read_bytes())
     changed = bytearray(path.read_bytes())
     changed[changed.find(written) + len(written) // 2] ^= 1
     path.write_bytes(changed)
-    damaged = checkpoint.ParamsReader(folder / "params")
+    damaged = model_folder.ParamsReader(folder / "params")
     damaged.read(damaged.leaves)  # the store notices nothing
-    with pytest.raises(checkpoint.CheckpointError) as error:
-        checkpoint.verify(folder)
+    with pytest.raises(model_folder.CheckpointError) as error:
+        model_folder.verify(folder)
     assert f"{path} is damaged" in str(error.value)
     told = "The tensor joint_layers/01/generation/q/kernel is not what was written."
     assert told in str(error.value)
 
 
 def test_every_tensor_has_a_digest(converted):
-    store = checkpoint.ParamsReader(converted / "params")
+    store = model_folder.ParamsReader(converted / "params")
     picture = vq.named_parameters(vq.load(converted / "vq")[0])
-    assert set(checkpoint._read_digests(converted)) == {
+    assert set(model_folder._read_digests(converted)) == {
         *store.leaves,
         *(f"vq/params.safetensors:{name}" for name in picture),
     }
@@ -581,25 +581,27 @@ def test_a_flipped_bit_of_the_image_tokenizer_names_the_tensor(tmp_path, folder)
     path = tmp_path / "model" / "vq" / "params.safetensors"
     stored = tensors.list_tensors(path)
     flip(path, stored["decoder/conv_in/kernel"].start + 5)
-    with pytest.raises(checkpoint.CheckpointError) as error:
-        checkpoint.verify(tmp_path / "model")
+    with pytest.raises(model_folder.CheckpointError) as error:
+        model_folder.verify(tmp_path / "model")
     told = "The tensor vq/params.safetensors:decoder/conv_in/kernel is not what was written."
     assert told in str(error.value)
 
 
-@pytest.mark.parametrize("name", [checkpoint.MANIFEST, checkpoint.TENSORS])
+@pytest.mark.parametrize("name", [model_folder.MANIFEST, model_folder.TENSORS])
 def test_a_flipped_bit_in_a_list_of_digests(tmp_path, folder, name):
     from_torch.convert(folder, tmp_path / "model")
     flip(tmp_path / "model" / name, 5)
-    with pytest.raises(checkpoint.CheckpointError, match=f"{name} is damaged"):
-        checkpoint.verify(tmp_path / "model")
+    with pytest.raises(model_folder.CheckpointError, match=f"{name} is damaged"):
+        model_folder.verify(tmp_path / "model")
 
 
 def test_damage_that_the_store_chokes_on_is_one_sentence(tmp_path, folder, caplog):
     from_torch.convert(folder, tmp_path / "model")
     flip(tmp_path / "model" / "params" / "state" / "manifest.ocdbt", 0)
-    with pytest.raises(checkpoint.CheckpointError, match=r"and \d+ more are not what was written"):
-        checkpoint.verify(tmp_path / "model")
+    with pytest.raises(
+        model_folder.CheckpointError, match=r"and \d+ more are not what was written"
+    ):
+        model_folder.verify(tmp_path / "model")
     gc.collect()
     assert caplog.records == []
 

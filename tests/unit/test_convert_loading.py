@@ -9,7 +9,7 @@ import pytest
 import torch_folder
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from sparse_lavida_jax import checkpoint
+from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.convert import from_torch
 
 
@@ -50,8 +50,8 @@ def named(model):
 def test_eight_devices_hold_what_one_would(converted, mesh, dtype, batch_bytes, monkeypatch):
     monkeypatch.setattr(checkpoint, "BATCH_BYTES", batch_bytes)
     choose = over(mesh)
-    whole = named(checkpoint.load_model(converted, dtype=dtype).model)
-    spread = named(checkpoint.load_model(converted, sharding=choose, dtype=dtype).model)
+    whole = named(model_folder.load_model(converted, dtype=dtype).model)
+    spread = named(model_folder.load_model(converted, sharding=choose, dtype=dtype).model)
     assert set(spread) == set(whole)
     for name, leaf in spread.items():
         assert leaf.dtype == whole[name].dtype == dtype
@@ -60,7 +60,7 @@ def test_eight_devices_hold_what_one_would(converted, mesh, dtype, batch_bytes, 
 
 
 def test_every_device_holds_only_its_part(converted, mesh):
-    model = checkpoint.load_model(converted, sharding=over(mesh)).model
+    model = model_folder.load_model(converted, sharding=over(mesh)).model
     kernel = model.joint_layers.attn_out.kernel[...]
     layers, rows, columns = kernel.shape
     parts = {shard.data.shape for shard in kernel.addressable_shards}
@@ -73,8 +73,8 @@ def test_a_stack_may_be_split_between_its_layers(converted, mesh):
         split = "columns" if name.startswith("joint_layers") else None
         return NamedSharding(mesh, PartitionSpec(split))
 
-    kernel = checkpoint.load_model(converted, sharding=choose).model.joint_layers.attn_out.kernel
-    whole = checkpoint.load_model(converted).model.joint_layers.attn_out.kernel
+    kernel = model_folder.load_model(converted, sharding=choose).model.joint_layers.attn_out.kernel
+    whole = model_folder.load_model(converted).model.joint_layers.attn_out.kernel
     assert kernel[...].sharding.spec == PartitionSpec("columns")
     np.testing.assert_array_equal(kernel[...], whole[...])
 
@@ -83,18 +83,18 @@ def test_a_run_gives_its_parameters_without_its_training_state(converted, tmp_pa
     shutil.copytree(converted, tmp_path / "run" / "model")
     (tmp_path / "run" / "state" / "7").mkdir(parents=True)
     (tmp_path / "run" / "state" / "7" / "moments").write_bytes(b"never read")
-    loaded = checkpoint.load_model(tmp_path / "run")
-    whole = checkpoint.load_model(converted)
+    loaded = model_folder.load_model(tmp_path / "run")
+    whole = model_folder.load_model(converted)
     assert jax.tree.all(jax.tree.map(np.array_equal, loaded.model, whole.model))
 
 
 def test_a_module_is_filled_by_names_on_disk(converted):
-    loaded = checkpoint.load_model(converted)
-    store = checkpoint.ParamsReader(converted / "params")
-    make = lambda: checkpoint._make_denoiser(loaded.config)  # noqa: E731
-    filled = checkpoint.module_of(make, store.read(store.leaves))
+    loaded = model_folder.load_model(converted)
+    store = model_folder.ParamsReader(converted / "params")
+    make = lambda: model_folder._make_denoiser(loaded.config)  # noqa: E731
+    filled = model_folder.module_of(make, store.read(store.leaves))
     assert jax.tree.all(jax.tree.map(np.array_equal, filled, loaded.model))
     leaves = store.read(store.leaves)
     del leaves["final_norm/weight"]
-    with pytest.raises(checkpoint.CheckpointError, match=r"final_norm/weight: missing"):
-        checkpoint.module_of(make, leaves)
+    with pytest.raises(model_folder.CheckpointError, match=r"final_norm/weight: missing"):
+        model_folder.module_of(make, leaves)

@@ -14,8 +14,9 @@ import pytest
 import tiny
 import traces
 
-from sparse_lavida_jax import config, diffusion, presets, train
+from sparse_lavida_jax import config, diffusion, train
 from sparse_lavida_jax.layout import Answer, Response, Source, Text
+from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 TESTS = pathlib.Path(__file__).parents[1]

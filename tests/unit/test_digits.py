@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from sparse_lavida_jax.data import digits
+from sparse_lavida_jax.scenes import digits
 
 
 def test_splits_are_disjoint_and_complete():

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sparse_lavida_jax import config, decoding, drawings, pictures
-from sparse_lavida_jax.data.task_prompts import RequestError
-from sparse_lavida_jax.results import Result, Source
+from sparse_lavida_jax import config
+from sparse_lavida_jax.data import image_files
+from sparse_lavida_jax.data.templates import RequestError
+from sparse_lavida_jax.inference import batching, requests
+from sparse_lavida_jax.inference.results import Result, Source
 
 PICTURE = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3)
 
@@ -20,20 +22,20 @@ def result(*shown):
 
 def test_pictures_come_from_arrays_images_files_and_results(tmp_path):
     path = tmp_path / "picture.png"
-    pictures.write(path, PICTURE)
+    image_files.write(path, PICTURE)
     given = [PICTURE, Image.fromarray(PICTURE), path, str(path), result(PICTURE, PICTURE)]
-    shown = drawings.shown_pictures(given)
+    shown = requests.shown_pictures(given)
     assert len(shown) == 6
     for one in shown:
         np.testing.assert_array_equal(one.pixels, PICTURE)
     assert [one.path for one in shown] == [None, None, path, path, None, None]
-    with pytest.raises(pictures.PictureError, match="'generate' holds no picture"):
-        drawings.shown_pictures(result())
+    with pytest.raises(image_files.PictureError, match="'generate' holds no picture"):
+        requests.shown_pictures(result())
 
 
 def test_one_of_either_goes_with_all_of_the_other():
     def rows(words, shown, copies=1, seed=5):
-        made = drawings.rows_of(words, shown, copies, seed, needs_picture=False)
+        made = requests.rows_of(words, shown, copies, seed, needs_picture=False)
         return [(row.words, row.shown is not None, row.seed) for row in made]
 
     assert rows("a", None) == [("a", False, 5)]
@@ -55,40 +57,40 @@ def test_one_of_either_goes_with_all_of_the_other():
 )
 def test_rows_that_do_not_go_together_are_told(words, shown, told):
     with pytest.raises(RequestError, match=told):
-        drawings.rows_of(words, shown, 1, 0, needs_picture=True)
+        requests.rows_of(words, shown, 1, 0, needs_picture=True)
 
 
 def test_seeds_are_told():
-    assert decoding.row_seeds(3, 2) == [3, 4]
+    assert batching.row_seeds(3, 2) == [3, 4]
     with pytest.raises(RequestError, match="1 seeds were given for 2 rows"):
-        decoding.row_seeds([3], 2)
+        batching.row_seeds([3], 2)
     with pytest.raises(RequestError, match="the seed 2147483648 is out of range"):
-        decoding.row_seeds(2**31 - 1, 2)
+        batching.row_seeds(2**31 - 1, 2)
 
 
 def test_numbers_are_those_of_all_rows_or_of_each():
-    rows = drawings.rows_of(
+    rows = requests.rows_of(
         ["a", "b"], None, 1, 0, needs_picture=False, temperature=[0, None], guidance=1.5
     )
-    assert [row.own for row in rows] == [decoding.Own(0.0, 1.5), decoding.Own(None, 1.5)]
+    assert [row.own for row in rows] == [batching.Own(0.0, 1.5), batching.Own(None, 1.5)]
     assert rows[0].own.of_picture(config.Sampling()) == config.Sampling(
         temperature=0.0, guidance=1.5
     )
     with pytest.raises(RequestError, match="3 numbers were given as temperature of 2 rows: give"):
-        decoding.row_numbers(2, temperature=[0.1, 0.2, 0.3])
+        batching.row_numbers(2, temperature=[0.1, 0.2, 0.3])
     for wrong in (-1, float("nan")):
         with pytest.raises(RequestError, match=f"guidance={wrong} is out of range: it must be 0"):
-            decoding.row_numbers(2, guidance=[1.0, wrong])
+            batching.row_numbers(2, guidance=[1.0, wrong])
 
 
 def test_a_batch_is_guided_if_any_row_of_it_is():
     sampling = config.Sampling(guidance=2.0)
-    own = [decoding.Own(), decoding.Own(0.5, 0.0), decoding.Own(None, 3.0, 1.0)]
-    how, filled = decoding.together(sampling, own)
+    own = [batching.Own(), batching.Own(0.5, 0.0), batching.Own(None, 3.0, 1.0)]
+    how, filled = batching.together(sampling, own)
     assert (how.guidance, how.guidance_image) == (3, 1)
     assert [(row.guidance, row.guidance_image) for row in filled] == [(2.0, 0.0), (0, 0.0), (3, 1)]
-    assert decoding.together(how, filled) == (how, filled)
-    how, _ = decoding.together(sampling, [decoding.Own(guidance=0.0)])
+    assert batching.together(how, filled) == (how, filled)
+    how, _ = batching.together(sampling, [batching.Own(guidance=0.0)])
     assert how.guidance == 0
 
 
@@ -97,7 +99,7 @@ def test_a_cell_is_untouched_where_no_pixel_overlaps_it(grid, height, width, dat
     y, x = data.draw(st.integers(0, height - 1)), data.draw(st.integers(0, width - 1))
     pixels = np.zeros((height, width), bool)
     pixels[y, x] = True
-    free = drawings.untouched(pixels, grid)
+    free = requests.untouched(pixels, grid)
     for row in range(grid):
         for column in range(grid):
             apart = (
@@ -111,13 +113,13 @@ def test_a_cell_is_untouched_where_no_pixel_overlaps_it(grid, height, width, dat
 
 def test_a_picture_stands_in_whole_cells():
     tall = np.zeros((64, 32, 3), np.uint8)
-    assert drawings.inner_box(tall, None, 96, 16) == (32, 16, 64, 80)
-    assert drawings.inner_box(tall, (17, 30, 40, 33), 96, 16) == (16, 16, 48, 48)
+    assert requests.inner_box(tall, None, 96, 16) == (32, 16, 64, 80)
+    assert requests.inner_box(tall, (17, 30, 40, 33), 96, 16) == (16, 16, 48, 48)
     large = np.zeros((960, 480, 3), np.uint8)
-    assert drawings.inner_box(large, None, 96, 16) == (32, 16, 64, 64)
-    with pytest.raises(pictures.PictureError, match="leaves nothing to draw"):
-        drawings.inner_box(tall, (1, 1, 95, 95), 96, 16)
-    canvas, known = drawings.placed(tall + 9, (32, 16, 64, 80), 96, 16)
+    assert requests.inner_box(large, None, 96, 16) == (32, 16, 64, 64)
+    with pytest.raises(image_files.PictureError, match="leaves nothing to draw"):
+        requests.inner_box(tall, (1, 1, 95, 95), 96, 16)
+    canvas, known = requests.placed(tall + 9, (32, 16, 64, 80), 96, 16)
     assert (canvas[16:80, 32:64] == 9).all()
     assert canvas.sum() == 9 * 64 * 32 * 3
     assert np.argwhere(known)[[0, -1]].tolist() == [[1, 2], [4, 3]]
@@ -125,12 +127,12 @@ def test_a_picture_stands_in_whole_cells():
 
 def test_a_picture_that_is_recorded_must_be_the_same(tmp_path):
     path = tmp_path / "picture.png"
-    pictures.write(path, PICTURE)
-    (shown,) = drawings.shown_pictures(path)
+    image_files.write(path, PICTURE)
+    (shown,) = requests.shown_pictures(path)
     record = {"picture": shown.as_json()}
-    assert drawings.recorded_picture({"picture": None}, None) is None
-    np.testing.assert_array_equal(drawings.recorded_picture(record, None).pixels, PICTURE)
+    assert requests.recorded_picture({"picture": None}, None) is None
+    np.testing.assert_array_equal(requests.recorded_picture(record, None).pixels, PICTURE)
     with pytest.raises(RequestError, match="their pixels differ"):
-        drawings.recorded_picture(record, PICTURE + 1)
+        requests.recorded_picture(record, PICTURE + 1)
     with pytest.raises(RequestError, match="a picture of no file"):
-        drawings.recorded_picture({"picture": drawings.ShownPicture(PICTURE).as_json()}, None)
+        requests.recorded_picture({"picture": requests.ShownPicture(PICTURE).as_json()}, None)

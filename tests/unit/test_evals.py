@@ -8,10 +8,10 @@ import pytest
 import stand_ins
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.data import digits, scenes, tasks
 from sparse_lavida_jax.evals import benchmark
 from sparse_lavida_jax.evals import scenes as exact
 from sparse_lavida_jax.pipeline import ANSWER_TOKENS
+from sparse_lavida_jax.scenes import digits, tasks, world
 
 PROMPTS = 40
 EVALUATE = config.Evaluate(limit=PROMPTS)
@@ -61,7 +61,7 @@ def test_right_responses_score_1(task):
 def test_empty_responses_score_0_with_reasons(task):
     samples = asked(task)
     result = exact.evaluate(stand_ins.Knowing(SETTINGS, [], ignorant=True), task, PROMPTS)
-    emptied = sum(sample.target == scenes.EMPTY_SCENE for sample in samples)
+    emptied = sum(sample.target == world.EMPTY_SCENE for sample in samples)
     assert result.correct == emptied <= 3  # the only object was to be removed
     assert sum(result.reasons.values()) <= result.total - result.correct
     assert result.reasons and all(result.reasons)
@@ -148,7 +148,7 @@ def test_the_space_for_an_answer_holds_the_longest(task):
 def test_tallies_add_up():
     samples = asked("draw")
     pictures = [
-        scenes.render(sample.target) if index % 4 else stand_ins.EMPTY
+        world.render(sample.target) if index % 4 else stand_ins.EMPTY
         for index, sample in enumerate(samples)
     ]
     result = exact.tally("draw", samples, pictures)
@@ -165,10 +165,10 @@ def test_precision_counts_drawn_objects():
     cells = [cell for cell, _ in sample.target.objects()]
     free = next(cell for cell in range(36) if cell not in cells)
     third = next(
-        thing for thing in scenes.OBJECTS
+        thing for thing in world.OBJECTS
         if thing.pair not in {shown.pair for _, shown in sample.target.objects()}
     )  # fmt: skip
-    one_too_many = scenes.render(sample.target.changed({free: third.index}))
+    one_too_many = world.render(sample.target.changed({free: third.index}))
     result = exact.tally("draw", [sample], [one_too_many])
     assert result.correct == 0
     assert result.precision == pytest.approx(2 / 3)
@@ -176,7 +176,7 @@ def test_precision_counts_drawn_objects():
 
 def test_the_table_has_a_line_for_each_task_and_column():
     samples = asked("draw")
-    result = exact.tally("draw", samples, [scenes.render(s.target) for s in samples])
+    result = exact.tally("draw", samples, [world.render(s.target) for s in samples])
     lines = exact.table([result]).splitlines()
     low, high = result.interval
     assert lines[2] == f"| draw | 40 | 40 | 1.00 | {low:.2f} to {high:.2f} |"

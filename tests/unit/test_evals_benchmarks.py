@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sparse_lavida_jax import config, pictures
+from sparse_lavida_jax import config
+from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.evals import (
     benchmark,
     dpg,
@@ -182,7 +183,7 @@ def test_hidden_colours_are_shown_as_lmms_eval_shows_them(tmp_path):
     Image.new("RGBA", (2, 1), (9, 8, 7, 0)).save(path)
     (shown,) = files.read_pictures(path)
     assert shown[0, 0].tolist() == [9, 8, 7]
-    assert pictures.read(path)[0, 0].tolist() == [255, 255, 255]
+    assert image_files.read(path)[0, 0].tolist() == [255, 255, 255]
 
 
 # ---------------------------------------------------------------------------------------------

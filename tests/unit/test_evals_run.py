@@ -12,9 +12,10 @@ import time
 
 import pytest
 
-from sparse_lavida_jax import config, pipeline, runs
+from sparse_lavida_jax import config, pipeline
 from sparse_lavida_jax.evals import run
 from sparse_lavida_jax.evals.files import EvaluationError
+from sparse_lavida_jax.training import runs
 
 SAMPLE = pathlib.Path(__file__).parents[1] / "data" / "evals" / "chartqa"
 ITEMS = 30

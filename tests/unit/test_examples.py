@@ -6,7 +6,7 @@ import pytest
 import stand_ins
 
 from sparse_lavida_jax import layout
-from sparse_lavida_jax.data import digits, scenes, tasks
+from sparse_lavida_jax.scenes import digits, tasks, world
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_an_image_example_holds_picture_source_prompt_plan_and_response_in_order
     np.testing.assert_array_equal(example.response[:, 0], sample.target.cells)
     np.testing.assert_array_equal(example.parts[2].codes[:, 0], sample.picture.cells)
     side = encoder.model.vision.image_size
-    np.testing.assert_array_equal(example.pixels, scenes.render(sample.picture, side))
+    np.testing.assert_array_equal(example.pixels, world.render(sample.picture, side))
     without = encoder.scene_example(sample, with_plan=False)
     assert [type(part).__name__ for part in without.parts] == [*kinds[:5], "Response", "Text"]
 

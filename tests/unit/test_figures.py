@@ -5,8 +5,10 @@ import numpy as np
 import pytest
 import tiny
 
-from sparse_lavida_jax import config, figures, presets
+from sparse_lavida_jax import config
+from sparse_lavida_jax.apps import figures
 from sparse_lavida_jax.layout import make_layout
+from sparse_lavida_jax.sampling import presets
 
 
 def colour_at(image, x, y):

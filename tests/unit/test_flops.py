@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import tiny
 
-from sparse_lavida_jax import flops, parameters
+from sparse_lavida_jax.models import parameters
+from sparse_lavida_jax.training import flops
 from sparse_lavida_jax.visibility import PAD_BLOCK, visible
 
 

@@ -5,9 +5,9 @@ import itertools
 
 import pytest
 
-from sparse_lavida_jax.data import grammar
-from sparse_lavida_jax.data.grammar import Edit, GrammarError, Phrase, Plan, Request
-from sparse_lavida_jax.data.scenes import COLOURS, OBJECTS, SHAPES, SIZES
+from sparse_lavida_jax.scenes import grammar
+from sparse_lavida_jax.scenes.grammar import Edit, GrammarError, Phrase, Plan, Request
+from sparse_lavida_jax.scenes.world import COLOURS, OBJECTS, SHAPES, SIZES
 
 PHRASES = [
     Phrase(*words) for words in itertools.product((None, *SHAPES), (None, *COLOURS), (None, *SIZES))

@@ -12,8 +12,9 @@ import stand_ins
 import tiny
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from sparse_lavida_jax import config, config_files, parameters, sharding, train
+from sparse_lavida_jax import config, config_files, train
 from sparse_lavida_jax.bench import described, hlo, plan
+from sparse_lavida_jax.models import parameters, sharding
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 PROGRAM = """\

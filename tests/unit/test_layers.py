@@ -10,8 +10,7 @@ import pytest
 import tiny
 from flax import nnx
 
-from sparse_lavida_jax import quantize
-from sparse_lavida_jax.models import layers
+from sparse_lavida_jax.models import layers, quantize
 from sparse_lavida_jax.models.denoiser import Denoiser
 
 TOLERANCE = 2e-6

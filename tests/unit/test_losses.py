@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import tiny
 
-from sparse_lavida_jax import losses, train
+from sparse_lavida_jax import train
+from sparse_lavida_jax.training import loss
 
 B, S, E, V = 2, 11, 8, 301
 
@@ -24,12 +25,12 @@ def test_cross_entropy_is_minus_log_softmax_in_loops():
         nll = np.log(np.exp(logits[b, s]).sum()) - logits[b, s, target[b, s]]
         weighted += weight[b, s] * nll
         plain += nll * (weight[b, s] > 0)
-    ours = losses.weighted_cross_entropy(
+    ours = loss.weighted_cross_entropy(
         jnp.asarray(logits, jnp.bfloat16), jnp.asarray(target), jnp.asarray(weight, jnp.float32)
     )
     assert ours[0].dtype == jnp.float32
     np.testing.assert_allclose(ours, [weighted, plain], rtol=1e-2)
-    exact = losses.weighted_cross_entropy(
+    exact = loss.weighted_cross_entropy(
         jnp.asarray(logits, jnp.float32), jnp.asarray(target), jnp.asarray(weight, jnp.float32)
     )
     np.testing.assert_allclose(exact, [weighted, plain], rtol=1e-5)
@@ -48,7 +49,7 @@ def given(dtype=jnp.float32, seed=0, share=0.5):
 
 
 def whole(hidden, kernel, target, weight):
-    return losses.weighted_cross_entropy(hidden @ kernel.astype(hidden.dtype), target, weight)
+    return loss.weighted_cross_entropy(hidden @ kernel.astype(hidden.dtype), target, weight)
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 11, 64])
@@ -64,14 +65,14 @@ def test_chunks_give_the_value_and_the_gradient_of_the_whole(chunk, share):
         return jax.value_and_grad(weighted, argnums=(0, 1), has_aux=True)(hidden, kernel)
 
     (ours, plain), gradients = value(
-        lambda h, k: losses.linear_cross_entropy(h, k, target, weight, chunk)
+        lambda h, k: loss.linear_cross_entropy(h, k, target, weight, chunk)
     )
     (expected, expected_plain), wanted = value(lambda h, k: whole(h, k, target, weight))
     np.testing.assert_allclose(ours, expected, rtol=1e-6)
     np.testing.assert_allclose(plain, expected_plain, rtol=1e-6)
     for mine, theirs in zip(gradients, wanted, strict=True):
         np.testing.assert_allclose(mine, theirs, atol=2e-6 * max(1, np.abs(theirs).max()))
-    alone = losses.linear_cross_entropy(hidden, kernel, target, weight, chunk)
+    alone = loss.linear_cross_entropy(hidden, kernel, target, weight, chunk)
     np.testing.assert_allclose(alone, (expected / 3, expected_plain), rtol=1e-6)
 
 
@@ -79,7 +80,7 @@ def test_bfloat16_gradients_are_summed_in_float32():
     hidden, kernel, target, weight = given(jnp.bfloat16)
 
     def ours(kernel, chunk):
-        return losses.linear_cross_entropy(hidden, kernel, target, weight, chunk)[0]
+        return loss.linear_cross_entropy(hidden, kernel, target, weight, chunk)[0]
 
     fine, coarse = (jax.grad(ours)(kernel, chunk) for chunk in (1, 11))
     assert fine.dtype == jnp.float32
@@ -98,7 +99,7 @@ def test_the_logits_never_exist_as_a_whole():
     hidden, kernel, target, weight = given()
 
     def step(hidden, kernel):
-        return losses.linear_cross_entropy(hidden, kernel, target, weight, 2)[0]
+        return loss.linear_cross_entropy(hidden, kernel, target, weight, 2)[0]
 
     program = jax.make_jaxpr(jax.grad(step, argnums=(0, 1)))(hidden, kernel)
     assert max(map(math.prod, shapes(program.jaxpr))) <= E * V  # the gradient of the kernel
@@ -109,7 +110,7 @@ def test_a_frozen_kernel_has_no_gradient():
     hidden, kernel, target, weight = given()
 
     def of(hidden, kernel):
-        return losses.linear_cross_entropy(hidden, kernel, target, weight, 2)[0]
+        return loss.linear_cross_entropy(hidden, kernel, target, weight, 2)[0]
 
     alone, both = (jax.make_jaxpr(jax.grad(of, n))(hidden, kernel) for n in (0, (0, 1)))
     assert (E, V) in shapes(both.jaxpr)
@@ -123,14 +124,14 @@ def test_the_sum_that_is_read_has_no_gradient():
     hidden, kernel, target, weight = given()
 
     def read(hidden):
-        return losses.linear_cross_entropy(hidden, kernel, target, weight, 2)[1]
+        return loss.linear_cross_entropy(hidden, kernel, target, weight, 2)[1]
 
     np.testing.assert_array_equal(jax.grad(read)(hidden), jnp.zeros_like(hidden))
 
 
 def test_a_chunk_of_nothing_is_refused():
     with pytest.raises(ValueError, match="chunk=0 is out of range"):
-        losses.linear_cross_entropy(*given(), 0)
+        loss.linear_cross_entropy(*given(), 0)
 
 
 def test_the_training_loss_is_the_same_in_chunks():

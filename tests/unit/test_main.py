@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import sparse_lavida_jax
-from sparse_lavida_jax import checkpoint, config, main, processes, programs
+from sparse_lavida_jax import config, main, processes, programs
+from sparse_lavida_jax.checkpoints import model_folder
 
 CONFIG = """
 import ml_collections
@@ -140,7 +141,7 @@ def test_training_gets_the_settings_and_the_run_directory(folder, monkeypatch):
     assert seen["settings"].train.train_steps == 9
     assert seen["settings"].vq.channels == (16, 8, 8)
     assert str(seen["folder"]) == "runs/toy"
-    assert checkpoint.read_config(folder / "runs" / "toy") == seen["settings"]
+    assert model_folder.read_config(folder / "runs" / "toy") == seen["settings"]
 
 
 @pytest.mark.parametrize(
@@ -220,7 +221,7 @@ def test_sampling_writes_a_picture_with_the_settings_of_the_checkpoint(folder, m
 
     model = folder / "trained"
     (model / "params").mkdir(parents=True)
-    checkpoint.write_config(model, config.Config(sampling=config.Sampling(num_steps=5)))
+    model_folder.write_config(model, config.Config(sampling=config.Sampling(num_steps=5)))
     fake = types.SimpleNamespace(SparseLaViDa=Pipeline)
     monkeypatch.setitem(main.sys.modules, "sparse_lavida_jax.pipeline", fake)
     words = ["--mode=sample", "--checkpoint=trained", "--prompt=a red circle", "--seed=3"]

@@ -7,7 +7,7 @@ import re
 import pytest
 
 import sparse_lavida_jax
-from sparse_lavida_jax import markdown
+from sparse_lavida_jax.data import markdown
 
 
 def test_a_table_has_its_columns_a_rule_and_its_rows():

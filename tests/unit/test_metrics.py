@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import rich.console
 
-from sparse_lavida_jax import metrics
+from sparse_lavida_jax.training import metrics
 
 
 def test_numbers_of_any_kind_become_lines(tmp_path):

@@ -15,9 +15,9 @@ import stand_ins
 import tiny
 
 from sparse_lavida_jax import config, train
-from sparse_lavida_jax.data import mixture
-from sparse_lavida_jax.data.mixture import MixtureBatches
-from sparse_lavida_jax.data.records import RecordError
+from sparse_lavida_jax.mixture import batches as mixture_batches
+from sparse_lavida_jax.mixture.batches import MixtureBatches
+from sparse_lavida_jax.mixture.records import RecordError
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 RELEASED = {"corruption": "released", "attention": "full", "weighting": "mean"}
@@ -201,14 +201,16 @@ def test_what_is_too_long_gives_way_to_another_record(folder, tokenizer):
     lengths = [mixed._made(found[i], np.random.default_rng(0)).tokens for i in range(12)]
     limit = sorted(n.understanding for n in lengths)[6]
     mixed.shapes = mixed.shapes | {
-        "understand": mixture.Shape(
-            mixture.RowShape(limit, 0), mixed.shapes["understand"].views, "understanding"
+        "understand": mixture_batches.Shape(
+            mixture_batches.RowShape(limit, 0), mixed.shapes["understand"].views, "understanding"
         )
     }
     rows = [mixed.row("understand", i) for i in range(12)]
     assert all(row.tokens.understanding <= limit for row in rows)
     assert any(n.understanding > limit for n in lengths)
-    mixed.shapes["understand"] = mixture.Shape(mixture.RowShape(8, 0), 3, "understanding")
+    mixed.shapes["understand"] = mixture_batches.Shape(
+        mixture_batches.RowShape(8, 0), 3, "understanding"
+    )
     with pytest.raises(RecordError, match="64 records of group understand are too long"):
         mixed.row("understand", 0)
 

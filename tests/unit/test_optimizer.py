@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import tiny
 
-from sparse_lavida_jax import config, lora, optimizer
+from sparse_lavida_jax import config
+from sparse_lavida_jax.models import lora
+from sparse_lavida_jax.training import optimizer
 
 
 def named(tree):

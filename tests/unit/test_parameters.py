@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tiny
 
-from sparse_lavida_jax import parameters
+from sparse_lavida_jax.models import parameters
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sparse_lavida_jax import pictures
-from sparse_lavida_jax.pictures import PictureError
+from sparse_lavida_jax.data import image_files
+from sparse_lavida_jax.data.image_files import PictureError
 
 NOISE = np.random.default_rng(0).integers(0, 256, (6, 5, 3), dtype=np.uint8)
 
@@ -29,34 +29,34 @@ def png_header(width, height):
 def test_a_picture_comes_back(tmp_path, suffix):
     path = tmp_path / f"picture{suffix}"
     flat = np.full((8, 9, 3), 90, np.uint8)
-    pictures.write(path, flat)
-    np.testing.assert_allclose(pictures.read(path).astype(int), flat, atol=2)
+    image_files.write(path, flat)
+    np.testing.assert_allclose(image_files.read(path).astype(int), flat, atol=2)
 
 
 def test_a_palette_is_looked_up(tmp_path):
     path = tmp_path / "palette.png"
     colours = np.array([[255, 0, 0], [0, 0, 255]], np.uint8)[[[0, 1], [1, 0]]]
     Image.fromarray(colours).convert("P", palette=Image.Palette.ADAPTIVE).save(path)
-    np.testing.assert_array_equal(pictures.read(path), colours)
+    np.testing.assert_array_equal(image_files.read(path), colours)
 
 
 def test_16_bits_of_grey_become_8(tmp_path):
     path = tmp_path / "deep.png"
     Image.fromarray(np.array([[0, 257, 32896, 65535]], np.uint16)).save(path)
-    np.testing.assert_array_equal(pictures.read(path)[0, :, 1], [0, 1, 128, 255])
+    np.testing.assert_array_equal(image_files.read(path)[0, :, 1], [0, 1, 128, 255])
 
 
 def test_what_is_transparent_shows_white(tmp_path):
     path = tmp_path / "transparent.png"
     Image.fromarray(np.array([[[9, 9, 9, 0], [9, 9, 9, 255]]], np.uint8)).save(path)
-    np.testing.assert_array_equal(pictures.read(path), [[[255] * 3, [9] * 3]])
+    np.testing.assert_array_equal(image_files.read(path), [[[255] * 3, [9] * 3]])
 
 
 def test_grey_and_cmyk_become_rgb(tmp_path):
     Image.fromarray(np.full((4, 4), 77, np.uint8)).save(tmp_path / "grey.png")
-    assert (pictures.read(tmp_path / "grey.png") == 77).all()
+    assert (image_files.read(tmp_path / "grey.png") == 77).all()
     Image.new("CMYK", (4, 4), (0, 255, 255, 0)).save(tmp_path / "print.jpg")
-    assert (pictures.read(tmp_path / "print.jpg")[..., 0] > 200).all()
+    assert (image_files.read(tmp_path / "print.jpg")[..., 0] > 200).all()
 
 
 def test_a_photograph_on_its_side_is_put_upright(tmp_path):
@@ -65,7 +65,7 @@ def test_a_photograph_on_its_side_is_put_upright(tmp_path):
     exif = image.getexif()
     exif[0x0112] = 6  # turn by 90 degrees
     image.save(path, exif=exif)
-    np.testing.assert_array_equal(pictures.read(path), np.rot90(NOISE, -1))
+    np.testing.assert_array_equal(image_files.read(path), np.rot90(NOISE, -1))
 
 
 @pytest.mark.parametrize(
@@ -80,20 +80,22 @@ def test_a_size_is_refused_before_anything_is_decoded(tmp_path, size, told):
     path = tmp_path / "bomb.png"
     path.write_bytes(png_header(*size))
     with pytest.raises(PictureError, match=told):
-        pictures.read(path)
+        image_files.read(path)
 
 
 def test_what_is_no_picture_is_named(tmp_path):
     broken = tmp_path / "broken.png"
-    pictures.write(broken, np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
+    image_files.write(
+        broken, np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    )
     broken.write_bytes(broken.read_bytes()[:2000])
     text = tmp_path / "text.png"
     text.write_text("a red circle")
     with pytest.raises(PictureError, match=r"^there is no picture .*missing.png\.$"):
-        pictures.read(tmp_path / "missing.png")
+        image_files.read(tmp_path / "missing.png")
     for path in (broken, text, tmp_path):
         with pytest.raises(PictureError, match=f"{path} is no picture that can be read: "):
-            pictures.read(path)
+            image_files.read(path)
 
 
 def test_an_animation_is_refused(tmp_path):
@@ -101,7 +103,7 @@ def test_an_animation_is_refused(tmp_path):
     frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
     frames[0].save(path, save_all=True, append_images=frames[1:], lossless=True)
     with pytest.raises(PictureError, match="is animated, 2 frames"):
-        pictures.read(path)
+        image_files.read(path)
 
 
 def test_of_a_jpeg_that_holds_several_pictures_the_first_is_read(tmp_path):
@@ -110,7 +112,7 @@ def test_of_a_jpeg_that_holds_several_pictures_the_first_is_read(tmp_path):
     first.save(path, "MPO", save_all=True, append_images=[second])
     with Image.open(path) as image:
         assert image.n_frames == 2
-    red, _, blue = pictures.read(path).mean(axis=(0, 1))
+    red, _, blue = image_files.read(path).mean(axis=(0, 1))
     assert red > 200 > 50 > blue
 
 
@@ -125,11 +127,11 @@ def test_of_a_jpeg_that_holds_several_pictures_the_first_is_read(tmp_path):
 )
 def test_an_array_that_is_no_picture_is_told(given, told):
     with pytest.raises(PictureError, match=told):
-        pictures.check(given)
+        image_files.check(given)
 
 
 def test_a_pillow_image_is_a_picture():
-    np.testing.assert_array_equal(pictures.check(Image.fromarray(NOISE)), NOISE)
+    np.testing.assert_array_equal(image_files.check(Image.fromarray(NOISE)), NOISE)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -139,30 +141,30 @@ def test_a_pillow_image_is_a_picture():
 def test_a_mask_is_where_it_is_white(tmp_path):
     white = np.zeros((6, 5, 3), np.uint8)
     white[1, 2] = 255
-    pictures.write(tmp_path / "mask.png", white)
-    mask = pictures.read_mask(tmp_path / "mask.png", NOISE)
+    image_files.write(tmp_path / "mask.png", white)
+    mask = image_files.read_mask(tmp_path / "mask.png", NOISE)
     assert np.argwhere(mask).tolist() == [[1, 2]]
-    assert pictures.check_mask(Image.fromarray(white), NOISE).sum() == 1
+    assert image_files.check_mask(Image.fromarray(white), NOISE).sum() == 1
 
 
 def test_a_mask_that_does_not_fit_is_told(tmp_path):
     with pytest.raises(PictureError, match="the mask is 6x5 and the picture 5x6: make them one"):
-        pictures.check_mask(np.ones((5, 6), bool), NOISE)
+        image_files.check_mask(np.ones((5, 6), bool), NOISE)
     with pytest.raises(PictureError, match="black everywhere"):
-        pictures.check_mask(np.zeros((6, 5), bool), NOISE)
+        image_files.check_mask(np.zeros((6, 5), bool), NOISE)
 
 
 @pytest.mark.parametrize("box", [(0, 0, 6, 1), (-1, 0, 2, 2), (3, 0, 3, 2), (0, 4, 2, 3)])
 def test_a_box_outside_is_told(box):
     with pytest.raises(PictureError, match=r"x1 < x2 lie in 0..5, y1 < y2 in 0..6"):
-        pictures.check_box(box, (5, 6))
+        image_files.check_box(box, (5, 6))
 
 
 def test_a_box_is_four_numbers():
-    assert pictures.check_box((0, 0.5, 5, 6), (5, 6)) == (0, 0.5, 5, 6)
+    assert image_files.check_box((0, 0.5, 5, 6), (5, 6)) == (0, 0.5, 5, 6)
     for box in ((0, 1, 2), (0, 0, float("nan"), 1)):
         with pytest.raises(PictureError, match="not four numbers"):
-            pictures.check_box(box, (5, 6))
+            image_files.check_box(box, (5, 6))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -171,67 +173,67 @@ def test_a_box_is_four_numbers():
 
 def test_a_png_says_how_it_was_drawn(tmp_path):
     record = {"prompt": "ein grüner Kreis 🟢", "seed": 3}
-    pictures.write(tmp_path / "new" / "picture.png", NOISE, record)
-    assert pictures.read_record(tmp_path / "new" / "picture.png") == record
-    np.testing.assert_array_equal(pictures.read(tmp_path / "new" / "picture.png"), NOISE)
+    image_files.write(tmp_path / "new" / "picture.png", NOISE, record)
+    assert image_files.read_record(tmp_path / "new" / "picture.png") == record
+    np.testing.assert_array_equal(image_files.read(tmp_path / "new" / "picture.png"), NOISE)
 
 
 def test_a_png_that_does_not_say_is_told(tmp_path):
     path = tmp_path / "picture.png"
-    pictures.write(path, NOISE)
+    image_files.write(path, NOISE)
     with pytest.raises(PictureError, match="does not say how it was drawn"):
-        pictures.read_record(path)
+        image_files.read_record(path)
 
 
 @pytest.mark.parametrize("name", ["picture.unknown", "picture", "picture.gif"])
 def test_a_name_says_the_format(tmp_path, name):
     with pytest.raises(PictureError, match=r"its name must end in \.png, \.jpg"):
-        pictures.write(tmp_path / name, NOISE)
+        image_files.write(tmp_path / name, NOISE)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_picture_is_not_written_over_a_folder(tmp_path):
     (tmp_path / "picture.png").mkdir()
     with pytest.raises(PictureError, match="that is a folder"):
-        pictures.write(tmp_path / "picture.png", NOISE)
+        image_files.write(tmp_path / "picture.png", NOISE)
 
 
 def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
     path = tmp_path / "picture.png"
-    pictures.write(path, NOISE)
+    image_files.write(path, NOISE)
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Image.Image, "save", full)
-    with pytest.raises(pictures.WriteError, match=f"written to {path}: No space left on device"):
-        pictures.write(path, NOISE + 1)
+    with pytest.raises(image_files.WriteError, match=f"written to {path}: No space left on device"):
+        image_files.write(path, NOISE + 1)
     monkeypatch.undo()
     assert [one.name for one in tmp_path.iterdir()] == ["picture.png"]
-    np.testing.assert_array_equal(pictures.read(path), NOISE)
+    np.testing.assert_array_equal(image_files.read(path), NOISE)
 
 
 def test_frames_become_an_animation(tmp_path):
     path = tmp_path / "steps.gif"
     frames = [np.full((8, 8, 3), level, np.uint8) for level in (0, 120, 255)]
-    pictures.write_animation(path, frames)
+    image_files.write_animation(path, frames)
     with Image.open(path) as animation:
         assert animation.n_frames == 3
     with pytest.raises(PictureError, match="no step to show"):
-        pictures.write_animation(path, [])
+        image_files.write_animation(path, [])
     with pytest.raises(PictureError, match=r"must end in \.gif"):
-        pictures.write_animation(tmp_path / "steps.png", frames)
+        image_files.write_animation(tmp_path / "steps.png", frames)
 
 
 def test_a_sheet_shows_all_in_order():
-    shown = pictures.sheet([np.full((4, 4, 3), level, np.uint8) for level in (10, 20, 30)])
+    shown = image_files.sheet([np.full((4, 4, 3), level, np.uint8) for level in (10, 20, 30)])
     assert shown.shape == (12, 12, 3)
     assert [shown[0, 0, 0], shown[0, 8, 0], shown[8, 0, 0], shown[8, 8, 0]] == [10, 20, 30, 255]
 
 
 def test_boxes_are_drawn():
     plain = np.full((96, 96, 3), 200, np.uint8)
-    drawn = pictures.with_boxes(plain, [(10, 10, 40, 40), None])
+    drawn = image_files.with_boxes(plain, [(10, 10, 40, 40), None])
     assert (drawn[10, 10:41] == 0).all()
     assert (drawn[20, 20] == 200).all()
     assert (plain == 200).all()

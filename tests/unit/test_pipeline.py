@@ -9,10 +9,11 @@ import pytest
 import stand_ins
 import tiny
 
-from sparse_lavida_jax import config, decoding, layout, pipeline
-from sparse_lavida_jax.data import digits, scenes, tasks
-from sparse_lavida_jax.data.text import Tokenizer
+from sparse_lavida_jax import config, layout, pipeline
+from sparse_lavida_jax.inference import batching
 from sparse_lavida_jax.models import fuse
+from sparse_lavida_jax.scenes import digits, tasks, world
+from sparse_lavida_jax.scenes.tokenizer import Tokenizer
 
 PLANS = {"draw": 1.0, "plan": 1.0, "edit": 1.0, "edit_plan": 1.0, "fill_plan": 1.0}
 
@@ -41,10 +42,10 @@ def test_the_cells_of_a_scene_are_in_the_table_of_appearances():
     model = config.Model(codes_per_token=4, codebook_size=256)
     codec = pipeline.PictureCodec("scenes_g4", model)
     scene = next(s for i in range(99) if len(s := tasks.sample("edit", 0, i).picture) == 6)
-    (cells,) = codec.encode(scenes.render(scene)[None])
+    (cells,) = codec.encode(world.render(scene)[None])
     np.testing.assert_array_equal(cells, codec.appearance_codes()[np.array(scene.cells)])
     (decoded,) = codec.decode(cells[None])
-    assert scenes.read(decoded) == scene
+    assert world.read(decoded) == scene
     assert codec.picture_size == decoded.shape[0] == 96
 
 
@@ -140,7 +141,7 @@ def test_an_edit_shows_picture_and_source_and_keeps_what_is_known(pipe, known):
     made = pipe(PLANS)
     made.texts_told = [" a plan"]
     sample = tasks.sample("inpaint" if known else "edit", 0, 0)
-    shown = scenes.render(sample.picture)
+    shown = world.render(sample.picture)
     (edited,) = made.redraw([shown], [sample.prompt], known=[sample.known_grid] if known else None)
     (planned,), (changed,) = made.asked
     for example in (planned, changed):
@@ -165,9 +166,9 @@ def test_which_plan_an_edit_needs_depends_on_what_is_known(pipe):
 def test_a_picture_of_another_size_is_brought_to_ours(pipe):
     made = pipe({"edit": 1.0, "answer": 1.0})
     scene = tasks.sample("edit", 0, 3).picture
-    large = scenes.render(scene, 240)
+    large = world.render(scene, 240)
     (edited,) = made.redraw([large], ["x"])
-    assert scenes.read(edited) == scene
+    assert world.read(edited) == scene
     made.write(["what?"], [np.zeros((31, 77, 3), np.uint8)])
     assert made.asked[-1][0].pixels.shape == (48, 48, 3)
 
@@ -202,7 +203,7 @@ def batches(monkeypatch):
         return np.stack([np.full_like(r.tokens, r.seed) for r in requests])
 
     sample.prompt_lens = set()
-    monkeypatch.setattr(decoding.sample, "sample", sample)
+    monkeypatch.setattr(batching.sample, "sample", sample)
     return seen, sample.prompt_lens
 
 

@@ -12,8 +12,9 @@ import pytest
 import tiny
 import traces
 
-from sparse_lavida_jax import layout, prompts, sample
-from sparse_lavida_jax.prefixes import Prefixes
+from sparse_lavida_jax import layout, sample
+from sparse_lavida_jax.sampling import prompts
+from sparse_lavida_jax.sampling.prefixes import Prefixes
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 TOLERANCE = 2e-5

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import raw_data
 
-from sparse_lavida_jax import pictures
-from sparse_lavida_jax.data import images, prepare, records
-from sparse_lavida_jax.data.prepare import PrepareError
-from sparse_lavida_jax.data.records import ShardedRecords
+from sparse_lavida_jax.data import image_files, images
+from sparse_lavida_jax.mixture import prepare, records
+from sparse_lavida_jax.mixture.prepare import PrepareError
+from sparse_lavida_jax.mixture.records import ShardedRecords
 
 
 def read(folder: pathlib.Path, dataset: int = 0) -> list[records.Record]:
@@ -37,7 +37,7 @@ def test_a_captioned_picture_is_cropped_where_the_record_says(tmp_path):
     assert raw_data.prepared(source, tmp_path / "out", crops=3).records == raw_data.ROWS
     places = set()
     for i, record in enumerate(read(tmp_path / "out")):
-        picture = pictures.read(tmp_path / f"pictures/{i}.png")
+        picture = image_files.read(tmp_path / f"pictures/{i}.png")
         assert record.asked == (f"picture {i}.png",) and record.size == (48, 40)
         assert record.target.dtype == np.int32 and record.crops.shape == (3, 2)
         squares = [images.training_crop(picture, 32, *at, 8) for at in record.crops.tolist()]
@@ -71,7 +71,7 @@ def one_row(tmp_path):
 
 
 def padded(tmp_path, number):
-    picture = pictures.read(tmp_path / f"pictures/{number}.png")
+    picture = image_files.read(tmp_path / f"pictures/{number}.png")
     return codes_of([images.source_view(picture, 32, 8)])[0]
 
 

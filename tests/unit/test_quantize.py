@@ -10,8 +10,8 @@ import pytest
 import tiny
 import traces
 
-from sparse_lavida_jax import config, quantize
-from sparse_lavida_jax.models import fuse
+from sparse_lavida_jax import config
+from sparse_lavida_jax.models import fuse, quantize
 
 SETTINGS = tiny.model_settings()
 # Largest difference over the largest value: of a column of a product (measured 0.018, 0.028 and

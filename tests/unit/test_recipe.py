@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from sparse_lavida_jax.data import recipe
-from sparse_lavida_jax.data.recipe import RecipeError
+from sparse_lavida_jax.mixture import recipe
+from sparse_lavida_jax.mixture.recipe import RecipeError
 
 DATASET = {"name": "a", "json_path": "a.parquet", "preprocess_fn": "piat_hash"}
 YAML = """

@@ -10,8 +10,8 @@ import flax.serialization
 import numpy as np
 import pytest
 
-from sparse_lavida_jax.data import records
-from sparse_lavida_jax.data.records import Record, RecordError, ShardedRecords
+from sparse_lavida_jax.mixture import records
+from sparse_lavida_jax.mixture.records import Record, RecordError, ShardedRecords
 
 
 def record(number=0, **changes):

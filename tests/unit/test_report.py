@@ -8,9 +8,12 @@ import pytest
 import stand_ins
 from PIL import Image
 
-from sparse_lavida_jax import config, decoding, metrics, report
-from sparse_lavida_jax.data import digits, scenes, tasks
+from sparse_lavida_jax import config
+from sparse_lavida_jax.evals import report
 from sparse_lavida_jax.evals import scenes as exact
+from sparse_lavida_jax.inference import batching
+from sparse_lavida_jax.scenes import digits, tasks, world
+from sparse_lavida_jax.training import metrics
 
 TRAINED = {"draw": 1.0, "edit": 1.0, "answer": 1.0, "point": 1.0, "infill": 1.0, "fill_plan": 1.0}
 
@@ -25,13 +28,13 @@ def pixels_of(path):
 
 
 def test_a_sheet_shows_every_picture_and_writes_in_the_colour_of_the_judgement():
-    pictures = [scenes.render(sample.target) for sample in asked(4, "draw")]
+    pictures = [world.render(sample.target) for sample in asked(4, "draw")]
     tiles = [
         report.Tile(pixels, "a very long caption that needs more than one line", ok)
         for pixels, ok in zip(pictures, (None, True, False, None), strict=True)
     ]
     page = np.asarray(report.sheet(tiles, columns=3))
-    side = scenes.PICTURE_SIZE
+    side = world.PICTURE_SIZE
     height = side + report.CAPTION_HEIGHT + 8
     assert page.shape == (2 * height, 3 * (side + 8), 3)
     for i, pixels in enumerate(pictures):
@@ -50,7 +53,7 @@ def test_a_check_scores_prompts_and_saves_a_sheet(tmp_path):
     pipe = stand_ins.Knowing(stand_ins.settings(), asked(report.CHECK_PROMPTS, "draw"))
     scores = report.check(pipe, tmp_path / "pictures" / "000007.png")
     assert scores == {"draw": 1.0, "single": 1.0, "attribute_precision": 1.0}
-    rows = 4 * (scenes.PICTURE_SIZE + report.CAPTION_HEIGHT + 8)
+    rows = 4 * (world.PICTURE_SIZE + report.CAPTION_HEIGHT + 8)
     assert pixels_of(tmp_path / "pictures" / "000007.png").shape[0] == rows
     ignorant = stand_ins.Knowing(stand_ins.settings(), [], ignorant=True)
     assert report.check(ignorant, tmp_path / "empty.png") == {
@@ -148,7 +151,7 @@ def counted():
 
 def passed_by(pipe, sampling, example):
     block = pipe.settings.data.text_block_len
-    return decoding.tokens_passed(pipe.settings.model, sampling, example, block)
+    return batching.tokens_passed(pipe.settings.model, sampling, example, block)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparse_lavida_jax import checkpoint, config, runs
+from sparse_lavida_jax import config
+from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.training import runs
 
 
 def with_train(**settings):
@@ -51,7 +53,7 @@ def test_another_config_is_refused_with_what_differs(tmp_path):
     other = config.Config(seed=7, model=config.Model(width=160))
     with pytest.raises(runs.RunError, match=r"model\.width was 128 and is 160; seed was 0 and is"):
         runs.Run(tmp_path, other).__enter__()
-    assert checkpoint.read_config(tmp_path) == config.Config()
+    assert model_folder.read_config(tmp_path) == config.Config()
 
 
 def test_a_run_that_never_saved_anything_may_change_its_config(tmp_path):
@@ -59,7 +61,7 @@ def test_a_run_that_never_saved_anything_may_change_its_config(tmp_path):
         pass
     with runs.Run(tmp_path, config.Config(seed=7)):
         pass
-    assert checkpoint.read_config(tmp_path).seed == 7
+    assert model_folder.read_config(tmp_path).seed == 7
 
 
 def test_a_run_may_be_made_longer(tmp_path):
@@ -67,7 +69,7 @@ def test_a_run_may_be_made_longer(tmp_path):
         pass
     with runs.Run(tmp_path, with_train(train_steps=20, seconds=5.0)):
         pass
-    assert checkpoint.read_config(tmp_path).train.train_steps == 20
+    assert model_folder.read_config(tmp_path).train.train_steps == 20
 
 
 def test_everything_that_may_change_is_a_setting():

@@ -14,19 +14,10 @@ import tiny
 import traces
 from flax import nnx
 
-from sparse_lavida_jax import (
-    choose,
-    config,
-    layout,
-    orders,
-    pipeline,
-    presets,
-    prompts,
-    sample,
-    sampling_options,
-)
+from sparse_lavida_jax import config, layout, orders, pipeline, sample
 from sparse_lavida_jax.layout import GIVEN_BLOCK, NO_FEATURE, PROMPT_BLOCK
 from sparse_lavida_jax.models import vq
+from sparse_lavida_jax.sampling import choose, options, presets, prompts
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 SETTINGS = tiny.model_settings(num_registers=2)
@@ -113,7 +104,7 @@ def test_edits_may_have_a_guidance_of_their_own():
     )
     assert (none.guidance, none.guidance_rows) == (0.0, 1)
     # What is asked for by name holds for whatever is drawn.
-    named = sampling_options.changed(asked, draws=True, guidance=2.0)
+    named = options.changed(asked, draws=True, guidance=2.0)
     assert presets.guidance_of(named, has_source=True) == 2.0
     with pytest.raises(config.ConfigError, match=r"guidance_edit=-0\.5 .* or -1"):
         config.Sampling(guidance_edit=-0.5)

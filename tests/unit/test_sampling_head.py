@@ -11,9 +11,9 @@ import pytest
 import tiny
 import traces
 
-from sparse_lavida_jax import choose, sample
-from sparse_lavida_jax.kernels import sampling_head
-from sparse_lavida_jax.models import fuse
+from sparse_lavida_jax import sample
+from sparse_lavida_jax.models import fuse, text_head
+from sparse_lavida_jax.sampling import choose
 
 VOCABULARY, TILE, WIDTH = 53, 16, 8
 SETTINGS = tiny.model_settings(vocab_size=VOCABULARY)
@@ -40,7 +40,7 @@ def test_draw_and_confidences_are_those_of_all_logits(cut):
         return logits / 0.7 + own
 
     given = [kernel[:, i : i + TILE] for i in range(0, VOCABULARY, TILE)] if cut else kernel
-    drawn = sampling_head.draw(hidden, given, logits_of=logits_of, score_of=score_of, tile=TILE)
+    drawn = text_head.draw(hidden, given, logits_of=logits_of, score_of=score_of, tile=TILE)
     logits = jnp.where(banned[None, None], -jnp.inf, combined(hidden @ kernel))
     expected = jnp.argmax(logits / 0.7 + noise, axis=-1)
     np.testing.assert_array_equal(drawn.token, expected)
@@ -51,7 +51,7 @@ def test_draw_and_confidences_are_those_of_all_logits(cut):
 
 
 def test_of_equal_scores_the_first_is_drawn():
-    same = sampling_head.draw(
+    same = text_head.draw(
         jnp.ones((1, 1, 1, 2)),
         jnp.ones((2, 40)),
         logits_of=lambda hidden, columns, start: (hidden @ columns)[0],
@@ -118,9 +118,9 @@ def made_over_the_vocabulary(asked, plan, settings):
 
 
 def test_only_a_large_vocabulary_is_cut():
-    assert sampling_head.tile_of(SETTINGS.vocab_size) == 0
+    assert text_head.tile_of(SETTINGS.vocab_size) == 0
     large = dataclasses.replace(SETTINGS, vocab_size=127_378)
-    assert traces.settings_of("sparse", "text", large).head_tile == sampling_head.TILE
+    assert traces.settings_of("sparse", "text", large).head_tile == text_head.TILE
     assert traces.settings_of("sparse", "image", large).head_tile == 0
 
 

@@ -7,9 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
-from sparse_lavida_jax.data import scenes, scoring, tasks
-from sparse_lavida_jax.data.scenes import Object, Scene
-from sparse_lavida_jax.data.tasks import Sample
+from sparse_lavida_jax.scenes import scoring, tasks, world
+from sparse_lavida_jax.scenes.tasks import Sample
+from sparse_lavida_jax.scenes.world import Object, Scene
 
 RED, BLUE = Object("circle", "red", "small"), Object("square", "blue", "large")
 
@@ -20,7 +20,7 @@ def examples(task, count=60, split="train"):
 
 
 def judge(sample, result):
-    return scoring.score(sample, scenes.render(result) if isinstance(result, Scene) else result)
+    return scoring.score(sample, world.render(result) if isinstance(result, Scene) else result)
 
 
 def of_prompt(task, prompt, picture=None, **fields):
@@ -44,7 +44,7 @@ def test_noise_and_emptiness_are_wrong(task):
         noise = rng.integers(0, 256, (96, 96, 3), dtype=np.uint8)
         assert judge(sample, noise).reason.startswith("unreadable: the cell in row")
         if len(sample.target):
-            assert not judge(sample, scenes.EMPTY_SCENE).ok
+            assert not judge(sample, world.EMPTY_SCENE).ok
 
 
 @pytest.mark.parametrize("task", tasks.PICTURE_TASKS)
@@ -54,7 +54,7 @@ def test_one_object_more_or_less_or_other_is_wrong(task):
         free = next(cell for cell in range(36) if whole[cell] is None)
         for cell, thing in [(free, None), *whole.objects()]:
             others = [0] if thing else []
-            others += [new.index for new in scenes.OBJECTS if not thing or new.pair != thing.pair]
+            others += [new.index for new in world.OBJECTS if not thing or new.pair != thing.pair]
             for index in others[::15]:
                 judged = judge(sample, whole.changed({cell: index}))
                 assert not judged.ok, (sample, cell, index)
@@ -104,8 +104,8 @@ def test_reasons_of_a_drawing_tell_what_is_wrong():
 
 def test_a_broken_object_counts_as_drawn_and_not_asked_for():
     sample = of_prompt("draw", "a red circle")
-    pixels = scenes.render(Scene.of({0: RED, 35: BLUE}))
-    pixels[-8:] = scenes.BACKGROUND
+    pixels = world.render(Scene.of({0: RED, 35: BLUE}))
+    pixels[-8:] = world.BACKGROUND
     judged = scoring.score(sample, pixels)
     assert "row 6, column 6" in judged.reason
     assert judged.attributes == (1, 2)

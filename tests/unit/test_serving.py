@@ -11,10 +11,13 @@ import pytest
 import staged
 from PIL import Image
 
-from sparse_lavida_jax import cli, config, hosting, pictures, sampling_options, serving
-from sparse_lavida_jax.data.task_prompts import RequestError
+from sparse_lavida_jax import cli, config
+from sparse_lavida_jax.apps import hosting, serving
+from sparse_lavida_jax.apps.serving import Cancelled, Limits, QueueFull, Service
+from sparse_lavida_jax.data import image_files
+from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.main import UsageError
-from sparse_lavida_jax.serving import Cancelled, Limits, QueueFull, Service
+from sparse_lavida_jax.sampling import options
 
 
 @pytest.fixture
@@ -149,18 +152,18 @@ def test_a_picture_in_a_data_uri_is_read(service):
     ],
 )
 def test_other_addresses_and_broken_pictures_are_refused(service, uri, told):
-    with pytest.raises(pictures.PictureError, match=told) as caught:
+    with pytest.raises(image_files.PictureError, match=told) as caught:
         service.picture_of_uri(uri)
     assert "0x" not in str(caught.value)  # no address of an object
 
 
 def test_settings_that_are_not_given_stay_as_they_are():
     own = config.Sampling(num_steps=5, text_steps=3, text_step_ratio=0.5, text_preset="prefix")
-    assert sampling_options.changed(own, draws=True) == own
-    drawn = sampling_options.changed(own, draws=True, steps=2, sampler="dense", registers=(4, 1))
+    assert options.changed(own, draws=True) == own
+    drawn = options.changed(own, draws=True, steps=2, sampler="dense", registers=(4, 1))
     assert (drawn.num_steps, drawn.preset, drawn.text_steps) == (2, "dense", 3)
     assert (drawn.registers, drawn.registers_end) == (4, 1)
-    said = sampling_options.changed(own, draws=False, steps=2, sampler="pr", temperature=0.5)
+    said = options.changed(own, draws=False, steps=2, sampler="pr", temperature=0.5)
     assert (said.text_steps, said.text_step_ratio, said.num_steps) == (2, 0.0, 5)
     assert (said.preset, said.text_preset, said.text_temperature) == ("pr", "", 0.5)
 

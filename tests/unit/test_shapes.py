@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from sparse_lavida_jax import config_files, diffusion, layout
-from sparse_lavida_jax.data import mixture, packing, rows
+from sparse_lavida_jax.data import packing, rows
 from sparse_lavida_jax.data.examples import Example
 from sparse_lavida_jax.kernels import shapes, tables
+from sparse_lavida_jax.mixture import batches
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 CHECKOUT = pathlib.Path(__file__).parents[2]
@@ -60,7 +61,7 @@ def test_the_packed_row_is_what_training_makes():
     made = [rows.laid_out(picture(rng, cells), settings, rng) for _ in range(examples)]
     lengths = [packing.length_of(row) for row, _ in made]
     shared = packing.deal(lengths, 6)
-    shape = packing.longest_of([packing.longest(lengths, shared)], mixture.LENGTH_MULTIPLE)
+    shape = packing.longest_of([packing.longest(lengths, shared)], batches.LENGTH_MULTIPLE)
     batch = diffusion.batch_rows(
         [row for row, _ in made],
         [blocks for _, blocks in made],

@@ -10,7 +10,9 @@ import tiny
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sparse_lavida_jax import checkpoint, config, config_files, lora, parameters, sharding
+from sparse_lavida_jax import config, config_files
+from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.models import lora, parameters, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
 
 RELEASE = config_files.read(pathlib.Path(__file__).parents[2] / "configs/lavida_o.py").model
@@ -22,7 +24,7 @@ def mesh_of(**axes):
 
 
 def stacked_shapes(settings):
-    """Names and shapes as `checkpoint.ChooseSharding` is given them: all layers in one array."""
+    """Names and shapes as `model_folder.ChooseSharding` is given them: all layers in one array."""
     model = jax.eval_shape(lambda: Denoiser(settings, rngs=nnx.Rngs(0)))
     return {
         "/".join(str(part) for part in path): value.shape
@@ -116,11 +118,11 @@ def test_a_model_folder_is_read_into_a_mesh(tmp_path):
     model = tiny.denoiser(settings.model)
     tokenizer = tmp_path / "tokenizer.json"
     tokenizer.write_text("{}")
-    checkpoint.save_model(
+    model_folder.save_model(
         tmp_path / "model", model, settings, tokenizer_path=tokenizer, vq_folder=None, readme=""
     )
     mesh = mesh_of(fsdp=2, tensor=4)
-    read = checkpoint.load_model(tmp_path / "model", sharding=sharding.over(mesh)).model
+    read = model_folder.load_model(tmp_path / "model", sharding=sharding.over(mesh)).model
     kernel = read.split_layers.generation.mlp.up.kernel[...]
     assert kernel.sharding.spec == PartitionSpec(None, "fsdp", "tensor")
     assert len(kernel.addressable_shards) == 8

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from sparse_lavida_jax.kernels import attention, sizes
+from sparse_lavida_jax.kernels import attention, devices
 from sparse_lavida_jax.kernels.tables import GpuSizes, TileSizes
 
 MEASURED = {"queries": 256, "keys": 512, "part": 128}
@@ -31,16 +31,16 @@ def table(monkeypatch):
      ((3456, 3456), (512, 512, 256)), ((1664, 1664), (256, 256, 256))],
 )  # fmt: skip
 def test_the_rule_takes_the_largest_tiles_that_fill_up_little(lengths, expected):
-    assert sizes.rule(*lengths) == TileSizes(*expected)
-    assert sizes.tile_sizes(*lengths, device="never measured") == TileSizes(*expected)
+    assert devices.rule(*lengths) == TileSizes(*expected)
+    assert devices.tile_sizes(*lengths, device="never measured") == TileSizes(*expected)
 
 
 def test_a_cache_is_never_filled_up():
     multiple = attention.slot_multiple("pallas_tpu")
     for slots in range(multiple, 9000, multiple):
-        assert sizes.rule(192, slots).keys >= 256
-        assert all(slots % tiles.keys == 0 for tiles in sizes.tpu_candidates(192, slots))
-        assert sizes.gpu_sizes(192, slots).forward.keys <= attention.slot_multiple("pallas_gpu")
+        assert devices.rule(192, slots).keys >= 256
+        assert all(slots % tiles.keys == 0 for tiles in devices.tpu_candidates(192, slots))
+        assert devices.gpu_sizes(192, slots).forward.keys <= attention.slot_multiple("pallas_gpu")
 
 
 @pytest.mark.parametrize(
@@ -48,12 +48,12 @@ def test_a_cache_is_never_filled_up():
     [((1, 128), "128x128"), ((129, 1536), "256x2048"), ((8152, 8192), "8192x8192")],
 )
 def test_lengths_share_an_entry_up_to_the_next_power_of_two(lengths, expected):
-    assert sizes.bucket(*lengths) == expected
+    assert devices.bucket(*lengths) == expected
 
 
 def test_what_was_measured_comes_before_the_rule(table):
-    found = sizes.tile_sizes(1024, 1536, device="TPU of a test")
-    assert found == TileSizes(**MEASURED) != sizes.rule(1024, 1536)
+    found = devices.tile_sizes(1024, 1536, device="TPU of a test")
+    assert found == TileSizes(**MEASURED) != devices.rule(1024, 1536)
 
 
 @pytest.mark.parametrize(
@@ -67,13 +67,13 @@ def test_what_was_measured_comes_before_the_rule(table):
 )
 def test_other_calls_follow_the_rule(table, asked):
     given = {"query_len": 1024, "key_len": 1536, "head_dim": 128, "device": "TPU of a test"} | asked
-    assert sizes.tile_sizes(**given) == sizes.rule(given["query_len"], given["key_len"])
+    assert devices.tile_sizes(**given) == devices.rule(given["query_len"], given["key_len"])
 
 
 def test_a_gpu_has_the_measured_tiles_and_the_defaults_of_the_others(table):
-    found = sizes.gpu_sizes(1000, 1000, 64, device="GPU of a test")
+    found = devices.gpu_sizes(1000, 1000, 64, device="GPU of a test")
     assert found == GpuSizes(dq_keys=128, dq_stages=3)
-    assert sizes.gpu_sizes(1000, 1000, 128, device="GPU of a test") == GpuSizes()
+    assert devices.gpu_sizes(1000, 1000, 128, device="GPU of a test") == GpuSizes()
 
 
 def test_attention_asks_for_the_device_that_it_is_compiled_for(table):
@@ -85,22 +85,22 @@ def test_attention_asks_for_the_device_that_it_is_compiled_for(table):
 
 
 def test_the_shipped_table_holds_only_what_was_measured():
-    table = json.loads(sizes.TABLE.read_text())
+    table = json.loads(devices.TABLE.read_text())
     for by_head_dim in table.values():
         for entries in by_head_dim.values():
             for name, entry in entries.items():
                 lengths = [int(length) for length in name.split("x")]
-                assert sizes.bucket(*lengths) == name
+                assert devices.bucket(*lengths) == name
                 assert {*entry} >= {"sizes", "median_us", "rule_us", "commit", "jax"}
                 assert {*entry["median_us"]} == {*entry["rule_us"]} != set()
 
 
 def test_candidates_hold_the_rule_and_fill_lengths_up_as_little():
     for lengths in ((1536, 1536), (8152, 8152), (3456, 3456), (192, 1536)):
-        found = sizes.tpu_candidates(*lengths)
-        assert sizes.rule(*lengths) in found and len(found) == len(set(found)) > 5
+        found = devices.tpu_candidates(*lengths)
+        assert devices.rule(*lengths) in found and len(found) == len(set(found)) > 5
     for head_dim in (64, 128):
-        for candidates in sizes.gpu_candidates(head_dim).values():
+        for candidates in devices.gpu_candidates(head_dim).values():
             assert GpuSizes() in candidates and len(candidates) == len(set(candidates)) > 3
 
 

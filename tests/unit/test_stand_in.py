@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sparse_lavida_jax.convert import names, settings, stand_in, tensors
-from sparse_lavida_jax.data import chat
+from sparse_lavida_jax.lavida_o import chat
 
 MADE = stand_in.tiny_settings()
 

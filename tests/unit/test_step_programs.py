@@ -9,7 +9,8 @@ import pytest
 import tiny
 import traces
 
-from sparse_lavida_jax import orders, prompts, sample
+from sparse_lavida_jax import orders, sample
+from sparse_lavida_jax.sampling import prompts
 
 VOCABULARY, CODES = 53, 29  # numbers that are the size of nothing else
 SETTINGS = tiny.model_settings(vocab_size=VOCABULARY, codebook_size=CODES)

@@ -8,8 +8,8 @@ import tarfile
 
 import pytest
 
-from sparse_lavida_jax.data import tables
-from sparse_lavida_jax.data.records import RecordError
+from sparse_lavida_jax.mixture import tables
+from sparse_lavida_jax.mixture.records import RecordError
 
 ROWS = [
     {"image": "a.png", "caption": 'a "red" robot,\nin two lines'},

@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 import stand_ins
 
-from sparse_lavida_jax.data import scenes, task_prompts, tasks
-from sparse_lavida_jax.data.scene_prompts import ScenePrompts
-from sparse_lavida_jax.data.task_prompts import RequestError
+from sparse_lavida_jax.data import templates
+from sparse_lavida_jax.data.templates import RequestError
+from sparse_lavida_jax.scenes import tasks, world
+from sparse_lavida_jax.scenes.prompts import ScenePrompts
 
 ALL = dict.fromkeys((*tasks.TASKS, "fill_plan"), 1.0)
 
@@ -26,12 +27,12 @@ def parts(example):
 
 def first(task):
     sample = tasks.sample(task, 0, 0)
-    return sample, None if sample.picture is None else scenes.render(sample.picture)
+    return sample, None if sample.picture is None else world.render(sample.picture)
 
 
 @pytest.mark.parametrize("text", ["a ___ b", "___", "{3} a", "a {2} {3}", "__ __ a"])
 def test_gaps_are_read(text):
-    template = task_prompts.parse_template(text)
+    template = templates.parse_template(text)
     gaps = [piece for piece in template if isinstance(piece, int)]
     assert gaps == {"a ___ b": [1], "___": [1], "{3} a": [3], "a {2} {3}": [2, 3]}.get(text, [1, 1])
     assert all(piece.startswith(" ") for piece in template if isinstance(piece, str))
@@ -39,12 +40,12 @@ def test_gaps_are_read(text):
 
 def test_a_text_without_gaps_is_told():
     with pytest.raises(RequestError, match="has no gap to fill"):
-        task_prompts.parse_template("a red circle")
+        templates.parse_template("a red circle")
     with pytest.raises(RequestError, match=r"a gap of 0 tokens is out of range: 1\.\.512"):
-        task_prompts.parse_template("a {0}")
+        templates.parse_template("a {0}")
     with pytest.raises(RequestError, match="at least one word"):
-        task_prompts.words_template([" "])
-    assert task_prompts.words_template(["red", "cross"], 2) == (2, " red", 2, " cross", 2)
+        templates.words_template([" "])
+    assert templates.words_template(["red", "cross"], 2) == (2, " red", 2, " cross", 2)
 
 
 @pytest.mark.parametrize(
@@ -70,13 +71,13 @@ def test_holes_are_told_as_in_training(prompts, task):
         sample = tasks.sample(task, 0, index)
         wanted = sample.prompt.rpartition(", ")[0]
         assert prompts.fill_words(task, wanted, sample.known_grid) == sample.prompt
-        whole = scenes.render(sample.target)
+        whole = world.render(sample.target)
         erased = prompts.erased(whole, sample.known_grid)
-        np.testing.assert_array_equal(erased, scenes.render(sample.picture))
+        np.testing.assert_array_equal(erased, world.render(sample.picture))
 
 
 def test_a_template_is_given_where_it_is_known(prompts):
-    template = task_prompts.parse_template("a red ___ above a blue square")
+    template = templates.parse_template("a red ___ above a blue square")
     example = prompts.infill(template, None)
     assert example.given.tolist() == [True, True, False, True, True, True, True, False]
     filled = example.response.copy()

@@ -11,7 +11,8 @@ import json
 import numpy as np
 import pytest
 
-from sparse_lavida_jax.data import dice, picture_tasks, scenes, tasks, text
+from sparse_lavida_jax.scenes import dice, image_tasks, tasks, world
+from sparse_lavida_jax.scenes.tokenizer import Tokenizer
 
 FIRST_THOUSAND = "6da3bc1d1b23505162a83c2cc4d61aa3914bc990b9695ff13146a0b446f68578"
 
@@ -36,7 +37,7 @@ def test_the_first_thousand_examples_are_pinned():
         sample = tasks.sample(task, 0, number // len(tasks.TASKS))
         digest.update(json.dumps(dataclasses.asdict(sample), sort_keys=True).encode())
         for scene in pictures(sample):
-            digest.update(scenes.render(scene).tobytes())
+            digest.update(world.render(scene).tobytes())
     assert digest.hexdigest() == FIRST_THOUSAND
 
 
@@ -61,8 +62,8 @@ def pairs_named(words):
     plain = words.replace(",", " ").replace("<", " ").replace("?", " ").split()
     named = []
     for colour, noun in itertools.pairwise(plain):
-        for shape in scenes.SHAPES:
-            if colour in scenes.COLOURS and noun.startswith(shape):
+        for shape in world.SHAPES:
+            if colour in world.COLOURS and noun.startswith(shape):
                 named += [(shape, colour)] * (1 if noun == shape else 2)
     return named
 
@@ -91,7 +92,7 @@ def test_a_held_out_pair_is_always_in_company_in_the_held_out_split(task):
 
 
 def test_held_out_pairs_share_no_shape_and_no_colour_and_are_learnt_alone():
-    assert {shape for shape, _ in dice.HELD_OUT} == {*scenes.SHAPES}
+    assert {shape for shape, _ in dice.HELD_OUT} == {*world.SHAPES}
     assert len({colour for _, colour in dice.HELD_OUT}) == len(dice.HELD_OUT)
     alone = [s for s in examples("draw", 600) if s.column in ("single", "colours")]
     drawn = {thing.pair for sample in alone for _, thing in sample.target.objects()}
@@ -100,7 +101,7 @@ def test_held_out_pairs_share_no_shape_and_no_colour_and_are_learnt_alone():
 
 @pytest.mark.parametrize("task", tasks.TASKS)
 def test_texts_are_short_and_scenes_small(task):
-    tokenizer = text.Tokenizer()
+    tokenizer = Tokenizer()
     for split in tasks.SPLITS:
         for sample in examples(task, 150, split):
             assert sample.task == task
@@ -135,7 +136,7 @@ def test_reflections_are_right_about_as_often_as_wrong():
 
 def test_every_kind_of_request_and_edit_occurs():
     columns = collections.Counter(sample.column for sample in examples("draw", 600))
-    assert {*columns} == {*picture_tasks.COLUMNS}
+    assert {*columns} == {*image_tasks.COLUMNS}
     assert min(columns.values()) > 60
     verbs = collections.Counter(sample.prompt.split()[0] for sample in examples("edit", 500))
     assert {*verbs} == {"add", "remove", "replace", "make", "move"}
@@ -162,7 +163,7 @@ def test_known_cells_are_shown_and_the_others_are_empty(task):
 
 @pytest.mark.parametrize("task", ["constrained_caption", "infill"])
 def test_given_spans_are_whole_tokens_and_leave_a_gap(task):
-    tokenizer = text.Tokenizer()
+    tokenizer = Tokenizer()
     for sample in examples(task, 150):
         _, offsets = tokenizer.encode_with_offsets(sample.answer)
         inside = [any(a <= s and e <= b for a, b in sample.given) for s, e in offsets]

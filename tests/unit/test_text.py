@@ -10,9 +10,9 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from sparse_lavida_jax.data import tasks, text
+from sparse_lavida_jax.scenes import tasks, tokenizer
 
-TOKENIZER = text.Tokenizer()
+TOKENIZER = tokenizer.Tokenizer()
 
 
 @hypothesis.given(st.text())
@@ -22,9 +22,9 @@ def test_any_text_comes_back(words):
 
 @hypothesis.given(st.text())
 def test_text_never_becomes_a_special_token(words):
-    for special in text.SPECIAL_TOKENS:
+    for special in tokenizer.SPECIAL_TOKENS:
         ids = TOKENIZER.encode(words + special)
-        assert not {*ids} & {*range(len(text.SPECIAL_TOKENS))}
+        assert not {*ids} & {*range(len(tokenizer.SPECIAL_TOKENS))}
 
 
 def test_every_word_of_the_language_is_one_token():
@@ -49,7 +49,7 @@ def test_ids_are_in_the_agreed_order():
     assert ids == tuple(range(8))
     assert TOKENIZER.location_ids == range(8, 33)
     assert TOKENIZER.encode("<LOC_0><LOC_24>") == [8, 32]
-    assert TOKENIZER.vocab_size <= text.LARGEST_VOCABULARY
+    assert TOKENIZER.vocab_size <= tokenizer.LARGEST_VOCABULARY
 
 
 def test_special_tokens_and_foreign_ids_are_left_out_of_text():
@@ -65,30 +65,32 @@ def test_offsets_are_the_characters_of_each_token():
 
 def test_the_command_makes_the_shipped_file(tmp_path):
     path = tmp_path / "tokenizer.json"
-    command = [sys.executable, "-m", "sparse_lavida_jax.data.text", f"--out={path}"]
+    command = [sys.executable, "-m", "sparse_lavida_jax.scenes.tokenizer", f"--out={path}"]
     subprocess.run(command, check=True, capture_output=True)
-    made, shipped = (json.loads(file.read_text(encoding="utf-8")) for file in (path, text.SHIPPED))
+    made, shipped = (
+        json.loads(file.read_text(encoding="utf-8")) for file in (path, tokenizer.SHIPPED)
+    )
     assert made["model"] == shipped["model"]
     assert made["added_tokens"] == shipped["added_tokens"]
 
 
 def test_a_missing_file_is_explained(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no tokenizer at .*make one with"):
-        text.Tokenizer(tmp_path / "tokenizer.json")
+        tokenizer.Tokenizer(tmp_path / "tokenizer.json")
 
 
 def test_a_damaged_file_is_explained(tmp_path):
     path = tmp_path / "tokenizer.json"
-    path.write_text(text.SHIPPED.read_text(encoding="utf-8")[:1000])
+    path.write_text(tokenizer.SHIPPED.read_text(encoding="utf-8")[:1000])
     with pytest.raises(ValueError, match=r"is damaged: .*make it anew"):
-        text.Tokenizer(path)
+        tokenizer.Tokenizer(path)
 
 
 def test_a_foreign_tokenizer_is_explained(tmp_path):
-    contents = json.loads(text.SHIPPED.read_text(encoding="utf-8"))
+    contents = json.loads(tokenizer.SHIPPED.read_text(encoding="utf-8"))
     contents["added_tokens"] = contents["added_tokens"][:20]
     path = tmp_path / "tokenizer.json"
     del contents["model"]["vocab"]["<LOC_24>"]
     path.write_text(json.dumps(contents))
     with pytest.raises(ValueError, match=r"'<LOC_24>' is needed"):
-        text.Tokenizer(path)
+        tokenizer.Tokenizer(path)

@@ -21,22 +21,13 @@ import stand_ins
 import tiny
 from flax import nnx
 
-from sparse_lavida_jax import (
-    checkpoint,
-    config,
-    diffusion,
-    lora,
-    metrics,
-    parameters,
-    quantize,
-    report,
-    runs,
-    sharding,
-    states,
-    train,
-)
-from sparse_lavida_jax.data.text import SHIPPED
+from sparse_lavida_jax import config, diffusion, train
+from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.evals import report
+from sparse_lavida_jax.models import lora, parameters, quantize, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.scenes.tokenizer import SHIPPED
+from sparse_lavida_jax.training import metrics, runs, states
 
 
 @pytest.fixture(autouse=True)
@@ -279,7 +270,7 @@ def test_without_an_average_the_parameters_are_sampled():
 def test_training_starts_from_a_checkpoint_of_the_same_shapes_only(tmp_path):
     settings = stand_ins.settings()
     trained = tiny.denoiser(settings.model)
-    checkpoint.save_model(
+    model_folder.save_model(
         tmp_path / "dense",
         trained,
         dataclasses.replace(
@@ -298,7 +289,7 @@ def test_training_starts_from_a_checkpoint_of_the_same_shapes_only(tmp_path):
     wider = dataclasses.replace(
         fine_tuned, model=dataclasses.replace(settings.model, generation_width=28)
     )
-    with pytest.raises(checkpoint.CheckpointError, match=r"register_generation: \(24,\) on disk"):
+    with pytest.raises(model_folder.CheckpointError, match=r"register_generation: \(24,\) on disk"):
         train.init_state(wider, fresh)
 
 
@@ -310,7 +301,7 @@ def test_training_starts_from_a_checkpoint_of_the_same_shapes_only(tmp_path):
 def base_model(tmp_path_factory):
     """A model folder to train beside."""
     settings, folder = stand_ins.settings(), tmp_path_factory.mktemp("base") / "model"
-    checkpoint.save_model(
+    model_folder.save_model(
         folder,
         tiny.denoiser(settings.model),
         settings,
@@ -497,7 +488,7 @@ def test_the_steps_to_trace_are_traced(loop):
 
 def test_a_finished_run_holds_a_model_that_can_be_loaded(loop):
     loop.run(train_steps=2)
-    loaded = checkpoint.load_model(loop.folder)
+    loaded = model_folder.load_model(loop.folder)
     assert loaded.config.name == "tiny"
     assert loaded.config.model.trained_attention == "step_causal"
     assert loaded.tokenizer_path.read_bytes() == SHIPPED.read_bytes()
@@ -521,9 +512,9 @@ def test_a_run_with_adapters_resumes_and_leaves_them_and_a_merged_model(
     with runs.Run(loop.folder, given) as opened:
         train.train(given, opened)
     assert len(loop.batches) == 4
-    adapters, base = loop.folder / "adapters", checkpoint.load_model(base_model).model
-    merged = checkpoint.load_model(base_model, adapters=adapters).model
-    written = checkpoint.load_model(loop.folder).model
+    adapters, base = loop.folder / "adapters", model_folder.load_model(base_model).model
+    merged = model_folder.load_model(base_model, adapters=adapters).model
+    written = model_folder.load_model(loop.folder).model
     for ours, theirs, before in zip(*map(jax.tree.leaves, (written, merged, base)), strict=True):
         near = {"rtol": 2**-8, "atol": error * np.abs(before).max()}  # in bfloat16 on disk
         np.testing.assert_allclose(ours, theirs, **near)
@@ -535,7 +526,7 @@ def test_a_model_of_full_attention_is_known_as_such(loop):
     with runs.Run(loop.folder, given) as opened:
         train.train(given, opened)
     assert loop.written == [1]
-    left = checkpoint.load_model(loop.folder)
+    left = model_folder.load_model(loop.folder)
     assert left.config.model.trained_attention == "full"
     # Nothing trained its registers: they are what they stand in for once more.
     words = left.model.text_embedding[...][given.model.text_mask_id]

@@ -6,7 +6,7 @@ import pytest
 
 from sparse_lavida_jax.bench import tune
 from sparse_lavida_jax.bench.cases import Case
-from sparse_lavida_jax.kernels import shapes, sizes
+from sparse_lavida_jax.kernels import devices, shapes
 from sparse_lavida_jax.kernels.tables import GpuSizes, TileSizes
 
 BEST = TileSizes(256, 512, 256)
@@ -88,4 +88,4 @@ def test_the_shapes_that_are_tuned_are_the_frozen_ones_by_their_lengths():
     names = {case.name for members in entries.values() for case in members}
     assert names == set(shapes.names()) - {"full_8192"}
     assert {case.name for case in entries["8192x8192"]} == {"single_8152", "packed_8192"}
-    assert set(entries) == {sizes.bucket(*tune._lengths(c)) for m in entries.values() for c in m}
+    assert set(entries) == {devices.bucket(*tune._lengths(c)) for m in entries.values() for c in m}

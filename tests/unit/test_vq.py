@@ -12,9 +12,9 @@ import safetensors.numpy
 from flax import nnx
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.codec import PictureCodec
-from sparse_lavida_jax.data import scenes, tasks
 from sparse_lavida_jax.models import vq
+from sparse_lavida_jax.models.codec import PictureCodec
+from sparse_lavida_jax.scenes import tasks, world
 
 SETTINGS = config.VQ(
     image_size=16, channels=(8, 16), latent_channels=4, codebook_size=10, norm_groups=4
@@ -125,9 +125,9 @@ def test_a_decoder_in_bfloat16_moves_few_grey_levels(changes):
 def test_a_scene_decoded_in_bfloat16_shows_the_same():
     codec = PictureCodec("scenes_g4", config.Model(codes_per_token=4, codebook_size=256))
     scene = tasks.sample("edit", 0, 0).picture
-    cells = codec.encode(scenes.render(scene)[None])
+    cells = codec.encode(world.render(scene)[None])
     (plain,), (moved,) = (codec.decode(cells, dtype=dtype) for dtype in config.VQ_DTYPES)
-    assert scenes.read(moved) == scenes.read(plain) == scene
+    assert world.read(moved) == world.read(plain) == scene
     difference = np.abs(moved.astype(int) - plain)
     assert 0 < difference.max() <= 4 and difference.mean() < 0.5
 

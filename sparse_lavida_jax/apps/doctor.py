@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is installed, what the devices are, and which models fit them."""
+
+import importlib.metadata
+import os
+import platform
+import shutil
+from typing import Any
+
+import jax
+
+from sparse_lavida_jax import __version__
+from sparse_lavida_jax.checkpoints import model_folder
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "tokenizers", "pillow", "numpy")
+LAVIDA_O_BYTES = 22_000_000_000  # a converted LaViDa-O in bfloat16, about
+LAVIDA_O = "LaViDa-O (convert it yourself)"
+ROOM = 1.2  # times the parameters: cache and activations want some memory too, ours
+
+
+def report() -> dict[str, Any]:
+    """Returns versions, devices with their memory in bytes, models, and what fits, for `json`."""
+    devices = [
+        {"kind": device.device_kind, "platform": device.platform, "memory": _memory(device)}
+        for device in jax.devices()
+    ]
+    sizes = {name: _size(name) for name in model_folder.bundled_models()}
+    most = max(device["memory"] for device in devices)
+    return {
+        "version": __version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cores": os.cpu_count(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "devices": devices,
+        "disk_free": shutil.disk_usage(".").free,
+        "bundled_models": sizes,
+        "fits": {
+            name: ROOM * size <= most for name, size in {**sizes, LAVIDA_O: LAVIDA_O_BYTES}.items()
+        },
+    }
+
+
+def text(found: dict[str, Any]) -> str:
+    """Returns a report for people."""
+    lines = [
+        f"sparse-lavida-jax {found['version']}, Python {found['python']}, {found['system']}",
+        ", ".join(f"{name} {version}" for name, version in found["packages"].items()),
+        f"{found['cores']} cores, {found['disk_free'] / 1e9:.1f} GB of disk free",
+    ]
+    for number, device in enumerate(found["devices"]):
+        memory = f"{device['memory'] / 1e9:.1f} GB"
+        lines.append(f"device {number}: {device['kind']} ({device['platform']}), {memory}")
+    bundled = found["bundled_models"]
+    listed = ", ".join(f"{name} ({size / 1e6:.0f} MB)" for name, size in bundled.items())
+    lines.append(f"bundled models: {listed or 'none'}")
+    lines += [
+        f"{'fits' if fits else 'does not fit'} one device: {name}"
+        for name, fits in found["fits"].items()
+    ]
+    return "\n".join(lines)
+
+
+def _memory(device: Any) -> int:
+    """Returns the bytes of a device; of the machine, for a CPU."""
+    known = device.memory_stats() or {}
+    if "bytes_limit" in known:
+        return known["bytes_limit"]
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # another system
+        return 0
+
+
+def _size(name: str) -> int:
+    files = (path for path in model_folder.find_model(name).rglob("*") if path.is_file())
+    return sum(path.stat().st_size for path in files)
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"

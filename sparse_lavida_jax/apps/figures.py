@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures of the method, drawn from the objects that do the work: `docs/method.md`, notebooks.
+
+Every function returns a Pillow image. Nothing here knows the mask, the order or the cost of a step:
+they are read from `visibility.visible`, a plan and a checkpoint's settings.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Bool
+from PIL import Image, ImageDraw, ImageFont
+
+from sparse_lavida_jax import config, orders
+from sparse_lavida_jax.layout import TokenLayout
+from sparse_lavida_jax.sampling import presets
+from sparse_lavida_jax.visibility import visible
+
+PAPER, INK, FAINT = (255, 255, 255), (30, 30, 30), (222, 222, 226)
+# Prompt, clean and masked blocks, from Okabe and Ito's palette, which colour-blind people can read.
+PROMPT, CLEAN, MASKED = (0, 114, 178), (0, 158, 115), (230, 159, 0)
+EARLY, LATE = np.array([0, 60, 110]), np.array([250, 220, 120])  # of an order, first to last
+SQUARE = 22  # pixels a side of an entry of a matrix
+CELL = 34  # of a cell of a grid
+MARGIN = 30
+TEXT = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCost:
+    """Tokens of one row that one step passes through the network, by why they are passed."""
+
+    prompt: int
+    newest: int
+    decode: int
+    rest: int
+    registers: int
+
+    @property
+    def total(self) -> int:
+        return self.prompt + self.newest + self.decode + self.rest + self.registers
+
+
+# Colour and name of each part of a cost.
+PARTS = {
+    "prompt": (PROMPT, "prompt"), "newest": (CLEAN, "decoded before"),
+    "decode": (MASKED, "decoded now"), "rest": ((170, 170, 176), "other masks"),
+    "registers": ((204, 121, 167), "registers"),
+}  # fmt: skip
+
+
+def plan_of(
+    sampling: config.Sampling, model: config.Model
+) -> tuple[list[orders.Segment], presets.StepSettings]:
+    """Returns the plan of one picture of the model's own size, and the settings of its steps."""
+    settings = presets.step_settings(sampling, model, "image")
+    given = np.zeros((1, model.grid_size**2), bool)
+    return presets.plan(sampling, settings, model, given, 0, seeds=[0]), settings
+
+
+def costs(sampling: config.Sampling, model: config.Model, prompt_tokens: int) -> list[StepCost]:
+    """Returns what each step of one picture passes; the prefill of a cached prompt comes first.
+
+    Their totals add up to `presets.tokens_passed`.
+    """
+    segments, settings = plan_of(sampling, model)
+    preset = settings.preset
+    steps = [StepCost(prompt_tokens, 0, 0, 0, 0)] if preset.cache_prompt else []
+    for part in segments:
+        again = part.refresh[0] or not preset.cache_prompt
+        for step in range(part.num_steps):
+            newest, decode, rest = (
+                int((positions[step] != orders.PAD_POSITION).sum())
+                for positions in (part.clean, part.decode, part.rest)
+            )
+            registers = presets.num_registers(part, settings)
+            prompt = prompt_tokens if again else 0
+            steps.append(StepCost(prompt, newest, decode, rest, registers))
+    return steps
+
+
+# ---------------------------------------------------------------------------------------------
+# Drawings.
+
+
+def visibility_matrix(layout: TokenLayout, names: Sequence[str] = ()) -> Image.Image:
+    """Draws who sees whom in the first row of a layout: queries down, keys across.
+
+    Blue: a prompt token is seen, green: a clean one, orange: a masked one or a register. A clean
+    token looks as far as its own block, a masked one less far.
+
+    Args:
+        names: of the tokens; by default the numbers of their blocks.
+    """
+    block, horizon = np.asarray(layout.block[0]), np.asarray(layout.horizon[0])
+    sees = np.asarray(visible(block[:, None], horizon[:, None], block[None]))
+    names = names or [str(number) for number in block]
+    kinds = np.where(block == 0, 0, np.where(block <= horizon, 1, 2))
+    colours = [(PROMPT, CLEAN, MASKED)[kind] for kind in kinds]
+    return _matrix(sees, names, colours)
+
+
+def order_grid(segments: Sequence[orders.Segment], rows: int) -> Image.Image:
+    """Draws the step that decodes each cell of the first row of a plan: dark first, light last."""
+    first = {}
+    for part in segments:
+        for block, positions in zip(part.block, part.decode[:, 0], strict=True):
+            for cell in positions[positions != orders.PAD_POSITION]:
+                first.setdefault(int(cell), int(block))
+    steps, earliest = sorted(set(first.values())), min(first.values())
+    columns = len(first) // rows
+    image = Image.new("RGB", (columns * CELL + 1, rows * CELL + 1), PAPER)
+    pen, font = ImageDraw.Draw(image), ImageFont.load_default(TEXT)
+    for cell, block in first.items():
+        x, y = cell % columns * CELL, cell // columns * CELL
+        share = steps.index(block) / max(len(steps) - 1, 1)
+        colour = tuple(int(c) for c in EARLY + (LATE - EARLY) * share)
+        pen.rectangle((x, y, x + CELL, y + CELL), fill=colour, outline=PAPER)
+        ink = PAPER if share < 0.5 else INK
+        pen.text((x + CELL / 2, y + CELL / 2), str(block - earliest + 1), ink, font, "mm")
+    return image
+
+
+def cost_bars(runs: dict[str, Sequence[StepCost]], width: int = 620) -> Image.Image:
+    """Draws the tokens that each step passes, one row of bars a sampler, on one scale.
+
+    Args:
+        runs: what `costs` returned, by name.
+        width: of the picture, in pixels.
+    """
+    height, foot = 110, 40
+    image = Image.new("RGB", (width, len(runs) * (height + foot) + MARGIN), PAPER)
+    pen, font = ImageDraw.Draw(image), ImageFont.load_default(TEXT)
+    most = max(step.total for steps in runs.values() for step in steps)
+    longest = max(map(len, runs.values()))
+    room = (width - 2 * MARGIN) / longest
+    for row, (name, steps) in enumerate(runs.items()):
+        floor = MARGIN + row * (height + foot) + height
+        whole = sum(step.total for step in steps)
+        pen.text((MARGIN, floor - height - 4), f"{name}: {whole} tokens", INK, font, "ls")
+        for i, step in enumerate(steps):
+            x, y = MARGIN + i * room, float(floor)
+            for part, (colour, _) in PARTS.items():
+                if tall := getattr(step, part) / most * (height - 20):
+                    pen.rectangle((x, y - tall, x + room - 3, y), fill=colour)
+                    y -= tall
+            pen.text((x + room / 2, y - 2), str(step.total), INK, font, "ms")
+        pen.line((MARGIN, floor + 1, width - MARGIN, floor + 1), INK)
+        first = "prompt, then step by step" if steps[0].decode == 0 else "step by step"
+        pen.text((MARGIN, floor + 4), first, INK, font)
+    x = MARGIN
+    for colour, meaning in PARTS.values():
+        pen.rectangle((x, image.height - 20, x + 10, image.height - 10), fill=colour)
+        pen.text((x + 14, image.height - 22), meaning, INK, font)
+        x += 24 + int(font.getlength(meaning)) + 12
+    return image
+
+
+def strip(frames: Sequence[np.ndarray], scale: int = 1, most: int = 8) -> Image.Image:
+    """Draws pictures side by side, at most `most` of them, evenly chosen, first and last kept."""
+    chosen = np.unique(np.linspace(0, len(frames) - 1, min(most, len(frames))).round().astype(int))
+    tiles = [frames[i].repeat(scale, axis=0).repeat(scale, axis=1) for i in chosen]
+    gap = np.full((tiles[0].shape[0], 4, 3), 255, np.uint8)
+    parts = [part for tile in tiles for part in (tile, gap)][:-1]
+    return Image.fromarray(np.concatenate(parts, axis=1))
+
+
+def _matrix(
+    entries: Bool[np.ndarray, "q k"], names: Sequence[str], colours: Sequence[tuple[int, int, int]]
+) -> Image.Image:
+    side = len(names) * SQUARE + MARGIN + 1
+    image = Image.new("RGB", (side, side), PAPER)
+    pen, font = ImageDraw.Draw(image), ImageFont.load_default(TEXT)
+    for i, name in enumerate(names):
+        middle = MARGIN + (i + 0.5) * SQUARE
+        pen.text((middle, MARGIN - 5), name, colours[i], font, "ms")
+        pen.text((MARGIN - 6, middle), name, colours[i], font, "rm")
+    for (query, key), seen in np.ndenumerate(entries):
+        x, y = MARGIN + key * SQUARE, MARGIN + query * SQUARE
+        colour = colours[key] if seen else PAPER
+        pen.rectangle((x, y, x + SQUARE, y + SQUARE), fill=colour, outline=FAINT)
+    return image

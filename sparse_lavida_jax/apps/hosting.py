@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `sparse-lavida serve` and `demo` do: an address, a model behind it, until interrupted."""
+
+import argparse
+import errno
+import importlib.util
+import ipaddress
+import socket
+import sys
+
+from sparse_lavida_jax import programs
+from sparse_lavida_jax.apps.serving import Limits, ServedModel, Service
+from sparse_lavida_jax.main import DEFAULT_MODEL, UsageError
+
+_SERVING = ("fastapi", "uvicorn", "python_multipart", "prometheus_client")
+PACKAGES: dict[str, tuple[str, ...]] = {"serve": _SERVING, "demo": (*_SERVING, "gradio")}
+CLOSE_SECONDS = 5  # that open connections have to end
+
+
+def run(name: str, asked: argparse.Namespace) -> int:
+    """Serves until it is interrupted.
+
+    Raises:
+        UsageError: an extra package is missing, or the address is not to be had.
+        CheckpointError: there is no such model.
+    """
+    _check_packages(name)
+    if asked.max_waiting < 0:
+        raise UsageError(f"--max-waiting={asked.max_waiting} is out of range: 0 or more.")
+    with listen(asked.host, asked.port) as door:
+        import uvicorn
+
+        from sparse_lavida_jax.apps import server
+
+        programs.keep()
+        pipe = ServedModel.from_pretrained(asked.checkpoint or DEFAULT_MODEL)
+        service = Service(pipe, Limits(waiting=asked.max_waiting))
+        host, port = door.getsockname()[:2]
+        app = server.make_app(service, _names(host, asked.host))
+        if name == "demo":
+            from sparse_lavida_jax.apps import demo
+
+            app = demo.mounted(app, service, host, port)
+        if asked.warmup:
+            print("compiling ...", file=sys.stderr)
+            pipe.warmup()
+        _tell(name, host, port)
+        settings = uvicorn.Config(
+            app, log_level="warning", timeout_graceful_shutdown=CLOSE_SECONDS, ws="none"
+        )
+        uvicorn.Server(settings).run(sockets=[door])
+    return 0
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Returns a socket at an address; taken before a model is loaded, which takes long.
+
+    Raises:
+        UsageError: the address is not to be had.
+    """
+    if not 0 <= port <= 65535:
+        raise UsageError(f"--port={port} is out of range: 0 to 65535; 0 takes a free one.")
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family)
+    except socket.gaierror as error:
+        raise UsageError(f"--host={host} is not known: {error.strerror}.") from error
+    except OSError as error:
+        reasons = {
+            errno.EADDRINUSE: "another program has it: choose another with --port, or 0 for any",
+            errno.EACCES: "ports below 1024 want an administrator: choose another with --port",
+            errno.EADDRNOTAVAIL: "it is no address of this machine: --host=127.0.0.1 always is",
+        }
+        reason = reasons.get(error.errno or 0, error.strerror or str(error))
+        raise UsageError(f"cannot listen at {host}, port {port}: {reason}.") from error
+
+
+def _check_packages(name: str) -> None:
+    missing = [one for one in PACKAGES[name] if importlib.util.find_spec(one) is None]
+    if missing:
+        raise UsageError(
+            f"`sparse-lavida {name}` needs packages that are not installed"
+            f" ({', '.join(missing)}): pip install 'sparse-lavida-jax[{name}]'."
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    return ipaddress.ip_address(host).is_loopback
+
+
+def _names(host: str, asked: str) -> tuple[str, ...]:
+    """Returns the names to answer to: on loopback its own, elsewhere any."""
+    return (host, asked, "localhost") if _is_loopback(host) and ":" not in host else ()
+
+
+def _tell(name: str, host: str, port: int) -> None:
+    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    what = "the page is at" if name == "demo" else "OpenAI's clients find it at"
+    print(f"{what} {address}{'' if name == 'demo' else '/v1'} (Ctrl-C ends it)", flush=True)
+    if not _is_loopback(host):
+        print(
+            "sparse_lavida_jax: everybody who reaches this machine can use it; there is no"
+            " password.",
+            file=sys.stderr,
+        )

@@ -1,0 +1,422 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model as a server with OpenAI-shaped endpoints: what `sparse-lavida serve` runs.
+
+    POST /v1/images/generations   prompt, n, size, seed, steps, guidance, registers, sampler
+    POST /v1/images/edits         image, prompt, mask (then only what is transparent is drawn), ...
+    POST /v1/chat/completions     one user message, with at most one picture as a data URI
+    GET  /v1/models, /healthz, /metrics
+
+Needs the extra packages `sparse-lavida-jax[serve]`. Requests are done one after another
+(`serving.Service`); a client that goes away frees the device at the next segment.
+"""
+
+import asyncio
+import base64
+import contextlib
+import io
+import pathlib
+import secrets
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from typing import Annotated, Any, Literal
+
+import fastapi
+import fastapi.exceptions
+import prometheus_client
+import prometheus_client.core
+import prometheus_client.registry
+import pydantic
+from fastapi import responses
+from PIL import Image
+from starlette.middleware.body_limit import RequestBodyLimitMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+from sparse_lavida_jax import __version__, config
+from sparse_lavida_jax.apps.serving import MISTAKES, Cancelled, QueueFull, Service, Ticket
+from sparse_lavida_jax.data.templates import RequestError
+from sparse_lavida_jax.inference.batching import LARGEST_SEED
+from sparse_lavida_jax.inference.results import Result
+from sparse_lavida_jax.sampling import options
+
+POLL_SECONDS = 0.05  # between two looks whether a client is still there
+RETRY_SECONDS = 2  # what a client is told when the queue is full
+CLIENT_LEFT = 499  # nobody reads it: nginx's code for a request whose client went away
+FORM_ROOM = 2**20  # bytes of a request beside its pictures
+PICTURES = 2  # most files of one request: a picture and a mask
+
+
+class Options(pydantic.BaseModel):
+    """What every request may say; fields of OpenAI's that mean nothing here are passed over."""
+
+    model: str | None = None
+    seed: int | None = pydantic.Field(None, ge=0, le=LARGEST_SEED)
+    steps: int | None = None
+    registers: int | None = pydantic.Field(None, ge=0)
+    sampler: str | None = None
+
+
+class ImageOptions(Options):
+    """Of a picture."""
+
+    prompt: str
+    n: int = 1
+    size: str = "auto"  # width x height, as OpenAI has it
+    response_format: Literal["b64_json", "url"] | None = None
+    guidance: float | None = None
+    temperature: float | None = None
+
+
+class ChatOptions(Options):
+    """Of an answer."""
+
+    messages: list[dict[str, Any]]
+    n: int = 1
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float | None = None
+    stream: bool = False
+
+
+def make_app(service: Service, hosts: tuple[str, ...] = ()) -> fastapi.FastAPI:
+    """Returns the server.
+
+    Args:
+        hosts: names it answers to; other `Host` headers are refused, so that no web page that is
+            open in a browser on the machine reaches it by a name of its own. Empty: any.
+    """
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: fastapi.FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(service.close)
+
+    app = fastapi.FastAPI(title="sparse-lavida", version=__version__, lifespan=lifespan)
+    app.state.service = service
+    app.include_router(router)
+    most = FORM_ROOM + PICTURES * service.limits.upload * 4 // 3  # base64 makes three bytes four
+    app.add_middleware(RequestBodyLimitMiddleware, max_body_size=most)
+    if hosts:
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*hosts])
+    app.add_exception_handler(fastapi.exceptions.RequestValidationError, _misread)
+    app.add_exception_handler(fastapi.HTTPException, _refused)
+    registry = prometheus_client.registry.CollectorRegistry()
+    registry.register(_Metrics(service))
+    app.state.registry = registry
+    return app
+
+
+def model_name(service: Service) -> str:
+    """Returns what clients call the model: the last part of its folder."""
+    return pathlib.Path(service.pipe.source.name).name or "model"
+
+
+# ---------------------------------------------------------------------------------------------
+# Endpoints.
+
+router = fastapi.APIRouter()
+
+
+def _service(request: fastapi.Request) -> Service:
+    return request.app.state.service
+
+
+Served = Annotated[Service, fastapi.Depends(_service)]
+
+
+@router.post("/v1/images/generations")
+async def generate(asked: ImageOptions, request: fastapi.Request, service: Served):
+    """Draws pictures of a prompt."""
+    more = _image_arguments(asked, service)
+    return await _pictures(request, service, "generate", asked, None, more)
+
+
+@router.post("/v1/images/edits")
+async def edit(request: fastapi.Request, service: Served):
+    """Changes a picture as told; with a mask, draws what is transparent in it anew."""
+    async with request.form(max_files=2 * PICTURES) as form:
+        files = {key: _files(form.getlist(key)) for key in ("image", "image[]", "mask")}
+        words = {key: value for key, value in form.items() if isinstance(value, str)}
+        shown = files["image"] + files["image[]"]
+        if len(shown) != 1 or len(files["mask"]) > 1:
+            raise _Refusal(400, "send one file named image, and at most one named mask.")
+        contents, *masks = [await one.read() for one in shown + files["mask"]]
+    try:
+        asked = ImageOptions.model_validate(words)
+    except pydantic.ValidationError as error:
+        raise fastapi.exceptions.RequestValidationError(error.errors()) from error
+    if asked.size != "auto":
+        raise _Refusal(400, "an edited picture has the size of the model's own: leave size out.")
+    more = _image_arguments(asked, service)
+    try:
+        picture = service.picture(contents, "the image")
+        if masks:
+            more["mask"] = _mask(service, masks[0])
+    except MISTAKES as error:
+        raise _Refusal(400, str(error)) from error
+    task = "inpaint" if masks else "edit"
+    return await _pictures(request, service, task, asked, picture, more)
+
+
+@router.post("/v1/chat/completions")
+async def chat(asked: ChatOptions, request: fastapi.Request, service: Served):
+    """Answers one question, about a picture if there is one."""
+    _check_model(asked, service)
+    if asked.n != 1 or asked.stream:
+        raise _Refusal(400, "one answer is given, whole: leave n and stream out.")
+    try:
+        words, picture = _question(asked.messages, service)
+    except MISTAKES as error:
+        raise _Refusal(400, str(error)) from error
+    most = asked.max_completion_tokens or asked.max_tokens
+    more = {"max_new_tokens": most, **_shared_arguments(asked, service, draws=False)}
+    ticket, result = await _done(request, service, "ask", words, picture, more)
+    end = service.pipe.settings.model.end_of_text_id
+    written = int((result.tokens[0] != end).sum())
+    return {
+        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": model_name(service),
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": result.text},
+                "finish_reason": "stop" if written < len(result.tokens[0]) else "length",
+            }
+        ],
+        "sparse_lavida": _notes(ticket, result),
+    }
+
+
+@router.get("/v1/models")
+def models(service: Served) -> dict[str, Any]:
+    """Lists the one model."""
+    card = {"id": model_name(service), "object": "model", "created": 0, "owned_by": "local"}
+    return {"object": "list", "data": [card]}
+
+
+@router.get("/healthz")
+def healthz(service: Served) -> dict[str, Any]:
+    """Says that it is up, and how long the queue is."""
+    return {
+        "status": "ok",
+        "model": model_name(service),
+        "running": service.running,
+        "waiting": service.waiting,
+    }
+
+
+@router.get("/metrics")
+def metrics(request: fastapi.Request) -> responses.Response:
+    """Returns counts in Prometheus' text format."""
+    text = prometheus_client.generate_latest(request.app.state.registry)
+    return responses.Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+
+class _Metrics(prometheus_client.registry.Collector):
+    """What the service counted, for Prometheus."""
+
+    def __init__(self, service: Service):
+        self.service = service
+
+    def collect(self) -> Iterator[prometheus_client.core.Metric]:
+        families, name = prometheus_client.core, "sparse_lavida"
+        ended = families.CounterMetricFamily(
+            f"{name}_requests", "Ended requests.", labels=["task", "outcome"]
+        )
+        for (task, outcome), count in sorted(self.service.counts.items()):
+            ended.add_metric([task, outcome], count)
+        yield ended
+        for what, values in (("tokens", self.service.tokens), ("seconds", self.service.seconds)):
+            family = families.CounterMetricFamily(
+                f"{name}_{what}", f"Device {what} of requests that were done.", labels=["task"]
+            )
+            for task, value in sorted(values.items()):
+                family.add_metric([task], value)
+            yield family
+        waiting, running = self.service.waiting, self.service.running
+        yield families.GaugeMetricFamily(f"{name}_waiting", "Requests that wait.", waiting)
+        yield families.GaugeMetricFamily(f"{name}_running", "Requests that run.", int(running))
+
+
+# ---------------------------------------------------------------------------------------------
+# What is asked.
+
+
+def _check_model(asked: Options, service: Service) -> None:
+    name = model_name(service)
+    if asked.model not in (None, "", name):
+        raise _Refusal(404, f"there is no model {asked.model!r} here, only {name!r}.")
+
+
+def _shared_arguments(asked: Options, service: Service, *, draws: bool) -> dict[str, Any]:
+    registers = None if asked.registers is None else (asked.registers, -1)
+    try:
+        sampling = options.changed(
+            service.pipe.settings.sampling,
+            draws=draws,
+            steps=asked.steps,
+            sampler=asked.sampler,
+            registers=registers,
+            guidance=getattr(asked, "guidance", None),
+            temperature=getattr(asked, "temperature", None),
+        )
+    except config.ConfigError as error:
+        raise _Refusal(400, str(error)) from error
+    # Without a seed, OpenAI's clients expect another picture every time; the reply names it.
+    seed = secrets.randbelow(LARGEST_SEED // 2) if asked.seed is None else asked.seed
+    return {"seed": seed, "sampling": sampling}
+
+
+def _image_arguments(asked: ImageOptions, service: Service) -> dict[str, Any]:
+    _check_model(asked, service)
+    if asked.response_format == "url":
+        raise _Refusal(400, "pictures come as b64_json: nothing is kept here for a URL to name.")
+    more = {"num_images": asked.n, **_shared_arguments(asked, service, draws=True)}
+    if asked.size != "auto":
+        width, _, height = asked.size.partition("x")
+        if not (width.isdecimal() and height.isdecimal()):
+            raise _Refusal(400, f"size={asked.size!r} must be such as 512x512, width first.")
+        more["size"] = (int(height), int(width))
+    return more
+
+
+def _files(values: list[Any]) -> list[Any]:
+    """Returns the files among the values of a form field."""
+    return [value for value in values if not isinstance(value, str)]
+
+
+def _mask(service: Service, contents: bytes) -> Image.Image:
+    """Returns a mask as OpenAI has it, transparent where to draw, as we have it: white there.
+
+    A mask without transparency is read as ours.
+    """
+    service.picture(contents, "the mask")  # looks at size and format first
+    with Image.open(io.BytesIO(contents)) as image:
+        if not image.has_transparency_data:
+            return image.convert("RGB")
+        return image.convert("RGBA").getchannel("A").point(lambda alpha: 255 - alpha).convert("RGB")
+
+
+def _question(messages: list[dict[str, Any]], service: Service) -> tuple[str, Any]:
+    """Returns the words and the picture of the one message.
+
+    Raises:
+        RequestError: several messages, several pictures, or parts of other kinds.
+        PictureError: see `Service.picture_of_uri`.
+    """
+    if len(messages) != 1 or messages[0].get("role") != "user":
+        raise RequestError(
+            "the model answers one question at a time, without instructions of a system: send one"
+            ' message with the role "user".'
+        )
+    content: Any = messages[0].get("content")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+        raise RequestError("the content of a message must be a text, or a list of parts.")
+    words, uris = [], []
+    for part in parts:
+        kind = part.get("type")
+        if kind == "text":
+            words.append(str(part.get("text", "")))
+        elif kind == "image_url":
+            named = part.get("image_url")
+            uris.append(str(named.get("url", "") if isinstance(named, dict) else named))
+        else:
+            raise RequestError(f"a part of type {kind!r} is not known: text or image_url.")
+    if len(uris) > 1:
+        raise RequestError(f"{len(uris)} pictures were sent: a question is about one at most.")
+    return "\n".join(words), service.picture_of_uri(uris[0]) if uris else None
+
+
+# ---------------------------------------------------------------------------------------------
+# What is done.
+
+
+async def _pictures(
+    request: fastapi.Request,
+    service: Service,
+    task: str,
+    asked: ImageOptions,
+    picture: Any,
+    more: dict[str, Any],
+) -> dict[str, Any]:
+    ticket, result = await _done(request, service, task, asked.prompt, picture, more)
+    return {
+        "created": int(time.time()),
+        "data": [{"b64_json": _png(image)} for image in result.images],
+        "sparse_lavida": _notes(ticket, result),
+    }
+
+
+async def _done(
+    request: fastapi.Request, service: Service, task: str, words: str, picture: Any, more: Any
+) -> tuple[Ticket, Result]:
+    """Waits for a request's turn and its result; leaves when the client does."""
+    try:
+        ticket = service.submit(task, words, picture, **more)
+    except QueueFull as error:
+        raise _Refusal(429, str(error), {"Retry-After": str(RETRY_SECONDS)}) from error
+    except MISTAKES as error:
+        raise _Refusal(400, str(error)) from error
+    waited = asyncio.wrap_future(ticket.future)
+    while not (await asyncio.wait([waited], timeout=POLL_SECONDS))[0]:
+        if await request.is_disconnected():
+            ticket.cancel()
+            break
+    try:
+        return ticket, await waited
+    except MISTAKES as error:
+        raise _Refusal(400, str(error)) from error
+    except (Cancelled, asyncio.CancelledError) as error:
+        raise _Refusal(CLIENT_LEFT, "the request was left.") from error
+    except Exception as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            raise _Refusal(503, "the device has not enough memory: ask for less.") from error
+        raise _Refusal(500, f"an error of the program: {type(error).__name__}.") from error
+
+
+def _notes(ticket: Ticket, result: Result) -> dict[str, Any]:
+    """Returns what OpenAI's replies have no field for."""
+    return {
+        "seeds": list(result.seeds),
+        "plans": list(result.plans),
+        "seconds": round(ticket.seconds, 4),
+        "tokens_passed": ticket.tokens,
+    }
+
+
+def _png(image: Image.Image) -> str:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+# ---------------------------------------------------------------------------------------------
+# What is refused.
+
+
+class _Refusal(fastapi.HTTPException):
+    """An error in OpenAI's shape."""
+
+    def __init__(self, status: int, sentence: str, headers: dict[str, str] | None = None):
+        super().__init__(status, sentence, headers)
+
+
+_KINDS = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+
+
+async def _refused(_: fastapi.Request, error: Exception) -> responses.JSONResponse:
+    assert isinstance(error, fastapi.HTTPException)
+    kind = _KINDS.get(error.status_code, "invalid_request_error")
+    said = {"message": error.detail, "type": kind, "param": None, "code": None}
+    return responses.JSONResponse({"error": said}, error.status_code, error.headers)
+
+
+async def _misread(request: fastapi.Request, error: Exception) -> responses.JSONResponse:
+    assert isinstance(error, fastapi.exceptions.RequestValidationError)
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"] if part != "body")
+    sentence = f"{where or 'the request'}: {first['msg']}."
+    return await _refused(request, _Refusal(400, sentence))

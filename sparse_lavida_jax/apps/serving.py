@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One model behind a queue: a request at a time, limits on what is asked, leave at any segment.
+
+    service = Service(ServedModel.from_pretrained("scenes"))
+    ticket = service.submit("generate", "a red circle above a blue square", seed=3)
+    print(ticket.ahead, ticket.future.result().image, ticket.tokens)
+
+The page (`apps/demo.py`) and the server (`apps/server.py`) stand on this; it needs no package besides ours.
+"""
+
+import base64
+import binascii
+import collections
+import concurrent.futures
+import dataclasses
+import math
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from sparse_lavida_jax import config
+from sparse_lavida_jax.data import image_files
+from sparse_lavida_jax.data.examples import Example
+from sparse_lavida_jax.data.templates import RequestError, check_words
+from sparse_lavida_jax.inference.batching import tokens_passed
+from sparse_lavida_jax.inference.requests import Shown
+from sparse_lavida_jax.inference.results import Result
+from sparse_lavida_jax.pipeline import SparseLaViDa
+from sparse_lavida_jax.sample import Progress
+
+PREVIEWED = ("generate", "edit", "inpaint", "outpaint", "reflect")  # tasks that make pictures
+# What a person can mend; everything else is an error of the program.
+MISTAKES = (RequestError, image_files.PictureError, config.ConfigError)
+CLOSE_SECONDS = 30.0  # most that closing waits for the segment that runs
+
+
+class QueueFull(Exception):
+    """As many requests wait as may; the message says so."""
+
+
+class Cancelled(Exception):
+    """The request was left before it was done."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a request may ask for at most.
+
+    Attributes:
+        waiting: requests behind the one that runs.
+        words: characters of a prompt.
+        upload: bytes of a picture file.
+        images: pictures of one request, and attempts at one.
+        new_tokens: of one answer.
+    """
+
+    waiting: int = 8
+    words: int = 4000
+    upload: int = 16 * 2**20
+    images: int = 4
+    new_tokens: int = 1024
+
+
+class ServedModel(SparseLaViDa):
+    """A pipeline that counts the tokens which it passes through the network.
+
+    Attributes:
+        tokens: of all rows since it was last set to 0, as planned: a text that ends early passes
+            fewer.
+    """
+
+    tokens = 0
+
+    def run(self, examples: Sequence[Example], *, sampling=None, **more: Any):
+        """Does what `Engine.run` does, and counts."""
+        responses = super().run(examples, sampling=sampling, **more)
+        for example in examples:
+            self.tokens += tokens_passed(
+                self.model.settings,
+                sampling or self.settings.sampling,
+                example,
+                self.prompts.text_block_len,
+            )
+        return responses
+
+
+class Ticket:
+    """A request: waits, runs, ends.
+
+    Attributes:
+        task: what is asked for.
+        future: its result.
+        began: when it came to the device, in seconds of `time.monotonic`; None: it waits.
+        making, done, total: what is being made ("layout", "picture", "text"), the steps of it that
+            are done, and all of them.
+        preview: the first picture as far as it is unmasked, if asked for.
+        tokens, seconds: what it took in the end.
+    """
+
+    future: concurrent.futures.Future[Result]
+
+    def __init__(self, service: "Service", task: str):
+        self._service = service
+        self._left = threading.Event()
+        self.task = task
+        self.began: float | None = None
+        self.making, self.done, self.total = "", 0, 0
+        self.preview: image_files.Picture | None = None
+        self.tokens, self.seconds = 0, 0.0
+
+    @property
+    def ahead(self) -> int:
+        """How many requests come before it, with the one that runs; 0 once it runs."""
+        return self._service.place(self)
+
+    def cancel(self) -> None:
+        """Leaves: at once where it waits, after the present segment where it runs."""
+        self._left.set()
+        self.future.cancel()
+
+    def step(self, making: str, done: int, total: int) -> None:
+        """Takes down the progress.
+
+        Raises:
+            Cancelled: nobody waits for the result any more.
+        """
+        self.making, self.done, self.total = making, done, total
+        if self._left.is_set():
+            raise Cancelled(f"left after {done} of {total} steps of the {making}.")
+
+
+class Service:
+    """A model, its queue, and what was done so far.
+
+    Args:
+        pipe: does the tasks, one request at a time.
+        limits: on requests.
+
+    Attributes:
+        counts: ended requests by (task, outcome); outcomes are done, refused, cancelled, failed.
+        tokens, seconds: of the requests that were done, by task.
+    """
+
+    def __init__(self, pipe: ServedModel, limits: Limits | None = None):
+        self.pipe = pipe
+        self.limits = limits or Limits()
+        self.counts: collections.Counter[tuple[str, str]] = collections.Counter()
+        self.tokens: collections.Counter[str] = collections.Counter()
+        self.seconds: dict[str, float] = collections.defaultdict(float)
+        self._device = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="device")
+        self._lock = threading.Lock()
+        self._open: list[Ticket] = []
+
+    def submit(
+        self,
+        task: str,
+        words: str | Sequence[str] | None = None,
+        shown: Shown | None = None,
+        *,
+        preview: bool = False,
+        **more: Any,
+    ) -> Ticket:
+        """Puts a request behind the others.
+
+        Args:
+            task: a method of the pipeline.
+            words: prompt, question, text or phrases; None where the task has none.
+            shown: the picture, if the task has one.
+            preview: whether to look at the picture between segments, which costs a decoding.
+            more: arguments of the task.
+
+        Raises:
+            RequestError: it asks for more than the limits allow.
+            QueueFull: as many requests wait as may.
+        """
+        self._check(words, more)
+        given = {
+            "generate": (words,), "reflect": (words,), "infill": (words, shown),
+            "caption": (shown,), "constrained_caption": (shown,),
+        }.get(task, (shown, words))  # fmt: skip
+        ticket = Ticket(self, task)
+        with self._lock:
+            if len(self._open) > self.limits.waiting:
+                raise QueueFull(
+                    f"{len(self._open) - 1} requests wait already, as many as may: try again in a"
+                    " moment."
+                )
+            self._open.append(ticket)
+            ticket.future = self._device.submit(self._do, ticket, given, more, preview)
+        ticket.future.add_done_callback(lambda _: self._close(ticket))
+        return ticket
+
+    def place(self, ticket: Ticket) -> int:
+        """Returns how many requests come before one."""
+        with self._lock:
+            return self._open.index(ticket) if ticket in self._open else 0
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait, without the one that runs."""
+        with self._lock:
+            return sum(ticket.began is None for ticket in self._open)
+
+    @property
+    def running(self) -> bool:
+        """Whether the device is at work."""
+        with self._lock:
+            return any(ticket.began is not None for ticket in self._open)
+
+    def close(self) -> None:
+        """Leaves all requests and ends the work."""
+        with self._lock:
+            left = list(self._open)
+        for ticket in left:
+            ticket.cancel()
+        self._device.shutdown(wait=False, cancel_futures=True)
+        # Those that waited are cancelled, and nobody will say so to `wait`.
+        running = [ticket.future for ticket in left if not ticket.future.cancelled()]
+        concurrent.futures.wait(running, CLOSE_SECONDS)
+
+    def picture(self, contents: bytes, name: str = "the picture") -> image_files.Picture:
+        """Returns the pixels of an uploaded file.
+
+        Raises:
+            PictureError: it is too large, or no picture (`image_files.read`).
+        """
+        if len(contents) > self.limits.upload:
+            raise image_files.PictureError(
+                f"{name} has {len(contents)} bytes: at most {self.limits.upload} are taken. Make it"
+                " smaller."
+            )
+        return image_files.read_bytes(contents, name)
+
+    def picture_of_uri(self, uri: str) -> image_files.Picture:
+        """Returns the pixels of a picture in a data URI; nothing is ever fetched.
+
+        Raises:
+            PictureError: a remote address, another URI, too large, or no picture.
+        """
+        kind, comma, payload = uri.partition(",")
+        if not (kind.startswith("data:image/") and kind.endswith(";base64") and comma):
+            raise image_files.PictureError(
+                f"a picture at {uri[:60]!r} is not fetched: send the picture itself, as"
+                " data:image/png;base64,..."
+            )
+        try:
+            return self.picture(base64.b64decode(payload, validate=True))
+        except binascii.Error as error:
+            raise image_files.PictureError(f"the data URI is no base64: {error}.") from error
+
+    def _check(self, words: str | Sequence[str] | None, more: dict[str, Any]) -> None:
+        texts = [] if words is None else [words] if isinstance(words, str) else list(words)
+        template = more.get("template")
+        for text in texts + ([] if template is None else [template]):
+            if len(check_words(text)) > self.limits.words:
+                raise RequestError(
+                    f"the prompt has {len(text)} characters: at most {self.limits.words} are taken."
+                )
+        for name, most in (
+            ("num_images", self.limits.images),
+            ("rounds", self.limits.images),
+            ("max_new_tokens", self.limits.new_tokens),
+        ):
+            asked = more.get(name)
+            if asked is not None and not 1 <= asked <= most:
+                raise RequestError(f"{name}={asked} is out of range: 1 to {most}.")
+
+    def _do(
+        self, ticket: Ticket, given: tuple[Any, ...], more: dict[str, Any], preview: bool
+    ) -> Result:
+        """Does a request; in the one thread of the device."""
+        ticket.began = begin = time.monotonic()
+        self.pipe.on_step, self.pipe.tokens = ticket.step, 0
+        if preview and ticket.task in PREVIEWED:
+            height, width = more.get("size") or (1, 1)
+
+            def look(progress: Progress) -> None:
+                canvas = progress.canvas[0]
+                rows = math.isqrt(len(canvas) * height // width)
+                ticket.preview = self.pipe.preview(canvas, rows)
+
+            more = {**more, "on_segment": look}
+        try:
+            result = getattr(self.pipe, ticket.task)(*given, **more)
+        finally:
+            self.pipe.on_step = None
+            ticket.tokens, ticket.seconds = self.pipe.tokens, time.monotonic() - begin
+        return result
+
+    def _close(self, ticket: Ticket) -> None:
+        with self._lock:
+            self._open.remove(ticket)
+            outcome = _outcome(ticket.future)
+            self.counts[ticket.task, outcome] += 1
+            if outcome == "done":
+                self.tokens[ticket.task] += ticket.tokens
+                self.seconds[ticket.task] += ticket.seconds
+
+
+def _outcome(future: concurrent.futures.Future[Result]) -> str:
+    if future.cancelled():
+        return "cancelled"
+    error = future.exception()
+    if error is None:
+        return "done"
+    if isinstance(error, Cancelled):
+        return "cancelled"
+    return "refused" if isinstance(error, MISTAKES) else "failed"

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run leaves for people: pictures while it trains, and `report.md` at its end."""
+
+import dataclasses
+import pathlib
+import statistics
+import time
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from sparse_lavida_jax import config
+from sparse_lavida_jax.bench import record
+from sparse_lavida_jax.data import markdown
+from sparse_lavida_jax.evals import scenes as exact
+from sparse_lavida_jax.inference.batching import tokens_passed
+from sparse_lavida_jax.pipeline import SparseLaViDa
+from sparse_lavida_jax.scenes import digits, grammar, scoring, tasks, world
+from sparse_lavida_jax.training import metrics
+
+CHECK_PROMPTS = 48  # drawing prompts scored while training
+SHEET_COLUMNS = 6
+CAPTION_HEIGHT = 40  # pixels
+SPEED_RUNS = 5  # the median is reported
+LOSS_ROWS = 10  # of the table of losses
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """One picture of a sheet with what is written below it."""
+
+    pixels: np.ndarray
+    caption: str
+    ok: bool | None = None
+
+
+def sheet(tiles: Sequence[Tile], columns: int = SHEET_COLUMNS) -> Image.Image:
+    """Returns pictures in a grid, the caption below each, green or red where it was judged."""
+    side = tiles[0].pixels.shape[0]
+    rows = -(-len(tiles) // columns)
+    width, height = columns * (side + 8), rows * (side + CAPTION_HEIGHT + 8)
+    page = Image.new("RGB", (width, height), "white")
+    pen, font = ImageDraw.Draw(page), ImageFont.load_default(9)
+    for i, tile in enumerate(tiles):
+        x, y = i % columns * (side + 8) + 4, i // columns * (side + CAPTION_HEIGHT + 8) + 4
+        page.paste(Image.fromarray(tile.pixels), (x, y))
+        colour = {None: "black", True: "darkgreen", False: "firebrick"}[tile.ok]
+        for line, text in enumerate(_wrap(tile.caption, font, side)[:4]):
+            pen.text((x, y + side + 1 + 10 * line), text, fill=colour, font=font)
+    return page
+
+
+def check(pipe: SparseLaViDa, path: pathlib.Path, prompts: Sequence[str] = ()) -> dict[str, float]:
+    """Draws test prompts in the middle of a run, saves a sheet and returns scores to log.
+
+    Args:
+        prompts: what to draw of prepared data, whose pictures no program can judge.
+    """
+    if pipe.settings.data.source == "prepared":
+        drawn = pipe.draw(prompts) if prompts else []
+        tiles = [Tile(pixels, prompt) for pixels, prompt in zip(drawn, prompts, strict=True)]
+        if tiles:
+            _save(sheet(tiles), path)
+        return {}
+    if pipe.settings.data.source == "digits":
+        samples = [digits.sample(exact.EVAL_SEED, i, "test") for i in range(CHECK_PROMPTS)]
+        pictures = pipe.draw([s.prompt for s in samples])
+        judged = [digits.score(s, p) for s, p in zip(samples, pictures, strict=True)]
+        scores = {"draw": float(np.mean([score.ok for score in judged]))}
+    else:
+        samples = [tasks.sample("draw", exact.EVAL_SEED, i, "test") for i in range(CHECK_PROMPTS)]
+        pictures = exact.answer(pipe, samples)
+        judged = [scoring.score(s, p) for s, p in zip(samples, pictures, strict=True)]
+        result = exact.tally("draw", samples, pictures)
+        single = result.columns.get("single", (0, 0))
+        scores = {
+            "draw": result.share,
+            "single": single[0] / max(single[1], 1),
+            "attribute_precision": result.precision or 0.0,
+        }
+    tiles = [
+        Tile(_shown(np.asarray(picture)), s.prompt, score.ok)
+        for s, picture, score in zip(samples, pictures, judged, strict=True)
+    ]
+    _save(sheet(tiles[: 4 * SHEET_COLUMNS]), path)
+    return scores
+
+
+def model_card(settings: config.Config, steps: int, seconds: float, base_readme: str = "") -> str:
+    """Returns the README of a model folder: what it is, from where, under which licence.
+
+    Args:
+        base_readme: of the model that training started from, if it did from one.
+    """
+    command = f"`python -m sparse_lavida_jax.main --config=configs/{settings.name}.py`"
+    how = f"(seed {settings.seed}, {steps} steps, {seconds / 60:.0f} minutes)"
+    if settings.train.init_from:
+        base = pathlib.Path(settings.train.init_from).name
+        return (
+            f"# {settings.name}\n\nTrained by {command} {how} from the model `{base}`. What is said"
+            f" below of that one's licence holds for these parameters too.\n\n{base_readme}"
+        )
+    return (
+        f"# {settings.name}\n\nA small Sparse-LaViDa trained from scratch by"
+        f" {command} {how} on data that the package"
+        " generates. Parameters: Apache-2.0, like the code.\n"
+    )
+
+
+def write(pipe: SparseLaViDa, folder: pathlib.Path, *, step: int, seconds: float) -> pathlib.Path:
+    """Writes `report.md`: curve, exact scores, examples and measured speed of a finished run.
+
+    Of a run on prepared data it has the losses and the newest sheet of pictures alone: no program
+    here can judge what they show.
+    """
+    settings = pipe.settings
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(pipe.model))
+    parts = [
+        f"# {settings.name}",
+        f"{parameters / 1e6:.2f} M parameters, {step} steps in {seconds / 60:.1f} minutes on"
+        f" {jax.devices()[0].device_kind}, seed {settings.seed}.",
+    ]
+    if settings.data.source == "prepared":
+        parts += ["## While it trained", _losses(folder / "metrics.jsonl"), *_newest_sheet(folder)]
+        return _written(folder, parts)
+    parts[-1] += (
+        " Scores come from programs that read pixels and text, on prompts that training never draws"
+        " from."
+    )
+    parts += ["## While it trained", _curve(folder / "metrics.jsonl")]
+    if settings.data.source == "digits":
+        parts += ["## Drawn", "![drawn](pictures/drawn.png)"]
+        scores = check(pipe, folder / "pictures/drawn.png")
+        parts.append(f"Nearest-neighbour judge: {scores['draw']:.2f} of {CHECK_PROMPTS} right.")
+    else:
+        parts += _scene_sections(pipe, folder)
+    parts += ["## Speed", _speed(pipe), *_measured()]
+    return _written(folder, parts)
+
+
+def _written(folder: pathlib.Path, parts: list[str]) -> pathlib.Path:
+    path = folder / "report.md"
+    path.write_text("\n\n".join(parts) + "\n")
+    return path
+
+
+def _losses(path: pathlib.Path) -> str:
+    """A table of the losses at ten moments of a run, each a mean over the tenth before it."""
+    rows = [row for row in metrics.read_metrics(path) if row.get("loss") is not None]
+    if not rows:
+        return "No loss was logged (train.log_every)."
+    names = [n for n in ("loss", "text_nll", "image_nll") if any(n in row for row in rows)]
+    lines = []
+    for tenth in np.array_split(np.arange(len(rows)), min(LOSS_ROWS, len(rows))):
+        part = [rows[i] for i in tenth]
+        found = [[row[name] for row in part if row.get(name) is not None] for name in names]
+        means = (f"{np.mean(values):.4f}" if values else "" for values in found)
+        lines.append((part[-1]["step"], *means))
+    return markdown.table(("up to step", *names), lines)
+
+
+def _newest_sheet(folder: pathlib.Path) -> list[str]:
+    sheets = sorted(folder.glob("pictures/*.png"))
+    return [f"## Drawn\n\n![drawn](pictures/{sheets[-1].name})"] if sheets else []
+
+
+def _scene_sections(pipe: SparseLaViDa, folder: pathlib.Path) -> list[str]:
+    """Exact scores of every task that was trained, and examples of four of them."""
+    results, parts = [], []
+    prompts = pipe.settings.train.eval_prompts
+    for task in [task for task in pipe.settings.data.tasks if task in tasks.TASKS]:
+        samples = [tasks.sample(task, exact.EVAL_SEED, i, "test") for i in range(prompts)]
+        outputs = exact.answer(pipe, samples)
+        results.append(exact.tally(task, samples, outputs))
+        section = _examples(task, samples[:12], outputs[:12], folder)
+        if section:
+            parts.append(section)
+    return ["## Exact scores", exact.table(results), *parts]
+
+
+def _examples(task, samples, outputs, folder: pathlib.Path) -> str:
+    judged = [scoring.score(s, o) for s, o in zip(samples, outputs, strict=True)]
+    title = {"draw": "Drawn", "edit": "Edited", "answer": "Answered", "point": "Pointed"}.get(task)
+    if title is None:
+        return ""
+    if task == "draw":
+        tiles = [Tile(o, s.prompt, j.ok) for s, o, j in zip(samples, outputs, judged, strict=True)]
+    else:
+        tiles = []
+        for s, o, j in zip(samples, outputs, judged, strict=True):
+            before = world.render(s.picture)
+            if task == "edit":
+                tiles += [Tile(before, s.prompt), Tile(o, "->", j.ok)]
+            else:
+                if task == "point":
+                    before = _with_box(before, o)
+                tiles.append(Tile(before, f"{s.prompt} {o.strip()}", j.ok))
+    name = f"pictures/{title.lower()}.png"
+    _save(sheet(tiles), folder / name)
+    return f"## {title}\n\n![{title.lower()}]({name})"
+
+
+def _curve(path: pathlib.Path) -> str:
+    """A table of the checks of a run: the picture scores over time."""
+    checks = [row for row in metrics.read_metrics(path) if "draw" in row]
+    if not checks:
+        return "No picture was scored while it trained (train.picture_seconds, train.eval_every)."
+    names = [name for name in ("attribute_precision", "single", "draw") if name in checks[0]]
+    lines = [
+        (row["step"], f"{row['seconds'] / 60:.1f}", *(f"{row[name]:.2f}" for name in names))
+        for row in checks
+    ]
+    return markdown.table(("step", "minutes", *(name.replace("_", " ") for name in names)), lines)
+
+
+def _speed(pipe: SparseLaViDa) -> str:
+    """Sparse against dense on the same weights, in turn; only the decoding of the picture."""
+    settings = pipe.settings
+    blank = np.zeros((settings.model.num_cells, settings.model.codes_per_token), np.int32)
+    examples = [pipe.encoder.image_example("a red circle", blank) for _ in range(pipe.batch_size)]
+    samplings = {
+        name: dataclasses.replace(settings.sampling, preset=name) for name in ("sparse", "dense")
+    }
+    times: dict[str, list[float]] = {name: [] for name in samplings}
+    for run in range(SPEED_RUNS + 1):
+        for name, taken in times.items():
+            begin = time.perf_counter()
+            pipe.run(examples, sampling=samplings[name])
+            if run:  # the first compiles
+                taken.append(time.perf_counter() - begin)
+    sparse, dense = (
+        1000 * statistics.median(times[name]) / len(examples) for name in ("sparse", "dense")
+    )
+    block = pipe.prompts.text_block_len
+    passed = {
+        name: tokens_passed(settings.model, sampling, examples[0], block)
+        for name, sampling in samplings.items()
+    }
+    return (
+        f"{settings.sampling.num_steps} steps, batch {len(examples)}, median of {SPEED_RUNS} on"
+        f" this machine: sparse {sparse:.1f} ms a picture, dense {dense:.1f} ms:"
+        f" **{dense / sparse:.1f} times faster**. Tokens passed through the model a picture:"
+        f" sparse {passed['sparse']}, dense {passed['dense']}."
+    )
+
+
+def _measured() -> list[str]:
+    """What `bench.quality` measured of the models of `configs/`."""
+    rows = [row for row in record.read_rows("quality") if row["task"] in ("draw", "edit")]
+    if not rows:
+        return []
+    columns = ("model", "preset", "task", "share right", "95 % interval", "attribute precision")
+    lines = []
+    for row in sorted(rows, key=lambda row: (row["task"], row["model"], row["method"])):
+        low, high = row["interval_95"]
+        precision = row["attribute_precision"]
+        lines.append((
+            row["model"], row["method"], row["task"], f"{row['share']:.2f}",
+            f"{low:.2f} to {high:.2f}", "" if precision is None else f"{precision:.2f}",
+        ))  # fmt: skip
+    return ["## Measured before: models of `configs/`", markdown.table(columns, lines)]
+
+
+def _shown(pixels: np.ndarray) -> np.ndarray:
+    """Small pictures (digits) enlarged so that a person sees them."""
+    factor = max(1, world.PICTURE_SIZE // pixels.shape[0])
+    return pixels.repeat(factor, axis=0).repeat(factor, axis=1)
+
+
+def _with_box(pixels: np.ndarray, text: str) -> np.ndarray:
+    try:
+        x0, y0, x1, y1 = (edge * pixels.shape[0] // 24 for edge in grammar.parse_box(text.strip()))
+    except grammar.GrammarError:
+        return pixels
+    picture = Image.fromarray(pixels)
+    corners = (min(x0, x1), min(y0, y1), max(x0, x1), max(y0, y1))
+    ImageDraw.Draw(picture).rectangle(corners, outline="black")
+    return np.asarray(picture)
+
+
+def _wrap(text: str, font, width: int) -> list[str]:
+    lines = [""]
+    for word in text.replace("><", "> <").split():  # LOC tokens have no spaces between them
+        longer = f"{lines[-1]} {word}".strip()
+        if font.getlength(longer) > width and lines[-1]:
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    return lines
+
+
+def _save(picture: Image.Image, path: pathlib.Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    picture.save(path)

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a task returns."""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int, UInt8
+from PIL import Image
+
+from sparse_lavida_jax import config
+from sparse_lavida_jax.data import image_files
+
+Box = image_files.Box
+FORMAT = "sparse-lavida-picture/1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where a model came from.
+
+    Attributes:
+        name: the folder or bundled name it was loaded from; "" for a model made in memory.
+        sha256: of the manifest of its folder, which holds the digests of all its files.
+    """
+
+    name: str = ""
+    sha256: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a task returned; every tuple has one entry a row, or none where a task has no such.
+
+    Attributes:
+        task: which one.
+        prompts: what was asked, in the words of the person.
+        seeds: of each row.
+        sampling: how it was sampled, but for what a row has of its own.
+        source: the checkpoint.
+        seconds: what each stage took, all rows together.
+        tokens: the decoded responses: text ids [l 1] or codes of cells [l g].
+        pixels: pictures.
+        texts: answers, captions, filled texts; verdicts of "reflect".
+        boxes: of "ground", one a phrase: x1, y1, x2, y2 in pixels of the picture that was shown;
+            None where the model named none.
+        plans: the layouts that pictures were drawn after.
+        attempts: of "reflect": every picture with what was said of it, one entry a row.
+        records: how to draw each picture again (`SparseLaViDa.replay`).
+    """
+
+    task: str
+    prompts: tuple[str, ...]
+    seeds: tuple[int, ...]
+    sampling: config.Sampling
+    source: Source
+    seconds: dict[str, float]
+    tokens: tuple[Int[np.ndarray, "_l _g"], ...] = ()
+    pixels: tuple[UInt8[np.ndarray, "_h _w 3"], ...] = ()
+    texts: tuple[str, ...] = ()
+    boxes: tuple[Box | None, ...] = ()
+    plans: tuple[str, ...] = ()
+    attempts: tuple[tuple[tuple[UInt8[np.ndarray, "_h _w 3"], str], ...], ...] = ()
+    records: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def images(self) -> tuple[Image.Image, ...]:
+        """The pictures, for Pillow."""
+        return tuple(map(Image.fromarray, self.pixels))
+
+    @property
+    def image(self) -> Image.Image:
+        """The first picture."""
+        return self.images[0]
+
+    @property
+    def text(self) -> str:
+        """The first text."""
+        return self.texts[0]
+
+    @property
+    def box(self) -> Box | None:
+        """The first box."""
+        return self.boxes[0]
+
+    def save(self, path: pathlib.Path | str, row: int = 0) -> None:
+        """Writes a picture; a PNG holds everything that drew it.
+
+        Raises:
+            PictureError, WriteError: see `image_files.write`.
+        """
+        image_files.write(path, self.pixels[row], self.records[row])
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns everything but pictures and tokens, for `json`."""
+        return {
+            "task": self.task,
+            "prompts": list(self.prompts),
+            "seeds": list(self.seeds),
+            "texts": list(self.texts),
+            "boxes": [None if box is None else list(box) for box in self.boxes],
+            "plans": list(self.plans),
+            "seconds": self.seconds,
+            "checkpoint": dataclasses.asdict(self.source),
+            "sampling": config.to_dict(self.sampling),
+        }

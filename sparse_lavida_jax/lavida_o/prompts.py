@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How every task is put to a converted LaViDa-O: the same methods as `scenes/sampling/prompts.py`.
+
+The words are those of `lavida_o/chat.py`, as released, where the release has the task; "ours" marks
+the others. Pictures are seen and cut as `data/images.py` does it.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Bool, Int, UInt8
+
+from sparse_lavida_jax import config
+from sparse_lavida_jax.data import images
+from sparse_lavida_jax.data.examples import Example
+from sparse_lavida_jax.data.templates import RequestError, Template, check_context, template_ids
+from sparse_lavida_jax.lavida_o import chat
+from sparse_lavida_jax.layout import Kind, Part, Response, num_tokens
+
+Picture = UInt8[np.ndarray, "_h _w 3"]
+Grid = Bool[np.ndarray, "y x"]
+
+TEXT_BLOCK_LEN = 32  # tokens, as the paper samples
+ANSWER_TOKENS = 64
+LONG_ANSWER_TOKENS = 256
+VERDICT_TOKENS = 32  # as released
+MOST_TOKENS = 8192  # of a sequence: what the released tokenizer allows
+DESCRIBE = "Describe the image in detail."  # ours, as the next one
+FILL_IN = "Complete the text."
+ACCEPTED = "is correct"
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatPrompts:
+    """The prompts of a converted LaViDa-O, or of LLaDA, which knows text alone.
+
+    Attributes:
+        tokenizer: the one that lies beside the model.
+        model: its settings.
+        factor: pixels a side that one code stands for.
+    """
+
+    tokenizer: chat.ChatTokenizer
+    model: config.Model
+    factor: int
+
+    # What it can do.
+
+    def check_task(self, task: str) -> None:
+        """Checks that the model can do a task: LaViDa-O all of them, LLaDA those of text.
+
+        Raises:
+            RequestError: it cannot.
+        """
+        if self.model.understanding_only and task not in ("ask", "reason", "infill"):
+            raise RequestError(
+                f"this checkpoint knows neither pictures nor how to {task}: it can ask, reason and"
+                " infill without one."
+            )
+
+    def lays_out(self, task: str) -> bool:
+        """Whether a picture of this task can be laid out in text first."""
+        return task in ("generate", "edit")
+
+    @property
+    def answer_tokens(self) -> int:
+        return ANSWER_TOKENS
+
+    @property
+    def long_answer_tokens(self) -> int:
+        return LONG_ANSWER_TOKENS
+
+    @property
+    def text_block_len(self) -> int:
+        return TEXT_BLOCK_LEN
+
+    # Pictures.
+
+    def canvas(self, picture: Picture, side: int) -> UInt8[np.ndarray, "side side 3"]:
+        """Returns a picture as the image tokenizer takes it: padded with black to a square."""
+        return images.source_view(picture, side, self.factor)
+
+    def erased(self, canvas: Picture, known: Grid) -> Picture:
+        """Returns a canvas as it is: what is to be drawn is told by the cells that are known."""
+        return canvas
+
+    def draw(
+        self,
+        prompt: str,
+        codes: Int[np.ndarray, "l g"],
+        *,
+        plan: str | None = None,
+        attempts: Sequence[tuple[Picture, str]] = (),
+    ) -> Example:
+        """Returns what draws a picture, after earlier attempts with what is wrong with each."""
+        seen = [images.see(picture, self.model.vision, whole=True) for picture, _ in attempts]
+        said = [(s.part, said) for s, (_, said) in zip(seen, attempts, strict=True)]
+        parts = self._words(
+            chat.draw, prompt, len(codes), condition=self._condition(len(codes)),
+            plan=chat.clean_plan(plan or ""), attempts=said,
+        )  # fmt: skip
+        return self._fits(prompt, self._example(parts, codes, None, "image", seen))
+
+    def edit(
+        self,
+        instruction: str,
+        codes: Int[np.ndarray, "l g"],
+        picture: Picture,
+        *,
+        plan: str | None = None,
+    ) -> Example:
+        """Returns what changes a picture of these codes as told."""
+        seen = images.see(picture, self.model.vision)
+        parts = self._words(
+            chat.edit, instruction, seen.part, codes, len(codes), plan=chat.clean_plan(plan or "")
+        )
+        return self._fits(instruction, self._example(parts, codes, None, "image", [seen]))
+
+    def fill_words(self, task: str, prompt: str, known: Grid) -> str:
+        """Returns the caption of the whole picture: the release has no words for this task."""
+        return prompt
+
+    def fill(
+        self,
+        instruction: str,
+        codes: Int[np.ndarray, "l g"],
+        picture: Picture,
+        known: Grid,
+        *,
+        plan: str | None = None,
+    ) -> Example:
+        """Returns what draws a captioned picture of which some cells are known (ours)."""
+        drawn = self.draw(instruction, codes, plan=plan)
+        return dataclasses.replace(drawn, response=codes.astype(np.int32), given=known.reshape(-1))
+
+    # Text.
+
+    def plan(self, prompt: str, picture: Picture | None = None) -> Example:
+        """Returns what lays out a picture, or the change of one."""
+        if picture is None:
+            parts, seen = self._words(chat.plan_picture, prompt, ANSWER_TOKENS), []
+        else:
+            seen = [images.see(picture, self.model.vision)]
+            parts = self._words(chat.plan_edit, prompt, seen[0].part, ANSWER_TOKENS)
+        return self._fits(prompt, self._example(parts, None, None, "text", seen))
+
+    def ask(self, question: str, pictures: Sequence[Picture], tokens: int) -> Example:
+        """Returns what answers a question in so many tokens, rounded up to whole text blocks."""
+        tokens = -(-tokens // TEXT_BLOCK_LEN) * TEXT_BLOCK_LEN
+        several = len(pictures) > 1
+        seen = [images.see(picture, self.model.vision, whole=several) for picture in pictures]
+        parts = self._words(chat.ask, question, [s.part for s in seen], tokens)
+        return self._fits(question, self._example(parts, None, None, "text", seen))
+
+    def caption(self, picture: Picture) -> Example:
+        return self.ask(DESCRIBE, (picture,), LONG_ANSWER_TOKENS)
+
+    def constrained_caption(self, template: Template, picture: Picture) -> Example:
+        return self._complete(DESCRIBE, template, picture)
+
+    def infill(self, template: Template, picture: Picture | None) -> Example:
+        return self._complete(FILL_IN, template, picture)
+
+    def judge(self, prompt: str, picture: Picture) -> Example:
+        """Returns what says whether a picture is what was asked for."""
+        seen = images.see(picture, self.model.vision)
+        parts = self._words(chat.judge, prompt, seen.part, VERDICT_TOKENS)
+        return self._fits(prompt, self._example(parts, None, None, "text", [seen]))
+
+    def accepts(self, verdict: str) -> bool:
+        return ACCEPTED in verdict
+
+    def correction(self, verdict: str) -> str | None:
+        """Returns None: this model draws again, told what was wrong before."""
+        return None
+
+    def text(self, ids: Int[np.ndarray, "_l 1"]) -> str:
+        """Returns the text of a response, up to its first end-of-text or end of turn."""
+        said = ids[:, 0].tolist()
+        ends = {self.model.end_of_text_id, self.tokenizer.id_of(chat.END_OF_TURN)}
+        end = next((i for i, token in enumerate(said) if token in ends), len(said))
+        return self.tokenizer.decode(said[:end])
+
+    def completed(self, template: Template, ids: Int[np.ndarray, "_l 1"]) -> str:
+        """Returns a template with its gaps filled from a response."""
+        length = len(self._template_ids(template)[0])
+        return self.tokenizer.decode(ids[:length, 0].tolist())
+
+    # Boxes.
+
+    def locate(self, phrases: Sequence[str], picture: Picture) -> list[Example]:
+        """Returns what finds things in a picture: one sequence with the boxes of all of them."""
+        seen = images.see(picture, self.model.vision)
+        try:
+            parts, known = chat.locate_all(self.tokenizer, phrases, seen.part)
+        except ValueError as error:
+            raise RequestError(str(error)) from error
+        given = known != self.model.text_mask_id
+        example = self._example(parts, known[:, None], given, "text", [seen])
+        return [self._fits(" ".join(phrases), example)]
+
+    def locate_one(self, phrase: str, picture: Picture) -> Example:
+        """Returns what finds one thing, in the words of the released RefCOCO evaluation."""
+        seen = images.see(picture, self.model.vision)
+        parts = self._words(chat.locate, phrase, seen.part)
+        return self._fits(phrase, self._example(parts, None, None, "text", [seen]))
+
+    @property
+    def locates_in_one_step(self) -> bool:
+        """Whether boxes take one step: as released, all boxes at once."""
+        return True
+
+    def boxes(
+        self,
+        phrases: Sequence[str],
+        responses: Sequence[Int[np.ndarray, "_l 1"]],
+        size: tuple[int, int],
+    ) -> list[images.Box | None]:
+        """Returns what was found, in pixels of a picture of `size` (width, height)."""
+        begin = self.tokenizer.id_of(chat.LOC_BEGIN)
+        # The response reaches from the first LOC token, behind LOC_BEGIN, to the last.
+        (ids,) = (response[:, 0] for response in responses)
+        starts = [0, *(np.flatnonzero(ids == begin) + 1).tolist()]
+        found = [self.tokenizer.box(ids[start : start + 4]) for start in starts]
+        frame = self.tokenizer.frame
+        return [
+            None if at is None else images.locations_to_box(at, size, frame)
+            for at in found[: len(phrases)]
+        ]
+
+    # Helpers.
+
+    def _condition(self, num_cells: int) -> str:
+        side = round(num_cells**0.5) * self.model.codes_side * self.factor
+        return chat.micro_condition(side, side, score=7.11) + ";"
+
+    def _words(self, make, words: str, *more, **settings):
+        """Calls a builder of `lavida_o/chat.py`; control tokens in the words are a mistake."""
+        try:
+            return make(self.tokenizer, words, *more, **settings)
+        except ValueError as error:
+            raise RequestError(str(error)) from error
+
+    def _example(
+        self,
+        parts: tuple[Part, ...],
+        response: Int[np.ndarray, "l g"] | None,
+        given: Bool[np.ndarray, " l"] | None,
+        kind: Kind,
+        seen: Sequence[images.Seen],
+    ) -> Example:
+        (length,) = (part.num_tokens for part in parts if isinstance(part, Response))
+        if response is None:
+            response = np.full((length, 1), self.model.end_of_text_id)
+        given = np.zeros(length, bool) if given is None else given
+        views = tuple(one.pixels for one in seen)
+        return Example(parts, response.astype(np.int32), given, kind, None, length, views)
+
+    def _template_ids(self, template: Template):
+        first, *rest = template
+        first = first.removeprefix(" ") if isinstance(first, str) else first
+        pieces = (first, *rest) if first else tuple(rest)
+        return template_ids(pieces, self.tokenizer.encode, self.model.text_mask_id)
+
+    def _complete(self, prompt: str, template: Template, picture: Picture | None) -> Example:
+        ids, given = self._template_ids(template)
+        seen = [] if picture is None else [images.see(picture, self.model.vision)]
+        parts = self._words(chat.ask, prompt, [s.part for s in seen], len(ids))
+        example = self._example(parts, ids[:, None], given, "text", seen)
+        return self._fits(prompt, example)
+
+    def _fits(self, prompt: str, example: Example) -> Example:
+        check_context(sum(num_tokens(part) for part in example.parts), MOST_TOKENS, prompt)
+        return example

@@ -1,0 +1,408 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training samples of the released mixture: records to sequences and to examples.
+
+`Mixer.sequence` is for LaViDa-O's own objective: word for word what the released training says
+(spec Sec. 9.1 and 9.4), which is not what its inference says. `Mixer.example` is for step-causal
+training: the prompts of `lavida_o/chat.py`, so that what is trained is what is sampled.
+"""
+
+import dataclasses
+import itertools
+import re
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from sparse_lavida_jax import config
+from sparse_lavida_jax.data import image_files, images
+from sparse_lavida_jax.data.examples import Example
+from sparse_lavida_jax.diffusion import Sequence
+from sparse_lavida_jax.lavida_o import chat
+from sparse_lavida_jax.lavida_o.chat import CELL, IMAGE, SOURCE_CELL, ChatTokenizer
+from sparse_lavida_jax.layout import (
+    Answer,
+    Kind,
+    Part,
+    Response,
+    Source,
+    Text,
+    Views,
+    cells_from_codes,
+)
+from sparse_lavida_jax.mixture.records import Record, RecordError
+
+# What stands around a picture in the released training text. Neither is a token of the released
+# tokenizer, so that both are spelled out and learned (spec Sec. 9.1).
+PICTURE_BEGIN, PICTURE_END = "<|reserved_token_126095|>", "<|reserved_token_126096|>"
+NO_PICTURE = "<|reserved_token_7|>"  # stands for the picture that a plan alone does without
+CLEAN_TEXT = 0.8  # share of pictures with a plan whose text is not masked (spec Sec. 9.2)
+NO_CONDITION = 0.3  # share of prompts without a micro-condition (spec Sec. 5.4)
+MEASURED = 0.5  # share of micro-conditions with a luminance, and with a contrast
+LONG_CAPTION, SHORTENED = 150, 0.2  # characters; share of longer captions that are shortened
+MOST_CAPTION = 800  # characters of a caption, the rest is cut off
+DENSE_CAPTION = "Generate a dense image caption with bounding boxes in LOC format."
+FINAL_BLOCKS = 4  # below so many text blocks of padding stand behind an answer: ours
+_MARK = re.compile("(" + "|".join(map(re.escape, (IMAGE, SOURCE_CELL, CELL))) + ")")
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
+_LOCATION = re.compile(r"<LOC_(\d+)>")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixer:
+    """Records to what is trained on.
+
+    Attributes:
+        tokenizer: the one that lies beside the model.
+        settings: the whole configuration.
+    """
+
+    tokenizer: ChatTokenizer
+    settings: config.Config
+
+    # ---------------------------------------------------------------------------------------------
+    # The released objective.
+
+    def sequence(self, record: Record, rng: np.random.Generator) -> Sequence:
+        """Returns a record as LaViDa-O trains on it, without padding.
+
+        Where a picture follows a plan, text is kept clean in 4 of 5 draws: neither masked, nor
+        dropped, nor learned.
+
+        Raises:
+            RecordError: it does not fit the model or the tokenizer.
+        """
+        crop = int(rng.integers(max(len(record.target), 1)))
+        turns = self._turns(record, crop, rng)
+        seen, views = self._seen(record)
+        sources = [self._cells(codes) for codes in record.sources]
+        codes = self._cells(record.target[crop]) if record.draws else self._no_cells
+        held: list[Part | list[int]] = []  # lists of ids are of a context
+        left = {
+            IMAGE: iter([one.part for one in seen]),
+            SOURCE_CELL: iter([Source(cells) for cells in sources]),
+            CELL: iter([Response(len(codes))]),
+        }
+        keep = record.draws and bool(record.plan) and rng.random() < CLEAN_TEXT
+        for words, answer_from in self._messages(turns):
+            at = 0
+            for piece in _MARK.split(words):
+                if piece in left:
+                    held.append(next(left[piece]))
+                elif piece:
+                    ids, offsets = self.tokenizer.encode_with_offsets(piece)
+                    # The header of the assistant is context, the rest of the message learned.
+                    first = sum(at + end <= answer_from for _, end in offsets)
+                    held.append(ids[:first])
+                    if ids[first:]:
+                        rest = np.asarray(ids[first:], np.int32)
+                        held.append(Text(rest, keep=True) if keep else Answer(rest))
+                at += len(piece)
+        if not record.draws:
+            held.append(Response(0))
+        return Sequence(
+            _joined(held), codes, self._code_weight(record) if record.draws else None, views
+        )
+
+    def _messages(self, turns: list[tuple[str, str]]) -> list[tuple[str, int]]:
+        """Returns messages, each with the character from which on it is learned."""
+        said = [("system", chat.SYSTEM, False)]
+        for user, assistant in turns:
+            said += [("user", user, False), ("assistant", assistant, True)]
+        messages = [(chat.START, len(chat.START))]
+        for role, words, learned in said:
+            message = chat.message(role, words)
+            start = len(chat.message(role, "")) - len(chat.END_OF_TURN)
+            messages.append((message, start if learned else len(message)))
+        return messages
+
+    def _turns(self, record: Record, crop: int, rng: np.random.Generator) -> list[tuple[str, str]]:
+        """Returns what user and assistant say, with a mark where a picture or its cells stand."""
+        (asked, *_), drawn = (*record.asked, ""), f"{PICTURE_BEGIN}{CELL}{PICTURE_END}"
+        if not record.draws:
+            drawn = NO_PICTURE
+        match record.kind:
+            case "text_to_image" | "plan":
+                caption = caption_of(record, rng)
+                condition = condition_of(record, crop, rng)
+                user = f"Generate an image with the caption: {caption} {condition}"
+                answer = f"Sure {drawn}"
+                if record.kind == "plan":
+                    user += f". {chat.PLAN}{_feedback(record)}"
+                    answer = f"{self._plan_words(record)} {drawn}"
+            case "edit" | "edit_plan":
+                user = f"{IMAGE} {SOURCE_CELL} " * len(record.sources) + f" {asked}"
+                if record.pixel_diff is not None and record.draws:
+                    user += f" {condition_of(record, crop, rng)}"
+                answer = f"Sure {drawn}"
+                if record.kind == "edit_plan":
+                    user += f". {chat.PLAN} "
+                    answer = f"{self._plan_words(record)} {drawn}"
+            case "understanding":
+                turns = zip(record.asked, record.answered, strict=True)
+                return [(_picture_first(user), answer) for user, answer in turns]
+            case "reflection":
+                user, (answer,) = chat.verdict_asked(asked), record.answered
+            case "grounding":
+                user = f"{IMAGE}\n Please locate {asked} in this image. {chat.BOXES_WANTED}"
+                answer = self._boxes_said(record)[0]
+            case "dense_caption":
+                user = f"{IMAGE}\n {DENSE_CAPTION}"
+                answer = self._dense_caption(record)
+            case kind:
+                raise RecordError(f"it is of the kind {kind}, which nobody knows")
+        if record.form == "no_plan":
+            answer = drawn
+        return [(_picture_first(user), answer)]
+
+    def _plan_words(self, record: Record) -> str:
+        """Returns how an answer tells its plan."""
+        if record.kind == "plan":
+            return f"Sure I should place the objects in the following manner {record.plan}"
+        return (
+            f"Sure I should consider {record.operation} the objects in these locations : "
+            f" {record.plan}"
+        )
+
+    def _code_weight(self, record: Record) -> Float[np.ndarray, "l g"] | None:
+        """Returns the loss weight of each code, higher within the boxes of an edit."""
+        if self.settings.data.edit_area_weight == 1 or not len(record.boxes):
+            return None
+        height, width = record.target.shape[1:]
+        inside = np.zeros((height, width), bool)
+        for box in record.boxes.tolist():
+            x1, y1, x2, y2 = images.box_to_locations(tuple(box), record.size, 4096)
+            rows, columns = (
+                slice(first * side // 4096, -(-last * side // 4096))
+                for first, last, side in ((y1, y2, height), (x1, x2, width))
+            )
+            inside[rows, columns] = True
+        weight = np.where(inside, self.settings.data.edit_area_weight, 1.0)
+        return cells_from_codes(weight[None], self.settings.model.codes_side)[0]
+
+    # ---------------------------------------------------------------------------------------------
+    # Step-causal training.
+
+    def example(self, record: Record, rng: np.random.Generator) -> Example:
+        """Returns a record as it is sampled, with one response.
+
+        Of a picture with a plan the picture in 4 of 5 draws, with the plan before it, and the
+        plan in the others; of a conversation one question and its answer, chosen at random, as
+        the release does without SELECT_ALL_INDEX (spec Sec. 0).
+
+        Raises:
+            RecordError: it does not fit the model or the tokenizer.
+        """
+        crop = int(rng.integers(max(len(record.target), 1)))
+        seen, views = self._seen(record)
+        shown = [one.part for one in seen]
+        draws = record.draws and not (record.plan and rng.random() >= CLEAN_TEXT)
+        t, (asked, *_) = self.tokenizer, (*record.asked, "")
+        match record.kind:
+            case "text_to_image" | "plan" if draws:
+                codes = self._cells(record.target[crop])
+                parts = chat.draw(
+                    t, caption_of(record, rng), len(codes),
+                    condition=condition_of(record, crop, rng),
+                    plan=self._plan_words(record) if record.plan else "",
+                    attempts=[*zip(shown, record.feedback, strict=True)],
+                )  # fmt: skip
+                return _example(parts, codes, "image", views)
+            case "edit" | "edit_plan" if draws:
+                codes = self._cells(record.target[crop])
+                parts = chat.edit_several(
+                    t, asked, shown, [self._cells(one) for one in record.sources], len(codes),
+                    plan=self._plan_words(record) if record.plan else "",
+                )  # fmt: skip
+                made = _example(parts, codes, "image", views)
+                return dataclasses.replace(made, code_weight=self._code_weight(record))
+            case "plan":
+                ids, reach = self._answer(self._plan_words(record), rng)
+                caption, condition = caption_of(record, rng), condition_of(record, crop, rng)
+                words = f"{caption} {condition}. {chat.PLAN}{_feedback(record)}"
+                user = f"Generate an image with the caption: {words}"
+                parts = chat.answer_to(t, user, shown, len(ids))
+            case "edit_plan":
+                ids, reach = self._answer(self._plan_words(record), rng)
+                user = " ".join([IMAGE] * len(shown)) + f"\n{asked}. {chat.PLAN}"
+                parts = chat.answer_to(t, user, shown, len(ids))
+            case "understanding":
+                which = int(rng.integers(len(record.asked)))
+                question = record.asked[which].replace(IMAGE, "").strip()
+                ids, reach = self._answer(record.answered[which], rng)
+                parts = chat.ask(t, question, shown, len(ids))
+            case "reflection":
+                ids, reach = self._answer(record.answered[0], rng)
+                parts = chat.judge(t, asked, shown[0], len(ids))
+            case "grounding" if (ids := self._box_ids(record)) is not None:
+                parts, reach = chat.locate(t, asked, shown[0]), len(ids)
+            case "dense_caption" if len(record.boxes):
+                parts, known = chat.locate_all(t, record.phrases, shown[0])
+                given = known != self.settings.model.text_mask_id
+                boxes = "".join(self._boxes_said(record))
+                ids = known.copy()
+                ids[~given] = [t.id_of(f"<LOC_{n}>") for n in _LOCATION.findall(boxes)]
+                made = _example(parts, ids[:, None], "text", views)
+                return dataclasses.replace(made, given=given)
+            case "grounding" | "dense_caption":
+                wanted = f" Please locate {asked} in this image. {chat.BOXES_WANTED}"
+                if record.kind == "dense_caption":
+                    wanted = f" {DENSE_CAPTION}"
+                ids, reach = self._answer(record.answered[0], rng)
+                parts = chat.ask(t, wanted, shown, len(ids))
+            case kind:
+                raise RecordError(f"it is of the kind {kind}, which nobody knows")
+        return dataclasses.replace(_example(parts, ids[:, None], "text", views), reach=reach)
+
+    def _answer(self, words: str, rng: np.random.Generator) -> tuple[Int[np.ndarray, " l"], int]:
+        """Returns an answer in whole text blocks, and how many tokens a sampler reaches.
+
+        Behind it stand the end of the turn, at least one end-of-text, and a random number of text
+        blocks more.
+        """
+        data, model = self.settings.data, self.settings.model
+        end = self.tokenizer.id_of(chat.END_OF_TURN)
+        said = [*self.tokenizer.encode(words.strip()), end]
+        block = data.text_block_len
+        reach = (len(said) // block + 1) * block
+        length = reach + int(rng.integers(FINAL_BLOCKS)) * block
+        length = min(length, max(reach, data.max_answer_len))
+        ids = np.full(length, model.end_of_text_id, np.int32)
+        ids[: len(said)] = said
+        return ids, reach
+
+    # ---------------------------------------------------------------------------------------------
+    # Boxes.
+
+    def _boxes_said(self, record: Record) -> list[str]:
+        """Returns the answer of a box, or of each box, in LOC tokens."""
+        if not len(record.boxes):
+            return [*record.answered]
+        frame, said = self.tokenizer.frame, []
+        for box in record.boxes.tolist():
+            edges = images.box_to_locations(tuple(box), record.size, frame)
+            said.append(chat.LOC_BEGIN + "".join(f"<LOC_{edge}>" for edge in edges) + chat.LOC_END)
+        return said
+
+    def _box_ids(self, record: Record) -> Int[np.ndarray, " 4"] | None:
+        """Returns the LOC tokens of one box; None where an answer is not just that."""
+        said = self._boxes_said(record)[0]
+        edges = _LOCATION.findall(said)
+        bare = _LOCATION.sub("", said.replace(chat.LOC_BEGIN, "").replace(chat.LOC_END, ""))
+        if len(edges) != 4 or bare.strip():
+            return None
+        return np.array([self.tokenizer.id_of(f"<LOC_{edge}>") for edge in edges], np.int32)
+
+    def _dense_caption(self, record: Record) -> str:
+        """Returns the released caption, or one in the form of the released prompt of boxes."""
+        if record.answered:
+            return record.answered[0]
+        named = (
+            f"{chat.PHRASE_BEGIN} {phrase} {chat.PHRASE_END}{box}"
+            for phrase, box in zip(record.phrases, self._boxes_said(record), strict=True)
+        )
+        return "There are following objects in the scene. " + ", ".join(named)
+
+    # ---------------------------------------------------------------------------------------------
+    # Pictures.
+
+    def _seen(self, record: Record) -> tuple[list[images.Seen], tuple[Views, ...]]:
+        """Returns the pictures of a record as the vision tower sees them.
+
+        Several are seen whole, and so are earlier attempts (spec Sec. 4).
+        """
+        whole = len(record.pictures) > 1 or bool(record.feedback)
+        seen = [
+            images.see(image_files.read_bytes(one), self.settings.model.vision, whole=whole)
+            for one in record.pictures
+        ]
+        return seen, tuple(one.pixels for one in seen)
+
+    @property
+    def _no_cells(self) -> Int[np.ndarray, "0 g"]:
+        return np.zeros((0, self.settings.model.codes_per_token), np.int32)
+
+    def _cells(self, codes: Int[np.ndarray, "y x"]) -> Int[np.ndarray, "l g"]:
+        model = self.settings.model
+        side = model.grid_size * model.codes_side
+        if codes.shape != (side, side) or codes.max() >= model.codebook_size:
+            raise RecordError(
+                f"its picture has {codes.shape[0]}x{codes.shape[1]} codes up to {codes.max()}, and"
+                f" the model takes {side}x{side} below {model.codebook_size}"
+            )
+        return cells_from_codes(codes[None], model.codes_side)[0]
+
+
+def caption_of(record: Record, rng: np.random.Generator) -> str:
+    """Returns a caption, a long one now and then cut down to its first sentences (spec Sec. 9.4).
+
+    The caption of a plan is only ever cut at its end: the plan is one of all it says.
+    """
+    (caption,) = record.asked
+    if (
+        record.kind == "text_to_image"
+        and len(caption) > LONG_CAPTION
+        and (rng.random() < SHORTENED)
+    ):
+        sentences = _SENTENCE_END.split(caption.strip())
+        caption = " ".join(sentences[: int(rng.integers(len(sentences))) + 1])
+    return caption[:MOST_CAPTION]
+
+
+def condition_of(record: Record, crop: int, rng: np.random.Generator) -> str:
+    """Returns the micro-condition of a picture, or "" (spec Sec. 5.4)."""
+    dropped, luminance, contrast = rng.random(3) < (NO_CONDITION, MEASURED, MEASURED)
+    if dropped or not len(record.target):
+        return ""
+    (top, left), light = record.crops[crop].tolist(), record.light[crop].tolist()
+    return chat.micro_condition(
+        *record.size,
+        top,
+        left,
+        luminance=light[0] if luminance else None,
+        contrast=light[1] if contrast else None,
+        score=record.score,
+        hps=record.hps,
+        pixel_diff=record.pixel_diff,
+    )
+
+
+def _feedback(record: Record) -> str:
+    """Returns what a prompt says of earlier attempts."""
+    told = "\n".join(
+        f"Generation {i}: {IMAGE}\n Feedback {i}: {words}"
+        for i, words in enumerate(record.feedback, 1)
+    )
+    return f" {chat.FEEDBACK} {told}" if told else ""
+
+
+def _picture_first(words: str) -> str:
+    """Moves the only picture of a message to its beginning, as released (spec Sec. 9.4).
+
+    The line break behind it is ours.
+    """
+    if words.count(IMAGE) != 1 or words.startswith(IMAGE):
+        return words
+    return f"{IMAGE}\n{words.replace(IMAGE, '').strip()}"
+
+
+def _joined(held: list[Part | list[int]]) -> tuple[Part, ...]:
+    """Returns the parts, with runs of context as one text each and answers side by side joined."""
+    parts: list[Part] = []
+    for kind, run in itertools.groupby(held, lambda one: (type(one), getattr(one, "keep", None))):
+        run = [*run]
+        ids = [one if isinstance(one, list) else getattr(one, "ids", ()) for one in run]
+        joined = np.asarray([*itertools.chain(*ids)], np.int32)
+        if kind[0] is list:
+            parts += [Text(joined)] if len(joined) else []
+        elif kind[0] is Answer:
+            parts.append(Answer(joined))
+        elif kind[0] is Text:
+            parts.append(Text(joined, keep=True))
+        else:
+            parts += [one for one in run if not isinstance(one, list)]
+    return tuple(parts)
+
+
+def _example(parts: tuple[Part, ...], response, kind: Kind, views) -> Example:
+    given = np.zeros(len(response), bool)
+    return Example(parts, response.astype(np.int32), given, kind, None, len(response), views)

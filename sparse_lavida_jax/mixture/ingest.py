@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a row of a table to a record: the fields of each kind, and pictures as they are trained on.
+
+The fields are listed in docs/data.md. Pictures to draw are resized and cropped as the release does
+in training (spec Sec. 3), those of edits and of layouts padded to a square; all that is random
+depends on the seed, the dataset and the number of the row.
+"""
+
+import dataclasses
+import json
+import zlib
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int, UInt8
+
+from sparse_lavida_jax.data import image_files, images
+from sparse_lavida_jax.lavida_o import chat
+from sparse_lavida_jax.mixture.recipe import Dataset
+from sparse_lavida_jax.mixture.records import Record, RecordError
+from sparse_lavida_jax.mixture.tables import Reader, Row
+
+Square = UInt8[np.ndarray, "s s 3"]
+
+# Where a field goes by another name in released tables.
+OTHER_NAMES = {"score": "fltLaionAesthScore"}
+OPERATIONS = {
+    "add": "adding", "remove": "removing", "replace": "replacing", "adjust": "adjusting",
+    "edit": "edit",
+}  # fmt: skip
+SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
+
+
+class LeftOut(Exception):
+    """A row that is in order and not wanted; the message is the rule that says so."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What all rows have in common.
+
+    Attributes:
+        side: of the squares that the image tokenizer takes, in pixels.
+        factor: pixels a side of one code.
+        crops: random crops of a picture to draw.
+        seed: of the crops.
+    """
+
+    side: int
+    factor: int
+    crops: int
+    seed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """A record whose codes are to be computed: of `targets`, then of `sources`."""
+
+    record: Record
+    targets: tuple[Square, ...] = ()
+    sources: tuple[Square, ...] = ()
+
+    def finished(self, codes: Int[np.ndarray, "n y x"]) -> Record:
+        split = len(self.targets)
+        changes = {}
+        if self.targets:
+            changes["target"] = codes[:split]
+        if self.sources:
+            changes["sources"] = codes[split:]
+        return dataclasses.replace(self.record, **changes)
+
+
+def draft(
+    row: Row, name: str, number: int, copy: int, dataset: Dataset, reader: Reader, to: Settings
+) -> Draft:
+    """Returns the record of a row, but for its codes.
+
+    Args:
+        name: of the row, for people.
+        number, copy: which row it is, and the how manieth time it is taken.
+
+    Raises:
+        RecordError, PictureError: something is missing or wrong in it.
+        LeftOut: the dataset's settings leave it out.
+    """
+    if isinstance(dataset.columns, dict):
+        row = row | {ours: row[theirs] for ours, theirs in dataset.columns.items() if theirs in row}
+    rng = np.random.Generator(
+        np.random.Philox(
+            key=(to.seed << 32) ^ zlib.crc32(dataset.name.encode()), counter=[0, 0, number, copy]
+        )
+    )
+    return _Row(row, name, dataset, reader, to, rng).draft()
+
+
+@dataclasses.dataclass
+class _Row:
+    """A row being read."""
+
+    row: Row
+    name: str
+    dataset: Dataset
+    reader: Reader
+    to: Settings
+    rng: np.random.Generator
+
+    def draft(self) -> Draft:
+        score = self._number("score")
+        if score is not None and score < self.dataset.aes_cutoff:
+            raise LeftOut("aes_cutoff")
+        made = getattr(self, f"_{self.dataset.kind}")()
+        return dataclasses.replace(made, record=dataclasses.replace(made.record, score=score))
+
+    def _record(self, asked: tuple[str, ...], **fields) -> Record:
+        dataset = self.dataset
+        return Record(dataset.kind, dataset.name, self.name, asked, form=dataset.form, **fields)
+
+    # Pictures to draw.
+
+    def _text_to_image(self) -> Draft:
+        return self._drawn(self._record((self._text("caption"),)), "image", crop=True)
+
+    def _plan(self) -> Draft:
+        """LOC coordinates are those of the picture padded to a square, so it is not cropped."""
+        feedback = self._texts("feedback")
+        shown = self._encoded("feedback_images")
+        if len(feedback) != len(shown):
+            raise RecordError(f"it has {len(feedback)} feedback and {len(shown)} feedback_images")
+        for contents in shown:
+            image_files.read_bytes(contents)
+        plan = "" if self.dataset.form == "no_plan" else self._text("loc")
+        record = self._record(
+            (self._text("caption"),), plan=plan, feedback=feedback, pictures=shown
+        )
+        if self.dataset.form == "plan_only" and not self._has("image"):
+            return Draft(record)
+        return self._drawn(record, "image", crop=False)
+
+    def _edit(self, plan: str = "", operation: str = "") -> Draft:
+        encoded = self._encoded("source_images", needed=True)
+        if self.dataset.max_enc_images and len(encoded) > self.dataset.max_enc_images:
+            raise LeftOut("max_enc_images")
+        shown = [image_files.read_bytes(contents) for contents in encoded]
+        record = self._record(
+            (self._text("instruction"),),
+            plan=plan,
+            operation=operation,
+            pictures=encoded,
+            size=images.size_of(shown[0]),
+            pixel_diff=self._number("pixel_diff"),
+            boxes=self._boxes("edit_boxes"),
+        )
+        made = Draft(record, sources=tuple(self._padded(picture) for picture in shown))
+        if self.dataset.form == "plan_only" and not self._has("target_image"):
+            return made
+        drawn = self._drawn(record, "target_image", crop=False)
+        return dataclasses.replace(drawn, sources=made.sources)
+
+    def _edit_plan(self) -> Draft:
+        operation = str(self.row.get("operation", "edit"))
+        if operation not in (*OPERATIONS, *OPERATIONS.values()):
+            raise RecordError(f"operation is {operation!r}, not one of {', '.join(OPERATIONS)}")
+        plan = "" if self.dataset.form == "no_plan" else self._text("loc")
+        return self._edit(plan, OPERATIONS.get(operation, operation))
+
+    def _drawn(self, record: Record, field: str, *, crop: bool) -> Draft:
+        """Adds the squares of the picture to draw, and what is told of it beside its caption."""
+        picture = image_files.read_bytes(self._one(field), f"its {field}")
+        width, height = size = images.size_of(picture)
+        if min(size) < self.dataset.min_size:
+            raise LeftOut("min_size")
+        places, squares = [(0, 0)], [self._padded(picture)]
+        if crop:
+            side = self.to.side
+            left, top = (n - side for n in images.size_to_crop(size, side))
+            places = [
+                (int(self.rng.integers(top + 1)), int(self.rng.integers(left + 1)))
+                for _ in range(self.to.crops)
+            ]
+            squares = [
+                images.training_crop(picture, side, *place, self.to.factor) for place in places
+            ]
+        hps = self._number("hpsv2")
+        record = dataclasses.replace(
+            record,
+            crops=np.array(places, np.int32),
+            light=np.array([images.luminance_and_contrast(one) for one in squares], np.float32),
+            size=(width, height),
+            hps=None if hps is None else 10 * hps,
+        )
+        return Draft(record, tuple(squares))
+
+    def _padded(self, picture: image_files.Picture) -> Square:
+        return images.source_view(picture, self.to.side, self.to.factor)
+
+    # Text and boxes.
+
+    def _understanding(self) -> Draft:
+        shown = self._encoded("image")
+        sizes = [images.size_of(image_files.read_bytes(contents)) for contents in shown]
+        size = sizes[0] if sizes else (0, 0)
+        asked, answered = self._turns()
+        # A conversation that does not say where its pictures stand begins with them.
+        if shown and not any(chat.IMAGE in said for said in asked):
+            asked = (" ".join([chat.IMAGE] * len(shown)) + "\n" + asked[0], *asked[1:])
+        marks = sum(said.count(chat.IMAGE) for said in asked)
+        if marks != len(shown):
+            raise RecordError(f"it speaks of {marks} pictures ({chat.IMAGE}) and has {len(shown)}")
+        return Draft(self._record(asked, answered=answered, pictures=shown, size=size))
+
+    def _reflection(self) -> Draft:
+        return self._seen((self._text("caption"),), answered=(self._text("answer"),))
+
+    def _grounding(self) -> Draft:
+        if self._has("loc_string"):
+            return self._seen((self._text("label"),), answered=(self._text("loc_string"),))
+        boxes = self._boxes("box", needed=True)
+        if len(boxes) != 1:
+            raise RecordError(f"it has {len(boxes)} boxes, where its box is needed")
+        return self._seen((self._text("label"),), boxes=boxes)
+
+    def _dense_caption(self) -> Draft:
+        if self._has("loc_caption"):
+            return self._seen((), answered=(self._text("loc_caption"),))
+        phrases, boxes = self._texts("phrases", needed=True), self._boxes("boxes", needed=True)
+        if len(phrases) != len(boxes):
+            raise RecordError(f"it has {len(phrases)} phrases and {len(boxes)} boxes")
+        return self._seen((), phrases=phrases, boxes=boxes)
+
+    def _seen(self, asked: tuple[str, ...], **fields) -> Draft:
+        """Returns the draft of a text about one picture."""
+        contents = self._one("image")
+        size = images.size_of(image_files.read_bytes(contents, "its image"))
+        if "boxes" in fields:
+            _check_inside(fields["boxes"], size)
+        return Draft(self._record(asked, pictures=(contents,), size=size, **fields))
+
+    def _turns(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Returns what is asked and what is answered, of as many turns each."""
+        if not self._has("conversations"):
+            return (self._plain("question", pictures=True),), (self._text("answer"),)
+        given, said = _listed(self.row["conversations"]), {"user": [], "assistant": []}
+        for i, turn in enumerate(given):
+            if not isinstance(turn, dict):
+                raise RecordError(f"turn {i} of its conversations is {turn!r}")
+            speaker = SPEAKERS.get(str(turn.get("from", turn.get("role"))))
+            wanted = ("user", "assistant")[i % 2]
+            if speaker != wanted:
+                raise RecordError(f"turn {i} of its conversations is not of the {wanted}")
+            words = turn.get("value", turn.get("content"))
+            said[wanted].append(_checked_words(f"turn {i}", words, pictures=wanted == "user"))
+        if not given or len(given) % 2:
+            raise RecordError("its conversations do not end with an answer")
+        return tuple(said["user"]), tuple(said["assistant"])
+
+    # Fields.
+
+    def _has(self, field: str) -> bool:
+        return self._value(field) not in (None, "", [])
+
+    def _value(self, field: str) -> Any:
+        return self.row.get(field, self.row.get(OTHER_NAMES.get(field, field)))
+
+    def _plain(self, field: str, *, pictures: bool = False) -> str:
+        return _checked_words(field, self._value(field), pictures=pictures)
+
+    def _text(self, field: str) -> str:
+        return self._plain(field)
+
+    def _texts(self, field: str, *, needed: bool = False) -> tuple[str, ...]:
+        given = _listed(self._value(field)) if self._has(field) else []
+        if needed and not given:
+            raise RecordError(f"it has no {field}")
+        return tuple(_checked_words(field, one) for one in given)
+
+    def _number(self, field: str) -> float | None:
+        value = self._value(field)
+        if value is None:
+            return None
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = float("nan")
+        if not np.isfinite(number):
+            raise RecordError(f"{field} is {value!r}, which is no number")
+        return number
+
+    def _boxes(self, field: str, *, needed: bool = False) -> np.ndarray:
+        """Returns boxes [b 4], of one box or of a list of them."""
+        if not self._has(field):
+            if needed:
+                raise RecordError(f"it has no {field}")
+            return np.zeros((0, 4), np.float32)
+        try:
+            boxes = np.asarray(_listed(self._value(field)), np.float32).reshape(-1, 4)
+        except (TypeError, ValueError):
+            boxes = np.full((1, 4), np.nan, np.float32)
+        if not (np.isfinite(boxes).all() and (boxes[:, :2] <= boxes[:, 2:]).all()):
+            raise RecordError(f"{field} is no box x1, y1, x2, y2, nor a list of them")
+        return boxes
+
+    def _one(self, field: str) -> bytes:
+        first, *more = self._encoded(field, needed=True)
+        if more:
+            raise RecordError(f"it has {1 + len(more)} pictures as {field}, where one is needed")
+        return first
+
+    def _encoded(self, field: str, *, needed: bool = False) -> tuple[bytes, ...]:
+        """Returns the encoded pictures of a field, which names one or several."""
+        if not self._has(field):
+            if needed:
+                raise RecordError(f"it has no {field}")
+            return ()
+        value = self._value(field)
+        value = _listed(value) if isinstance(value, str) else value
+        return tuple(
+            self.reader.picture(one) for one in (value if isinstance(value, list) else [value])
+        )
+
+
+def _listed(value: Any) -> list[Any]:
+    """Returns a list, also where a table without lists (CSV) spells it in JSON."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return [value]
+    return value if isinstance(value, list) else [value]
+
+
+def _checked_words(field: str, value: Any, *, pictures: bool = False) -> str:
+    """Returns a text, unless it is empty or holds what the chat template is made of."""
+    if not isinstance(value, str) or not value.strip():
+        raise RecordError(f"it has no {field}" if value in (None, "") else f"{field} is {value!r}")
+    for token in (*chat.CONTROL, *(() if pictures else (chat.IMAGE,))):
+        if token in value:
+            raise RecordError(f"{field} holds the control token {token}")
+    return value
+
+
+def _check_inside(boxes: np.ndarray, size: images.Size) -> None:
+    if (boxes < 0).any() or (boxes > np.array([*size, *size])).any():
+        raise RecordError(f"a box leaves the picture of {size[0]}x{size[1]} pixels")

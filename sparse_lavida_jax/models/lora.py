@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters of low rank beside frozen matrices (LoRA, arXiv:2106.09685).
+
+    model = lora.attach(model, settings, key)    x W  becomes  x W + (alpha / rank) (x A) B
+    model = lora.merged(model)                   W    becomes  W + (alpha / rank) A B, on the host
+
+A and B lie in the `Linear` that they change, so that the layers of a stack are still scanned and
+no merged matrix ever exists while training. B starts at 0: an attached model computes what its
+base does.
+"""
+
+import re
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from sparse_lavida_jax import config
+from sparse_lavida_jax.models import quantize
+from sparse_lavida_jax.models.layers import Linear
+
+M = TypeVar("M", bound=nnx.Module)
+
+HEADS = ("text_head", "image_head/logits")  # read in chunks by the loss, without adapters
+NAME = re.compile(r"(^|/)lora_[ab]$")  # of the parameters of adapters
+
+
+def attach(model: M, settings: config.Lora, key: PRNGKeyArray) -> M:
+    """Returns the model with an adapter beside every matrix that `settings.targets` is found in.
+
+    Parameters of the adapters are float32; everything else is shared with the model given. The
+    matrices of the logits get none: `settings.also` trains them whole.
+
+    Args:
+        model: of arrays, or of shapes as `jax.eval_shape` makes it (inside another `eval_shape`).
+
+    Raises:
+        ConfigError: the rank is 0, or no matrix is a target.
+    """
+    if not settings.rank:
+        raise config.ConfigError("Lora.rank=0 means no adapters: give a rank of 1 or more.")
+    model, targets = _copied(model), []
+    choice = {name: linear for name, linear in _linears(model) if name not in HEADS}
+    for name, linear in choice.items():
+        if not re.search(settings.targets, name):
+            continue
+        targets.append(name)
+        *stack, i, o = linear.kernel.shape
+        normal = jax.random.normal(
+            jax.random.fold_in(key, len(targets)), (*stack, i, settings.rank)
+        )
+        linear.lora_a = nnx.Param(normal * i**-0.5)
+        linear.lora_b = nnx.Param(jnp.zeros((*stack, settings.rank, o)))
+        linear.lora_scale = settings.alpha / settings.rank
+    if not targets:
+        raise config.ConfigError(
+            f"Lora.targets={settings.targets!r} is found in the path of no matrix. They are:"
+            f" {', '.join(choice)}."
+        )
+    return model
+
+
+def begin(settings: config.Config, model: M, key: PRNGKeyArray) -> M:
+    """Returns the model as it is trained: with adapters if there are any, beside a base in 8 bits.
+
+    Raises:
+        ConfigError: as `attach`.
+    """
+    if settings.optimizer.frozen_dtype == "int8":
+        model = quantize.quantized(model, "int8")
+    return attach(model, settings.lora, key) if settings.lora.rank else model
+
+
+def merged(model: M) -> M:
+    """Returns the model with its adapters added to their matrices, which then lie on the host.
+
+    One layer of one matrix is added at a time, in float32. A model without adapters comes back as
+    it is.
+    """
+    if not any(linear.lora_scale for _, linear in _linears(model)):
+        return model
+    model = _copied(model)
+    for _, linear in _linears(model):
+        if linear.lora_scale:
+            linear.kernel = nnx.Param(_sum(linear))
+            del linear.lora_a, linear.lora_b, linear.lora_scale
+    return model
+
+
+def _sum(linear: Any) -> Float[np.ndarray, "*n i o"]:
+    kernel: Float[Array, "*n i o"] = linear.kernel[...]
+    a, b = (np.asarray(part[...], np.float32) for part in (linear.lora_a, linear.lora_b))
+    total = np.empty(kernel.shape, kernel.dtype)
+    for layer in np.ndindex(kernel.shape[:-2]):
+        wide = np.asarray(kernel[layer], np.float32)
+        total[layer] = wide + np.float32(linear.lora_scale) * (a[layer] @ b[layer])
+    return total
+
+
+def _copied(model: M) -> M:
+    """Returns modules of their own that share the arrays."""
+    return jax.tree.map(lambda leaf: leaf, model)
+
+
+def _linears(model: Any) -> list[tuple[str, Any]]:
+    modules = nnx.iter_modules(model)
+    return [("/".join(map(str, path)), m) for path, m in modules if isinstance(m, Linear)]

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where parameters lie on a mesh: one table of rules by name.
+
+Mesh axes are data, fsdp, tensor and sequence; any of them may be missing. `tensor` splits heads and
+hidden widths, so that a layer needs two sums over chips; `fsdp` splits what is left, to be gathered
+when it is used.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from sparse_lavida_jax.checkpoints.model_folder import ChooseSharding
+from sparse_lavida_jax.kernels.sharded import BATCH_AXES, HEADS_AXIS, TOKENS_AXIS
+from sparse_lavida_jax.models.parameters import leaf_name
+
+AXES = (*BATCH_AXES, HEADS_AXIS, TOKENS_AXIS)
+PARTS = ("params", "ema", "frozen")  # of `train_step.TrainState` that are parameters, or like them
+
+T = TypeVar("T")
+AnyMesh = Mesh | AbstractMesh
+
+# The last axes of a parameter, by its path in the model; what stands before them (layers) is whole.
+# Every parameter matches exactly one rule.
+RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
+    (r"(^|/)(q|k|v|gate|up|fc1)/kernel$", ("fsdp", "tensor")),
+    (r"(^|/)(attn_out|down|out|fc2)/kernel$", ("tensor", "fsdp")),
+    (r"^text_embedding$|^image_embedding/table$", ("tensor", "fsdp")),
+    (r"^text_head/kernel$|^image_head/logits/kernel$", ("fsdp", "tensor")),
+    (r"^image_(embedding/(merge|cell|code)|head/(spread|cell|code))/kernel$", ("fsdp", "tensor")),
+    (r"^vision/(pool|tower/patch_embedding)/kernel$", ("fsdp", "tensor")),
+    # Adapters: split like the matrix they stand beside, whole along the rank.
+    (r"(^|/)(q|k|v|gate|up|merge|spread|cell|code)/lora_a$", ("fsdp", None)),
+    (r"(^|/)(q|k|v|gate|up|merge|spread|cell|code)/lora_b$", (None, "tensor")),
+    (r"(^|/)(attn_out|down)/lora_a$", ("tensor", None)),
+    (r"(^|/)(attn_out|down)/lora_b$", (None, "fsdp")),
+    # Vectors, and tables of a few rows.
+    (r"/(weight|scale|bias)$", ()),
+    (r"^(register_\w+|image_newline|(cell|seen)_(row|column))$|position_embedding$", ()),
+)
+
+
+def rule_of(name: str) -> tuple[str | None, ...]:
+    """Returns the mesh axes of the last axes of a parameter.
+
+    Raises:
+        ValueError: no rule, or more than one, is for it.
+    """
+    found = _rules_of(name)
+    if len(found) != 1:
+        raise ValueError(
+            f"{len(found)} rules of sharding.RULES are for the parameter {name}: it needs one."
+        )
+    return found[0]
+
+
+def spec_of(name: str, shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSpec:
+    """Returns how a parameter is split: where an axis of the mesh divides it.
+
+    What an axis does not divide (a vocabulary is seldom a round number) it leaves whole, and splits
+    another side that the rule splits, if it divides that: no large matrix is whole everywhere.
+    """
+    axes = rule_of(name)
+    own = (None,) * (len(shape) - len(axes)) + axes
+    split: list[list[str]] = [[] for _ in shape]
+
+    def divides(side: int, axis: str) -> bool:
+        parts = math.prod(mesh.shape[taken] for taken in split[side])
+        return shape[side] % (parts * mesh.shape[axis]) == 0
+
+    sides = {side: axis for side, axis in enumerate(own) if axis is not None}
+    waiting = []
+    for side, axis in sides.items():
+        if axis in mesh.shape:
+            (split[side] if divides(side, axis) else waiting).append(axis)
+    for axis in waiting:
+        other = next((side for side in sides if divides(side, axis)), None)
+        if other is not None:
+            split[other].append(axis)
+    return PartitionSpec(*(
+        None if not axes else axes[0] if len(axes) == 1 else tuple(axes) for axes in split
+    ))  # fmt: skip
+
+
+def over(mesh: Mesh) -> ChooseSharding:
+    """Returns what `checkpoint.load_model` takes to split parameters over a mesh.
+
+    Raises:
+        ValueError: the mesh has other axes.
+    """
+    _check_axes(mesh.axis_names)
+    mesh = Mesh(mesh.devices, mesh.axis_names)  # `jax.make_mesh` leaves nothing to the compiler
+
+    def choose(name: str, shape: tuple[int, ...]) -> jax.sharding.Sharding:
+        return NamedSharding(mesh, spec_of(name, shape, mesh))
+
+    return choose
+
+
+# ---------------------------------------------------------------------------------------------
+# Training.
+
+
+def make_mesh(sizes: Mapping[str, int]) -> Mesh | None:
+    """Returns a mesh of all devices, with automatic axes; None without sizes: one device alone.
+
+    Args:
+        sizes: of the axes; -1 for the devices that are left.
+
+    Raises:
+        ValueError: an axis that is not ours, or sizes that do not make up the devices.
+    """
+    if not sizes:
+        return None
+    whole = whole_sizes(sizes, jax.device_count())
+    automatic = (jax.sharding.AxisType.Auto,) * len(whole)
+    return jax.make_mesh(tuple(whole.values()), tuple(whole), axis_types=automatic)
+
+
+def whole_sizes(sizes: Mapping[str, int], count: int) -> dict[str, int]:
+    """Returns the sizes of the axes of a mesh of `count` devices, in the order of `AXES`.
+
+    Args:
+        sizes: of the axes; -1 for the devices that are left.
+
+    Raises:
+        ValueError: an axis that is not ours, or sizes that do not make up the devices.
+    """
+    _check_axes(sizes)
+    known = math.prod(size for size in sizes.values() if size > 0)
+    whole = {axis: count // known if size == -1 else size for axis, size in sizes.items()}
+    if math.prod(whole.values()) != count:
+        asked = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+        raise ValueError(f"a mesh of {asked} does not make up the {count} devices there are.")
+    return {axis: whole[axis] for axis in AXES if axis in whole}
+
+
+def spec_of_state(name: str, shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSpec:
+    """Returns how a leaf of a training state is split: as the parameter whose name ends its own.
+
+    What an optimizer keeps beside its moments, such as the number of the step, is whole everywhere.
+
+    Raises:
+        ValueError: no rule, or more than one, is for a parameter or its average.
+    """
+    part, _, parameter = name.partition("/")
+    if part in PARTS:
+        return spec_of(parameter, shape, mesh)
+    parts = name.split("/")
+    for start in range(len(parts)):
+        own = "/".join(parts[start:])
+        found = _rules_of(own)
+        if len(found) == 1 and len(found[0]) <= len(shape):
+            return spec_of(own, shape, mesh)
+    return PartitionSpec()
+
+
+def shared_by(name: str, shape: tuple[int, ...], mesh: AnyMesh) -> int:
+    """Returns how many equal parts a leaf of a training state is split into."""
+    split = jax.tree.leaves(tuple(spec_of_state(name, shape, mesh)))
+    return math.prod(mesh.shape[axis] for axis in split)
+
+
+def of_state(state: T, mesh: Mesh) -> T:
+    """Returns the sharding of every leaf of a training state, which may be one of shapes."""
+    return jax.tree_util.tree_map_with_path(functools.partial(_of_leaf, mesh), state)
+
+
+def _of_leaf(mesh: Mesh, path: tuple, leaf: jax.ShapeDtypeStruct | jax.Array) -> NamedSharding:
+    return NamedSharding(mesh, spec_of_state(leaf_name(path), leaf.shape, mesh))
+
+
+def place_state(state: T, mesh: Mesh) -> T:
+    """Lays a training state out over a mesh.
+
+    Over devices of several processes it is the same in all of them.
+    """
+
+    def place(path, leaf):
+        where = _of_leaf(mesh, path, leaf)
+        if where.is_fully_addressable or not getattr(leaf, "is_fully_addressable", True):
+            return jax.device_put(leaf, where)
+        held = np.asarray(leaf)
+        return jax.make_array_from_callback(held.shape, where, held.__getitem__)
+
+    return jax.tree_util.tree_map_with_path(place, state)
+
+
+def row_parts(mesh: Mesh) -> int:
+    """Returns how many parts the rows of a batch are split into."""
+    return math.prod(mesh.shape[axis] for axis in _row_axes(mesh))
+
+
+def share_of_rows(mesh: Mesh) -> tuple[int, int]:
+    """Returns which share of the rows of a batch lies on devices of this process.
+
+    Returns:
+        Its number, and how many there are. Where the rows of a process do not stand together, or
+        processes share some, each makes the smallest share that holds its own: all of them if need
+        be.
+    """
+    parts = row_parts(mesh)
+    rows = NamedSharding(mesh, PartitionSpec(_row_axes(mesh)))
+    indices = rows.addressable_devices_indices_map((parts,)).values()
+    held = [index[0].indices(parts)[0] for index in indices if index]
+    for count in range(parts, 1, -1):
+        first, last = (part * count // parts for part in (min(held), max(held)))
+        if parts % count == 0 and first == last:
+            return first, count
+    return 0, 1
+
+
+def of_batch(batch: T, mesh: Mesh, shares: int = 1) -> T:
+    """Returns the sharding of every array of a batch: of its rows, whole where they do not divide.
+
+    Rows go over data and fsdp.
+
+    Args:
+        shares: of how many equal shares of the rows `batch` is one.
+    """
+    return jax.tree.map(lambda x: _of_rows(mesh, x.shape[0] * shares), batch)
+
+
+def _of_rows(mesh: Mesh, rows: int) -> NamedSharding:
+    axes = _row_axes(mesh)
+    spec = PartitionSpec(axes) if axes and rows % row_parts(mesh) == 0 else PartitionSpec()
+    return NamedSharding(mesh, spec)
+
+
+def place_batch(batch: T, mesh: Mesh, share: tuple[int, int] = (0, 1)) -> T:
+    """Splits the rows of a batch over a mesh, as `of_batch` says.
+
+    Args:
+        share: which of how many equal shares of the rows `batch` is.
+    """
+    index, count = share
+
+    def place(x):
+        total, first = x.shape[0] * count, x.shape[0] * index
+        where = _of_rows(mesh, total)
+        if where.is_fully_addressable:
+            return jax.device_put(x, where)
+
+        def rows(wanted):
+            begin, end, _ = wanted[0].indices(total)
+            return x[(slice(begin - first, end - first), *wanted[1:])]
+
+        return jax.make_array_from_callback((total, *x.shape[1:]), where, rows)
+
+    return jax.tree.map(place, batch)
+
+
+def _row_axes(mesh: Mesh) -> tuple[str, ...]:
+    return tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
+
+
+def constrained(state: T) -> T:
+    """Keeps a training state where `place_state` laid it, inside a program."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return state
+
+    def keep(path, leaf):
+        spec = spec_of_state(leaf_name(path), leaf.shape, mesh)
+        return jax.lax.with_sharding_constraint(leaf, spec)
+
+    return jax.tree_util.tree_map_with_path(keep, state)
+
+
+def _rules_of(name: str) -> list[tuple[str | None, ...]]:
+    return [axes for pattern, axes in RULES if re.search(pattern, name)]
+
+
+def _check_axes(names: Iterable[str]) -> None:
+    if unknown := [axis for axis in names if axis not in AXES]:
+        raise ValueError(
+            f"the mesh has an axis {unknown[0]!r}: its axes are among {', '.join(AXES)}."
+        )

@@ -1,0 +1,416 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a sampling configuration asks for: what is compiled into a step, and the plan of steps.
+
+Presets are data. Each says what the step of `sample.py` passes besides the tokens to decode and
+the registers, and what stands in the cache:
+
+| preset | passes besides | cache |
+| --- | --- | --- |
+| sparse (prt) | the tokens decoded in the previous step | prompt, response |
+| without p; without r | the prompt again; all clean tokens again | not of that |
+| without t | all other masked tokens | |
+| dense | everything, in block 0, without registers: LaViDa-O itself | none |
+| prefix | the whole response, in block 0: LaViDa-O's text | prompt |
+| fast_dllm_prefix | later text blocks | all before, made anew by a text block's first step |
+| fast_dllm_dual | nothing | all but the text block, made anew by its first step |
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Bool
+
+from sparse_lavida_jax import config, orders
+from sparse_lavida_jax.layout import Kind, codes_from_cells
+from sparse_lavida_jax.models import text_head
+
+# Widths where a step passes most of the response: padding costs more there than a program does.
+WIDE_BUCKETS = tuple(width for width in orders.BUCKETS if width <= 96) + tuple(
+    range(128, 2**16 + 1, 32)
+)
+WIDE_PADDING = 0.03
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """What is cached and what is left out: a row of the paper's ablation (Table 6).
+
+    With `full_attention` every response token sees every other, so a cache is not exact: that of
+    the prompt keeps what the prompt alone computed, that of the response is refreshed by the
+    first step of every text block (Fast-dLLM).
+    """
+
+    cache_prompt: bool
+    cache_response: bool
+    truncate: bool
+    full_attention: bool = False
+
+    @property
+    def refreshes(self) -> bool:
+        return self.full_attention and self.cache_response
+
+    @property
+    def passes_given(self) -> bool:
+        """Whether given tokens are passed as the response's others are, not cached before it."""
+        return self.full_attention and self.cache_prompt
+
+
+def preset(name: str) -> Preset:
+    """Returns the preset of that name (`config.PRESETS`, `config.TEXT_PRESETS`).
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    known = (*config.PRESETS, *config.TEXT_PRESETS)
+    if name not in known:
+        raise ValueError(f"preset {name!r} is unknown: use one of {', '.join(known)}.")
+    full_attention = {"dense": "", "prefix": "p", "fast_dllm_prefix": "pr", "fast_dllm_dual": "prt"}
+    if name in full_attention:
+        letters = full_attention[name]
+        return Preset("p" in letters, "r" in letters, "t" in letters, full_attention=True)
+    letters = {"sparse": "prt", "none": ""}.get(name, name)
+    return Preset("p" in letters, "r" in letters, "t" in letters)
+
+
+def default_preset(model: config.Model) -> str:
+    """Returns what a checkpoint was trained for: sparse, or dense for a "full" one."""
+    return "sparse" if model.trained_attention == "step_causal" else "dense"
+
+
+def untrained(sampling: config.Sampling, model: config.Model) -> str:
+    """Returns a preset that is asked for by name and that the model never learned; "": none is."""
+    named = [name for name in (sampling.preset, sampling.text_preset) if name]
+    sparse = [name for name in named if not preset(name).full_attention]
+    return sparse[0] if sparse and model.trained_attention == "full" else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Which candidates a step commits; see `choose`.
+
+    Attributes:
+        commit: all | count | threshold | factor | entropy.
+        level: the threshold, the factor, or the bound in nats.
+        confidence: probability | margin | entropy | random.
+        noisy: whether the log of the confidence has Gumbel noise.
+        most: commits at most this many; 0: no limit.
+        released: the factor rule as the released code has it (`choose.commit_by_factor`).
+    """
+
+    commit: str = "all"
+    level: float = 0.0
+    confidence: str = "probability"
+    noisy: bool = False
+    most: int = 0
+    released: bool = False
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether a segment may have nothing left to decode before its last step."""
+        return self.commit in ("threshold", "factor", "entropy")
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSettings:
+    """Everything about a step that is compiled into it, but for the numbers that `program` drops.
+
+    Attributes:
+        temperature, guidance, guidance_image: of rows whose request does not say otherwise.
+        guidance_rows: 1: none; 2: [dropped, full]; 3: [dropped, second, full].
+        edit_guidance: what the second row of three keeps (`config.Sampling`).
+        released: text as the released code writes it (`config.Sampling.released_behaviour`).
+        guided, refreshing: of the segment (`orders.Segment`).
+        head_tile: words of a tile of the vocabulary that is drawn from by tiles
+            (`sampling_head`); 0: all logits are made at once.
+        shapes: padded lengths of both streams of the prompt of each guidance row, where a step
+            passes the prompt again and nothing is cached; (): those of the batch.
+        tables_ahead: whether tables of attention are made before the loop, where they can be.
+        discards: whether a step computes, as the released code does, the whole understanding tower
+            and its head for all tokens of the pass, and throws away what nothing reads: the same
+            response, for benchmarks.
+    """
+
+    kind: Kind
+    preset: Preset
+    num_registers: int
+    temperature: float
+    guidance_rows: int
+    guidance: float
+    guidance_image: float
+    edit_guidance: str = "source"
+    choice: Choice = Choice()
+    top_k: int = 0
+    top_p: float = 1.0
+    released: bool = False
+    guided: bool = True
+    refreshing: bool = False
+    head_tile: int = 0
+    shapes: tuple[tuple[int, int], ...] = ()
+    tables_ahead: bool = True
+    discards: bool = False
+
+    @property
+    def uses_cache(self) -> bool:
+        return self.preset.cache_prompt or self.preset.cache_response
+
+    @property
+    def caches_prompt(self) -> bool:
+        """Whether the prompt is passed once, before the first step."""
+        return self.preset.cache_prompt and not self.preset.refreshes
+
+    def program(self, *, greedy: bool) -> "StepSettings":
+        """The settings without what is a number of each row: these choose the compiled program.
+
+        Args:
+            greedy: whether every row has temperature 0, which spares the noise.
+        """
+        return dataclasses.replace(
+            self, temperature=0.0 if greedy else 1.0, guidance=0.0, guidance_image=0.0
+        )
+
+
+def guidance_of(sampling: config.Sampling, *, has_source: bool) -> float:
+    """Returns the guidance scale of a picture; `has_source`: of an edit."""
+    of_edits = has_source and sampling.guidance_edit >= 0
+    return sampling.guidance_edit if of_edits else sampling.guidance
+
+
+def step_settings(
+    sampling: config.Sampling, model: config.Model, kind: Kind, *, has_source: bool = False
+) -> StepSettings:
+    """Returns the compiled-in settings of a sampling configuration."""
+    is_text = kind == "text"
+    name = (sampling.text_preset if is_text else "") or sampling.preset
+    chosen = preset(name or default_preset(model))
+    scale = guidance_of(sampling, has_source=has_source)
+    pulled = scale > 0 or (has_source and sampling.guidance_image > 0)
+    guided = pulled and not is_text
+    registers = model.num_registers if sampling.registers < 0 else sampling.registers
+    filtered = sampling.text_top_k > 0 or sampling.text_top_p < 1  # needs all logits at once
+    return StepSettings(
+        kind=kind,
+        preset=chosen,
+        num_registers=0 if chosen.full_attention else registers,
+        temperature=sampling.text_temperature if is_text else sampling.temperature,
+        guidance_rows=(3 if has_source else 2) if guided else 1,
+        guidance=scale if guided else 0.0,
+        guidance_image=sampling.guidance_image if guided else 0.0,
+        edit_guidance=sampling.edit_guidance,
+        choice=_choice(sampling, kind),
+        top_k=sampling.text_top_k if is_text else sampling.top_k,
+        top_p=sampling.text_top_p if is_text else sampling.top_p,
+        released=is_text and sampling.released_behaviour,
+        head_tile=text_head.tile_of(model.vocab_size) if is_text and not filtered else 0,
+    )
+
+
+def _choice(sampling: config.Sampling, kind: Kind) -> Choice:
+    if kind == "image":
+        by_confidence = sampling.order == "confidence"
+        return Choice("count", noisy=sampling.confidence_noise > 0) if by_confidence else Choice()
+    commit = sampling.text_commit
+    level = {
+        "threshold": sampling.text_threshold,
+        "factor": sampling.text_factor,
+        "entropy": sampling.text_entropy,
+    }
+    confidence = "entropy" if commit == "entropy" else sampling.text_confidence
+    return Choice(
+        commit,
+        level.get(commit, 0.0),
+        confidence,
+        most=sampling.text_most,
+        released=commit == "factor" and sampling.released_behaviour,  # the only rule that has two
+    )
+
+
+def plan(
+    sampling: config.Sampling,
+    settings: StepSettings,
+    model: config.Model,
+    given: Bool[np.ndarray, "b l"],
+    text_block_len: int,
+    seeds: Sequence[int] | None = None,
+    grid: tuple[int, int] | None = None,
+) -> list[orders.Segment]:
+    """Returns the segments that a sampling configuration asks for.
+
+    Args:
+        settings: what `step_settings` made of the same configuration.
+        given: known tokens of each response.
+        text_block_len: tokens of a text block; of text only.
+        seeds: of the rows, for `sampling.order_seed` -1.
+        grid: rows and columns of cells of a picture; by default the model's largest.
+
+    Raises:
+        ConfigError: an order that the preset or the response cannot follow.
+    """
+    if settings.kind == "text":
+        return _text_plan(sampling, settings, given, text_block_len)
+    if sampling.order_seed >= 0:
+        seeds = [sampling.order_seed] * len(given)
+    elif seeds is None:
+        raise ValueError("Sampling.order_seed=-1 needs the seed of every row.")
+    grid = grid or (model.grid_size, model.grid_size)
+    segments = _image_segments(sampling, settings.preset, model, given, seeds, grid)
+    # What changes from step to step changes over the steps that there are, if some are merged: of a
+    # picture without given cells, or a row would depend on what the others have given.
+    steps = sampling.num_steps
+    if sampling.merge_cells:
+        whole = orders.counts(sampling.schedule, steps, given.shape[1], sampling.shift)
+        steps = len(orders.merged(whole, sampling.merge_cells))
+    fewest = sampling.registers_end
+    registers = settings.num_registers
+    noise = orders.cooling(
+        sampling.confidence_noise_schedule,
+        steps,
+        sampling.confidence_noise_end,
+        sampling.confidence_noise_shift or sampling.shift,
+    )
+    stepped = orders.with_steps(
+        segments,
+        guided=orders.guided_steps(sampling.guidance_interval, steps),
+        noise=(noise * sampling.confidence_noise).astype(np.float32),
+        temperature=orders.cooling(
+            sampling.temperature_schedule, steps, sampling.temperature_end, sampling.shift
+        ),
+        guidance=orders.cooling(
+            sampling.guidance_schedule, steps, sampling.guidance_end, sampling.shift
+        ),
+        registers=orders.register_counts(
+            registers, registers if fewest < 0 else min(fewest, registers), steps
+        ),
+    )
+    return orders.in_passes(
+        stepped,
+        sampling.cell_passes,
+        model.codes_side,
+        clean_once=settings.preset.cache_response,
+    )
+
+
+def _image_segments(
+    sampling: config.Sampling,
+    chosen: Preset,
+    model: config.Model,
+    given: Bool[np.ndarray, "b l"],
+    seeds: Sequence[int],
+    grid: tuple[int, int],
+) -> list[orders.Segment]:
+    by_confidence = sampling.order == "confidence"
+    by_code = chosen.full_attention and sampling.grid == "code"
+    if by_confidence and (chosen.truncate or chosen.cache_response):
+        raise config.ConfigError(
+            "Sampling.order='confidence' chooses after each pass among all cells that are masked:"
+            " it needs a preset that passes them all, dense, none or p."
+        )
+    passes = sampling.cell_passes
+    if passes > 1 and (by_code or by_confidence or model.codes_per_token % passes):
+        raise config.ConfigError(
+            f"Sampling.cell_passes={passes} cuts steps over whole cells of a fixed order: it must"
+            f" divide {model.codes_per_token}, the codes of a cell, with an order other than"
+            " 'confidence' and grid='cell'."
+        )
+    if sampling.merge_cells and (by_code or by_confidence):
+        raise config.ConfigError(
+            f"Sampling.merge_cells={sampling.merge_cells} merges steps over whole cells of a fixed"
+            " order: it needs an order other than 'confidence' and grid='cell'."
+        )
+    (rows, columns), side = grid, model.codes_side if by_code else 1
+    known = np.repeat(given[..., None], side**2, axis=-1)
+    name = "raster" if by_confidence else sampling.order
+    whole = orders.image_plan(
+        np.stack([orders.order(name, rows * side, columns * side, seed) for seed in seeds]),
+        schedule=sampling.schedule,
+        num_steps=sampling.num_steps,
+        shift=sampling.shift,
+        given=codes_from_cells(known, rows, side).reshape(len(given), -1),
+        merge=sampling.merge_cells,
+    )
+    if by_code or by_confidence:
+        return orders.code_segments(whole, rows, columns, side, by_confidence=by_confidence)
+    wide = not (chosen.truncate and chosen.cache_response)
+    return orders.segments(
+        whole,
+        passes_clean="newest" if chosen.cache_response else "all",
+        passes_rest=not chosen.truncate,
+        **({"buckets": WIDE_BUCKETS, "padding": WIDE_PADDING} if wide else {}),
+    )
+
+
+def _text_plan(
+    sampling: config.Sampling,
+    settings: StepSettings,
+    given: Bool[np.ndarray, "b l"],
+    block_len: int,
+) -> list[orders.Segment]:
+    chosen = settings.preset
+    steps = sampling.text_steps
+    if sampling.text_step_ratio > 0:
+        steps = max(int(block_len * sampling.text_step_ratio), 1)
+    refreshes = chosen.refreshes
+    return orders.text_plan(
+        given.shape[1],
+        block_len,
+        block_len if settings.choice.ends_early else steps,
+        given,
+        schedule=sampling.text_schedule,
+        shift=sampling.text_shift,
+        passes_clean="newest" if chosen.cache_response and not refreshes else "all",
+        passes_rest=not chosen.truncate,
+        passes_given=chosen.passes_given,
+        refreshes=refreshes,
+        leftovers=settings.released and chosen.full_attention and not refreshes,
+        block_order=_block_order(sampling, given.shape[1] // block_len),
+    )
+
+
+def _block_order(sampling: config.Sampling, num_blocks: int) -> Sequence[int]:
+    """The order in which text blocks are decoded, one for all rows of a batch."""
+    numbers = sampling.block_numbers
+    if numbers is not None:
+        if sorted(numbers) != list(range(num_blocks)):
+            raise config.ConfigError(
+                f"Sampling.text_block_order={sampling.text_block_order!r} does not fit a response"
+                f" of {num_blocks} text blocks: name each of 0 to {num_blocks - 1} once."
+            )
+        return numbers
+    if sampling.text_block_order == "random":
+        if sampling.order_seed < 0:
+            raise config.ConfigError(
+                f"Sampling.text_block_order='random' with order_seed={sampling.order_seed}: a batch"
+                " decodes its text blocks in one order, so give a seed of 0 or more."
+            )
+        return orders.random_order(1, num_blocks, sampling.order_seed).tolist()
+    left_to_right = range(num_blocks)
+    return left_to_right if sampling.text_block_order == "left_to_right" else left_to_right[::-1]
+
+
+def tokens_passed(
+    segments: list[orders.Segment], settings: StepSettings, prompt_tokens: int
+) -> int:
+    """Returns how many tokens of one row all steps pass, prompt included, padding not.
+
+    Args:
+        segments: a plan of one row.
+        prompt_tokens: of that row, both streams.
+    """
+    response = registers = refreshed = steps = 0
+    for part in segments:
+        used = (part.clean, part.decode, part.rest)
+        response += sum(int((positions != orders.PAD_POSITION).sum()) for positions in used)
+        registers += part.num_steps * num_registers(part, settings)
+        refreshed += int(part.refresh.sum())
+        steps += part.num_steps
+    if not settings.preset.cache_prompt:
+        times = steps
+    else:
+        times = refreshed if settings.preset.refreshes else 1
+    return response + registers + prompt_tokens * times
+
+
+def num_registers(segment: orders.Segment, settings: StepSettings) -> int:
+    """Returns how many registers the steps of a segment pass."""
+    asked = int(segment.registers[0])
+    return settings.num_registers if asked < 0 else asked

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random choices that are the same on every machine, and random things of the small world."""
+
+import functools
+import zlib
+from collections.abc import Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from sparse_lavida_jax.scenes.world import COLOURS, NUM_CELLS, SHAPES, SIZES, Object, Scene
+
+Pair = tuple[str, str]  # shape, colour
+Pairs = tuple[Pair, ...]
+
+PAIRS: Pairs = tuple((shape, colour) for shape in SHAPES for colour in COLOURS)
+HELD_OUT: Pairs = (
+    ("circle", "purple"),
+    ("square", "cyan"),
+    ("triangle", "red"),
+    ("cross", "yellow"),
+)
+TRAINED: Pairs = tuple(pair for pair in PAIRS if pair not in HELD_OUT)
+MOST_OBJECTS = 6  # in a scene that is shown
+
+T = TypeVar("T")
+
+
+class Dice:
+    """Random choices from the raw words of Philox, which are the same in every NumPy."""
+
+    def __init__(self, seed: int, stream: str, index: int, *, held_out: bool = False):
+        # The counter's low words run within an example, its third word is the example.
+        self._bits = np.random.Philox(
+            key=np.array([seed, zlib.crc32(stream.encode())], np.uint64),
+            counter=np.array([0, 0, index, 0], np.uint64),
+        )
+        self._words: list[int] = []
+        self.held_out = held_out
+
+    def below(self, end: int) -> int:
+        """Returns a number of 0..end-1; the bias of the remainder is under 2**-50."""
+        if not self._words:
+            self._words = self._bits.random_raw(32).tolist()
+        return self._words.pop() % end
+
+    def chance(self, percent: int) -> bool:
+        return self.below(100) < percent
+
+    def between(self, low: int, high: int) -> int:
+        """Returns a number of low..high, both included."""
+        return low + self.below(high - low + 1)
+
+    def pick(self, choices: Sequence[T]) -> T:
+        return choices[self.below(len(choices))]
+
+    def several(self, choices: Sequence[T], count: int) -> list[T]:
+        """Returns `count` different ones, in random order."""
+        left = list(choices)
+        return [left.pop(self.below(len(left))) for _ in range(count)]
+
+    def pair(self, alone: bool = False, among: Pairs = PAIRS) -> Pair:
+        """Returns a shape and a colour that may be used in this split.
+
+        Args:
+            alone: the example has no other object, so that held-out pairs are always allowed.
+            among: the pairs to choose from.
+        """
+        pool = PAIRS if alone or self.held_out else TRAINED
+        if self.held_out and self.chance(50):
+            pool = HELD_OUT
+        return self.pick(_common(pool, among) or among)
+
+    def thing(self, alone: bool = False, among: Pairs = PAIRS) -> Object:
+        return Object(*self.pair(alone, among), self.pick(SIZES))
+
+    def scene(self, low: int = 1, high: int = MOST_OBJECTS) -> Scene:
+        """Returns a scene of low..high objects."""
+        count = self.between(low, high)
+        return self.scatter([self.thing(alone=count == 1) for _ in range(count)])
+
+    def scatter(self, things: Sequence[Object]) -> Scene:
+        """Puts objects into random cells."""
+        cells = self.several(range(NUM_CELLS), len(things))
+        return Scene.of(dict(zip(cells, things, strict=True)))
+
+
+@functools.cache
+def _common(first: Pairs, second: Pairs) -> Pairs:
+    return tuple(pair for pair in first if pair in second)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Handwritten digits, a small real data set: scikit-learn's, 8x8 cells of 17 grey levels.
+
+The grey levels are the codes of a picture, so that no image tokenizer is needed. The judge of what
+was drawn is the nearest neighbour among the training pictures.
+"""
+
+import dataclasses
+import functools
+
+import einops
+import numpy as np
+from jaxtyping import Int, UInt8
+
+from sparse_lavida_jax.scenes.dice import Dice
+from sparse_lavida_jax.scenes.scoring import Score
+
+SIDE = 8  # cells
+LEVELS = 17  # 0 is paper, 16 is ink
+NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+PICTURE_SIZE = 64  # pixels a side, unless a caller asks for another
+SPLITS = ("train", "test")
+EVERY = 5  # each fifth picture is in the test split; writers mix in both
+# Squared error of a cell, in levels, beyond which a picture is no digit. Ours: a test picture is at
+# most 13.9 from the nearest training picture, noise is 40 and more.
+FARTHEST = 14.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One handwritten digit and what it is called."""
+
+    prompt: str
+    digit: int
+    codes: Int[np.ndarray, "l 1"]  # grey levels in raster order
+
+
+def prompt_of(digit: int) -> str:
+    """Returns "a handwritten seven"."""
+    return f"a handwritten {NAMES[digit]}"
+
+
+def sample(seed: int, index: int, split: str = "train") -> Sample:
+    """Returns example number `index` of an endless random sequence of pictures.
+
+    Raises:
+        ValueError: an unknown split, or a negative seed or index.
+        ModuleNotFoundError: scikit-learn, which brings the pictures, is not installed.
+    """
+    if seed < 0 or index < 0:
+        raise ValueError(f"seed and index must be 0 or more, got {seed=}, {index=}.")
+    codes, labels = load(split)
+    chosen = Dice(seed, f"digits/{split}", index).below(len(labels))
+    digit = int(labels[chosen])
+    return Sample(prompt_of(digit), digit, codes[chosen][:, None])
+
+
+@functools.lru_cache(maxsize=2)
+def load(split: str) -> tuple[Int[np.ndarray, "n l"], Int[np.ndarray, " n"]]:
+    """Returns the grey levels and the digits of a split."""
+    if split not in SPLITS:
+        raise ValueError(f"there is no split '{split}'. Choose one of {', '.join(SPLITS)}.")
+    try:
+        from sklearn.datasets import load_digits
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "the digits come with scikit-learn, which is not installed."
+            " Run `pip install 'sparse-lavida-jax[digits]'`."
+        ) from error
+    levels, digits = (np.asarray(part).astype(np.int32) for part in load_digits(return_X_y=True))
+    in_test = np.arange(len(digits)) % EVERY == 0
+    chosen = in_test if split == "test" else ~in_test
+    codes, labels = levels[chosen], digits[chosen]
+    codes.flags.writeable = labels.flags.writeable = False
+    return codes, labels
+
+
+def render(codes: Int[np.ndarray, "..."], size: int = PICTURE_SIZE) -> UInt8[np.ndarray, "h w 3"]:
+    """Draws 64 grey levels as a picture, dark ink on white paper, `size` pixels a side.
+
+    Raises:
+        ValueError: `size` is no multiple of 8, or there are not 64 levels of 0..16.
+    """
+    if codes.size != SIDE**2 or codes.min() < 0 or codes.max() >= LEVELS:
+        raise ValueError(
+            f"a digit is {SIDE**2} grey levels of 0..{LEVELS - 1}, got {codes.size} of"
+            f" {codes.min()}..{codes.max()}."
+        )
+    cell_size = _cell_size(size, size)
+    grey = (255 - (codes.reshape(SIDE, SIDE) * 255 + 8) // (LEVELS - 1)).astype(np.uint8)
+    return einops.repeat(grey, "y x -> (y h) (x w) c", h=cell_size, w=cell_size, c=3)
+
+
+def read(pixels: UInt8[np.ndarray, "h w 3"]) -> Int[np.ndarray, "l 1"]:
+    """Returns the grey levels of a picture: the mean of each cell, rounded."""
+    cell_size = _cell_size(*pixels.shape[:2])
+    grey = einops.reduce(
+        pixels.astype(np.float32), "(y h) (x w) c -> (y x) 1", "mean", h=cell_size, w=cell_size
+    )
+    return np.rint((255 - grey) * (LEVELS - 1) / 255).astype(np.int32)
+
+
+def classify(codes: Int[np.ndarray, "..."]) -> tuple[int, float]:
+    """Returns the digit of the nearest training picture and the squared distance to it, a cell."""
+    known, labels = load("train")
+    errors = np.square(known - codes.reshape(-1)).mean(axis=1)
+    nearest = int(np.argmin(errors))
+    return int(labels[nearest]), float(errors[nearest])
+
+
+def score(sample: Sample, pixels: UInt8[np.ndarray, "h w 3"]) -> Score:
+    """Judges a drawn digit."""
+    digit, distance = classify(read(pixels))
+    if distance > FARTHEST:
+        return Score(False, f"this is no digit: {distance:.1f} from the nearest, a {NAMES[digit]}")
+    if digit != sample.digit:
+        return Score(False, f"this is a {NAMES[digit]}, not a {NAMES[sample.digit]}")
+    return Score(True, "")
+
+
+def _cell_size(height: int, width: int) -> int:
+    if height != width or height % SIDE or height == 0:
+        raise ValueError(
+            f"a picture of a digit is square and its side a multiple of {SIDE} pixels; this one"
+            f" is {height}x{width}. Choose {PICTURE_SIZE}."
+        )
+    return height // SIDE

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The language of the small world: phrases, requests, edits, plans, questions.
+
+Every class here is a meaning; `str` gives its words and `parse` reads them back. Words are few and
+regular: a noun phrase is always [size] [colour] shape, a place is always a box of four LOC tokens.
+"""
+
+import dataclasses
+import re
+from typing import Any
+
+from sparse_lavida_jax.scenes.world import COLOURS, EXTENT, GRID, SHAPES, SIZES, Object
+
+NUMBERS = ("a", "two", "three", "four", "five", "six")
+RELATIONS = ("left of", "right of", "above", "below")
+CONVERSE = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
+CORNERS = {
+    "top left": 0,
+    "top right": GRID - 1,
+    "bottom left": GRID * (GRID - 1),
+    "bottom right": GRID**2 - 1,
+}
+DIRECTIONS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}  # rows, columns
+LOCATIONS = 25  # LOC tokens: the edges of a picture cut into 24 strips each way
+STRIPS = (LOCATIONS - 1) // GRID  # LOC steps a cell
+
+Box = tuple[int, int, int, int]  # x1, y1, x2, y2 in LOC steps
+
+
+class GrammarError(ValueError):
+    """Words that mean nothing in the small world."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Phrase:
+    """A description of an object; what is `None` is not said. No shape is "thing"."""
+
+    shape: str | None = None
+    colour: str | None = None
+    size: str | None = None
+
+    def matches(self, thing: Object) -> bool:
+        return (
+            self.shape in (None, thing.shape)
+            and self.colour in (None, thing.colour)
+            and self.size in (None, thing.size)
+        )
+
+    def __str__(self) -> str:
+        return " ".join(word for word in (self.size, self.colour, self.shape or "thing") if word)
+
+    @property
+    def plural(self) -> str:
+        return f"{self}es" if self.shape == "cross" else f"{self}s"
+
+    def times(self, count: int) -> str:
+        """Returns "a red circle", "two red circles", ..."""
+        return f"a {self}" if count == 1 else f"{NUMBERS[count - 1]} {self.plural}"
+
+    def thing(self, size: str | None = None) -> Object:
+        """Returns the object that has all these attributes, of `size` if the phrase names none."""
+        size = self.size or size
+        if self.shape is None or self.colour is None or size is None:
+            raise GrammarError(f"'{self}' lacks a size, colour or shape")
+        return Object(self.shape, self.colour, size)
+
+    @staticmethod
+    def parse(text: str) -> "Phrase":
+        """Reads a singular phrase."""
+        match = re.fullmatch(_PHRASE, text)
+        if match is None:
+            raise GrammarError(f"'{text}' does not describe an object, like 'small red circle'")
+        size, colour, noun = match.groups()
+        return Phrase(None if noun == "thing" else noun, colour, size)
+
+
+_PHRASE = rf"(?:({'|'.join(SIZES)}) )?(?:({'|'.join(COLOURS)}) )?({'|'.join(SHAPES)}|thing)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What a picture must hold and nothing else: so many of each phrase, perhaps in a relation."""
+
+    items: tuple[tuple[int, Phrase], ...]
+    relation: str | None = None  # of the first item to the second
+
+    def __str__(self) -> str:
+        join = f" {self.relation or 'and'} "
+        return join.join(phrase.times(count) for count, phrase in self.items)
+
+    @property
+    def phrases(self) -> tuple[Phrase, ...]:
+        """One phrase an object, in the order of mention."""
+        return tuple(phrase for count, phrase in self.items for _ in range(count))
+
+    @staticmethod
+    def parse(text: str) -> "Request":
+        related = re.fullmatch(rf"(.+) ({'|'.join(RELATIONS)}) (.+)", text)
+        if related:
+            first, relation, second = related.groups()
+            request = Request((_parse_item(first), _parse_item(second)), relation)
+            if any(count > 1 for count, _ in request.items):
+                raise GrammarError(f"'{text}' relates more than two objects")
+            return request
+        return Request(tuple(_parse_item(item) for item in text.split(" and ")))
+
+
+def _parse_item(text: str) -> tuple[int, Phrase]:
+    number, _, rest = text.partition(" ")
+    if number not in NUMBERS:
+        raise GrammarError(f"'{text}' does not start with one of {', '.join(NUMBERS)}")
+    count = NUMBERS.index(number) + 1
+    ending = "" if count == 1 else "es" if rest.endswith("crosses") else "s"
+    if not rest.endswith(ending):
+        raise GrammarError(f"'{text}' needs a plural")
+    phrase = Phrase.parse(rest.removesuffix(ending))
+    return count, phrase
+
+
+@dataclasses.dataclass(frozen=True)
+class Converse:
+    """A relation said both ways round; `parse` does not ask whether the second follows."""
+
+    first: Phrase
+    relation: str
+    second: Phrase
+
+    def __str__(self) -> str:
+        there = f"a {self.first} is {self.relation} a {self.second}"
+        back = f"a {self.second} is {CONVERSE[self.relation]} a {self.first}"
+        return f"{there} so {back}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Edit:
+    """An instruction that changes a scene.
+
+    add: `thing`, perhaps `relation` to `anchor`, perhaps into `corner`. remove: `anchor`.
+    replace: `anchor` by `thing`. recolour: `anchor` to `colour`. move: `anchor` one cell in
+    `direction`, or into `corner`.
+    """
+
+    kind: str
+    anchor: Phrase | None = None  # an object of the scene
+    thing: Phrase | None = None  # a new object
+    relation: str | None = None
+    corner: str | None = None
+    direction: str | None = None
+    colour: str | None = None
+
+    def __str__(self) -> str:
+        match self.kind:
+            case "add":
+                where = (
+                    f" {self.relation} the {self.anchor}"
+                    if self.relation
+                    else f" in the {self.corner} corner"
+                    if self.corner
+                    else ""
+                )
+                return f"add a {self.thing}{where}"
+            case "remove":
+                return f"remove the {self.anchor}"
+            case "replace":
+                return f"replace the {self.anchor} with a {self.thing}"
+            case "recolour":
+                return f"make the {self.anchor} {self.colour}"
+            case _:
+                where = self.direction or f"to the {self.corner} corner"
+                return f"move the {self.anchor} {where}"
+
+    @staticmethod
+    def parse(text: str) -> "Edit":
+        for kind, pattern in _EDITS:
+            if match := re.fullmatch(pattern, text):
+                found: dict[str, Any] = match.groupdict()
+                for name in ("anchor", "thing"):
+                    if found.get(name):
+                        found[name] = Phrase.parse(found[name])
+                return Edit(kind, **found)
+        raise GrammarError(f"'{text}' is no instruction: add, remove, replace, make or move")
+
+
+def _one_of(name: str, words) -> str:
+    return f"(?P<{name}>{'|'.join(words)})"
+
+
+_ANCHOR = "(?P<anchor>[a-z ]+?)"
+_THING = "(?P<thing>[a-z ]+?)"
+_CORNER = f"the {_one_of('corner', CORNERS)} corner"
+_EDITS = (
+    ("add", f"add a {_THING}(?: {_one_of('relation', RELATIONS)} the {_ANCHOR}| in {_CORNER})?"),
+    ("remove", f"remove the {_ANCHOR}"),
+    ("replace", f"replace the {_ANCHOR} with a {_THING}"),
+    ("recolour", f"make the {_ANCHOR} {_one_of('colour', COLOURS)}"),
+    ("move", f"move the {_ANCHOR} (?:{_one_of('direction', DIRECTIONS)}|to {_CORNER})"),
+)
+
+
+def cell_box(cell: int) -> Box:
+    """Returns the box of a cell, given as a raster index."""
+    row, column = divmod(cell, GRID)
+    return column * STRIPS, row * STRIPS, (column + 1) * STRIPS, (row + 1) * STRIPS
+
+
+def box_text(box: Box) -> str:
+    return "".join(f"<LOC_{edge}>" for edge in box)
+
+
+def parse_box(text: str) -> Box:
+    """Reads four LOC tokens that span an area."""
+    match = re.fullmatch(r"<LOC_(\d+)><LOC_(\d+)><LOC_(\d+)><LOC_(\d+)>", text)
+    if match is None:
+        raise GrammarError(f"'{text}' is not a box of four LOC tokens")
+    x1, y1, x2, y2 = map(int, match.groups())
+    if not (x1 < x2 < LOCATIONS and y1 < y2 < LOCATIONS):
+        raise GrammarError(f"'{text}' is a box without an area inside the picture")
+    return x1, y1, x2, y2
+
+
+def object_box(cell: int, thing: Object) -> Box:
+    """Returns the box of an object in a cell, rounded to LOC steps."""
+    x1, y1, x2, y2 = cell_box(cell)
+    margin = round(STRIPS * (1 - EXTENT[thing.size] / 16) / 2)
+    return x1 + margin, y1 + margin, x2 - margin, y2 - margin
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A layout in words: for each listed cell what will stand there; `None` is nothing."""
+
+    entries: tuple[tuple[int, Object | None], ...]
+
+    def __str__(self) -> str:
+        return ",".join(
+            f" {thing or 'nothing'}{box_text(cell_box(cell))}" for cell, thing in self.entries
+        )
+
+    @property
+    def appearances(self) -> dict[int, int]:
+        """Returns what the listed cells will hold, for `Scene.changed`."""
+        return {cell: thing.index if thing else 0 for cell, thing in self.entries}
+
+    @staticmethod
+    def parse(text: str) -> "Plan":
+        entries = tuple(_parse_entry(entry.strip()) for entry in text.split(","))
+        if len({cell for cell, _ in entries}) < len(entries):
+            raise GrammarError("the plan gives a cell twice")
+        return Plan(entries)
+
+
+def _parse_entry(text: str) -> tuple[int, Object | None]:
+    name, bracket, rest = text.partition("<")
+    box = parse_box(bracket + rest)
+    cell = box[1] // STRIPS * GRID + box[0] // STRIPS
+    if box != cell_box(cell):
+        raise GrammarError(f"the plan's box {bracket}{rest} is not one cell")
+    if name == "nothing":
+        return cell, None
+    return cell, Phrase.parse(name).thing()
+
+
+Span = tuple[int, int]  # of characters
+
+
+def words(text: str) -> list[Span]:
+    """Returns where the words are, each with the space before it; signs are words."""
+    return [match.span() for match in re.finditer(r" ?\w+|[^\w\s]", text)]
+
+
+def join_spans(spans: list[Span]) -> tuple[Span, ...]:
+    """Returns sorted spans with those that touch made one."""
+    joined: list[Span] = []
+    for start, end in sorted(spans):
+        if joined and joined[-1][1] == start:
+            joined[-1] = joined[-1][0], end
+        else:
+            joined.append((start, end))
+    return tuple(joined)

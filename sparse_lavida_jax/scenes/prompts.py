@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How every task is put to a model of the small world, in the words it was trained on.
+
+`ChatPrompts` (`lavida_o/sampling/prompts.py`) has the same methods for a converted LaViDa-O.
+"""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Bool, Int, UInt8
+
+from sparse_lavida_jax.data.examples import Encoder, Example
+from sparse_lavida_jax.data.images import resize
+from sparse_lavida_jax.data.templates import RequestError, Template, check_context, template_ids
+from sparse_lavida_jax.scenes import rules, world
+from sparse_lavida_jax.scenes.grammar import LOCATIONS, GrammarError, box_text, cell_box, parse_box
+
+Picture = UInt8[np.ndarray, "_h _w 3"]
+Box = tuple[int | float, int | float, int | float, int | float]  # x1, y1, x2, y2 in pixels
+Grid = Bool[np.ndarray, "y x"]
+
+# What a checkpoint must have been trained on to be asked for a task.
+TRAINED_ON = {
+    "generate": "draw", "ask": "answer", "reason": "arithmetic", "ground": "point",
+}  # fmt: skip
+ANSWER_TOKENS = 16  # of a short answer
+ONE_BOX_TOKENS = 8
+
+_FAULT = re.compile(
+    r"^a (?P<wrong>[a-z ]+?) should be a (?P<right>[a-z ]+)$"
+    r"|^a (?P<missing>[a-z ]+) is missing$|^a (?P<extra>[a-z ]+) is too many$"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScenePrompts:
+    """The prompts of the small world, and of digits.
+
+    Attributes:
+        encoder: turns words, pictures and codes into examples.
+    """
+
+    encoder: Encoder
+
+    # What it can do.
+
+    def check_task(self, task: str) -> None:
+        """Checks that the checkpoint was trained for a task.
+
+        Raises:
+            RequestError: it was not.
+        """
+        trained = self.encoder.data.tasks
+        if TRAINED_ON.get(task, task) not in trained:
+            raise RequestError(
+                f"this checkpoint was not trained to {task}: it was trained on"
+                f" {', '.join(trained)}."
+            )
+
+    def lays_out(self, task: str) -> bool:
+        """Whether a picture of this task is laid out in text first."""
+        wanted = {"generate": "plan", "edit": "edit_plan"}.get(task, "fill_plan")
+        return wanted in self.encoder.data.tasks
+
+    @property
+    def answer_tokens(self) -> int:
+        return ANSWER_TOKENS
+
+    @property
+    def long_answer_tokens(self) -> int:
+        return self.encoder.data.max_answer_len
+
+    @property
+    def text_block_len(self) -> int:
+        return self.encoder.data.text_block_len
+
+    # Pictures.
+
+    def canvas(self, picture: Picture, side: int) -> UInt8[np.ndarray, "side side 3"]:
+        """Returns a picture at the size of those the model draws."""
+        return resize(picture, (side, side))
+
+    def erased(self, canvas: Picture, known: Grid) -> Picture:
+        """Returns a canvas with the cells that are not known left empty."""
+        sides = canvas.shape[0] // known.shape[0], canvas.shape[1] // known.shape[1]
+        keep = known.repeat(sides[0], axis=0).repeat(sides[1], axis=1)
+        return np.where(keep[..., None], canvas, np.array(world.BACKGROUND, np.uint8))
+
+    def draw(
+        self,
+        prompt: str,
+        codes: Int[np.ndarray, "l g"],
+        *,
+        plan: str | None = None,
+        attempts: Sequence[tuple[Picture, str]] = (),
+    ) -> Example:
+        """Returns what draws a picture; there are no words here for earlier `attempts`."""
+        return self._fits(prompt, self.encoder.image_example(prompt, codes, plan=plan))
+
+    def edit(
+        self,
+        instruction: str,
+        codes: Int[np.ndarray, "l g"],
+        picture: Picture,
+        *,
+        plan: str | None = None,
+    ) -> Example:
+        """Returns what changes a picture of these codes as told."""
+        return self.fill(instruction, codes, picture, None, plan=plan)
+
+    def fill_words(self, task: str, prompt: str, known: Grid) -> str:
+        """Returns what asks to inpaint (the hole) or outpaint (the known rectangle) a picture."""
+        word, cells = ("fill", ~known) if task == "inpaint" else ("extend", known)
+        rows, columns = np.nonzero(cells)
+        (first, last) = (
+            corner[0] * known.shape[1] + corner[1]
+            for corner in ((rows.min(), columns.min()), (rows.max(), columns.max()))
+        )
+        return f"{prompt}, {word}{box_text((*cell_box(int(first))[:2], *cell_box(int(last))[2:]))}"
+
+    def fill(
+        self,
+        instruction: str,
+        codes: Int[np.ndarray, "l g"],
+        picture: Picture,
+        known: Grid | None,
+        *,
+        plan: str | None = None,
+    ) -> Example:
+        """Returns what draws the cells of a picture that are not known."""
+        example = self.encoder.image_example(
+            instruction, codes, plan=plan, picture=self._seen(picture), source=codes, given=known
+        )
+        return self._fits(instruction, example)
+
+    # Text.
+
+    def plan(self, prompt: str, picture: Picture | None = None) -> Example:
+        """Returns what lays out a picture, or the change of one."""
+        return self.ask(prompt, () if picture is None else (picture,), self.long_answer_tokens)
+
+    def ask(self, question: str, pictures: Sequence[Picture], tokens: int) -> Example:
+        """Returns what answers a question in so many tokens, rounded up to whole text blocks.
+
+        Raises:
+            RequestError: several pictures, or a prompt that is too long.
+        """
+        if len(pictures) > 1:
+            raise RequestError(
+                f"this checkpoint looks at one picture, it was given {len(pictures)}."
+            )
+        block = self.text_block_len
+        example = self.encoder.text_example(
+            question,
+            picture=self._seen(pictures[0]) if pictures else None,
+            length=-(-tokens // block) * block,
+        )
+        return self._fits(question, example)
+
+    def caption(self, picture: Picture) -> Example:
+        return self.ask("describe the picture", (picture,), self.long_answer_tokens)
+
+    def constrained_caption(self, template: Template, picture: Picture) -> Example:
+        return self._complete("describe the picture in these words", template, picture)
+
+    def infill(self, template: Template, picture: Picture | None) -> Example:
+        return self._complete("fill in the text", template, picture)
+
+    def judge(self, prompt: str, picture: Picture) -> Example:
+        """Returns what says whether a picture is what was asked for."""
+        return self.ask(f"check: {prompt}", (picture,), self.answer_tokens)
+
+    def accepts(self, verdict: str) -> bool:
+        return verdict.strip() == rules.CORRECT
+
+    def correction(self, verdict: str) -> str | None:
+        """Returns the edit that mends the first fault of a verdict; None if none does."""
+        match = _FAULT.match(verdict.strip().partition(",")[0])
+        if match is None:
+            return None
+        if match["wrong"]:
+            return f"replace the {match['wrong']} with a {match['right']}"
+        return f"add a {match['missing']}" if match["missing"] else f"remove the {match['extra']}"
+
+    def text(self, ids: Int[np.ndarray, "_l 1"]) -> str:
+        """Returns the text of a response, up to its first end-of-text."""
+        end = self.encoder.tokenizer.end_of_text_id
+        said = ids[:, 0].tolist()
+        return self.encoder.tokenizer.decode(said[: said.index(end)] if end in said else said)
+
+    def completed(self, template: Template, ids: Int[np.ndarray, "_l 1"]) -> str:
+        """Returns a template with its gaps filled from a response."""
+        length = len(self._template_ids(template)[0])
+        return self.encoder.tokenizer.decode(ids[:length, 0].tolist())
+
+    # Boxes.
+
+    def locate(self, phrases: Sequence[str], picture: Picture) -> list[Example]:
+        """Returns what finds things in a picture: a row a phrase, all decoded together."""
+        return [
+            self.ask(f"where is the {_thing(phrase)}?", (picture,), ONE_BOX_TOKENS)
+            for phrase in phrases
+        ]
+
+    def locate_one(self, phrase: str, picture: Picture) -> Example:
+        """Returns what finds one thing."""
+        (example,) = self.locate([phrase], picture)
+        return example
+
+    @property
+    def locates_in_one_step(self) -> bool:
+        """Whether boxes take one step; here they take as many as any answer."""
+        return False
+
+    def boxes(
+        self,
+        phrases: Sequence[str],
+        responses: Sequence[Int[np.ndarray, "_l 1"]],
+        size: tuple[int, int],
+    ) -> list[Box | None]:
+        """Returns what was found, in pixels of a picture of `size` (width, height)."""
+        return [_box(self.text(ids), size) for ids in responses]
+
+    # Helpers.
+
+    def _seen(self, picture: Picture) -> UInt8[np.ndarray, "side side 3"]:
+        side = self.encoder.model.vision.image_size
+        return resize(picture, (side, side))
+
+    def _template_ids(self, template: Template):
+        tokenizer = self.encoder.tokenizer
+        return template_ids(template, tokenizer.encode, tokenizer.end_of_text_id)
+
+    def _complete(self, prompt: str, template: Template, picture: Picture | None) -> Example:
+        ids, known = self._template_ids(template)
+        empty = self.ask(prompt, () if picture is None else (picture,), len(ids) + 1)
+        response, given = empty.response.copy(), np.zeros(len(empty.response), bool)
+        response[: len(ids), 0], given[: len(ids)] = ids, known
+        example = dataclasses.replace(empty, response=response, given=given)
+        most = self.long_answer_tokens
+        if len(ids) > most:
+            raise RequestError(f"the text with its gaps is {len(ids)} tokens long: at most {most}.")
+        return example
+
+    def _fits(self, prompt: str, example: Example) -> Example:
+        """Checks the length of what a person says, with the picture."""
+        seen = self.encoder.model.vision.num_tokens if example.pixels is not None else 0
+        used = len(self.encoder.tokenizer.encode(prompt)) + seen
+        check_context(used, self.encoder.data.max_prompt_len, prompt)
+        return example
+
+
+def _thing(phrase: str) -> str:
+    return phrase.strip().removeprefix("the ").removeprefix("a ")
+
+
+def _box(text: str, size: tuple[int, int]) -> Box | None:
+    try:
+        edges = parse_box(text.strip())
+    except GrammarError:
+        return None
+    x1, y1, x2, y2 = (edge * size[i % 2] / (LOCATIONS - 1) for i, edge in enumerate(edges))
+    return x1, y1, x2, y2

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What words mean: when a scene satisfies a request, and when a change obeys an instruction."""
+
+from sparse_lavida_jax.scenes.grammar import (
+    CORNERS,
+    DIRECTIONS,
+    Edit,
+    GrammarError,
+    Phrase,
+    Request,
+)
+from sparse_lavida_jax.scenes.world import EMPTY, GRID, NUM_CELLS, Object, Scene, cell_name
+
+CORRECT = "is correct"
+
+
+def count(scene: Scene, phrase: Phrase) -> int:
+    """Returns how many objects a phrase describes."""
+    return sum(phrase.matches(thing) for _, thing in scene.objects())
+
+
+def describe(scene: Scene) -> Request:
+    """Returns the canonical description: every attribute named, sorted, equal things counted."""
+    present = [index for index in scene.cells if index != EMPTY]
+    return Request(
+        tuple((present.count(index), _whole(Object.of(index))) for index in sorted({*present}))
+    )
+
+
+def reference(scene: Scene, cell: int) -> Phrase | None:
+    """Describes one object so that it is no other, with its size only where that is needed."""
+    thing = scene[cell]
+    for phrase in (Phrase(*thing.pair), _whole(thing)) if thing else ():
+        if count(scene, phrase) == 1:
+            return phrase
+    return None
+
+
+def related(relation: str, first: int, second: int) -> bool:
+    """Says whether one raster index stands in a relation to another: strictly, on one axis."""
+    (row, column), (other_row, other_column) = divmod(first, GRID), divmod(second, GRID)
+    return {
+        "left of": column < other_column,
+        "right of": column > other_column,
+        "above": row < other_row,
+        "below": row > other_row,
+    }[relation]
+
+
+def neighbour(cell: int, direction: str) -> int | None:
+    """Returns the next cell in a direction, `None` outside the picture."""
+    row, column = cell // GRID + DIRECTIONS[direction][0], cell % GRID + DIRECTIONS[direction][1]
+    return row * GRID + column if 0 <= row < GRID and 0 <= column < GRID else None
+
+
+def verdict(request: Request, scene: Scene) -> str:
+    """Says "is correct", or all that is wrong with a scene that was asked for."""
+    missing, extra, found = _compare(request, scene)
+    faults = [
+        f"a {_as(wrong, phrase)} should be a {phrase}"
+        for phrase, wrong in zip(missing, extra, strict=False)
+    ]
+    faults += [f"a {phrase} is missing" for phrase in missing[len(extra) :]]
+    faults += [f"a {Phrase(*thing.pair)} is too many" for thing in extra[len(missing) :]]
+    if request.relation and not faults and not related(request.relation, *found):
+        first, second = request.phrases
+        faults = [f"the {first} is not {request.relation} the {second}"]
+    return ", ".join(faults) or CORRECT
+
+
+def edit_fault(edit: Edit, source: Scene, result: Scene) -> str | None:
+    """Says what is wrong with the result of an instruction; `None`: nothing.
+
+    Raises:
+        GrammarError: the instruction does not make sense in `source`.
+    """
+    expected = _added(edit, source, result) if edit.kind == "add" else _expected(edit, source)
+    if not expected:
+        return f"there is no new {edit.thing} where it should be"
+    for cell in range(NUM_CELLS):
+        now = result[cell]
+        wanted = expected.get(cell)
+        if cell not in expected and result.cells[cell] != source.cells[cell]:
+            was = source[cell] or "empty"
+            return f"{cell_name(cell)} was {was} and should have stayed, it is {now or 'empty'}"
+        if cell in expected and wanted is None and now is not None:
+            return f"{cell_name(cell)} should be empty, it is {now}"
+        if wanted is not None and (now is None or not wanted.matches(now)):
+            return f"{cell_name(cell)} should be a {wanted}, it is {now or 'empty'}"
+    return None
+
+
+def _added(edit: Edit, source: Scene, result: Scene) -> dict[int, Phrase | None]:
+    """Returns the first free cell where a right thing was added, if there is one."""
+    anchor = find(source, edit.anchor)[0] if edit.anchor else 0
+    for cell, thing in result.objects():
+        if (
+            source[cell] is None
+            and edit.thing is not None
+            and edit.thing.matches(thing)
+            and (edit.corner is None or cell == CORNERS[edit.corner])
+            and (edit.relation is None or related(edit.relation, cell, anchor))
+        ):
+            return {cell: edit.thing}
+    return {}
+
+
+def _expected(edit: Edit, source: Scene) -> dict[int, Phrase | None]:
+    """Returns what must stand in the cells that an instruction concerns."""
+    if edit.anchor is None:
+        raise GrammarError(f"'{edit}' names no object of the scene")
+    cell, old = find(source, edit.anchor)
+    match edit.kind:
+        case "remove":
+            return {cell: None}
+        case "replace":
+            return {cell: edit.thing}
+        case "recolour":
+            return {cell: Phrase(old.shape, edit.colour, old.size)}
+    place = CORNERS[edit.corner] if edit.corner else neighbour(cell, edit.direction or "")
+    if place is None or source[place] is not None:
+        raise GrammarError(f"'{edit}': there is no free cell")
+    return {cell: None, place: _whole(old)}
+
+
+def find(scene: Scene, phrase: Phrase) -> tuple[int, Object]:
+    """Returns the one object that a phrase describes, and where it stands."""
+    found = [(cell, thing) for cell, thing in scene.objects() if phrase.matches(thing)]
+    if len(found) != 1:
+        raise GrammarError(f"the scene has {len(found)} of '{phrase}', it must have one")
+    return found[0]
+
+
+def _compare(request: Request, scene: Scene) -> tuple[list[Phrase], list[Object], list[int]]:
+    """Returns what is missing, what is too many, and the cells found in order of mention.
+
+    The most specific phrases choose first: "a small red circle" before "a red circle".
+    """
+    left = dict(scene.objects())
+    found: dict[int, int] = {}
+    phrases = list(enumerate(request.phrases))
+    for number, phrase in sorted(phrases, key=lambda entry: -str(entry[1]).count(" ")):
+        cell = next((cell for cell, thing in left.items() if phrase.matches(thing)), None)
+        if cell is not None:
+            found[number] = cell
+            del left[cell]
+    missing = [phrase for number, phrase in phrases if number not in found]
+    return missing, list(left.values()), [found[number] for number in sorted(found)]
+
+
+def _whole(thing: Object) -> Phrase:
+    return Phrase(thing.shape, thing.colour, thing.size)
+
+
+def _as(thing: Object, phrase: Phrase) -> Phrase:
+    """Describes an object, with its size if the phrase names one."""
+    return Phrase(thing.shape, thing.colour, thing.size if phrase.size else None)

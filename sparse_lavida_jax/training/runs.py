@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run directory: one experiment, one writer, resumable at any step.
+
+It holds `config.json` (once something is saved, another config is refused), `lock` (held by the
+process that writes), `state/<step>/`, `metrics.jsonl`, and at the end `model/`, a model folder
+(described in `checkpoints/model_folder.py`). Where several processes train together the first one writes; the
+folder is one that all of them see.
+"""
+
+import contextlib
+import fcntl
+import os
+import pathlib
+import signal
+import threading
+import types
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from sparse_lavida_jax import config, processes
+from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.training import states
+
+T = TypeVar("T")
+
+# What may differ from the config a run was started with: its length, what it reports, and how
+# pictures are sampled. Anything else would make the resumed run another experiment.
+MAY_CHANGE = frozenset(
+    {
+        "train.train_steps", "train.seconds", "train.checkpoint_seconds", "train.picture_seconds",
+        "train.eval_every",
+        "train.log_every", "train.eval_prompts", "train.keep_states", "train.keep_every",
+        "data.folder", "sampling.preset", "sampling.order_seed",
+        "sampling.temperature", "sampling.guidance", "sampling.guidance_edit",
+        "sampling.guidance_image",
+        "sampling.text_temperature", "sampling.plan", "data.workers",
+    }
+)  # fmt: skip
+
+MESH = "train.mesh."  # where the arrays lie may change too
+
+
+class RunError(Exception):
+    """A run directory that is in use, of another experiment, or something else altogether."""
+
+
+class Interrupted(Exception):
+    """The end of a run that a signal asked to stop, with its state saved.
+
+    Attributes:
+        exit_code: 130 after an interrupt (Ctrl-C); 0 after SIGTERM, with which a machine asks for
+            its place back: nothing went wrong.
+    """
+
+    def __init__(self, signal_number: int, step: int):
+        super().__init__(
+            f"stopped by {signal.Signals(signal_number).name} after step {step}, everything is"
+            " saved: the same command goes on from there."
+        )
+        self.exit_code = 0 if signal_number == signal.SIGTERM else 128 + signal_number
+
+
+class Run:
+    """An open run directory: `with Run(folder, settings) as run: ...`.
+
+    While it is open, the first Ctrl-C or SIGTERM only asks the loop to stop at the end of its
+    step; the second one ends the process.
+
+    Attributes:
+        stop_signal: the number of the signal that came; None before one did.
+    """
+
+    def __init__(self, folder: pathlib.Path | str, settings: config.Config):
+        self.folder = pathlib.Path(folder)
+        self.config = settings
+        self.stop_signal: int | None = None
+        self._closing = contextlib.ExitStack()
+
+    @property
+    def model_folder(self) -> pathlib.Path:
+        """Where the finished model goes."""
+        return self.folder / "model"
+
+    @property
+    def metrics_path(self) -> pathlib.Path:
+        return self.folder / "metrics.jsonl"
+
+    def __enter__(self) -> "Run":
+        with contextlib.ExitStack() as undo:
+            processes.check_same(self.config)
+            unlock = processes.first_does(self._claim)
+            if unlock is not None:
+                undo.callback(unlock)
+            self.states = states.States(
+                self.folder / "state",
+                keep=self.config.train.keep_states,
+                keep_every=self.config.train.keep_every,
+            )
+            undo.callback(self.states.close)
+            undo.callback(self._catch_signals())
+            self._closing = undo.pop_all()
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        self._closing.close()
+
+    def restore(self, template: T) -> tuple[int, T] | None:
+        """Returns the newest readable state, behind its step; None at the start of a run."""
+        return self.states.restore(template)
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        note: dict[str, Any] | None = None,
+        score: float | None = None,
+    ) -> None:
+        """Saves a state in the background, unless that of this step is saved already.
+
+        See `states.States.save`.
+
+        Raises:
+            CheckpointError: the disk is too full, or saving the state before this one failed.
+        """
+        if step not in self.states.steps:
+            self.states.save(step, state, note=note, score=score)
+
+    def is_asked_to_stop(self, step: int) -> bool:
+        """Whether a signal came; asked behind every step, it is the same in all processes."""
+        if processes.told_to_stop(step):
+            self.stop_signal = signal.SIGTERM
+        return self.stop_signal is not None
+
+    def stop_if_asked(self, step: int, state: Any, note: dict[str, Any] | None = None) -> None:
+        """Saves the state and ends the run if a signal came.
+
+        Raises:
+            Interrupted: a signal came.
+        """
+        if self.stop_signal is not None:
+            self.save(step, state, note)
+            self.states.wait()
+            raise Interrupted(self.stop_signal, step)
+
+    def _claim(self) -> Callable[[], None]:
+        """Makes the folder ours; returns what gives it up."""
+        self._claim_folder()
+        with contextlib.ExitStack() as undo:
+            undo.callback(lock(self.folder))
+            self._check_config()
+            return undo.pop_all().close
+
+    def _claim_folder(self) -> None:
+        if self.folder.exists() and not self.folder.is_dir():
+            raise RunError(f"{self.folder} is a file. Choose another --workdir.")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunError(f"{self.folder} cannot be made: {error.strerror}.") from error
+        names = {path.name for path in self.folder.iterdir()} - {"lock"}
+        if names and "config.json" not in names:
+            raise RunError(
+                f"{self.folder} holds files but no config.json, so it is no run directory. Choose"
+                " another --workdir."
+            )
+
+    def _check_config(self) -> None:
+        if (self.folder / "config.json").exists() and self._holds_work():
+            before = _settings(model_folder.read_config(self.folder))
+            now = _settings(self.config)
+            changed = [
+                f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
+                for name in sorted(before.keys() | now.keys())
+                if before.get(name) != now.get(name)
+                and name not in MAY_CHANGE
+                and not name.startswith(MESH)
+            ]
+            if changed:
+                raise RunError(
+                    f"{self.folder} is a run of another config: {'; '.join(changed)}. Choose"
+                    " another --workdir, or delete that one to start anew."
+                )
+        model_folder.write_config(self.folder, self.config)
+
+    def _holds_work(self) -> bool:
+        """Whether anything was saved yet: a config that was refused later leaves none."""
+        kept = (self.model_folder, self.metrics_path, self.folder / "vq")
+        saved = (path.name.isdigit() for path in self.folder.glob("state/*"))
+        return any(path.exists() for path in kept) or any(saved)
+
+    def _catch_signals(self) -> Callable[[], None]:
+        """Starts listening; returns what stops it."""
+        before = {}
+
+        def restore_handlers():
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+        def ask_to_stop(number: int, frame: types.FrameType | None):
+            restore_handlers()
+            if processes.are_several():
+                processes.pass_on(number)
+            else:
+                self.stop_signal = number
+
+        # With several processes jax itself listens for SIGTERM, and tells them all.
+        ours = (signal.SIGINT,) if processes.are_several() else (signal.SIGINT, signal.SIGTERM)
+        # Python allows handlers in the main thread only.
+        if threading.current_thread() is threading.main_thread():
+            for number in ours:
+                before[number] = signal.signal(number, ask_to_stop)
+        return restore_handlers
+
+
+def _settings(settings: config.Config) -> dict[str, Any]:
+    """Returns every setting under its dotted name."""
+    flat: dict[str, Any] = {}
+
+    def walk(prefix: str, section: dict[str, Any]):
+        for name, value in section.items():
+            if isinstance(value, dict):
+                walk(f"{prefix}{name}.", value)
+            else:
+                flat[prefix + name] = value
+
+    walk("", config.to_dict(settings))
+    return flat
+
+
+def lock(folder: pathlib.Path) -> Callable[[], None]:
+    """Makes this process the only writer of the folder; returns what gives that up.
+
+    The operating system drops the lock of a process that dies, however it dies; the number in the
+    file is for the message.
+    """
+    path = folder / "lock"
+    try:
+        file = path.open("a+")
+    except OSError as error:
+        raise RunError(f"{folder} cannot be written to: {error.strerror}.") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        owner = file.read().strip() or "unknown"
+        file.close()
+        raise RunError(
+            f"{folder} is being written by process {owner}. Wait for it, stop it, or choose"
+            " another --workdir."
+        ) from None
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file.close

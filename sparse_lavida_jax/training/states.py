@@ -1,0 +1,494 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The saved states of a training run: whole or not there, on any number of processes."""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import hashlib
+import logging
+import math
+import pathlib
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint.experimental.v1 as ocp
+from jaxtyping import Array, UInt32
+
+from sparse_lavida_jax import config, processes
+from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.models import parameters
+
+T = TypeVar("T")
+
+SUM_FACTORS = (0x9E3779B1, 0x85EBCA77)  # primes near 2**32 over the golden ratio, and another
+# With these words the store tells of the machine: its memory, its network, its permissions.
+OF_THE_MACHINE = ("RESOURCE_EXHAUSTED", "UNAVAILABLE", "PERMISSION_DENIED", "os_error_code")
+NO_SUCH_FILE = "os_error_code='2'"
+
+log = logging.getLogger(__name__)
+
+
+def load_unfinished(
+    run_folder: pathlib.Path | str, *, make_model: Callable[[config.Config], T]
+) -> T:
+    """Reads the parameters of the newest state of a run that has not written its model yet.
+
+    The run may be going on: nothing in its folder changes.
+
+    Raises:
+        CheckpointError: nothing is saved there, or what is cannot be read.
+    """
+    run_folder = pathlib.Path(run_folder)
+    settings = model_folder.read_config(run_folder)
+    states = States(run_folder / "state", read_only=True)
+    try:
+        found = states.restore_model(jax.eval_shape(lambda: make_model(settings)))
+    finally:
+        states.close()
+    if found is None:
+        raise model_folder.CheckpointError(f"the run in {run_folder} has saved nothing yet.")
+    return found[1]
+
+
+def is_unfinished(folder: pathlib.Path | str) -> bool:
+    """Whether a folder is a run that has saved states and no model."""
+    folder = pathlib.Path(folder)
+    return any(folder.glob("state/*")) and not (folder / "model" / "params").is_dir()
+
+
+@dataclasses.dataclass
+class States:
+    """The saved training states of a run: any pytree of arrays, numbers and random keys.
+
+    Where several processes train together all of them call the same methods with the same
+    arguments, and the folder is one that all of them see.
+
+    Attributes:
+        folder: holds one folder a step.
+        keep: how many of the newest to keep.
+        keep_every: steps; the state nearest to each multiple is kept too; 0: no more than `keep`.
+            So is the one with the best score.
+        read_only: another process may be writing here, so nothing is swept away or put aside.
+    """
+
+    folder: pathlib.Path
+    keep: int = 2
+    keep_every: int = 0
+    read_only: bool = False
+
+    def __post_init__(self):
+        self.folder = pathlib.Path(self.folder).resolve()
+        self._checkpointer = self._open()
+
+    def _open(self) -> ocp.training.Checkpointer:
+        if processes.is_first() and not self.read_only:
+            for half_written in self.folder.glob("*.orbax-checkpoint-tmp*"):
+                shutil.rmtree(half_written)
+        processes.wait_for_all("states swept")
+        policies = ocp.training.preservation_policies
+        kept: list[Any] = [
+            policies.LatestN(self.keep),
+            policies.BestN(get_metric_fn=_score_of, n=1, keep_checkpoints_without_metrics=False),
+        ]
+        if self.keep_every:
+            kept.append(policies.EveryNStepsClosest(self.keep_every))
+        any_of_them: Any = policies.AnyPreservationPolicy(kept)
+        return ocp.training.Checkpointer(str(self.folder), preservation_policy=any_of_them)
+
+    @property
+    def steps(self) -> list[int]:
+        """Saved steps, ascending."""
+        return sorted(saved.step for saved in self._checkpointer.checkpoints)
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        note: dict[str, Any] | None = None,
+        score: float | None = None,
+    ) -> None:
+        """Copies the state and writes it in the background.
+
+        Args:
+            note: what JSON can hold, to be saved with it.
+            score: how good it is; larger is better.
+
+        Raises:
+            CheckpointError: the disk is too full, or writing the state before this one failed.
+        """
+        self.wait()
+        # The store refuses arrays without elements, such as a stack of no layers.
+        leaves: Any = {
+            name: leaf for name, leaf in parameters.by_name(state).items() if np.size(leaf)
+        }
+        if processes.are_several():
+            leaves = _shared_arrays(leaves)
+        else:  # copies, for the next step donates its buffers
+            leaves = {name: _to_host(leaf) for name, leaf in leaves.items()}
+        size = sum(leaf.nbytes for leaf in leaves.values())
+        processes.first_does(lambda: model_folder.check_free_space(self.folder, size))
+        metadata: Any = {"sha256": _known(leaves), "note": note}
+        with self._writing():
+            self._checkpointer.save_checkpointables_async(
+                step,
+                {"state": parameters.nest(leaves)},
+                force=True,
+                metrics=None if score is None else {"score": score},
+                custom_metadata=metadata,
+            )
+
+    def restore(self, template: T) -> tuple[int, T] | None:
+        """Returns the newest readable state, behind its step; None where nothing was saved.
+
+        One that is damaged (its checksums are wrong, or bytes of it are missing) is passed over
+        with a warning, and put aside once one before it was read. What is not damage, such as too
+        little memory, moves nothing.
+
+        Args:
+            template: a state of the same shapes; it says where the arrays go, which need not be
+                where they were when they were saved.
+
+        Raises:
+            CheckpointError: none of the states is readable, or they are of another model, or the
+                newest one cannot be read on this machine just now.
+        """
+        found = self._newest(template)
+        return None if found is None else (found[0], _fill(template, found[1], self.folder))
+
+    def restore_model(self, template: T) -> tuple[int, T] | None:
+        """Returns the parameters of the newest readable state, the average where one was kept.
+
+        Only they are read. See `restore`; the state must be a `train.TrainState` under "state".
+        """
+        found = self._newest(template, only=("state/ema/", "state/params/"))
+        return None if found is None else (found[0], _fill(template, found[1], self.folder))
+
+    def note(self, step: int) -> dict[str, Any]:
+        """Returns the note that was saved with a state; an empty one where there was none."""
+        return self._metadata(step).get("note") or {}
+
+    def _newest(
+        self, template: Any, only: tuple[str, ...] = ()
+    ) -> tuple[int, dict[str, Any]] | None:
+        self.wait()
+        steps, damaged = self.steps, []
+        for step in reversed(steps):
+            trouble: Any = None
+            try:
+                leaves = self._read(step, template, only)
+            except _MisfitError as error:
+                raise model_folder.CheckpointError(str(error)) from error
+            except Exception as error:  # the store raises whatever its layers raise
+                leaves, trouble = {}, error
+            if processes.all_of_them(trouble is None):
+                self._put_aside(damaged)
+                return step, leaves
+            said = "another process says" if trouble is None else _first_cause(trouble)
+            if not processes.all_of_them(trouble is None or _is_damage(trouble)):
+                raise model_folder.CheckpointError(
+                    f"the state of step {step} in {self.folder} cannot be read just now ({said})."
+                    " It was left as it is: see to the memory or the file system, or take the"
+                    " train.mesh that it was saved with, and run the same command again."
+                ) from trouble
+            if processes.is_first():
+                log.warning(
+                    "The state of step %d in %s is damaged (%s); trying the one before it.",
+                    step, self.folder, said,
+                )  # fmt: skip
+            damaged.append(step)
+        if steps:
+            anew = "" if self.read_only else f" Delete {self.folder.parent} to start anew."
+            raise model_folder.CheckpointError(
+                f"none of the states of steps {steps} in {self.folder} can be read.{anew}"
+            )
+        if not self.read_only and any(self._aside.glob("*")):
+            raise model_folder.CheckpointError(
+                f"{self.folder} holds no state, and {self._aside} holds damaged ones: starting at"
+                " step 0 would write over what this run has told. Move one of them back to try it"
+                f" again, or delete {self.folder.parent} to start anew."
+            )
+        return None
+
+    @property
+    def _aside(self) -> pathlib.Path:
+        return self.folder.parent / "damaged"
+
+    def wait(self) -> None:
+        """Waits until the last state is written.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        with self._writing():
+            self._checkpointer.wait()
+
+    def close(self) -> None:
+        """Waits, and lets go of the folder."""
+        try:
+            self.wait()
+        finally:
+            self._checkpointer.close()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # the store raises whatever its layers raise
+            # It would count a step whose writing failed as saved, so begin afresh. Of several
+            # processes the others know nothing of it yet: they cannot do this together.
+            if not processes.are_several():
+                self._checkpointer = self._open()
+            raise model_folder.WriteError(
+                f"a state could not be written to {self.folder} ({error}). Intact are those of"
+                f" steps {self.steps}: run the same command again to go on from there."
+            ) from error
+
+    def _metadata(self, step: int) -> dict[str, Any]:
+        found: Any = self._checkpointer.checkpointables_metadata(step).custom_metadata
+        return found or {}
+
+    def _read(self, step: int, template: Any, only: tuple[str, ...]) -> dict[str, Any]:
+        """Returns leaves by name, of one of the groups that `only` names if it names any."""
+        metadata: Any = self._checkpointer.checkpointables_metadata(step)
+        known = (metadata.custom_metadata or {}).get("sha256")
+        whole = not only and not processes.are_several()
+        if whole and not _is_of_several(known):
+            tree = self._checkpointer.load_checkpointables(step, {"state": None})["state"]
+            leaves = {name: np.asarray(leaf) for name, leaf in parameters.by_name(tree).items()}
+            _check_known(known, leaves)
+            return leaves
+        saved = metadata.metadata["state"]
+        names = list(parameters.by_name(saved))
+        prefix = next((p for p in only if any(name.startswith(p) for name in names)), "")
+        given = {
+            name: leaf for name, leaf in parameters.by_name(template).items() if _size_of(leaf)
+        }
+        wanted = {prefix + n: jax.eval_shape(_key_data, leaf) for n, leaf in given.items()}
+        there = {n: leaf for n, leaf in parameters.by_name(saved).items() if n.startswith(prefix)}
+        if problems := parameters.differences(wanted, there):
+            raise _MisfitError(f"the states in {self.folder} are of another model:\n{problems}")
+        anywhere = _anywhere(given)
+
+        def target(path: tuple, found: Any) -> Any:
+            name = parameters.leaf_name(path)
+            if name not in wanted:
+                return ocp.PLACEHOLDER
+            where = getattr(given[name.removeprefix(prefix)], "sharding", None) or anywhere
+            return jax.ShapeDtypeStruct(found.shape, found.dtype, sharding=where)
+
+        abstract = jax.tree_util.tree_map_with_path(target, saved)
+        tree = self._checkpointer.load_checkpointables(step, {"state": abstract})["state"]
+        leaves = {name: leaf for name, leaf in parameters.by_name(tree).items() if name in wanted}
+        if isinstance(known, dict):
+            _check_known(known, leaves)
+        return {name.removeprefix(prefix): leaf for name, leaf in leaves.items()}
+
+    def _put_aside(self, steps: list[int]) -> None:
+        if self.read_only or not steps:
+            return
+        if processes.is_first():
+            self._aside.mkdir(exist_ok=True)
+            for step in steps:
+                shutil.rmtree(self._aside / str(step), ignore_errors=True)
+                (self.folder / str(step)).rename(self._aside / str(step))
+        processes.wait_for_all("put aside")
+        self._checkpointer.reload()
+
+
+class _MisfitError(Exception):
+    """A state that is whole and of another model."""
+
+
+def _is_damage(error: BaseException) -> bool:
+    """Whether an error tells of the bytes of a state, and not of the machine that reads them."""
+    for cause in _causes(error):
+        if isinstance(cause, MemoryError | jax.errors.JaxRuntimeError):
+            return False
+        if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
+            return False
+        said = str(cause).replace(NO_SUCH_FILE, "")
+        if any(words in said for words in OF_THE_MACHINE):
+            return False
+    return True
+
+
+def _first_cause(error: BaseException) -> str:
+    *_, first = _causes(error)
+    return str(first) or type(first).__name__
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yields an error and what it came from: the store wraps them in errors of its own."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _score_of(metrics: dict[str, float]) -> float:
+    return metrics["score"]
+
+
+def _to_host(leaf: Any) -> np.ndarray:
+    return np.array(_key_data(leaf))
+
+
+def _size_of(leaf: Any) -> int:
+    """Returns how many numbers an array, a number, or the shape of an array holds."""
+    return math.prod(leaf.shape) if isinstance(leaf, jax.ShapeDtypeStruct) else np.size(leaf)
+
+
+def _shared_arrays(leaves: dict[str, Any]) -> dict[str, jax.Array]:
+    """Returns arrays that lie over several processes, where they lie.
+
+    Numbers, the same in all processes, become such arrays. What is on an accelerator the store
+    copies to the host before it returns; on CPU it would read the very buffers that the next step
+    donates, so it gets copies.
+    """
+    anywhere = _anywhere(leaves)
+
+    def shared(leaf: Any) -> jax.Array:
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            return leaf
+        held = np.asarray(leaf, None if np.ndim(leaf) else jnp.result_type(leaf))
+        return jax.make_array_from_callback(held.shape, anywhere, held.__getitem__)
+
+    arrays = {name: shared(leaf) for name, leaf in leaves.items()}
+    if jax.default_backend() != "cpu":
+        return arrays
+    where = {name: array.sharding for name, array in arrays.items()}
+    return jax.jit(lambda held: jax.tree.map(jnp.copy, held), out_shardings=where)(arrays)
+
+
+def _anywhere(leaves: Mapping[str, Any]) -> jax.sharding.Sharding:
+    """Returns a copy on every device that holds a part of these arrays."""
+    for leaf in leaves.values():
+        where = getattr(leaf, "sharding", None)
+        if isinstance(where, jax.sharding.NamedSharding):
+            return where.update(spec=jax.sharding.PartitionSpec())
+    return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+
+def _key_data(leaf: Any) -> Any:
+    """Returns the numbers of a random key, and anything else as it is."""
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def _is_key(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+# ---------------------------------------------------------------------------------------------
+# Checksums of a state. Of arrays that one process holds, each by itself: the SHA-256 of its bytes.
+# Over several processes none has these: SHA-256 of sums that the devices make together, in which a
+# flipped bit shows, and which are the same however the array is split.
+
+
+def _known(leaves: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the checksum of each array.
+
+    Training waits for it, since the store takes what goes with a state before it writes anything.
+    """
+    if processes.are_several():
+        return {name: f"sums {digest}" for name, digest in _sum_digests(leaves).items()}
+    # Hashing lets go of the interpreter's lock, so every core takes an array.
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        digests = pool.map(lambda name: model_folder.digest_of({name: leaves[name]}), leaves)
+        return dict(zip(leaves, digests, strict=True))
+
+
+def _check_known(known: dict[str, str] | str | None, leaves: Mapping[str, Any]) -> None:
+    """Compares arrays with the checksums they were saved with: one each, or one of all together.
+
+    Raises:
+        ValueError: names those that differ.
+    """
+    if not isinstance(known, dict):
+        if known != model_folder.digest_of(
+            {name: np.asarray(leaf) for name, leaf in leaves.items()}
+        ):
+            raise ValueError("the SHA-256 of its arrays is not the one it was saved with")
+        return
+    if _is_of_several(known):
+        found = {name: f"sums {digest}" for name, digest in _sum_digests(leaves).items()}
+    else:
+        found = {
+            name: model_folder.digest_of({name: whole})
+            for name, whole in processes.on_host(dict(leaves)).items()
+        }
+    wrong = [name for name in found if known.get(name) != found[name]]
+    if wrong:
+        raise ValueError(
+            f"the SHA-256 of {', '.join(wrong[: model_folder.TENSORS_NAMED])} is not the one it was"
+            " saved with"
+        )
+
+
+def _is_of_several(known: dict[str, str] | str | None) -> bool:
+    """Whether these are checksums of arrays that lay over several processes."""
+    return isinstance(known, dict) and any(value.startswith("sums ") for value in known.values())
+
+
+def _sum_digests(leaves: Mapping[str, Any]) -> dict[str, str]:
+    sums = processes.on_host(_sums(dict(leaves)))
+    return {
+        name: hashlib.sha256(
+            f"{name} {leaves[name].dtype} {leaves[name].shape} {total.tolist()}".encode()
+        ).hexdigest()
+        for name, total in sums.items()
+    }
+
+
+@jax.jit
+def _sums(leaves: dict[str, Any]) -> dict[str, UInt32[Array, " 2"]]:
+    """Returns two sums modulo 2**32 of the bits of each array, every place with an odd factor.
+
+    An odd factor takes no bit away, so that a single flipped one always shows.
+    """
+
+    def one(leaf):
+        if leaf.dtype == bool:
+            leaf = leaf.astype(jnp.uint8)
+        kind = jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")
+        bits = jax.lax.bitcast_convert_type(leaf, kind).astype(jnp.uint32)
+        place = jnp.zeros(leaf.shape, jnp.uint32)
+        for axis, size in enumerate(leaf.shape):
+            along = jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
+            place = place * jnp.uint32(size) + along
+        factors = (place * jnp.uint32(first) | jnp.uint32(1) for first in SUM_FACTORS)
+        return jnp.stack([jnp.sum(bits * factor, dtype=jnp.uint32) for factor in factors])
+
+    return {name: one(leaf) for name, leaf in leaves.items()}
+
+
+def _fill(template: T, leaves: Mapping[str, Any], folder: pathlib.Path) -> T:
+    wanted = {
+        name: jax.eval_shape(_key_data, leaf)
+        for name, leaf in parameters.by_name(template).items()
+        if _size_of(leaf)
+    }
+    if problems := parameters.differences(wanted, leaves):
+        raise model_folder.CheckpointError(
+            f"the states in {folder} are of another model:\n{problems}"
+        )
+
+    def place(path: tuple, leaf: Any) -> Any:
+        if not _size_of(leaf):
+            is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
+            return jnp.zeros(leaf.shape, leaf.dtype) if is_shape else leaf
+        saved = leaves[parameters.leaf_name(path)]
+        if isinstance(leaf, bool | int | float):
+            return type(leaf)(np.asarray(saved))
+        if _is_key(leaf):
+            return jax.random.wrap_key_data(jnp.asarray(saved), impl=jax.random.key_impl(leaf))
+        if isinstance(leaf, np.ndarray):
+            return saved
+        if isinstance(saved, jax.Array):
+            return saved  # the store put it where it goes
+        return jax.device_put(saved, getattr(leaf, "sharding", None))
+
+    return jax.tree_util.tree_map_with_path(place, template)
