@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""What the ablations share: the model of `configs/scenes.py`, pictures alone, laid out first.
+r"""What the ablations share: the model of `configs/scenes.py`, images alone, laid out first.
 
     python -m sparse_lavida_jax.main --config=configs/ablation.py
 

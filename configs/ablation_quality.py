@@ -12,7 +12,7 @@ import ablation
 import ml_collections
 
 KINDS = dict(sparse={}, dense=dict(diffusion=dict(attention="full")))
-EYES = dict(num_heads=6, head_dim=16)  # find in a picture what a text names in half the steps
+EYES = dict(num_heads=6, head_dim=16)  # find in an image what a text names in half the steps
 
 
 def get_config() -> ml_collections.ConfigDict:

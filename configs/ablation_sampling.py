@@ -3,7 +3,7 @@ r"""What does the way of sampling change? One model a seed; its orders, register
 
     python -m sparse_lavida_jax.bench.ablation --config=configs/ablation_sampling.py
 
-Training saw stratified orders alone. Every picture has the order of its own seed.
+Training saw stratified orders alone. Every image has the order of its own seed.
 """
 
 import ablation

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Of how many steps should a row of text predict the tokens? Answers to questions about a picture.
+r"""Of how many steps should a row of text predict the tokens? Answers to questions about an image.
 
     python -m sparse_lavida_jax.bench.ablation --config=configs/ablation_text_blocks.py
 

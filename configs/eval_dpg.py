@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""DPG-Bench: 1065 long prompts, four pictures each (table 2 of the paper).
+r"""DPG-Bench: 1065 long prompts, four images each (table 2 of the paper).
 
     python -m sparse_lavida_jax.main --mode=evaluate --config=configs/eval_dpg.py \
         --checkpoint=models/lavida-o --config.evaluate.data=benchmarks/dpg

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""GenEval: 553 prompts, four pictures each (table 1 of the paper).
+r"""GenEval: 553 prompts, four images each (table 1 of the paper).
 
     python -m sparse_lavida_jax.main --mode=evaluate --config=configs/eval_geneval.py \
         --checkpoint=models/lavida-o --config.evaluate.data=benchmarks/geneval

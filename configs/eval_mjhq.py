@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""MJHQ-30K: FID, PickScore, HPS v2 and HPS v3 of 30,000 pictures (table 2 of the paper).
+r"""MJHQ-30K: FID, PickScore, HPS v2 and HPS v3 of 30,000 images (table 2 of the paper).
 
     python -m sparse_lavida_jax.main --mode=evaluate --config=configs/eval_mjhq.py \
         --checkpoint=models/lavida-o --config.evaluate.data=benchmarks/mjhq

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""LaViDa-O's structure at a tiny width: 32 layers, two branches, views of pictures, 4 codes.
+r"""LaViDa-O's structure at a tiny width: 32 layers, two branches, views of images, 4 codes.
 
     python -m sparse_lavida_jax.bench.sampling --config=configs/lavida_o_tiny.py --random-weights \
         --suite=headline

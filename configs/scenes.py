@@ -3,7 +3,7 @@ r"""A small Sparse-LaViDa that learns to draw, edit, answer and point, from scra
 
     python -m sparse_lavida_jax.main --config=configs/scenes.py
 
-A quarter of an hour on two CPU cores, report included. One code a cell; pictures are laid
+A quarter of an hour on two CPU cores, report included. One code a cell; images are laid
 out in text before they are drawn. Everything here is ours: the paper has no model of this size.
 """
 

@@ -14,11 +14,11 @@ import scenes
 def get_config() -> ml_collections.ConfigDict:
     c = scenes.get_config()
     c.name = "scenes_long"
-    # More heads find in a picture what a text names in half the steps.
+    # More heads find in an image what a text names in half the steps.
     c.model.num_heads = 6
     c.model.head_dim = 16
     # To see comes before to draw: a model that learns all at once draws well and never learns to
-    # find in a picture what a text names (28,000 steps: 86 % drawn, 4 % found; of five such tasks
+    # find in an image what a text names (28,000 steps: 86 % drawn, 4 % found; of five such tasks
     # at once, none after 3,500). From `locate` alone it does in 1,000 steps, and 500 of the second
     # lesson bring 20 % of the boxes.
     c.data.lessons = dict(

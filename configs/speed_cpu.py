@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""A small model of a 16 x 16 picture, so that anybody can measure what leaving tokens out saves.
+r"""A small model of a 16 x 16 image, so that anybody can measure what leaving tokens out saves.
 
     python -m sparse_lavida_jax.bench.sampling --config=configs/speed_cpu.py --random-weights \
         --suite=cpu

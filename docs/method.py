@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the pictures of `docs/method.md` from the code that they show.
+"""Makes the images of `docs/method.md` from the code that they show.
 
 python docs/method.py            # writes docs/method_*.png
 python docs/method.py --no-model # without the last one, which draws with the bundled model

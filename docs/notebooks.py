@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the notebooks and keeps what they print: `docs/notebooks.md`, with its pictures beside it.
+"""Runs the notebooks and keeps what they print: `docs/notebooks.md`, with its images beside it.
 
     python docs/notebooks.py                # needs pip install 'sparse-lavida-jax[colabs]'
     python docs/notebooks.py train_small    # its part of the page alone
@@ -18,7 +18,7 @@ import nbformat
 
 HERE = pathlib.Path(__file__).resolve().parent
 COLABS = HERE.parent / "colabs"
-PICTURES = HERE / "notebooks"
+IMAGES = HERE / "notebooks"
 SECONDS = 900  # until a cell is given up
 MOST_LINES = 12  # of one output
 HEAD = """# What the notebooks show
@@ -48,13 +48,13 @@ def text_of(output: dict) -> str:
 
 
 def told(name: str) -> list[str]:
-    """Returns the paragraphs of a notebook's section, and writes its pictures."""
+    """Returns the paragraphs of a notebook's section, and writes its images."""
     parts = [f"## [{name}](../colabs/{name}.ipynb)"]
     for output in outputs_of(name):
-        if picture := output.get("data", {}).get("image/png"):
-            path = PICTURES / f"{name}_{len(parts)}.png"
-            path.write_bytes(base64.b64decode(picture))
-            parts.append(f"![{name}]({PICTURES.name}/{path.name})")
+        if image := output.get("data", {}).get("image/png"):
+            path = IMAGES / f"{name}_{len(parts)}.png"
+            path.write_bytes(base64.b64decode(image))
+            parts.append(f"![{name}]({IMAGES.name}/{path.name})")
         elif words := PATHS.sub("...", text_of(output)).strip():
             lines = words.splitlines()
             more = ["..."] if len(lines) > MOST_LINES else []
@@ -64,14 +64,14 @@ def told(name: str) -> list[str]:
 
 def main() -> None:
     """Writes the page, or the parts of it that are named."""
-    PICTURES.mkdir(exist_ok=True)
+    IMAGES.mkdir(exist_ok=True)
     page, named = HERE / "notebooks.md", sys.argv[1:]
     parts: dict[str, str] = {}
     if named:
         _, *kept = re.split(r"\n\n(?=## \[)", page.read_text().strip())
         parts = {part[len("## [") : part.index("]")]: part for part in kept}
     for name in named or sorted(path.stem for path in COLABS.glob("*.ipynb")):
-        for old in PICTURES.glob(f"{name}_*.png"):
+        for old in IMAGES.glob(f"{name}_*.png"):
             old.unlink()
         parts[name] = "\n\n".join(told(name))
         print(name, flush=True)

@@ -49,12 +49,12 @@ def opened(page: Page, name: str):
 
 
 def shown(page: Page, folder: pathlib.Path) -> list[np.ndarray]:
-    """Draws, asks and points; returns a picture of the page after each."""
+    """Draws, asks and points; returns an image of the page after each."""
     taken: list[np.ndarray] = []
 
     def take() -> None:
         path = folder / f"page{len(taken)}.png"
-        page.wait_for_timeout(2000)  # milliseconds: pictures come after the words
+        page.wait_for_timeout(2000)  # milliseconds: images come after the words
         page.screenshot(path=path)
         taken.append(np.asarray(Image.open(path).convert("RGB")))
 
@@ -63,14 +63,14 @@ def shown(page: Page, folder: pathlib.Path) -> list[np.ndarray]:
     tab.get_by_text(PASSED).wait_for()
     take()
     drawn = folder / "drawn.png"
-    source = tab.locator(".picture img").get_attribute("src")
+    source = tab.locator(".image img").get_attribute("src")
     assert source is not None
     with urllib.request.urlopen(source) as found:
         drawn.write_bytes(found.read())
     for name in ("Ask", "Find"):
         tab = opened(page, name)
         tab.locator("input[type=file]").first.set_input_files(drawn)
-        tab.locator(".picture img").first.wait_for()
+        tab.locator(".image img").first.wait_for()
         tab.get_by_role("button", name=name, exact=True).click()
         tab.get_by_text(PASSED).wait_for()
         take()
@@ -78,7 +78,7 @@ def shown(page: Page, folder: pathlib.Path) -> list[np.ndarray]:
 
 
 def main() -> None:
-    """Starts the page, takes the pictures, stops it."""
+    """Starts the page, takes the images, stops it."""
     words = [sys.executable, "-m", "sparse_lavida_jax.cli", "demo", f"--port={PORT}"]
     server = subprocess.Popen(words)
     named = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")

@@ -34,11 +34,11 @@ says the table of the README.
 
 ![what the commands drew](tour.png)
 """
-SCALE = 2  # pixels of the page to a pixel of a picture
-EDGE, FONT_SIZE = 12, 14  # of a captioned picture, in pixels
+SCALE = 2  # pixels of the page to a pixel of an image
+EDGE, FONT_SIZE = 12, 14  # of a captioned image, in pixels
 CAPTION = "a red circle above a blue square"
 LAYOUT = " large red circle<LOC_16><LOC_16><LOC_20><LOC_20>"
-CUT = slice(16, 80)  # what is kept of a picture for outpainting, along both sides
+CUT = slice(16, 80)  # what is kept of an image for outpainting, along both sides
 TOUR = (
     'generate "a red circle above a blue square" --out out.png',
     'edit out.png "make the red circle green" --out edited.png',
@@ -71,7 +71,7 @@ def run(folder: pathlib.Path, command: str, typed: str = "") -> str:
 
 
 def drawn_by(words: list[str]) -> list[str]:
-    """Returns the files of the pictures that a command draws."""
+    """Returns the files of the images that a command draws."""
     if "--out" not in words:
         return []
     out = words[words.index("--out") + 1]
@@ -81,12 +81,12 @@ def drawn_by(words: list[str]) -> list[str]:
     return [f"{out}/{i}.png" for i, draws in enumerate(drawing, 1) if draws]
 
 
-def enlarged(picture: image_files.Picture) -> image_files.Picture:
-    """Returns a picture with every pixel a small square."""
-    return picture.repeat(SCALE, axis=0).repeat(SCALE, axis=1)
+def enlarged(image: image_files.Pixels) -> image_files.Pixels:
+    """Returns an image with every pixel a small square."""
+    return image.repeat(SCALE, axis=0).repeat(SCALE, axis=1)
 
 
-def unmasking(name: str, folder: str) -> list[image_files.Picture]:
+def unmasking(name: str, folder: str) -> list[image_files.Pixels]:
     """Draws `CAPTION` by a model; returns its steps, each with the tokens it passed so far.
 
     Those of the layout, which comes first, are counted as if no text ended early.
@@ -111,14 +111,14 @@ def unmasking(name: str, folder: str) -> list[image_files.Picture]:
     # Where the prompt is passed beforehand, that is the first cost.
     before = [laid_out] * (len(shown) - len(totals))
     return [
-        _captioned(enlarged(picture), f"{name}: {tokens} tokens")
-        for picture, tokens in zip(shown, [*before, *totals], strict=True)
+        _captioned(enlarged(image), f"{name}: {tokens} tokens")
+        for image, tokens in zip(shown, [*before, *totals], strict=True)
     ]
 
 
-def _captioned(picture: image_files.Picture, words: str) -> image_files.Picture:
-    page = Image.new("RGB", (picture.shape[1] + 2 * EDGE, picture.shape[0] + 3 * EDGE), "white")
-    page.paste(Image.fromarray(picture), (EDGE, EDGE))
+def _captioned(image: image_files.Pixels, words: str) -> image_files.Pixels:
+    page = Image.new("RGB", (image.shape[1] + 2 * EDGE, image.shape[0] + 3 * EDGE), "white")
+    page.paste(Image.fromarray(image), (EDGE, EDGE))
     font = ImageFont.load_default(FONT_SIZE)
     middle = (page.width / 2, page.height - EDGE)
     ImageDraw.Draw(page).text(middle, words, "black", font, "mm")
@@ -133,7 +133,7 @@ def animate(dense: str) -> None:
 
 
 def tour() -> None:
-    """Runs the tour in an empty folder and puts its pictures on one page."""
+    """Runs the tour in an empty folder and puts its images on one page."""
     printed = []
     with tempfile.TemporaryDirectory() as name:
         folder, tiles = pathlib.Path(name), []

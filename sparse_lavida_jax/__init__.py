@@ -4,11 +4,11 @@
 import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
+from sparse_lavida_jax.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from sparse_lavida_jax.apps.conversation import Conversation as Conversation
     from sparse_lavida_jax.pipeline import SparseLaViDa as SparseLaViDa
-
-__version__ = "0.1.0"
 
 OLDEST_JAX = (0, 10, 2)
 

@@ -18,10 +18,11 @@ import pathlib
 import sys
 from collections.abc import Callable, Sequence
 
-from sparse_lavida_jax import __version__, config
+from sparse_lavida_jax import config
 from sparse_lavida_jax import main as full
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.main import DEFAULT_MODEL, MISTAKES, UsageError
+from sparse_lavida_jax.version import __version__
 
 # Modes of `main`, with what may be given without its name.
 MODES = {"train": ["config"], "sample": ["checkpoint", "prompt"], "evaluate": ["checkpoint"]} | {
@@ -180,7 +181,7 @@ def _model(parser: argparse.ArgumentParser) -> None:
 
 def _sampling(parser: argparse.ArgumentParser) -> None:
     presets = ", ".join((*config.PRESETS, *config.TEXT_PRESETS))
-    parser.add_argument("--steps", type=int, help="of a picture, or of a text block")
+    parser.add_argument("--steps", type=int, help="of an image, or of a text block")
     parser.add_argument("--sampler", metavar="PRESET", help=f"one of {presets}")
     parser.add_argument(
         "--registers", type=_registers, metavar="M[:END]",
@@ -193,24 +194,24 @@ def _sampling(parser: argparse.ArgumentParser) -> None:
 def _drawing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out.png"))
     parser.add_argument(
-        "--vq-dtype", help=f"of the decoder of pictures: {' or '.join(config.VQ_DTYPES)}"
+        "--vq-dtype", help=f"of the decoder of images: {' or '.join(config.VQ_DTYPES)}"
     )
     parser.add_argument("--num-images", type=int, default=1, metavar="N", help="of each prompt")
     parser.add_argument("--guidance", type=float, help="scale of classifier-free guidance; 0: none")
     parser.add_argument("--order", help="in which cells are decoded: stratified, halton, ...")
-    parser.add_argument("--grid", action="store_true", help="all pictures on one sheet")
+    parser.add_argument("--grid", action="store_true", help="all images on one sheet")
     parser.add_argument(
-        "--save-steps", type=pathlib.Path, metavar="GIF", help="the unmasking of the first picture"
+        "--save-steps", type=pathlib.Path, metavar="GIF", help="the unmasking of the first image"
     )
     plan = parser.add_mutually_exclusive_group()
     plan.add_argument("--plan", help="the layout to follow, in place of the model's own")
-    plan.add_argument("--no-plan", action="store_true", help="do not lay the picture out first")
+    plan.add_argument("--no-plan", action="store_true", help="do not lay the image out first")
 
 
 def _batch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch", type=pathlib.Path, metavar="FILE",
-        help='.txt: a prompt a line; .jsonl: {"prompt": ..., "picture": ..., "seed": ...,'
+        help='.txt: a prompt a line; .jsonl: {"prompt": ..., "image": ..., "seed": ...,'
         ' "temperature": ..., "guidance": ...} a line, of which all but the prompt may be left out',
     )  # fmt: skip
 
@@ -219,16 +220,16 @@ def _prompt(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="?", help="in words")
 
 
-def _picture(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("picture", nargs="?", help="PNG, JPEG or WebP")
+def _image(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("image", nargs="?", help="PNG, JPEG or WebP")
 
 
-def _needed_picture(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("picture", help="PNG, JPEG or WebP")
+def _needed_image(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("image", help="PNG, JPEG or WebP")
 
 
 def _shown(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--picture", help="that the text is about")
+    parser.add_argument("--image", "--picture", help="that the text is about")
 
 
 def _generate(parser: argparse.ArgumentParser) -> None:
@@ -245,7 +246,7 @@ def _inpaint(parser: argparse.ArgumentParser) -> None:
 def _outpaint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--box", type=_box,
-        help="where the picture stands in the new one: x1,y1,x2,y2 in pixels of that, by default"
+        help="where the image stands in the new one: x1,y1,x2,y2 in pixels of that, by default"
         " its middle; any other shape is a --mask of `inpaint`, on a canvas with room around",
     )  # fmt: skip
 
@@ -261,21 +262,23 @@ def _caption(parser: argparse.ArgumentParser) -> None:
 
 def _ground(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("phrases", nargs="+", help="what to find")
-    parser.add_argument("--out", type=pathlib.Path, help="the picture with the boxes in it")
+    parser.add_argument("--out", type=pathlib.Path, help="the image with the boxes in it")
 
 
 def _reflect(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=3, help="most attempts at a picture")
+    parser.add_argument("--rounds", type=int, default=3, help="most attempts at an image")
 
 
 def _replay(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("replay", type=pathlib.Path, metavar="PNG", help="to draw again")
-    parser.add_argument("--picture", help="that it was drawn after; by default the file recorded")
+    parser.add_argument(
+        "--image", "--picture", help="that it was drawn after; by default the file recorded"
+    )
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out.png"))
 
 
 def _chat(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--picture", help="on the table at first")
+    parser.add_argument("--image", "--picture", help="on the table at first")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("turns"), help="a folder")
 
 
@@ -303,55 +306,55 @@ def _json(parser: argparse.ArgumentParser) -> None:
 _CIRCLE = '"a red circle above a blue square"'
 COMMANDS = {
     "generate": Command(
-        "draw pictures", f"generate {_CIRCLE} --out out.png --save-steps steps.gif",
+        "draw images", f"generate {_CIRCLE} --out out.png --save-steps steps.gif",
         (_prompt, _generate, _drawing, _batch, _sampling, _model),
     ),
     "edit": Command(
-        "change a picture as told", 'edit out.png "make the red circle green" --out edited.png',
-        (_picture, _prompt, _drawing, _batch, _sampling, _model),
+        "change an image as told", 'edit out.png "make the red circle green" --out edited.png',
+        (_image, _prompt, _drawing, _batch, _sampling, _model),
     ),
     "inpaint": Command(
-        "draw a part of a picture anew",
+        "draw a part of an image anew",
         f"inpaint out.png {_CIRCLE} --box 0,0,48,48 --out inpainted.png",
-        (_picture, _prompt, _inpaint, _drawing, _batch, _sampling, _model),
+        (_image, _prompt, _inpaint, _drawing, _batch, _sampling, _model),
     ),
     "outpaint": Command(
-        "draw what surrounds a picture",
+        "draw what surrounds an image",
         f"outpaint out.png {_CIRCLE} --box 16,16,80,80 --out outpainted.png",
-        (_picture, _prompt, _outpaint, _drawing, _batch, _sampling, _model),
+        (_image, _prompt, _outpaint, _drawing, _batch, _sampling, _model),
     ),
     "reflect": Command(
         "draw, judge what was drawn, and draw again", f"reflect {_CIRCLE} --rounds 3 --out out.png",
         (_prompt, _reflect, _drawing, _batch, _sampling, _model),
     ),
     "ask": Command(
-        "answer a question about a picture", 'ask out.png "how many squares are there?"',
-        (_picture, _prompt, _tokens, _batch, _sampling, _model),
+        "answer a question about an image", 'ask out.png "how many squares are there?"',
+        (_image, _prompt, _tokens, _batch, _sampling, _model),
     ),
     "reason": Command(
         "answer a question step by step",
         'reason out.png "how many red things plus how many squares?"',
-        (_picture, _prompt, _tokens, _batch, _sampling, _model),
+        (_image, _prompt, _tokens, _batch, _sampling, _model),
     ),
     "caption": Command(
-        "describe a picture, freely or in given words",
+        "describe an image, freely or in given words",
         'caption out.png --template "a ___ red circle and a ___ ___ square"',
-        (_needed_picture, _caption, _sampling, _model),
+        (_needed_image, _caption, _sampling, _model),
     ),
     "infill": Command(
-        "fill the gaps of a text", 'infill "a red circle is ___ {2} blue square" --picture out.png',
+        "fill the gaps of a text", 'infill "a red circle is ___ {2} blue square" --image out.png',
         (_prompt, _shown, _batch, _sampling, _model),
     ),
     "ground": Command(
-        "find things in a picture", 'ground out.png "red circle" "blue square" --out boxes.png',
-        (_needed_picture, _ground, _sampling, _model),
+        "find things in an image", 'ground out.png "red circle" "blue square" --out boxes.png',
+        (_needed_image, _ground, _sampling, _model),
     ),
     "chat": Command(
         "do what each line of the input says: a task and its words",
         "chat --out turns < lines.txt", (_chat, _sampling, _model),
     ),
     "replay": Command(
-        "draw a picture again, bit for bit", "replay out.png --out again.png", (_replay, _model)
+        "draw an image again, bit for bit", "replay out.png --out again.png", (_replay, _model)
     ),
     "demo": Command("serve a page to play with", "demo --port 8000", (_address,)),
     "serve": Command(

@@ -15,7 +15,7 @@ import ml_collections
 
 T = TypeVar("T")
 
-# LaViDa-O itself and the rows of the paper's ablation, for pictures and for text.
+# LaViDa-O itself and the rows of the paper's ablation, for images and for text.
 PRESETS = ("dense", "none", "p", "r", "t", "pr", "pt", "rt", "sparse")
 # Full attention with a cache that it makes inexact, for text only: LaViDa-O's own (the prompt),
 # and the two of Fast-dLLM.
@@ -74,10 +74,10 @@ class Vision:
     num_heads: int = 4
     mlp_hidden: int = 128
     pool: int = 2  # patches a side that one convolution merges into one token
-    # A learned vector behind every row of tiles, and behind a picture seen whole (spec Sec. 4).
+    # A learned vector behind every row of tiles, and behind an image seen whole (spec Sec. 4).
     newline: bool = False
-    # Sizes (width, height) in pixels of the grids of tiles that a picture is cut into (spec Sec.
-    # 4, "anyres"); none: pictures are seen whole, resized to a square.
+    # Sizes (width, height) in pixels of the grids of tiles that an image is cut into (spec Sec.
+    # 4, "anyres"); none: images are seen whole, resized to a square.
     grid_sizes: tuple[tuple[int, int], ...] = ()
     # Released files hold a norm behind the tower that nothing uses: kept, so that an export is
     # whole.
@@ -96,12 +96,12 @@ class Vision:
 
     @property
     def num_tokens(self) -> int:
-        """Vision tokens a picture becomes."""
+        """Vision tokens an image becomes."""
         return self.grid_side**2
 
     @property
     def grid_side(self) -> int:
-        """Vision tokens along one side of a picture."""
+        """Vision tokens along one side of an image."""
         return self.image_size // self.patch_size // self.pool
 
 
@@ -127,7 +127,7 @@ class Model:
     generation_mlp_hidden: int = 256
     codebook_size: int = 64
     codes_per_token: int = 1  # g: 4 compresses 2x2 codes into one backbone token
-    grid_size: int = 6  # cells a side of the largest picture
+    grid_size: int = 6  # cells a side of the largest image
     # Layers between codes and backbone tokens (the release: "dit2"; spec Sec. 2.5): "embed", a
     # table and a matrix; "dit", norms and matrices between; "dit2", one more before the logits.
     image_head: str = "dit2"
@@ -145,7 +145,7 @@ class Model:
     trained_attention: str = "step_causal"
     compute_dtype: str = "float32"
     # Of the residual stream, the last norm and the image head: "float32" where the products are in
-    # bfloat16 halves how far the logits of pictures are from float32 (docs/speed.md). For sampling,
+    # bfloat16 halves how far the logits of images are from float32 (docs/speed.md). For sampling,
     # where it costs 2 % more bytes a step; training would keep twice as many of a layer's input.
     # "compute": as `compute_dtype`.
     residual_dtype: str = "compute"
@@ -233,7 +233,7 @@ class Model:
 
     @property
     def num_cells(self) -> int:
-        """Backbone tokens of the largest picture."""
+        """Backbone tokens of the largest image."""
         return self.grid_size**2
 
     @property
@@ -253,7 +253,7 @@ class VQ:
     latent_channels: int = 16
     codebook_size: int = 64
     norm_groups: int = 8
-    # Positions that share the statistics of a norm: "group", as released, the whole picture;
+    # Positions that share the statistics of a norm: "group", as released, the whole image;
     # "pixel", ours, each alone, so that what stands in one cell cannot move the code of another.
     norm: str = "group"
     # How the decoder doubles its sides. "nearest", as released, then a 3x3 convolution: it turns a
@@ -317,13 +317,13 @@ class Data:
     # Weight of each task; a batch holds tasks of one shape group.
     tasks: dict[str, float] = dataclasses.field(default_factory=lambda: {"draw": 1.0})
     # The first batches of a run are of other tasks, one lesson after another. A small model learns
-    # to look things up in a picture from nothing else or not at all.
+    # to look things up in an image from nothing else or not at all.
     lessons: dict[str, Lesson] = dataclasses.field(default_factory=dict)
     picture_codec: str = "scenes_g1"  # a folder of `assets/vq`, a path, or "grey" (digits)
     text_block_len: int = 8  # S: tokens decoded together in a text answer
     max_prompt_len: int = 96  # understanding tokens of the longest prompt, vision included
     max_answer_len: int = 40  # text response tokens, a multiple of text_block_len
-    plan_drop: float = 0.1  # share of picture rows without their layout plan
+    plan_drop: float = 0.1  # share of image rows without their layout plan
     prompt_drop: float = 0.1  # share of rows whose prompt is masked, for guidance
     source_drop: float = 0.1  # share of edit rows whose source cells are masked
     given: float = 0.2  # share of rows that show a random part of the response as given
@@ -331,9 +331,9 @@ class Data:
     packing: int = 1  # examples that share a row, each a segment that sees itself alone
     # Static lengths that the batches of a group may have: each is a program of its own to compile.
     length_buckets: int = 1
-    # Of prepared records (`mixture/batches.py`): tokens of the longest sequence, pictures included,
+    # Of prepared records (`mixture/batches.py`): tokens of the longest sequence, images included,
     # as released, and the loss weight of the codes in the boxes of an edit, of which the mean over
-    # the masked codes of a picture is 1: 1 as in the released mixture, 5 where the release switches
+    # the masked codes of an image is 1: 1 as in the released mixture, 5 where the release switches
     # it on (spec Sec. 9.3).
     max_sequence_len: int = 8192
     edit_area_weight: float = 1.0
@@ -367,12 +367,12 @@ class Data:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepare:
-    """From tables and pictures to shards of records (`--mode=prepare`; docs/data.md)."""
+    """From tables and images to shards of records (`--mode=prepare`; docs/data.md)."""
 
     shard_rows: int = 512  # rows of a table that become one shard
     max_bad_fraction: float = 0.001  # of the rows of a dataset; more bad ones end the preparation
-    crops: int = 1  # random crops of a picture to draw, of which training takes one at a time
-    encode_batch: int = 8  # pictures that the image tokenizer encodes together
+    crops: int = 1  # random crops of an image to draw, of which training takes one at a time
+    encode_batch: int = 8  # images that the image tokenizer encodes together
     engine: str = "processes"  # processes, on this machine | ray, on a cluster
     workers: int = 0  # processes or Ray actors, each with an image tokenizer; 0: this process
 
@@ -392,29 +392,29 @@ class Diffusion:
     attention: str = "step_causal"
     blocks: str = "schedule"  # schedule | uniform (the paper's words)
     num_clean_blocks: int = 3  # M of `uniform`
-    num_masked_blocks: int = 4  # N, of a picture and of `uniform`
+    num_masked_blocks: int = 4  # N, of an image and of `uniform`
     # N of a text in `schedule`: steps that are drawn for a row, each with a masked block of its own
     # that sees what is clean before it. Equal ones count once.
     text_masked_blocks: int = 1
-    # Numbers of steps that `schedule` draws a sampler's plan from: of a picture, of a text block.
+    # Numbers of steps that `schedule` draws a sampler's plan from: of an image, of a text block.
     plan_steps: tuple[int, ...] = (8, 12, 18)
     plan_text_steps: tuple[int, ...] = (2, 4, 8)
-    # In half of the rows of `schedule`, steps of a picture are merged into masked blocks of at
+    # In half of the rows of `schedule`, steps of an image are merged into masked blocks of at
     # least so many cells; -1: of as many as there are registers.
     merge_cells: int = -1
-    # Share of a picture's masked blocks of whose cells some codes, 1 to g - 1, are known: what a
+    # Share of an image's masked blocks of whose cells some codes, 1 to g - 1, are known: what a
     # model has to know for `Sampling.cell_passes` above 1, and then a half.
     partial_cells: float = 0.0
     weighting: str = "1/t"  # 1/t | mean (what the released code does)
     time_policy: str = "uniform"  # uniform | cosine | logit_normal | mode
     # "blocks": a response is masked token by token and cut into blocks, as all of the above says.
-    # "released": LaViDa-O's own objective (spec Sec. 9.2, 9.3): text answer and picture of a
-    # sequence are masked together, pictures code by code, each loss the mean over what is masked;
+    # "released": LaViDa-O's own objective (spec Sec. 9.2, 9.3): text answer and image of a
+    # sequence are masked together, images code by code, each loss the mean over what is masked;
     # needs attention "full" and weighting "mean"; `blocks` and `Data.given` mean nothing.
     corruption: str = "blocks"
     # Of "released": every row a second time with the inverse masks; off in the released scripts.
     complementary: bool = False
-    # Of "released": False trains pictures alone, as the release does at 256 px.
+    # Of "released": False trains images alone, as the release does at 256 px.
     text_loss: bool = True
 
     def __post_init__(self):
@@ -539,11 +539,11 @@ class Train:
     # if that comes first; 0: steps alone decide.
     seconds: float = 0.0
     checkpoint_seconds: float = 120.0  # time between saved states
-    # States that stay: the newest, the one with the best score of pictures (where some are drawn),
+    # States that stay: the newest, the one with the best score of images (where some are drawn),
     # and those of every so many steps; 0: no others.
     keep_states: int = 2
     keep_every: int = 0
-    picture_seconds: float = 180.0  # time between grids of sampled pictures; 0: none by the clock
+    picture_seconds: float = 180.0  # time between grids of sampled images; 0: none by the clock
     eval_every: int = 0  # steps between them, which a clock does not move; 0: none by steps
     # Steps. Several processes also agree then on whether it is time to save or to draw.
     log_every: int = 20
@@ -589,14 +589,14 @@ class Sampling:
     grid: str = "cell"
     # Passes inside a step, each of which decodes as many codes of every cell; of whole cells only.
     cell_passes: int = 1
-    # Steps of a picture that would decode fewer cells are merged with those behind them; of whole
+    # Steps of an image that would decode fewer cells are merged with those behind them; of whole
     # cells in a fixed order only. 0: none are. What changes from step to step then changes over the
-    # merged steps of a picture without given cells.
+    # merged steps of an image without given cells.
     merge_cells: int = 0
     # "confidence" (the released "mmada") chooses after each pass among all cells, which only
     # dense, none and p pass; every other order is fixed beforehand.
     order: str = "stratified"  # stratified | halton | random | raster | confidence
-    order_seed: int = 42  # -1: every picture has the order of its own seed
+    order_seed: int = 42  # -1: every image has the order of its own seed
     schedule: str = "shift"  # shift | cosine | cosine2 | exp | logit_normal | linear
     shift: float = 3.0
     # Gumbel noise on the log probability that "confidence" ranks by; it falls from this to the
@@ -620,7 +620,7 @@ class Sampling:
     guidance_interval: tuple[float, float] = (0.0, 1.0)
     # What the second of the three rows of an edit keeps: "source", ours, the source cells and the
     # headers; or the released edit modes 0 to 3: "source_only"; everything but the source cells,
-    # "no_source"; the text, "no_picture"; the picture seen and the source cells, "no_text".
+    # "no_source"; the text, "no_image"; the image seen and the source cells, "no_text".
     edit_guidance: str = "source"
     # Registers passed; -1: as many as trained. In images they may fall by halves, step by step, to
     # `registers_end`: many stand in for much, few for little. -1: they do not fall.
@@ -651,12 +651,12 @@ class Sampling:
     # Text as the released code writes it: the mask token may be drawn (and then stays to be
     # decoded), nothing ends at end-of-text, and the factor rule never leaves one token to itself.
     released_behaviour: bool = False
-    plan: bool = True  # lay the picture out in text first, where the task allows
+    plan: bool = True  # lay the image out in text first, where the task allows
     # Matrices of the layers in 8 bits: "" not; "int8" the weights alone; "w8a8" activations too;
     # "fp8" both in float8. Other numbers come out, and on few tokens sooner.
     quantize: str = ""
-    # Of the decoder of pictures. In bfloat16 grey levels of bundled ones move by at most 4 of 255
-    # (docs/speed.md). Codes of pictures given are always found in float32.
+    # Of the decoder of images. In bfloat16 grey levels of bundled ones move by at most 4 of 255
+    # (docs/speed.md). Codes of images given are always found in float32.
     vq_dtype: str = "float32"  # float32 | bfloat16
 
     def __post_init__(self):
@@ -748,8 +748,8 @@ class Evaluate:
     split: str = ""  # of the benchmark, where it has several
     limit: int = 0  # how many items, the first ones (scenes: of each task); 0: all
     batch_size: int = 8  # rows decoded together
-    num_images: int = 1  # pictures drawn of each prompt
-    prefix: str = ""  # in front of every prompt of a picture
+    num_images: int = 1  # images drawn of each prompt
+    prefix: str = ""  # in front of every prompt of an image
     max_new_tokens: int = 32  # room for an answer, rounded up to whole text blocks
 
     def __post_init__(self):

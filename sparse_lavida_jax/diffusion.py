@@ -20,7 +20,7 @@ Two block assignments (config `diffusion.blocks`):
   each has its own M, and any number of them is unbiased.
 
 LaViDa-O's own objective (config `diffusion.corruption = "released"`, spec Sec. 9.2 and 9.3) has no
-blocks: text and picture of a whole sequence are masked together, code by code (`batch_sequences`).
+blocks: text and image of a whole sequence are masked together, code by code (`batch_sequences`).
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ from sparse_lavida_jax.layout import (
     prompt_row,
     register_positions,
     sort_by_block,
-    stack_pictures,
+    stack_images,
     stack_views,
     stacked_features,
     without_blocks,
@@ -139,7 +139,7 @@ class Blocks:
         total: what the weights of a response are divided by (L, or the tokens predicted).
         known: codes of masked cells that are in the input all the same and have no loss; None
             where training has none of them (`partly_known`).
-        code_weight: how much each code of a picture weighs beside the others of it (`Data.
+        code_weight: how much each code of an image weighs beside the others of it (`Data.
             edit_area_weight`); None: all alike.
         copies: which token of the response each copy is of.
         sees: the last clean block that a masked block sees, of those for which it is not M.
@@ -332,7 +332,7 @@ def partly_known(
     codes_per_token: int,
     settings: config.Diffusion,
 ) -> Blocks:
-    """Makes some codes of every cell known in a share of a picture's masked blocks.
+    """Makes some codes of every cell known in a share of an image's masked blocks.
 
     Of a block as many codes a cell, 1 to g - 1, but which ones they are is drawn for each cell:
     what passes after the first see inside a step (`Sampling.cell_passes`). Nothing of a text.
@@ -360,8 +360,8 @@ class Corrupted:
 
     Attributes:
         understanding, generation: the streams, sorted by block; None where the group has none.
-        pixels: the picture that the vision tower sees, one a row, or the views of a row's
-            pictures, or None.
+        pixels: the image that the vision tower sees, one a row, or the views of a row's
+            images, or None.
         text_target, text_weight: target id and loss weight of each understanding token.
         image_target, image_weight: target codes of each generation token, and the loss weight of
             the token or of each of its codes.
@@ -426,7 +426,7 @@ def corrupt(
     Returns:
         The understanding and generation tokens of the row, unsorted and unpadded.
     """
-    # The loss of pictures.
+    # The loss of images.
     by_code = blocks.known is not None or blocks.code_weight is not None
     text = _prompt_stream(prompt.ids, prompt.feature, prompt.position)
     image = _prompt_stream(prompt.codes, prompt.cell, prompt.source_position)
@@ -510,7 +510,7 @@ def batch_rows(
     """Sorts each row by block, pads it to `shape` and stacks the rows.
 
     Args:
-        pixels: what the vision tower sees, one picture a row of the batch, or none.
+        pixels: what the vision tower sees, one image a row of the batch, or none.
         shared: which of `rows` share each row of the batch, as segments (`data/packing.py`); by
             default each has its own.
 
@@ -530,7 +530,7 @@ def batch_rows(
         predicts = "understanding" if kinds[0] == "text" else "generation"
     return Corrupted(
         **streams,
-        pixels=stack_pictures(pixels),
+        pixels=stack_images(pixels),
         text_total=total_of("text"),
         image_total=total_of("image"),
         predicts=predicts,
@@ -607,16 +607,16 @@ def _sorted_and_padded(members: list[_HostStream], length: int, pad_token: int):
 
 @dataclasses.dataclass(frozen=True)
 class Sequence:
-    """A whole sequence to train LaViDa-O on: answers in text, a picture, or both.
+    """A whole sequence to train LaViDa-O on: answers in text, an image, or both.
 
     Attributes:
         parts: the sequence. What is predicted in text are its `Answer`s; the release pads with
             end-of-text, which is predicted too, and then with `Blank`s. `Text` with `keep` is
-            neither predicted nor dropped. The picture stands where `Response` does, which has 0
+            neither predicted nor dropped. The image stands where `Response` does, which has 0
             tokens where there is none.
-        codes: clean codes of the picture, cell by cell.
+        codes: clean codes of the image, cell by cell.
         code_weight: loss weight of each code; None: all alike.
-        views: the views of each picture that the vision tower sees, in the order of its parts.
+        views: the views of each image that the vision tower sees, in the order of its parts.
     """
 
     parts: tuple[Part, ...]
@@ -631,7 +631,7 @@ class Sequence:
 
     @property
     def num_cells(self) -> int:
-        """Tokens of the generation stream: of the picture and of source pictures."""
+        """Tokens of the generation stream: of the image and of source images."""
         return len(self.codes) + sum(len(p.codes) for p in self.parts if isinstance(p, Source))
 
 
@@ -642,7 +642,7 @@ class Draws:
     Attributes:
         text_time, image_time: what the time policy makes t of.
         text_noise: of each position of the sequence; masked where it is low.
-        image_noise: of each code of the picture.
+        image_noise: of each code of the image.
         prompt: the prompt is dropped where it is below `Data.prompt_drop`.
         source: the source cells are dropped where it is below `Data.source_drop`.
     """
@@ -673,10 +673,10 @@ def batch_sequences(
 ) -> Corrupted:
     """Masks, pads to `shape` and stacks sequences as LaViDa-O trains on them (spec Sec. 9.2, 9.3).
 
-    Every token is in block 0. Text and picture draw their t independently, and the loss of either
+    Every token is in block 0. Text and image draw their t independently, and the loss of either
     is the mean over what is masked of it in the whole batch, without 1/t. Under `complementary`
-    the rows follow once more with the inverse masks. Weights of codes are scaled, picture by
-    picture, to a mean of 1 over its masked codes; they do nothing where none in the batch is above
+    the rows follow once more with the inverse masks. Weights of codes are scaled, image by
+    image, to a mean of 1 over its masked codes; they do nothing where none in the batch is above
     1, as released.
 
     Args:
@@ -758,14 +758,14 @@ def _corrupt_sequence(
         weight *= hidden.sum() / max(weight.sum(), 1e-9)
     cell = np.arange(len(sequence.codes))
     source = _prompt_stream(prompt.codes, prompt.cell, prompt.source_position)
-    picture = dataclasses.replace(
+    image = dataclasses.replace(
         _prompt_stream(sequence.codes, cell, prompt.response_position + cell),
         tokens=np.where(hidden, model.image_mask_id, sequence.codes),
         target=sequence.codes,
         weight=weight,
     )
     no_weight = np.zeros(source.tokens.shape)
-    return text, dataclasses.replace(source, weight=no_weight) + picture
+    return text, dataclasses.replace(source, weight=no_weight) + image
 
 
 def mask_below(policy: str, time: float, noise: Float[np.ndarray, "*s"]) -> Bool[np.ndarray, "*s"]:

@@ -38,10 +38,10 @@ PROMPT_BLOCK = 0
 GIVEN_BLOCK = 1  # known cells, a prefix, template words: clean before the first step
 NO_FEATURE = -1  # an understanding token that is text
 NO_EMBEDDING = -2  # an understanding token whose embedding is zeros (`Blank`)
-NO_CELL = -1  # a generation token that is no cell of a picture (registers, padding)
+NO_CELL = -1  # a generation token that is no cell of an image (registers, padding)
 
-# What the vision tower sees of a picture: bytes, or numbers in [-1, 1] that it takes as they are.
-# Of a batch, one picture a row or the views of its pictures.
+# What the vision tower sees of an image: bytes, or numbers in [-1, 1] that it takes as they are.
+# Of a batch, one image a row or the views of its images.
 Kind = Literal["text", "image"]
 Views = UInt8[np.ndarray, "_n h w 3"] | Float[np.ndarray, "_n h w 3"]
 SeenBatch = UInt8[AnyArray, "b *n h w 3"] | Float[AnyArray, "b *n h w 3"]
@@ -124,18 +124,18 @@ def concatenate(*layouts: TokenLayout) -> TokenLayout:
     return jax.tree.map(lambda *tags: jnp.concatenate(tags, axis=1), *layouts)
 
 
-def stack_pictures(
-    pictures: list[UInt8[np.ndarray, "h w 3"] | None],
+def stack_images(
+    images: list[UInt8[np.ndarray, "h w 3"] | None],
 ) -> UInt8[np.ndarray, "b h w 3"] | None:
-    """Stacks the pictures of a batch; a row without one gets a blank that no token looks at."""
-    shown = [picture for picture in pictures if picture is not None]
+    """Stacks the images of a batch; a row without one gets a blank that no token looks at."""
+    shown = [image for image in images if image is not None]
     if not shown:
         return None
-    return np.stack([np.zeros_like(shown[0]) if p is None else p for p in pictures])
+    return np.stack([np.zeros_like(shown[0]) if p is None else p for p in images])
 
 
 def stack_views(rows: list[tuple[Views, ...]]) -> SeenBatch | None:
-    """Stacks the views of each row's pictures, filled up with blanks that no token looks at."""
+    """Stacks the views of each row's images, filled up with blanks that no token looks at."""
     shown = [view for views in rows for view in views]
     if not shown:
         return None
@@ -156,12 +156,12 @@ def stacked_features(
 ) -> Int[np.ndarray, " u"]:
     """Returns the features of a row as `Denoiser.see` numbers them for stacked views.
 
-    A `PromptRow` counts on from picture to picture, a newline behind each; `see` has the features
+    A `PromptRow` counts on from image to image, a newline behind each; `see` has the features
     of all views and one newline behind them.
 
     Args:
         feature: of each token, `PromptRow.feature`.
-        views: how many views each picture of the row has.
+        views: how many views each image of the row has.
         most: views of a row of the batch, blanks included.
         per_view: features of a view.
         newline: whether there are newlines.
@@ -170,10 +170,10 @@ def stacked_features(
         return feature
     first = np.cumsum([0, *views[:-1]])
     start = first * per_view + newline * np.arange(len(views))
-    picture = np.maximum(np.searchsorted(start, feature, side="right") - 1, 0)
-    inside = feature - start[picture]
-    is_newline = inside == np.asarray(views)[picture] * per_view
-    moved = np.where(is_newline, most * per_view, first[picture] * per_view + inside)
+    image = np.maximum(np.searchsorted(start, feature, side="right") - 1, 0)
+    inside = feature - start[image]
+    is_newline = inside == np.asarray(views)[image] * per_view
+    moved = np.where(is_newline, most * per_view, first[image] * per_view + inside)
     return np.where(feature < 0, feature, moved)
 
 
@@ -191,15 +191,15 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Vision:
-    """A picture seen through the vision tower, as `num_tokens` of its features.
+    """An image seen through the vision tower, as `num_tokens` of its features.
 
     Attributes:
-        index: which feature of this picture each token is; by default one after another.
-        num_features: features of this picture, behind which those of the row's next picture
+        index: which feature of this image each token is; by default one after another.
+        num_features: features of this image, behind which those of the row's next image
             stand; by default as many as tokens.
 
     Raises:
-        ValueError: `index` has not one feature of the picture for each token.
+        ValueError: `index` has not one feature of the image for each token.
     """
 
     num_tokens: int
@@ -211,9 +211,9 @@ class Vision:
         outside = index[(index < 0) | (index >= features)]
         if len(index) != self.num_tokens or len(outside):
             raise ValueError(
-                f"a picture of {self.num_tokens} tokens was given {len(index)} features,"
+                f"an image of {self.num_tokens} tokens was given {len(index)} features,"
                 f" {len(outside)} of them outside 0..{features - 1}: name one for each token, all"
-                " of the picture."
+                " of the image."
             )
 
     @property
@@ -387,7 +387,7 @@ def cells_from_codes(codes, codes_side: int):
 
 
 def codes_from_cells(cells, height: int, codes_side: int):
-    """Spreads cells [b l g] of a picture `height` cells high back over a grid of codes [b y x]."""
+    """Spreads cells [b l g] of an image `height` cells high back over a grid of codes [b y x]."""
     return einops.rearrange(
         cells, "b (y x) (p q) -> b (y p) (x q)", y=height, p=codes_side, q=codes_side
     )

@@ -5,7 +5,7 @@ r"""Trains, samples and evaluates from the command line.
     python -m sparse_lavida_jax.main --config=configs/scenes.py --config.train.train_steps=200
     python -m sparse_lavida_jax.main --mode=sample --checkpoint=scenes --prompt="a red circle"
     python -m sparse_lavida_jax.main --mode=sample --checkpoint=scenes --task=ask \
-        --picture=picture.png --prompt="how many red circles are there?"
+        --image=image.png --prompt="how many red circles are there?"
     python -m sparse_lavida_jax.main --mode=evaluate --checkpoint=runs/scenes
     python -m sparse_lavida_jax.main --mode=evaluate --config=configs/eval_geneval.py \
         --checkpoint=models/lavida-o --config.evaluate.data=benchmarks/geneval --shard=0/4
@@ -61,7 +61,7 @@ class UsageError(Exception):
 
 
 MISTAKES = (
-    config.ConfigError, model_folder.CheckpointError, runs.RunError, image_files.PictureError,
+    config.ConfigError, model_folder.CheckpointError, runs.RunError, image_files.ImageError,
     RequestError, UsageError, PrepareError, RecordError, EvaluationError,
     processes.ProcessError,
 )  # fmt: skip
@@ -79,7 +79,7 @@ class Command:
     checkpoint: str
     task: str
     prompt: str
-    picture: pathlib.Path | None
+    image: pathlib.Path | None
     out: pathlib.Path
     seed: int
     src: str
@@ -161,7 +161,7 @@ def _together_with(others: processes.Together | None) -> Iterator[None]:
 def _sample(command: Command) -> int:
     from sparse_lavida_jax.pipeline import SparseLaViDa
 
-    shown = None if command.picture is None else [image_files.read(command.picture)]
+    shown = None if command.image is None else [image_files.read(command.image)]
     model = SparseLaViDa.from_pretrained(command.checkpoint, batch_size=1)
     asked, settings = [command.prompt], {"seed": command.seed, "sampling": command.config.sampling}
     if command.task in ("ask", "point"):
@@ -225,7 +225,7 @@ def _prepare(command: Command) -> int:
     from sparse_lavida_jax.mixture import prepare
     from sparse_lavida_jax.models import codec
 
-    load_encoder = functools.partial(codec.PictureEncoder, command.config.data.picture_codec)
+    load_encoder = functools.partial(codec.ImageEncoder, command.config.data.picture_codec)
     title = f"{command.src} -> {command.dst}"
     with _progress(title, rich.progress.MofNCompleteColumn) as on_progress:
         done = prepare.prepare(command.src, command.dst, command.config, load_encoder, on_progress)
@@ -320,7 +320,7 @@ def parse(argv: list[str]) -> Command | None:
         checkpoint=values.checkpoint or settings.evaluate.checkpoint,
         task=values.task,
         prompt=values.prompt,
-        picture=pathlib.Path(values.picture) if values.picture else None,
+        image=pathlib.Path(values.image) if values.image else None,
         out=pathlib.Path(values.out),
         seed=values.seed,
         src=values.src,
@@ -376,8 +376,9 @@ def _define(values: flags.FlagValues) -> None:
     )
     flags.DEFINE_enum("task", "draw", SAMPLE_TASKS, "What to sample.", flag_values=values)
     flags.DEFINE_string("prompt", "", "What to draw, change, or answer.", flag_values=values)
-    flags.DEFINE_string("picture", "", "A picture to change or to look at.", flag_values=values)
-    flags.DEFINE_string("out", "picture.png", "Where the drawn picture goes.", flag_values=values)
+    flags.DEFINE_string("image", "", "An image to change or to look at.", flag_values=values)
+    flags.DEFINE_alias("picture", "image", flag_values=values)  # its older name
+    flags.DEFINE_string("out", "image.png", "Where the drawn image goes.", flag_values=values)
     flags.DEFINE_integer("seed", 0, "Of sampling.", flag_values=values)
     flags.DEFINE_string("src", "", "What to convert, export, verify, prepare.", flag_values=values)
     flags.DEFINE_string("dst", "", "The folder that they write.", flag_values=values)
@@ -436,8 +437,8 @@ def _base_config(values: flags.FlagValues) -> config.Config:
         )
     if values.mode == "sample" and not values.prompt:
         raise UsageError('--mode=sample needs --prompt="what to draw".')
-    if values.mode == "sample" and values.task != "draw" and not values.picture:
-        raise UsageError(f"--task={values.task} needs --picture=FILE, the picture it is about.")
+    if values.mode == "sample" and values.task != "draw" and not values.image:
+        raise UsageError(f"--task={values.task} needs --image=FILE, the image it is about.")
     if values.config:
         return config_files.read(pathlib.Path(values.config))
     settings = model_folder.read_config(model_folder.find_model(values.checkpoint))

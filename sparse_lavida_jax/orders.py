@@ -2,7 +2,7 @@
 """Unmasking orders, schedules, and the plans the sampler and the training blocks follow.
 
 Paper Sec. 3.2: which tokens C_k are decoded in step k is fixed before the first step. An order is
-a permutation of the cells of a picture, a schedule says how many of them each step takes, and a
+a permutation of the cells of an image, a schedule says how many of them each step takes, and a
 plan holds both for every row of a batch. NumPy on the host: nothing here is traced.
 """
 
@@ -491,7 +491,7 @@ def code_segments(
     max_segments: int = 7,
     padding: float = 0.125,
 ) -> list[Segment]:
-    """Groups the steps of a plan over the codes of a picture; every step passes all its cells.
+    """Groups the steps of a plan over the codes of an image; every step passes all its cells.
 
     This is LaViDa-O's sampler: a step commits single codes, and a cell may be known in part. The
     cells that hold a code of the step stand in `decode`, filled up with others to the width of the

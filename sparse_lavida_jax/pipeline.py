@@ -24,7 +24,7 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.data.examples import Example
 from sparse_lavida_jax.data.templates import RequestError, Template, parse_template, words_template
 from sparse_lavida_jax.inference.batching import LARGEST_SEED, Bucket, Numbers
-from sparse_lavida_jax.inference.engine import Engine, Grid, Picture
+from sparse_lavida_jax.inference.engine import Engine, Grid, Pixels
 from sparse_lavida_jax.inference.requests import (
     Drawing,
     Row,
@@ -33,19 +33,18 @@ from sparse_lavida_jax.inference.requests import (
     hole,
     inner_box,
     placed,
-    recorded_picture,
+    recorded_image,
     rows_of,
     squared,
     untouched,
 )
 from sparse_lavida_jax.inference.results import FORMAT, Result
 from sparse_lavida_jax.lavida_o.prompts import ChatPrompts
-from sparse_lavida_jax.models.codec import PictureCodec
 from sparse_lavida_jax.sample import OnSegment
 from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.scenes.prompts import ANSWER_TOKENS
 
-__all__ = ["ANSWER_TOKENS", "PictureCodec", "SparseLaViDa"]
+__all__ = ["ANSWER_TOKENS", "SparseLaViDa"]
 
 Words = str | Sequence[str]
 
@@ -65,7 +64,7 @@ class SparseLaViDa(Engine):
     warned = False
 
     def warmup(self, prompt: Words = "a") -> None:
-        """Compiles what one picture and one short answer need, so that the first is not slow.
+        """Compiles what one image and one short answer need, so that the first is not slow.
 
         Args:
             prompt: of the lengths that will come; programs are compiled for lengths that are
@@ -76,7 +75,7 @@ class SparseLaViDa(Engine):
                 self.draw([words])
             self.write([words])
 
-    # -- tasks: pictures --------------------------------------------------------------------
+    # -- tasks: images --------------------------------------------------------------------
 
     def generate(
         self,
@@ -91,12 +90,12 @@ class SparseLaViDa(Engine):
         sampling: config.Sampling | None = None,
         on_segment: OnSegment | None = None,
     ) -> Result:
-        """Draws a picture of each prompt.
+        """Draws an image of each prompt.
 
         Args:
             num_images: of each prompt.
-            size: height and width in pixels; by default those of the largest picture.
-            plan: whether to lay the picture out in text first, or the layout to follow; None: as
+            size: height and width in pixels; by default those of the largest image.
+            plan: whether to lay the image out in text first, or the layout to follow; None: as
                 the sampling settings say, where the model learned it.
             seed: of the first row, the others count on; or one for each row.
             temperature, guidance: of all rows, or one for each; None: as the sampling settings say.
@@ -125,10 +124,10 @@ class SparseLaViDa(Engine):
         sampling: config.Sampling | None = None,
         on_segment: OnSegment | None = None,
     ) -> Result:
-        """Changes each picture as told; everything else stays. See `generate`.
+        """Changes each image as told; everything else stays. See `generate`.
 
         Args:
-            shown: of any size; what is changed is the picture at the size of the model's own.
+            shown: of any size; what is changed is the image at the size of the model's own.
         """
         own = {"temperature": temperature, "guidance": guidance, "guidance_image": guidance_image}
         rows = self._rows("edit", instruction, shown, num_images, seed, **own)
@@ -150,16 +149,16 @@ class SparseLaViDa(Engine):
         sampling: config.Sampling | None = None,
         on_segment: OnSegment | None = None,
     ) -> Result:
-        """Draws a part of each picture anew; the codes of all other cells stay, bit for bit.
+        """Draws a part of each image anew; the codes of all other cells stay, bit for bit.
 
         Args:
-            prompt: what the whole picture shall show.
-            mask: where to draw: an array [h w] or a Pillow image of the size of the picture, True
+            prompt: what the whole image shall show.
+            mask: where to draw: an array [h w] or a Pillow image of the size of the image, True
                 or white there. A cell that it touches is drawn.
-            box: where to draw, in place of a mask: x1, y1, x2, y2 in pixels of the picture.
+            box: where to draw, in place of a mask: x1, y1, x2, y2 in pixels of the image.
 
         Raises:
-            PictureError: a mask of another size, a box outside, or both or neither.
+            ImageError: a mask of another size, a box outside, or both or neither.
         """
         own = {"temperature": temperature, "guidance": guidance, "guidance_image": guidance_image}
         rows = self._rows("inpaint", prompt, shown, num_images, seed, **own)
@@ -181,16 +180,16 @@ class SparseLaViDa(Engine):
         sampling: config.Sampling | None = None,
         on_segment: OnSegment | None = None,
     ) -> Result:
-        """Draws what surrounds each picture; the codes of its own cells stay, bit for bit.
+        """Draws what surrounds each image; the codes of its own cells stay, bit for bit.
 
         Args:
-            prompt: what the whole new picture shall show.
-            box: where the old picture stands in the new one, x1, y1, x2, y2 in pixels of the new
+            prompt: what the whole new image shall show.
+            box: where the old image stands in the new one, x1, y1, x2, y2 in pixels of the new
                 one; by default in its middle, at its own size, or at half the new one's if it is
                 larger. Moved outwards to whole cells.
 
         Raises:
-            PictureError: a box outside, or one that leaves nothing to draw.
+            ImageError: a box outside, or one that leaves nothing to draw.
         """
         own = {"temperature": temperature, "guidance": guidance, "guidance_image": guidance_image}
         rows = self._rows("outpaint", prompt, shown, num_images, seed, **own)
@@ -212,11 +211,11 @@ class SparseLaViDa(Engine):
     ) -> Result:
         """Draws, judges what it drew, and draws again with what was wrong, until nothing is.
 
-        A model of the small world mends its own picture by an edit; a LaViDa-O is shown its
+        A model of the small world mends its own image by an edit; a LaViDa-O is shown its
         attempts with what is wrong with each. Prompts are taken one after another.
 
         Args:
-            rounds: most attempts at a picture.
+            rounds: most attempts at an image.
             num_images: of each prompt.
         """
         if rounds < 1:
@@ -226,7 +225,7 @@ class SparseLaViDa(Engine):
         self.prompts.check_task("generate")
         sampling, seconds = self._asked(sampling), {}
         done = [
-            self._reflect(row, rounds, plan, row.own.of_picture(sampling), seconds, on_segment)
+            self._reflect(row, rounds, plan, row.own.of_image(sampling), seconds, on_segment)
             for row in rows
         ]
         records = tuple(
@@ -243,14 +242,14 @@ class SparseLaViDa(Engine):
         )  # fmt: skip
 
     def replay(self, record: dict[str, Any], shown: Shown | None = None) -> Result:
-        """Draws a picture again, bit for bit on the same device and software.
+        """Draws an image again, bit for bit on the same device and software.
 
         Args:
-            record: `Result.records`, or `pictures.read_record` of a PNG.
-            shown: the picture that it was drawn after; by default the file that it was read from.
+            record: `Result.records`, or `images.read_record` of a PNG.
+            shown: the image that it was drawn after; by default the file that it was read from.
 
         Raises:
-            RequestError: a record of another version or checkpoint, or another picture.
+            RequestError: a record of another version or checkpoint, or another image.
         """
         if record.get("format") != FORMAT:
             raise RequestError(f"the record has format {record.get('format')!r}, not {FORMAT!r}.")
@@ -265,9 +264,7 @@ class SparseLaViDa(Engine):
             return self.reflect(
                 record["prompt"], **record["recipe"], seed=record["seed"], sampling=sampling
             )
-        rows = self._rows(
-            task, record["prompt"], recorded_picture(record, shown), 1, record["seed"]
-        )
+        rows = self._rows(task, record["prompt"], recorded_image(record, shown), 1, record["seed"])
         bucket = Bucket(record["bucket"]["rows"], tuple(record["bucket"]["prompt_len"]))
         plan = False if record["plan"] is None else record["plan"]
         return self._paint(task, rows, [record["recipe"]], plan, sampling, None, bucket)
@@ -284,7 +281,7 @@ class SparseLaViDa(Engine):
         temperature: Numbers = None,
         sampling: config.Sampling | None = None,
     ) -> Result:
-        """Answers each question, about the picture that goes with it if there is one.
+        """Answers each question, about the image that goes with it if there is one.
 
         Args:
             max_new_tokens: rounded up to whole text blocks; by default a short answer.
@@ -315,7 +312,7 @@ class SparseLaViDa(Engine):
         temperature: Numbers = None,
         sampling: config.Sampling | None = None,
     ) -> Result:
-        """Describes each picture."""
+        """Describes each image."""
         rows = self._rows("caption", "caption", shown, 1, seed, temperature=temperature)
         examples = [self.prompts.caption(row.pixels) for row in rows]
         return self._say("caption", rows, examples, sampling)
@@ -329,7 +326,7 @@ class SparseLaViDa(Engine):
         seed: int = 0,
         sampling: config.Sampling | None = None,
     ) -> Result:
-        """Describes a picture in a text that is given in part.
+        """Describes an image in a text that is given in part.
 
         Args:
             template: the text with gaps (`parse_template`).
@@ -365,7 +362,7 @@ class SparseLaViDa(Engine):
 
         Args:
             text: `___` is a gap of one token, `{4}` one of four.
-            shown: a picture that the text is about.
+            shown: an image that the text is about.
         """
         rows = self._rows("infill", text, shown, 1, seed, temperature=temperature)
         templates = [parse_template(row.words) for row in rows]
@@ -379,16 +376,16 @@ class SparseLaViDa(Engine):
         seed: int = 0,
         sampling: config.Sampling | None = None,
     ) -> Result:
-        """Finds things in a picture, all of them in parallel.
+        """Finds things in an image, all of them in parallel.
 
         Returns:
-            A box a phrase, in pixels of the picture as it was given.
+            A box a phrase, in pixels of the image as it was given.
         """
         rows = self._rows("ground", phrases, shown, 1, seed)
-        picture = rows[0].pixels
+        image = rows[0].pixels
         named = [row.words for row in rows]
         sampling, seconds = self._asked(sampling), {}
-        examples = self.prompts.locate(named, picture)
+        examples = self.prompts.locate(named, image)
         how = sampling
         if self.prompts.locates_in_one_step:
             how = dataclasses.replace(
@@ -398,7 +395,7 @@ class SparseLaViDa(Engine):
             found = self.run(
                 examples, sampling=how, seed=[row.seed for row in rows][: len(examples)]
             )
-        size = picture.shape[1], picture.shape[0]
+        size = image.shape[1], image.shape[0]
         return self._result(
             "ground", rows, sampling, seconds,
             tokens=tuple(found), boxes=tuple(self.prompts.boxes(named, found, size)),
@@ -419,8 +416,8 @@ class SparseLaViDa(Engine):
     ) -> list[Row]:
         """Returns what is asked of a task as rows; see `drawings.rows_of`."""
         self.prompts.check_task(task)
-        needs_picture = task not in ("generate", "reflect", "ask", "reason", "infill")
-        return rows_of(words, shown, copies, seed, needs_picture=needs_picture, **numbers)
+        needs_image = task not in ("generate", "reflect", "ask", "reason", "infill")
+        return rows_of(words, shown, copies, seed, needs_image=needs_image, **numbers)
 
     def _asked(self, sampling: config.Sampling | None) -> config.Sampling:
         """Returns the settings to sample by; says once if the model was never trained for them."""
@@ -449,12 +446,12 @@ class SparseLaViDa(Engine):
             "plan": plan,
             "picture": None if row.shown is None else row.shown.as_json(),
             "bucket": None if bucket is None else dataclasses.asdict(bucket),
-            "sampling": config.to_dict(row.own.of_picture(sampling)),
+            "sampling": config.to_dict(row.own.of_image(sampling)),
             "checkpoint": dataclasses.asdict(self.source),
             "software": {"jax": jax.__version__, "device": device.device_kind},
         }
 
-    # -- the machinery: pictures ------------------------------------------------------------
+    # -- the machinery: images ------------------------------------------------------------
 
     def _paint(
         self,
@@ -466,10 +463,10 @@ class SparseLaViDa(Engine):
         on_segment: OnSegment | None,
         bucket: Bucket | None = None,
     ) -> Result:
-        """Draws the pictures of a task.
+        """Draws the images of a task.
 
         Args:
-            recipes: what a row holds besides words, picture and seed, for `json`.
+            recipes: what a row holds besides words, image and seed, for `json`.
             bucket: the one to use in place of the rows' own, for `replay`.
         """
         sampling, seconds = self._asked(sampling), {}
@@ -483,7 +480,7 @@ class SparseLaViDa(Engine):
                 dataclasses.replace(drawing, plan=one)
                 for drawing, one in zip(drawings, plans, strict=True)
             ]
-        with _timed(seconds, "picture"):
+        with _timed(seconds, "image"):
             cells, bucket = self._decoded(drawings, sampling, on_segment, bucket)
         with _timed(seconds, "pixels"):
             pixels = [
@@ -500,7 +497,7 @@ class SparseLaViDa(Engine):
         )  # fmt: skip
 
     def _drawing(self, task: str, row: Row, recipe: dict[str, Any]) -> Drawing:
-        side = self._codec.picture_size
+        side = self._codec.image_size
         if task == "generate":
             grid = grid_of(recipe["size"], side, self.settings.model)
             return Drawing(row.words, row.seed, grid)
@@ -518,73 +515,73 @@ class SparseLaViDa(Engine):
     def _layouts(
         self, task: str, drawings: Sequence[Drawing], plan, sampling: config.Sampling, seconds
     ) -> list[str] | None:
-        """Returns the layout of each picture, as given or of the model's own; None: without."""
+        """Returns the layout of each image, as given or of the model's own; None: without."""
         if isinstance(plan, str):
             return [plan] * len(drawings)
         if plan is not None and not isinstance(plan, bool):
             if len(plan) != len(drawings):
-                raise RequestError(f"{len(plan)} layouts were given for {len(drawings)} pictures.")
+                raise RequestError(f"{len(plan)} layouts were given for {len(drawings)} images.")
             return list(plan)
         learned = self.prompts.lays_out(task)
         if plan and not learned:
-            raise RequestError(f"this checkpoint was not trained to lay out pictures of {task!r}.")
+            raise RequestError(f"this checkpoint was not trained to lay out images of {task!r}.")
         if not (sampling.plan if plan is None else plan) or not learned:
             return None
         with _timed(seconds, "layout"):
             return self.plan(
                 [d.words for d in drawings],
-                [d.picture for d in drawings],
+                [d.image for d in drawings],
                 sampling=sampling,
                 seed=[d.seed for d in drawings],
             )
 
     def _reflect(
         self, row: Row, rounds: int, plan, sampling: config.Sampling, seconds, on_segment
-    ) -> tuple[np.ndarray, tuple[tuple[Picture, str], ...]]:
-        """Returns the codes of the last picture, and all pictures with their verdicts."""
-        attempts: list[tuple[Picture, str]] = []
+    ) -> tuple[np.ndarray, tuple[tuple[Pixels, str], ...]]:
+        """Returns the codes of the last image, and all images with their verdicts."""
+        attempts: list[tuple[Pixels, str]] = []
         drawing, task = Drawing(row.words, row.seed, self._grid), "generate"
         while True:
             plans = self._layouts(task, [drawing], plan, sampling, seconds)
             drawing = dataclasses.replace(drawing, plan=plans[0] if plans else None)
-            with _timed(seconds, "picture"):
+            with _timed(seconds, "image"):
                 (cells,), _ = self._decoded([drawing], sampling, on_segment)
-            (picture,) = self._codec.decode(cells[None], dtype=sampling.vq_dtype)
+            (image,) = self._codec.decode(cells[None], dtype=sampling.vq_dtype)
             with _timed(seconds, "text"):
                 said = self.run(
-                    [self.prompts.judge(row.words, picture)], sampling=sampling, seed=[drawing.seed]
+                    [self.prompts.judge(row.words, image)], sampling=sampling, seed=[drawing.seed]
                 )
             verdict = self.texts(said)[0].strip()
-            attempts.append((picture, verdict))
+            attempts.append((image, verdict))
             if self.prompts.accepts(verdict) or len(attempts) == rounds:
                 return cells, tuple(attempts)
             drawing, task = self._next(row.words, row.seed, attempts)
 
     def _next(
-        self, words: str, seed: int, attempts: list[tuple[Picture, str]]
+        self, words: str, seed: int, attempts: list[tuple[Pixels, str]]
     ) -> tuple[Drawing, str]:
-        """Returns what to draw after attempts that were not right: an edit, or a new picture."""
+        """Returns what to draw after attempts that were not right: an edit, or a new image."""
         seed = (seed + len(attempts) * SEED_STRIDE) % LARGEST_SEED
-        picture, verdict = attempts[-1]
+        image, verdict = attempts[-1]
         correction = self.prompts.correction(verdict)
         if correction is not None and "edit" in self.settings.data.tasks:
-            return Drawing(correction, seed, self._grid, picture, picture), "edit"
+            return Drawing(correction, seed, self._grid, image, image), "edit"
         return Drawing(words, seed, self._grid, attempts=tuple(attempts)), "generate"
 
     @property
     def _cell_side(self) -> int:
         """Pixels a side of a cell."""
-        return self._codec.picture_size // self.settings.model.grid_size
+        return self._codec.image_size // self.settings.model.grid_size
 
-    def _kept(self, picture: Picture, mask: Any, box: Sequence[int | float] | None) -> Grid:
-        """Returns which cells of a picture on its canvas neither a mask nor a box touches."""
-        wanted = hole(picture, mask, box)
-        if isinstance(self.prompts, ChatPrompts):  # its canvas is the picture in a square
+    def _kept(self, image: Pixels, mask: Any, box: Sequence[int | float] | None) -> Grid:
+        """Returns which cells of an image on its canvas neither a mask nor a box touches."""
+        wanted = hole(image, mask, box)
+        if isinstance(self.prompts, ChatPrompts):  # its canvas is the image in a square
             wanted = squared(wanted)
         return untouched(wanted, self.settings.model.grid_size)
 
-    def _inner_box(self, picture: Picture, box: Sequence[int | float] | None) -> list[int]:
-        return [*inner_box(picture, box, self._codec.picture_size, self._cell_side)]
+    def _inner_box(self, image: Pixels, box: Sequence[int | float] | None) -> list[int]:
+        return [*inner_box(image, box, self._codec.image_size, self._cell_side)]
 
     # -- the machinery: text ----------------------------------------------------------------
 
@@ -594,14 +591,14 @@ class SparseLaViDa(Engine):
         if tokens < 1:
             raise RequestError(f"max_new_tokens={tokens} is out of range: 1 or more.")
         rows = self._rows(task, question, shown, 1, seed, temperature=temperature)
-        examples = [self.prompts.ask(row.words, row.pictures, tokens) for row in rows]
+        examples = [self.prompts.ask(row.words, row.images, tokens) for row in rows]
         return self._say(task, rows, examples, sampling)
 
     def _complete(
         self, task: str, rows: Sequence[Row], templates: Sequence[Template], sampling
     ) -> Result:
         examples = [
-            self.prompts.infill(template, row.pictures[0] if row.pictures else None)
+            self.prompts.infill(template, row.images[0] if row.images else None)
             if task == "infill"
             else self.prompts.constrained_caption(template, row.pixels)
             for template, row in zip(templates, rows, strict=True)

@@ -18,7 +18,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from sparse_lavida_jax import __version__, config
+from sparse_lavida_jax import config
+from sparse_lavida_jax.version import __version__
 
 T = TypeVar("T")
 

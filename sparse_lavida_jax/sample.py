@@ -4,7 +4,8 @@
 A host-side plan (`orders.py`) says which positions a step passes; consecutive steps of one width
 form a segment, and a segment is one compiled program: `lax.fori_loop` over `step`. Nothing returns
 to Python inside a segment and no shape changes. Image and text, every preset and every ablation row
-run this same `step`; which tokens the plan passes and which are committed is data (`sampling/presets.py`).
+run this same `step`; which tokens the plan passes and which are committed is data
+(`sampling/presets.py`).
 
 A plan decodes whole cells, or single codes of cells that are then known in part: what is masked
 is what the canvas holds the mask id for, and a token is decoded when all its codes are.
@@ -591,7 +592,7 @@ def prefill(
     settings: StepSettings,
     capacity: tuple[int, int],
 ) -> SamplerState:
-    """Encodes the pictures and fills the cache with prompt and given tokens.
+    """Encodes the images and fills the cache with prompt and given tokens.
 
     Args:
         capacity: slots of the understanding and of the generation region.
@@ -653,7 +654,7 @@ def _own_len(prompt: Prompt, name: StreamName) -> int:
 
 
 def _see(model: Denoiser, prompt: Prompt) -> Float[Array, "r v e"] | None:
-    """Returns the vision features of every row; each picture is seen once."""
+    """Returns the vision features of every row; each image is seen once."""
     if prompt.pixels is None:
         return None
     return _repeat(model.see(prompt.pixels), len(prompt.length) // len(prompt.pixels))

@@ -20,7 +20,7 @@ from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.evals import report
 from sparse_lavida_jax.models import lora, parameters, quantize, sharding
-from sparse_lavida_jax.models.codec import PictureCodec
+from sparse_lavida_jax.models.codec import ImageCodec
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.scenes import batches
 from sparse_lavida_jax.training import flops, metrics, optimizer, runs, sources, states
@@ -103,7 +103,7 @@ def _made(settings: config.Config) -> Denoiser:
 def train(settings: config.Config, run: runs.Run, profile: range = range(0)) -> None:
     """Trains until the configured steps or seconds have passed, resuming what `run` holds.
 
-    Leaves in the run directory: the states, `metrics.jsonl`, sheets of pictures, and at the end a
+    Leaves in the run directory: the states, `metrics.jsonl`, sheets of images, and at the end a
     model folder and `report.md`.
 
     Args:
@@ -118,7 +118,7 @@ def train(settings: config.Config, run: runs.Run, profile: range = range(0)) -> 
     share = (0, 1) if mesh is None else sharding.share_of_rows(mesh)
     index, count = share
     source = sources.open_source(
-        settings, _first_model(settings), PictureCodec, index=index, count=count
+        settings, _first_model(settings), ImageCodec, index=index, count=count
     )
     _check_rows(source.batches.sizes, settings.data.packing, mesh)
     state, step, seconds = _train(settings, run, source, mesh, share, profile)

@@ -31,11 +31,12 @@ def pytest_configure(config):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FAST_COMPILATION}"
     jax.config.update("jax_num_cpu_devices", 8)
     if "PYTEST_XDIST_WORKER" not in os.environ:
-        # Workers and the commands that tests run share compiled programs, and only they do.
+        # Workers and the commands that tests run share compiled programs, and only they do, unless
+        # JAX_COMPILATION_CACHE_DIR names a folder: the next run of the tests then compiles less.
         folder = tempfile.mkdtemp(prefix="sparse-lavida-cache-")
         os.environ["XDG_CACHE_HOME"] = folder
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
-        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", folder)
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
     jax.config.update(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people have before they prepare it: pictures, tables, and a mixture file that names them."""
+"""What people have before they prepare it: images, tables, and a mixture file that names them."""
 
 import functools
 import io
@@ -32,14 +32,14 @@ class Averages:
 
 
 def png(seed: int, width: int = 48, height: int = 40) -> bytes:
-    """Returns a picture of noise."""
+    """Returns an image of noise."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
     return file.getvalue()
 
 
-def pictures(folder: pathlib.Path, count: int = ROWS, **size) -> list[str]:
+def images(folder: pathlib.Path, count: int = ROWS, **size) -> list[str]:
     """Writes 0.png, 1.png, ... and returns their names."""
     folder.mkdir(parents=True, exist_ok=True)
     names = [f"{i}.png" for i in range(count)]
@@ -61,10 +61,10 @@ def mixture(path: pathlib.Path, *datasets: dict, **top) -> pathlib.Path:
 
 
 def captioned(folder: pathlib.Path, rows: list | None = None, **fields) -> pathlib.Path:
-    """Writes pictures, a table of captions and the mixture file of both."""
-    names = pictures(folder / "pictures")
+    """Writes images, a table of captions and the mixture file of both."""
+    names = images(folder / "pictures")
     if rows is None:
-        rows = [{"image": name, "caption": f"picture {name}"} for name in names]
+        rows = [{"image": name, "caption": f"image {name}"} for name in names]
     lines(folder / "captions.jsonl", rows)
     dataset = {
         "name": "captions", "json_path": "captions.jsonl", "image_root": "pictures",
@@ -111,7 +111,7 @@ def prepared(source: pathlib.Path, folder: pathlib.Path, load=Averages, **settin
 @functools.cache
 def tokenizer(folder: pathlib.Path) -> chat.ChatTokenizer:
     """Returns a tokenizer whose text tokens are bytes, made in `folder`."""
-    control = (*chat.CONTROL, examples.NO_PICTURE)
+    control = (*chat.CONTROL, examples.NO_IMAGE)
     return chat.ChatTokenizer(made_tokenizer(folder, control=control))
 
 

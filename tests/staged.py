@@ -32,11 +32,11 @@ class Staged(ServedModel):
         return self._result("ask", question, texts=("b",), tokens=TOKENS)
 
     def generate(self, prompt, *, on_segment, **more):
-        self._take_steps("picture", prompt, on_segment)
+        self._take_steps("image", prompt, on_segment)
         return self._result("generate", prompt, pixels=(np.full((2, 2, 3), 9, np.uint8),))
 
     def preview(self, cells, rows):
-        """A picture of how many cells are decoded."""
+        """An image of how many cells are decoded."""
         return np.full((rows, rows, 3), (cells > 0).sum(), np.uint8)
 
     def _take_steps(self, making, words, on_segment=None):
@@ -66,7 +66,7 @@ class Staged(ServedModel):
 
 
 def after(steps):
-    """A picture of four cells, of which a step decodes one."""
+    """An image of four cells, of which a step decodes one."""
     decoded = np.arange(4) < steps
     canvas = decoded.astype(np.int32)[None, :, None]
     return Progress(canvas, decoded.astype(np.int32)[None], steps, range(1), mask_id=0)

@@ -15,6 +15,8 @@ from sparse_lavida_jax import pipeline as pipelines
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.data.examples import Encoder
 from sparse_lavida_jax.models import vq
+from sparse_lavida_jax.models.codec import ImageCodec
+from sparse_lavida_jax.scenes import batches as data_batches
 from sparse_lavida_jax.scenes import tasks, world
 from sparse_lavida_jax.scenes.batches import GroupedBatches
 from sparse_lavida_jax.scenes.prompts import ScenePrompts
@@ -32,17 +34,17 @@ def tokenizer() -> Tokenizer:
     return Tokenizer()
 
 
-class Codec(pipelines.PictureCodec):
+class Codec(ImageCodec):
     """Reads and draws scenes exactly: the appearance of a cell is its code."""
 
     folder = None
-    picture_size = world.PICTURE_SIZE
+    image_size = world.IMAGE_SIZE
 
     def __init__(self, *_):
         pass
 
     def encode(self, pixels):
-        return np.array([world.read(picture).cells for picture in pixels])[..., None]
+        return np.array([world.read(image).cells for image in pixels])[..., None]
 
     def decode(self, cells, rows=None, dtype="float32"):
         appearances = np.minimum(cells[..., 0], world.NUM_APPEARANCES)
@@ -122,16 +124,16 @@ def batches(given: config.Config) -> GroupedBatches:
 
 def without_waiting(monkeypatch) -> None:
     """Puts the exact codec in the place of the trained one; looks at few examples for shapes."""
-    monkeypatch.setattr(train, "PictureCodec", Codec)
-    monkeypatch.setattr(pipelines, "PictureCodec", Codec)
-    monkeypatch.setattr(pipeline, "LENGTH_PROBE", 16)
+    monkeypatch.setattr(train, "ImageCodec", Codec)
+    monkeypatch.setattr(pipelines, "ImageCodec", Codec)
+    monkeypatch.setattr(data_batches, "LENGTH_PROBE", 16)
 
 
 class Knowing(pipelines.SparseLaViDa):
-    """Knows right responses by heart, or answers nothing and draws empty pictures.
+    """Knows right responses by heart, or answers nothing and draws empty images.
 
     Args:
-        samples: what it will be asked; those of one prompt and picture have one right response.
+        samples: what it will be asked; those of one prompt and image have one right response.
         ignorant: it does not look at them.
     """
 
@@ -140,28 +142,28 @@ class Knowing(pipelines.SparseLaViDa):
         self.tokenizer, self.batch_size = tokenizer(), 2
         self.model = tiny.denoiser(given.model)
         self.ignorant = ignorant
-        self.pictures, self.answers, self.calls = {}, {}, []
+        self.images, self.answers, self.calls = {}, {}, []
         for sample in samples:
-            shown = None if sample.picture is None else world.render(sample.picture)
-            known = self.answers if sample.target is None else self.pictures
+            shown = None if sample.image is None else world.render(sample.image)
+            known = self.answers if sample.target is None else self.images
             known[_key(sample.prompt, shown)] = (
                 sample.answer if sample.target is None else sample.target
             )
 
     def draw(self, prompts, *, plans=None, sampling=None, seed=0, on_segment=None):
         self.calls.append(("draw", seed))
-        return [self._picture(prompt, None) for prompt in prompts]
+        return [self._image(prompt, None) for prompt in prompts]
 
-    def redraw(self, pictures, instructions, *, plans=None, known=None, sampling=None, seed=0):
+    def redraw(self, images, instructions, *, plans=None, known=None, sampling=None, seed=0):
         self.calls.append(("edit" if known is None else "fill", seed))
-        return [self._picture(*one) for one in zip(instructions, pictures, strict=True)]
+        return [self._image(*one) for one in zip(instructions, images, strict=True)]
 
-    def write(self, prompts, pictures=None, *, max_new_tokens=16, sampling=None, seed=0):
+    def write(self, prompts, images=None, *, max_new_tokens=16, sampling=None, seed=0):
         self.calls.append(("write", seed))
-        pictures = pictures or [None] * len(prompts)
+        images = images or [None] * len(prompts)
         return [
-            "" if self.ignorant else self.answers[_key(prompt, picture)]
-            for prompt, picture in zip(prompts, pictures, strict=True)
+            "" if self.ignorant else self.answers[_key(prompt, image)]
+            for prompt, image in zip(prompts, images, strict=True)
         ]
 
     def run(self, examples, *, sampling=None, seed=0, on_segment=None):
@@ -169,12 +171,12 @@ class Knowing(pipelines.SparseLaViDa):
         masks = self.settings.model.text_mask_id
         return [e.response if not self.ignorant else e.response * 0 + masks for e in examples]
 
-    def _picture(self, prompt, shown):
-        return EMPTY if self.ignorant else world.render(self.pictures[_key(prompt, shown)])
+    def _image(self, prompt, shown):
+        return EMPTY if self.ignorant else world.render(self.images[_key(prompt, shown)])
 
 
-def _key(prompt, picture):
-    return prompt, None if picture is None else picture.tobytes()
+def _key(prompt, image):
+    return prompt, None if image is None else image.tobytes()
 
 
 @contextlib.contextmanager

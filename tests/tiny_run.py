@@ -2,7 +2,7 @@
 """Tiny trainings in processes of their own, to be killed, stopped, and put together.
 
 A server that has imported everything forks them, so that one costs its work and no more. The
-command line is run as it is, but for what costs time: the model has arbitrary parameters, pictures
+command line is run as it is, but for what costs time: the model has arbitrary parameters, images
 are read exactly, and no report is written.
 """
 
@@ -156,7 +156,7 @@ def _run(words: list[str], said: str, devices: int, step_seconds: float) -> None
         return real(state, *args, **more)
 
     train.train_step = step
-    train.PictureCodec = stand_ins.Codec
+    train.ImageCodec = stand_ins.Codec
     train.Denoiser = lambda settings, rngs: tiny.denoiser(settings)
     batches.LENGTH_PROBE = 16
     report.write = lambda pipe, folder, **_: folder / "report.md"

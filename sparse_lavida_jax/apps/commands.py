@@ -25,10 +25,10 @@ from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.main import DEFAULT_MODEL, UsageError
 from sparse_lavida_jax.pipeline import SparseLaViDa, untrained_warning
 from sparse_lavida_jax.sample import Progress
-from sparse_lavida_jax.sampling import presets
+from sparse_lavida_jax.sampling import options, presets
 
 BATCH_KEYS = {
-    "prompt": str, "picture": str, "seed": int, "temperature": float, "guidance": float,
+    "prompt": str, "image": str, "seed": int, "temperature": float, "guidance": float,
 }  # fmt: skip
 
 
@@ -36,7 +36,7 @@ def run(name: str, asked: argparse.Namespace) -> int:
     """Does a command.
 
     Raises:
-        UsageError, RequestError, PictureError, ConfigError, CheckpointError: it cannot be
+        UsageError, RequestError, ImageError, ConfigError, CheckpointError: it cannot be
             followed; the message says why.
         OSError: something could not be written.
     """
@@ -66,7 +66,7 @@ def run(name: str, asked: argparse.Namespace) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The prompts, pictures and seeds of a command; of a batch, what lines have of their own."""
+    """The prompts, images and seeds of a command; of a batch, what lines have of their own."""
 
     prompts: list[str]
     shown: list[str] | None
@@ -78,36 +78,36 @@ class Rows:
 def _rows(name: str, asked: argparse.Namespace) -> Rows:
     """Reads what is asked from the words of the command line, or from its batch file."""
     seed = 0 if asked.seed is None else asked.seed
-    takes_picture = hasattr(asked, "picture")
+    takes_image = hasattr(asked, "image")
     if getattr(asked, "batch", None) is not None:
         if asked.prompt is not None:
             raise UsageError("--batch holds the prompts: leave those of the command line out.")
         return _batch_rows(
-            asked.batch, getattr(asked, "picture", None), seed,
-            takes_picture=takes_picture, draws=name in DRAWING,
+            asked.batch, getattr(asked, "image", None), seed,
+            takes_image=takes_image, draws=name in DRAWING,
         )  # fmt: skip
-    words, picture = asked.prompt, getattr(asked, "picture", None)
-    if words is None and takes_picture and name in ("ask", "reason"):
-        words, picture = picture, None  # a question without a picture
+    words, image = asked.prompt, getattr(asked, "image", None)
+    if words is None and takes_image and name in ("ask", "reason"):
+        words, image = image, None  # a question without an image
         if words is not None and pathlib.Path(words).is_file():
-            raise UsageError(f"`sparse-lavida {name}` needs a question behind the picture {words}.")
+            raise UsageError(f"`sparse-lavida {name}` needs a question behind the image {words}.")
     if words is None:
-        what = "a picture and a prompt" if takes_picture else "a prompt"
+        what = "an image and a prompt" if takes_image else "a prompt"
         raise UsageError(f"`sparse-lavida {name}` needs {what}. See `sparse-lavida {name} --help`.")
-    return Rows([check_words(words)], None if picture is None else [picture], seed)
+    return Rows([check_words(words)], None if image is None else [image], seed)
 
 
 def _batch_rows(
-    path: pathlib.Path, picture: str | None, seed: int, *, takes_picture: bool, draws: bool
+    path: pathlib.Path, image: str | None, seed: int, *, takes_image: bool, draws: bool
 ) -> Rows:
     entries = read_batch(path)
-    shown = [entry.get("picture", picture) for entry in entries]
-    if not takes_picture and any(one is not None for one in shown):
-        raise UsageError(f"{path}: this command takes no picture.")
+    shown = [entry.get("image", image) for entry in entries]
+    if not takes_image and any(one is not None for one in shown):
+        raise UsageError(f"{path}: this command takes no image.")
     if any(one is None for one in shown) and any(one is not None for one in shown):
-        raise UsageError(f"{path}: give every line a picture, or none.")
+        raise UsageError(f"{path}: give every line an image, or none.")
     if not draws and any("guidance" in entry for entry in entries):
-        raise UsageError(f"{path}: this command draws no picture, so it takes no guidance.")
+        raise UsageError(f"{path}: this command draws no image, so it takes no guidance.")
     seeds = [entry.get("seed", seed + i) for i, entry in enumerate(entries)]
     return Rows(
         [entry["prompt"] for entry in entries],
@@ -142,6 +142,8 @@ def _entry(where: str, line: str) -> dict[str, Any]:
         entry = json.loads(line)
     except ValueError as error:
         raise UsageError(f"{where} is no JSON: {error}.") from error
+    if isinstance(entry, dict) and "picture" in entry:  # its name in older files
+        entry["image"] = entry.pop("picture")
     if not isinstance(entry, dict) or not str(entry.get("prompt", "")).strip():
         raise UsageError(f'{where} must be an object with a prompt: {{"prompt": "a red circle"}}.')
     for key, value in entry.items():
@@ -210,7 +212,7 @@ def _draw(name: str, pipe: SparseLaViDa, asked, sampling, rows: Rows) -> Result:
     elif name == "reflect":
         result = pipe.reflect(rows.prompts, rounds=asked.rounds, **more)
     elif rows.shown is None:
-        raise RequestError(f"`sparse-lavida {name}` is about a picture: give one.")
+        raise RequestError(f"`sparse-lavida {name}` is about an image: give one.")
     elif name == "edit":
         result = pipe.edit(rows.shown, rows.prompts, **more)
     elif name == "inpaint":
@@ -227,12 +229,12 @@ def _draw(name: str, pipe: SparseLaViDa, asked, sampling, rows: Rows) -> Result:
 
 
 class _Film:
-    """What the first picture of each batch looks like before its first step and after each."""
+    """What the first image of each batch looks like before its first step and after each."""
 
     def __init__(self, pipe: SparseLaViDa, size: tuple[int, int] | None):
         self.pipe = pipe
         self.height, self.width = size or (1, 1)
-        self.takes: list[list[image_files.Picture]] = []
+        self.takes: list[list[image_files.Pixels]] = []
         self.steps = 0
 
     def add(self, progress: Progress) -> None:
@@ -242,11 +244,11 @@ class _Film:
         self.takes[-1] += [self._frame(progress, block) for block in progress.blocks]
         self.steps = progress.steps
 
-    def first(self, count: int) -> list[image_files.Picture]:
-        """Returns the frames of the first `count` batches: of the attempts at one picture."""
+    def first(self, count: int) -> list[image_files.Pixels]:
+        """Returns the frames of the first `count` batches: of the attempts at one image."""
         return [frame for take in self.takes[:count] for frame in take]
 
-    def _frame(self, progress: Progress, block: int) -> image_files.Picture:
+    def _frame(self, progress: Progress, block: int) -> image_files.Pixels:
         canvas = progress.after(block)[0]
         return self.pipe.preview(canvas, math.isqrt(len(canvas) * self.height // self.width))
 
@@ -263,10 +265,8 @@ def _answer(name: str, pipe: SparseLaViDa, asked, sampling, rows: Rows) -> Resul
 def _caption(name: str, pipe: SparseLaViDa, asked, sampling) -> Result:
     more = {"seed": asked.seed or 0, "sampling": sampling}
     if asked.template is None and not asked.words:
-        return pipe.caption(asked.picture, **more)
-    return pipe.constrained_caption(
-        asked.picture, template=asked.template, words=asked.words, **more
-    )
+        return pipe.caption(asked.image, **more)
+    return pipe.constrained_caption(asked.image, template=asked.template, words=asked.words, **more)
 
 
 def _infill(name: str, pipe: SparseLaViDa, asked, sampling, rows: Rows) -> Result:
@@ -275,16 +275,16 @@ def _infill(name: str, pipe: SparseLaViDa, asked, sampling, rows: Rows) -> Resul
 
 
 def _ground(name: str, pipe: SparseLaViDa, asked, sampling) -> Result:
-    result = pipe.ground(asked.picture, asked.phrases, seed=asked.seed or 0, sampling=sampling)
+    result = pipe.ground(asked.image, asked.phrases, seed=asked.seed or 0, sampling=sampling)
     if asked.out is not None:
         image_files.write(
-            asked.out, image_files.with_boxes(image_files.read(asked.picture), result.boxes)
+            asked.out, image_files.with_boxes(image_files.read(asked.image), result.boxes)
         )
     return result
 
 
 def _chat(name: str, pipe: SparseLaViDa, asked, sampling) -> None:
-    talk = Conversation(pipe, asked.picture, seed=asked.seed or 0, sampling=sampling)
+    talk = Conversation(pipe, asked.image, seed=asked.seed or 0, sampling=sampling)
     for line in sys.stdin:
         task, _, words = line.strip().partition(" ")
         if not task:
@@ -308,7 +308,7 @@ def _replay(asked: argparse.Namespace) -> int:
             f" {here}: single bits may differ.",
             file=sys.stderr,
         )
-    shown = getattr(asked, "picture", None)
+    shown = getattr(asked, "image", None)
     with _progress(pipe):
         result = pipe.replay(record, shown)
     _print(result, _save(result, asked.out), asked.json)
@@ -339,7 +339,7 @@ def _show(name: str, asked: argparse.Namespace, result: Result) -> None:
 
 
 def _save(result: Result, out: pathlib.Path) -> list[pathlib.Path]:
-    """Writes the pictures of a result: one to `out`, several to numbered names."""
+    """Writes the images of a result: one to `out`, several to numbered names."""
     count = len(result.pixels)
     names = [out.with_stem(f"{out.stem}-{i}") if count > 1 else out for i in range(count)]
     for row, path in enumerate(names):

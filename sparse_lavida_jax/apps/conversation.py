@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A conversation: tasks that take turns, all about the picture that is on the table."""
+"""A conversation: tasks that take turns, all about the image that is on the table."""
 
 from typing import Any
 
@@ -22,31 +22,31 @@ class Conversation:
 
     Args:
         pipe: what does the tasks.
-        picture: on the table at first, if any.
+        image: on the table at first, if any.
         seed: of the first turn; every turn has the next one.
         sampling: of all turns.
 
     Attributes:
-        picture: on the table now.
+        image: on the table now.
         turns: what was returned so far.
     """
 
     def __init__(
         self,
         pipe: SparseLaViDa,
-        picture: Shown | None = None,
+        image: Shown | None = None,
         *,
         seed: int = 0,
         sampling: config.Sampling | None = None,
     ):
         self.pipe = pipe
-        self.picture = picture
+        self.image = image
         self.seed = seed
         self.sampling = sampling
         self.turns: list[Result] = []
 
     def say(self, task: str, words: str = "", **more: Any) -> Result:
-        """Does a task about the picture on the table.
+        """Does a task about the image on the table.
 
         Args:
             task: one of `task_prompts.TASKS`.
@@ -54,14 +54,14 @@ class Conversation:
             more: what the task takes besides: a `mask`, a `box`, a `template`.
 
         Raises:
-            RequestError: an unknown task, or one about a picture where none is on the table.
+            RequestError: an unknown task, or one about an image where none is on the table.
         """
         if task not in TASKS:
             raise RequestError(f"there is no task {task!r}. Choose one of {', '.join(TASKS)}.")
         given = {"seed": self.seed + len(self.turns), "sampling": self.sampling, **more}
         result = self._call(task, words, given)
         if task in DRAWING:
-            self.picture = result
+            self.image = result
         self.turns.append(result)
         return result
 
@@ -70,11 +70,11 @@ class Conversation:
         if task in ("generate", "reflect"):
             return does(words, **given)
         if task == "infill":
-            return does(words, self.picture, **given)
-        if self.picture is None and task not in ("ask", "reason"):
-            raise RequestError(f"{task!r} is about a picture, and none was drawn or given yet.")
+            return does(words, self.image, **given)
+        if self.image is None and task not in ("ask", "reason"):
+            raise RequestError(f"{task!r} is about an image, and none was drawn or given yet.")
         if task in ("caption", "constrained_caption"):
-            return does(self.picture, **given)
+            return does(self.image, **given)
         if task == "ground":
-            return does(self.picture, [part.strip() for part in words.split(";")], **given)
-        return does(self.picture, words, **given)
+            return does(self.image, [part.strip() for part in words.split(";")], **given)
+        return does(self.image, words, **given)

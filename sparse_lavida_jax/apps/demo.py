@@ -25,11 +25,11 @@ from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.sampling import options, presets
 
 POLL_SECONDS = 0.2  # between two looks at the progress
-KEEP_SECONDS = 3600  # that uploads and pictures stay on disk
-HEIGHT = 384  # pixels of a picture on the page
+KEEP_SECONDS = 3600  # that uploads and images stay on disk
+HEIGHT = 384  # pixels of an image on the page
 MOST_GUIDANCE = 8.0
-# Small pictures are shown large, pixel by pixel.
-STYLE = ".picture img {object-fit: contain; image-rendering: pixelated; width: 100%; height: 100%}"
+# Small images are shown large, pixel by pixel.
+STYLE = ".image img {object-fit: contain; image-rendering: pixelated; width: 100%; height: 100%}"
 FONTS = ["system-ui", "sans-serif"]  # gradio's own would be fetched from elsewhere
 BRUSH = "#ff40c0"
 BUTTONS: list[Any] = ["download", "fullscreen"]  # without the one that shares with a web site
@@ -71,9 +71,9 @@ def make_page(service: Service) -> gr.Blocks:
                 with gr.Tab(label):
                     make(service, shown, drawn)
         if drawn and shown:
-            share = gr.Button("Take the picture just drawn over to the other tabs")
+            share = gr.Button("Take the image just drawn over to the other tabs")
             share.click(
-                lambda picture: [picture] * len(shown), drawn[0], shown, api_visibility="private"
+                lambda image: [image] * len(shown), drawn[0], shown, api_visibility="private"
             )
     page.queue(max_size=None, default_concurrency_limit=None)  # the queue is the service's
     return page
@@ -97,14 +97,14 @@ def _draw(service: Service, shown: list[gr.Image], drawn: list[gr.Image]) -> Non
             words = gr.Textbox(label="Prompt", value="a red circle above a blue square")
             options = _drawing_options(service)
             go, stop = _buttons("Draw")
-        picture, note, plan = _drawn()
+        image, note, plan = _drawn()
 
     async def draw(words, *options) -> AsyncIterator[Notes]:
         async for values in _paint(service, "generate", words, None, options):
             yield values
 
-    _wire(go, stop, draw, [words, *options], [picture, note, plan], "generate")
-    drawn.append(picture)
+    _wire(go, stop, draw, [words, *options], [image, note, plan], "generate")
+    drawn.append(image)
 
 
 def _edit(service: Service, shown: list[gr.Image], drawn: list[gr.Image]) -> None:
@@ -112,23 +112,23 @@ def _edit(service: Service, shown: list[gr.Image], drawn: list[gr.Image]) -> Non
 
 
 def _outpaint(service: Service, shown: list[gr.Image], drawn: list[gr.Image]) -> None:
-    _change(service, shown, "outpaint", "What the whole new picture shows", "")
+    _change(service, shown, "outpaint", "What the whole new image shows", "")
 
 
 def _change(service: Service, shown: list[gr.Image], task: str, label: str, value: str) -> None:
     with gr.Row():
         with gr.Column():
-            given = _picture(service, shown)
+            given = _image(service, shown)
             words = gr.Textbox(label=label, value=value)
             options = _drawing_options(service, edits=task == "edit")
             go, stop = _buttons(task.capitalize())
-        picture, note, plan = _drawn()
+        image, note, plan = _drawn()
 
     async def change(given, words, *options) -> AsyncIterator[Notes]:
         async for values in _paint(service, task, words, _needed(given), options):
             yield values
 
-    _wire(go, stop, change, [given, words, *options], [picture, note, plan], task)
+    _wire(go, stop, change, [given, words, *options], [image, note, plan], task)
 
 
 def _inpaint(service: Service, shown: list[gr.Image], drawn: list[gr.Image]) -> None:
@@ -145,12 +145,12 @@ def _inpaint(service: Service, shown: list[gr.Image], drawn: list[gr.Image]) -> 
     )
     with gr.Row():
         with gr.Column():
-            _picture(service, shown, editor)
+            _image(service, shown, editor)
             editor.render()
-            words = gr.Textbox(label="What the whole picture shows")
+            words = gr.Textbox(label="What the whole image shows")
             options = _drawing_options(service)
             go, stop = _buttons("Inpaint")
-        picture, note, plan = _drawn()
+        image, note, plan = _drawn()
 
     whole = editor.preprocess
 
@@ -167,7 +167,7 @@ def _inpaint(service: Service, shown: list[gr.Image], drawn: list[gr.Image]) -> 
         async for values in _paint(service, "inpaint", words, given, options, mask=mask):
             yield values
 
-    _wire(go, stop, inpaint, [editor, words, *options], [picture, note, plan], "inpaint")
+    _wire(go, stop, inpaint, [editor, words, *options], [image, note, plan], "inpaint")
 
 
 def _reflect(service: Service, shown: list[gr.Image], drawn: list[gr.Image]) -> None:
@@ -177,13 +177,13 @@ def _reflect(service: Service, shown: list[gr.Image], drawn: list[gr.Image]) -> 
             rounds = gr.Slider(1, service.limits.images, 3, step=1, label="Attempts")
             options = _drawing_options(service)
             go, stop = _buttons("Draw and judge")
-        picture, note, plan = _drawn()
+        image, note, plan = _drawn()
 
     async def reflect(words, rounds, *options) -> AsyncIterator[Notes]:
         async for values in _paint(service, "reflect", words, None, options, rounds=int(rounds)):
             yield values
 
-    _wire(go, stop, reflect, [words, rounds, *options], [picture, note, plan], "reflect")
+    _wire(go, stop, reflect, [words, rounds, *options], [image, note, plan], "reflect")
 
 
 def _ask(service: Service, shown: list[gr.Image], drawn: list[gr.Image]) -> None:
@@ -218,7 +218,7 @@ def _infill(service: Service, shown: list[gr.Image], drawn: list[gr.Image]) -> N
     words = gr.Textbox(
         label="Text with gaps",
         value="a red circle is ___ a blue square",
-        info="___ is a gap of one token, {4} one of four; a picture is not needed",
+        info="___ is a gap of one token, {4} one of four; an image is not needed",
         render=False,
     )
 
@@ -237,10 +237,10 @@ def _say(
     button: str,
     label: str,
 ) -> None:
-    """A picture and `inputs`, not yet on the page, beside the text that comes of them."""
+    """An image and `inputs`, not yet on the page, beside the text that comes of them."""
     with gr.Row():
         with gr.Column():
-            given = _picture(service, shown)
+            given = _image(service, shown)
             for part in inputs:
                 part.render()
             options = _text_options(service)
@@ -253,7 +253,7 @@ def _say(
 def _ground(service: Service, shown: list[gr.Image], drawn: list[gr.Image]) -> None:
     with gr.Row():
         with gr.Column():
-            given = _picture(service, shown)
+            given = _image(service, shown)
             words = gr.Textbox(label="What to find, one a line", lines=3, value="blue square")
             options = _text_options(service)
             go, stop = _buttons("Find")
@@ -262,11 +262,11 @@ def _ground(service: Service, shown: list[gr.Image], drawn: list[gr.Image]) -> N
             note = gr.Markdown()
 
     async def ground(given, words, *options) -> AsyncIterator[Notes]:
-        picture = _needed(given)
+        image = _needed(given)
         phrases = [line for line in words.splitlines() if line.strip()] or [""]
         more = _text_settings(service, options)
-        async for note, _, result in _follow(service, "ground", phrases, picture, **more):
-            yield (gr.skip() if result is None else _marked(picture, result)), note
+        async for note, _, result in _follow(service, "ground", phrases, image, **more):
+            yield (gr.skip() if result is None else _marked(image, result)), note
 
     _wire(go, stop, ground, [given, words, *options], [boxes, note], "ground")
 
@@ -288,10 +288,10 @@ TABS: tuple[tuple[str, str, Callable[..., None]], ...] = (
 # Parts of tabs.
 
 
-def _picture(
+def _image(
     service: Service, shown: list[gr.Image], editor: gr.ImageEditor | None = None
 ) -> gr.Image:
-    """A place for a picture; what is no picture is refused as soon as it is there.
+    """A place for an image; what is no image is refused as soon as it is there.
 
     Args:
         editor: where it is taken to, to be painted on.
@@ -309,20 +309,18 @@ def _picture(
     if editor is None:
         given.upload(lambda _: None, given, None, api_visibility="private")
     else:
-        given.change(lambda picture: picture, given, editor, api_visibility="private")
+        given.change(lambda image: image, given, editor, api_visibility="private")
     shown.append(given)
     return given
 
 
-def _read(service: Service, file: Any) -> image_files.Picture | None:
-    """Returns the pixels of a file that the page was given; what is no picture is refused."""
+def _read(service: Service, file: Any) -> image_files.Pixels | None:
+    """Returns the pixels of a file that the page was given; what is no image is refused."""
     if file is None:
         return None
     try:
-        return service.picture(
-            pathlib.Path(file.path).read_bytes(), file.orig_name or "the picture"
-        )
-    except image_files.PictureError as error:
+        return service.image(pathlib.Path(file.path).read_bytes(), file.orig_name or "the image")
+    except image_files.ImageError as error:
         raise gr.Error(str(error), print_exception=False) from error
 
 
@@ -372,11 +370,11 @@ def _buttons(label: str) -> tuple[gr.Button, gr.Button]:
 
 def _drawn() -> tuple[gr.Image, gr.Markdown, gr.Textbox]:
     with gr.Column():
-        picture = gr.Image(
+        image = gr.Image(
             label="Picture", height=HEIGHT, format="png", interactive=False,
             elem_classes="picture", buttons=BUTTONS,
         )  # fmt: skip
-        return picture, gr.Markdown(), gr.Textbox(label="Said about it: layout or verdict")
+        return image, gr.Markdown(), gr.Textbox(label="Said about it: layout or verdict")
 
 
 def _wire(go, stop, does: Callable[..., Any], inputs, outputs, name: str) -> None:
@@ -391,7 +389,7 @@ def _wire(go, stop, does: Callable[..., Any], inputs, outputs, name: str) -> Non
 async def _paint(
     service: Service, task: str, words: str, given: Any, options: tuple[Any, ...], **more: Any
 ) -> AsyncIterator[Notes]:
-    """Yields picture, note and what was said of it, as they come."""
+    """Yields image, note and what was said of it, as they come."""
     steps, guidance, registers, sampler, seed = options
     settings = _settings(
         service, seed, draws=True, steps=int(steps), guidance=float(guidance),
@@ -466,12 +464,12 @@ def _standing(ticket: Ticket) -> str:
 
 def _needed(given: Any) -> Any:
     if given is None:
-        raise gr.Error("this task is about a picture: give one.", print_exception=False)
+        raise gr.Error("this task is about an image: give one.", print_exception=False)
     return given
 
 
-def _painted(editor: dict[str, Any] | None) -> tuple[image_files.Picture, np.ndarray]:
-    """Returns the picture and where it was painted over."""
+def _painted(editor: dict[str, Any] | None) -> tuple[image_files.Pixels, np.ndarray]:
+    """Returns the image and where it was painted over."""
     background = _needed(editor and editor["background"])
     assert editor is not None
     mask = np.zeros(background.shape[:2], bool)
@@ -480,7 +478,7 @@ def _painted(editor: dict[str, Any] | None) -> tuple[image_files.Picture, np.nda
     return np.ascontiguousarray(background[..., :3]), mask
 
 
-def _marked(picture: image_files.Picture, result: Result) -> tuple[Any, list[Any]]:
-    """Returns a picture with the boxes of phrases, for gradio: whole pixels."""
+def _marked(image: image_files.Pixels, result: Result) -> tuple[Any, list[Any]]:
+    """Returns an image with the boxes of phrases, for gradio: whole pixels."""
     found = zip(result.prompts, result.boxes, strict=True)
-    return picture, [(tuple(round(x) for x in box), phrase) for phrase, box in found if box]
+    return image, [(tuple(round(x) for x in box), phrase) for phrase, box in found if box]

@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
-from sparse_lavida_jax import __version__
 from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.version import __version__
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "tokenizers", "pillow", "numpy")
 LAVIDA_O_BYTES = 22_000_000_000  # a converted LaViDa-O in bfloat16, about

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of the method, drawn from the objects that do the work: `docs/method.md`, notebooks.
+"""Images of the method, drawn from the objects that do the work: `docs/method.md`, notebooks.
 
 Every function returns a Pillow image. Nothing here knows the mask, the order or the cost of a step:
 they are read from `visibility.visible`, a plan and a checkpoint's settings.
@@ -53,14 +53,14 @@ PARTS = {
 def plan_of(
     sampling: config.Sampling, model: config.Model
 ) -> tuple[list[orders.Segment], presets.StepSettings]:
-    """Returns the plan of one picture of the model's own size, and the settings of its steps."""
+    """Returns the plan of one image of the model's own size, and the settings of its steps."""
     settings = presets.step_settings(sampling, model, "image")
     given = np.zeros((1, model.grid_size**2), bool)
     return presets.plan(sampling, settings, model, given, 0, seeds=[0]), settings
 
 
 def costs(sampling: config.Sampling, model: config.Model, prompt_tokens: int) -> list[StepCost]:
-    """Returns what each step of one picture passes; the prefill of a cached prompt comes first.
+    """Returns what each step of one image passes; the prefill of a cached prompt comes first.
 
     Their totals add up to `presets.tokens_passed`.
     """
@@ -127,7 +127,7 @@ def cost_bars(runs: dict[str, Sequence[StepCost]], width: int = 620) -> Image.Im
 
     Args:
         runs: what `costs` returned, by name.
-        width: of the picture, in pixels.
+        width: of the image, in pixels.
     """
     height, foot = 110, 40
     image = Image.new("RGB", (width, len(runs) * (height + foot) + MARGIN), PAPER)
@@ -158,7 +158,7 @@ def cost_bars(runs: dict[str, Sequence[StepCost]], width: int = 620) -> Image.Im
 
 
 def strip(frames: Sequence[np.ndarray], scale: int = 1, most: int = 8) -> Image.Image:
-    """Draws pictures side by side, at most `most` of them, evenly chosen, first and last kept."""
+    """Draws images side by side, at most `most` of them, evenly chosen, first and last kept."""
     chosen = np.unique(np.linspace(0, len(frames) - 1, min(most, len(frames))).round().astype(int))
     tiles = [frames[i].repeat(scale, axis=0).repeat(scale, axis=1) for i in chosen]
     gap = np.full((tiles[0].shape[0], 4, 3), 255, np.uint8)

@@ -3,7 +3,7 @@
 
     POST /v1/images/generations   prompt, n, size, seed, steps, guidance, registers, sampler
     POST /v1/images/edits         image, prompt, mask (then only what is transparent is drawn), ...
-    POST /v1/chat/completions     one user message, with at most one picture as a data URI
+    POST /v1/chat/completions     one user message, with at most one image as a data URI
     GET  /v1/models, /healthz, /metrics
 
 Needs the extra packages `sparse-lavida-jax[serve]`. Requests are done one after another
@@ -32,18 +32,19 @@ from PIL import Image
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from sparse_lavida_jax import __version__, config
+from sparse_lavida_jax import config
 from sparse_lavida_jax.apps.serving import MISTAKES, Cancelled, QueueFull, Service, Ticket
 from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference.batching import LARGEST_SEED
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.sampling import options
+from sparse_lavida_jax.version import __version__
 
 POLL_SECONDS = 0.05  # between two looks whether a client is still there
 RETRY_SECONDS = 2  # what a client is told when the queue is full
 CLIENT_LEFT = 499  # nobody reads it: nginx's code for a request whose client went away
-FORM_ROOM = 2**20  # bytes of a request beside its pictures
-PICTURES = 2  # most files of one request: a picture and a mask
+FORM_ROOM = 2**20  # bytes of a request beside its images
+IMAGES = 2  # most files of one request: an image and a mask
 
 
 class Options(pydantic.BaseModel):
@@ -57,7 +58,7 @@ class Options(pydantic.BaseModel):
 
 
 class ImageOptions(Options):
-    """Of a picture."""
+    """Of an image."""
 
     prompt: str
     n: int = 1
@@ -94,7 +95,7 @@ def make_app(service: Service, hosts: tuple[str, ...] = ()) -> fastapi.FastAPI:
     app = fastapi.FastAPI(title="sparse-lavida", version=__version__, lifespan=lifespan)
     app.state.service = service
     app.include_router(router)
-    most = FORM_ROOM + PICTURES * service.limits.upload * 4 // 3  # base64 makes three bytes four
+    most = FORM_ROOM + IMAGES * service.limits.upload * 4 // 3  # base64 makes three bytes four
     app.add_middleware(RequestBodyLimitMiddleware, max_body_size=most)
     if hosts:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*hosts])
@@ -126,15 +127,15 @@ Served = Annotated[Service, fastapi.Depends(_service)]
 
 @router.post("/v1/images/generations")
 async def generate(asked: ImageOptions, request: fastapi.Request, service: Served):
-    """Draws pictures of a prompt."""
+    """Draws images of a prompt."""
     more = _image_arguments(asked, service)
-    return await _pictures(request, service, "generate", asked, None, more)
+    return await _images(request, service, "generate", asked, None, more)
 
 
 @router.post("/v1/images/edits")
 async def edit(request: fastapi.Request, service: Served):
-    """Changes a picture as told; with a mask, draws what is transparent in it anew."""
-    async with request.form(max_files=2 * PICTURES) as form:
+    """Changes an image as told; with a mask, draws what is transparent in it anew."""
+    async with request.form(max_files=2 * IMAGES) as form:
         files = {key: _files(form.getlist(key)) for key in ("image", "image[]", "mask")}
         words = {key: value for key, value in form.items() if isinstance(value, str)}
         shown = files["image"] + files["image[]"]
@@ -146,31 +147,31 @@ async def edit(request: fastapi.Request, service: Served):
     except pydantic.ValidationError as error:
         raise fastapi.exceptions.RequestValidationError(error.errors()) from error
     if asked.size != "auto":
-        raise _Refusal(400, "an edited picture has the size of the model's own: leave size out.")
+        raise _Refusal(400, "an edited image has the size of the model's own: leave size out.")
     more = _image_arguments(asked, service)
     try:
-        picture = service.picture(contents, "the image")
+        image = service.image(contents, "the image")
         if masks:
             more["mask"] = _mask(service, masks[0])
     except MISTAKES as error:
         raise _Refusal(400, str(error)) from error
     task = "inpaint" if masks else "edit"
-    return await _pictures(request, service, task, asked, picture, more)
+    return await _images(request, service, task, asked, image, more)
 
 
 @router.post("/v1/chat/completions")
 async def chat(asked: ChatOptions, request: fastapi.Request, service: Served):
-    """Answers one question, about a picture if there is one."""
+    """Answers one question, about an image if there is one."""
     _check_model(asked, service)
     if asked.n != 1 or asked.stream:
         raise _Refusal(400, "one answer is given, whole: leave n and stream out.")
     try:
-        words, picture = _question(asked.messages, service)
+        words, image = _question(asked.messages, service)
     except MISTAKES as error:
         raise _Refusal(400, str(error)) from error
     most = asked.max_completion_tokens or asked.max_tokens
     more = {"max_new_tokens": most, **_shared_arguments(asked, service, draws=False)}
-    ticket, result = await _done(request, service, "ask", words, picture, more)
+    ticket, result = await _done(request, service, "ask", words, image, more)
     end = service.pipe.settings.model.end_of_text_id
     written = int((result.tokens[0] != end).sum())
     return {
@@ -264,7 +265,7 @@ def _shared_arguments(asked: Options, service: Service, *, draws: bool) -> dict[
         )
     except config.ConfigError as error:
         raise _Refusal(400, str(error)) from error
-    # Without a seed, OpenAI's clients expect another picture every time; the reply names it.
+    # Without a seed, OpenAI's clients expect another image every time; the reply names it.
     seed = secrets.randbelow(LARGEST_SEED // 2) if asked.seed is None else asked.seed
     return {"seed": seed, "sampling": sampling}
 
@@ -272,7 +273,7 @@ def _shared_arguments(asked: Options, service: Service, *, draws: bool) -> dict[
 def _image_arguments(asked: ImageOptions, service: Service) -> dict[str, Any]:
     _check_model(asked, service)
     if asked.response_format == "url":
-        raise _Refusal(400, "pictures come as b64_json: nothing is kept here for a URL to name.")
+        raise _Refusal(400, "images come as b64_json: nothing is kept here for a URL to name.")
     more = {"num_images": asked.n, **_shared_arguments(asked, service, draws=True)}
     if asked.size != "auto":
         width, _, height = asked.size.partition("x")
@@ -292,7 +293,7 @@ def _mask(service: Service, contents: bytes) -> Image.Image:
 
     A mask without transparency is read as ours.
     """
-    service.picture(contents, "the mask")  # looks at size and format first
+    service.image(contents, "the mask")  # looks at size and format first
     with Image.open(io.BytesIO(contents)) as image:
         if not image.has_transparency_data:
             return image.convert("RGB")
@@ -300,11 +301,11 @@ def _mask(service: Service, contents: bytes) -> Image.Image:
 
 
 def _question(messages: list[dict[str, Any]], service: Service) -> tuple[str, Any]:
-    """Returns the words and the picture of the one message.
+    """Returns the words and the image of the one message.
 
     Raises:
-        RequestError: several messages, several pictures, or parts of other kinds.
-        PictureError: see `Service.picture_of_uri`.
+        RequestError: several messages, several images, or parts of other kinds.
+        ImageError: see `Service.image_of_uri`.
     """
     if len(messages) != 1 or messages[0].get("role") != "user":
         raise RequestError(
@@ -326,23 +327,23 @@ def _question(messages: list[dict[str, Any]], service: Service) -> tuple[str, An
         else:
             raise RequestError(f"a part of type {kind!r} is not known: text or image_url.")
     if len(uris) > 1:
-        raise RequestError(f"{len(uris)} pictures were sent: a question is about one at most.")
-    return "\n".join(words), service.picture_of_uri(uris[0]) if uris else None
+        raise RequestError(f"{len(uris)} images were sent: a question is about one at most.")
+    return "\n".join(words), service.image_of_uri(uris[0]) if uris else None
 
 
 # ---------------------------------------------------------------------------------------------
 # What is done.
 
 
-async def _pictures(
+async def _images(
     request: fastapi.Request,
     service: Service,
     task: str,
     asked: ImageOptions,
-    picture: Any,
+    image: Any,
     more: dict[str, Any],
 ) -> dict[str, Any]:
-    ticket, result = await _done(request, service, task, asked.prompt, picture, more)
+    ticket, result = await _done(request, service, task, asked.prompt, image, more)
     return {
         "created": int(time.time()),
         "data": [{"b64_json": _png(image)} for image in result.images],
@@ -351,11 +352,11 @@ async def _pictures(
 
 
 async def _done(
-    request: fastapi.Request, service: Service, task: str, words: str, picture: Any, more: Any
+    request: fastapi.Request, service: Service, task: str, words: str, image: Any, more: Any
 ) -> tuple[Ticket, Result]:
     """Waits for a request's turn and its result; leaves when the client does."""
     try:
-        ticket = service.submit(task, words, picture, **more)
+        ticket = service.submit(task, words, image, **more)
     except QueueFull as error:
         raise _Refusal(429, str(error), {"Retry-After": str(RETRY_SECONDS)}) from error
     except MISTAKES as error:

@@ -5,7 +5,8 @@
     ticket = service.submit("generate", "a red circle above a blue square", seed=3)
     print(ticket.ahead, ticket.future.result().image, ticket.tokens)
 
-The page (`apps/demo.py`) and the server (`apps/server.py`) stand on this; it needs no package besides ours.
+The page (`apps/demo.py`) and the server (`apps/server.py`) stand on this; it needs no package
+besides ours.
 """
 
 import base64
@@ -29,9 +30,9 @@ from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sample import Progress
 
-PREVIEWED = ("generate", "edit", "inpaint", "outpaint", "reflect")  # tasks that make pictures
+PREVIEWED = ("generate", "edit", "inpaint", "outpaint", "reflect")  # tasks that make images
 # What a person can mend; everything else is an error of the program.
-MISTAKES = (RequestError, image_files.PictureError, config.ConfigError)
+MISTAKES = (RequestError, image_files.ImageError, config.ConfigError)
 CLOSE_SECONDS = 30.0  # most that closing waits for the segment that runs
 
 
@@ -50,8 +51,8 @@ class Limits:
     Attributes:
         waiting: requests behind the one that runs.
         words: characters of a prompt.
-        upload: bytes of a picture file.
-        images: pictures of one request, and attempts at one.
+        upload: bytes of an image file.
+        images: images of one request, and attempts at one.
         new_tokens: of one answer.
     """
 
@@ -92,9 +93,9 @@ class Ticket:
         task: what is asked for.
         future: its result.
         began: when it came to the device, in seconds of `time.monotonic`; None: it waits.
-        making, done, total: what is being made ("layout", "picture", "text"), the steps of it that
+        making, done, total: what is being made ("layout", "image", "text"), the steps of it that
             are done, and all of them.
-        preview: the first picture as far as it is unmasked, if asked for.
+        preview: the first image as far as it is unmasked, if asked for.
         tokens, seconds: what it took in the end.
     """
 
@@ -106,7 +107,7 @@ class Ticket:
         self.task = task
         self.began: float | None = None
         self.making, self.done, self.total = "", 0, 0
-        self.preview: image_files.Picture | None = None
+        self.preview: image_files.Pixels | None = None
         self.tokens, self.seconds = 0, 0.0
 
     @property
@@ -166,8 +167,8 @@ class Service:
         Args:
             task: a method of the pipeline.
             words: prompt, question, text or phrases; None where the task has none.
-            shown: the picture, if the task has one.
-            preview: whether to look at the picture between segments, which costs a decoding.
+            shown: the image, if the task has one.
+            preview: whether to look at the image between segments, which costs a decoding.
             more: arguments of the task.
 
         Raises:
@@ -219,35 +220,35 @@ class Service:
         running = [ticket.future for ticket in left if not ticket.future.cancelled()]
         concurrent.futures.wait(running, CLOSE_SECONDS)
 
-    def picture(self, contents: bytes, name: str = "the picture") -> image_files.Picture:
+    def image(self, contents: bytes, name: str = "the image") -> image_files.Pixels:
         """Returns the pixels of an uploaded file.
 
         Raises:
-            PictureError: it is too large, or no picture (`image_files.read`).
+            ImageError: it is too large, or no image (`image_files.read`).
         """
         if len(contents) > self.limits.upload:
-            raise image_files.PictureError(
+            raise image_files.ImageError(
                 f"{name} has {len(contents)} bytes: at most {self.limits.upload} are taken. Make it"
                 " smaller."
             )
         return image_files.read_bytes(contents, name)
 
-    def picture_of_uri(self, uri: str) -> image_files.Picture:
-        """Returns the pixels of a picture in a data URI; nothing is ever fetched.
+    def image_of_uri(self, uri: str) -> image_files.Pixels:
+        """Returns the pixels of an image in a data URI; nothing is ever fetched.
 
         Raises:
-            PictureError: a remote address, another URI, too large, or no picture.
+            ImageError: a remote address, another URI, too large, or no image.
         """
         kind, comma, payload = uri.partition(",")
         if not (kind.startswith("data:image/") and kind.endswith(";base64") and comma):
-            raise image_files.PictureError(
-                f"a picture at {uri[:60]!r} is not fetched: send the picture itself, as"
+            raise image_files.ImageError(
+                f"an image at {uri[:60]!r} is not fetched: send the image itself, as"
                 " data:image/png;base64,..."
             )
         try:
-            return self.picture(base64.b64decode(payload, validate=True))
+            return self.image(base64.b64decode(payload, validate=True))
         except binascii.Error as error:
-            raise image_files.PictureError(f"the data URI is no base64: {error}.") from error
+            raise image_files.ImageError(f"the data URI is no base64: {error}.") from error
 
     def _check(self, words: str | Sequence[str] | None, more: dict[str, Any]) -> None:
         texts = [] if words is None else [words] if isinstance(words, str) else list(words)

@@ -10,7 +10,7 @@ Beside `get_config`, what all ways to train share, the file has `get_ablation`: 
 several files that train alike share it; a row is written as soon as a task is scored, and what has
 a row is not scored again. So several processes may share the work, each with seeds of its own.
 `--ways=1,8` are some of the ways. `--report` writes
-`ablations.md` and its pictures from the committed rows (needs matplotlib: pip install
+`ablations.md` and its images from the committed rows (needs matplotlib: pip install
 'sparse-lavida-jax[plots]').
 """
 

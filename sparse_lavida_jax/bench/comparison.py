@@ -225,7 +225,7 @@ class Passes:
 
     @property
     def of_a_batch(self) -> dict[str, float]:
-        """The mean number of passes for each thing that is made: layout, picture, text."""
+        """The mean number of passes for each thing that is made: layout, image, text."""
         return {making: self._steps[making] / n for making, n in self._batches.items()}
 
 
@@ -306,7 +306,7 @@ def _spread(shares: Sequence[float]) -> float:
 
 
 def write_report(folder: pathlib.Path) -> pathlib.Path:
-    """Writes `ablations.md` and a picture an ablation, from the committed rows.
+    """Writes `ablations.md` and an image an ablation, from the committed rows.
 
     What stands before and behind the two comments of an older file stays.
 
@@ -323,14 +323,14 @@ def write_report(folder: pathlib.Path) -> pathlib.Path:
         )
     parts = []
     for name, rows in sorted(by_name.items()):
-        picture = f"{name}.png"
-        plot(rows, folder / picture)
+        image = f"{name}.png"
+        plot(rows, folder / image)
         parts += [
             f"## {rows[0]['question']}",
             f"`configs/{name}.py`, {rows[0]['total']} prompts a task: mean and standard deviation"
             " over seeds of the share right; forward passes of what is decoded together.",
             table(rows),
-            f"![{name}]({picture})",
+            f"![{name}]({image})",
         ]
     if speed := of_bundled_model(read_rows("sampling")):
         plot_speed(speed, folder / "ablation_speed.png")

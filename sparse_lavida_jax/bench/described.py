@@ -267,9 +267,9 @@ def first_state(settings: config.Config) -> train.TrainState:
 
 
 def sampling(
-    settings: config.Config, topology: str, axes: Mapping[str, int], pictures: int = 1
+    settings: config.Config, topology: str, axes: Mapping[str, int], images: int = 1
 ) -> tuple[Compiled, Compiled]:
-    """Compiles the two programs behind a picture: prefill, and the longest run of alike steps."""
+    """Compiles the two programs behind an image: prefill, and the longest run of alike steps."""
     mesh, model = described(topology, axes), settings.model
     choose = sharding.over(mesh)
 
@@ -282,9 +282,9 @@ def sampling(
     parts = (Text(np.arange(PROMPT_LEN)), Response(model.num_cells))
     nothing = np.zeros((model.num_cells, model.codes_per_token), np.int32)
     request = prompts.Request(parts, nothing, np.zeros(model.num_cells, bool), None, seed=0)
-    requests = [request] * pictures
+    requests = [request] * images
     known = np.stack([one.given for one in requests])
-    seeds = [0] * pictures
+    seeds = [0] * images
     steps = presets.plan(asked, chosen, model, known, settings.data.text_block_len, seeds)
     prompt = prompts.prepare(requests, "image", model, chosen.guidance_rows)
     room = sample.capacity(prompt, steps, chosen, slot_multiple(model.attention_implementation))
@@ -295,7 +295,7 @@ def sampling(
     program = chosen.program(greedy=False)
     shapes = jax.eval_shape(lambda: Denoiser(model, rngs=nnx.Rngs(0)))
     own = jax.tree_util.tree_map_with_path(parameter, shapes)
-    canvas = np.stack([nothing] * pictures)
+    canvas = np.stack([nothing] * images)
     rest = _whole((canvas, known.astype(np.int32), sample.rows_of(requests, chosen), prompt), mesh)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         begin = time.perf_counter()
@@ -392,7 +392,7 @@ def expected_bytes(
         heads       (c + 4) V e / t  a chunk    gathered and its gradient summed in float32, for
                                                 every chunk of the loss, of words and of codes
         embeddings  R u e (c + 4) + R g' e' c   along fsdp, by which both rows and widths are split:
-                                                of all rows, g' codes of pictures
+                                                of all rows, g' codes of images
 
     An axis of one device exchanges nothing.
     """

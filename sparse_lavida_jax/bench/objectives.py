@@ -61,12 +61,12 @@ def methods(settings: config.Config) -> dict[str, config.Config]:
 
 
 def scene_examples(encoder: Encoder, seed: int) -> MakeExample:
-    """Returns pictures to draw, by number."""
+    """Returns images to draw, by number."""
     return lambda index: encoder.scene_example(tasks.sample("draw", seed, index))
 
 
 def random_examples(model: config.Model, seed: int) -> MakeExample:
-    """Returns prompts of random words and pictures of random codes, by number."""
+    """Returns prompts of random words and images of random codes, by number."""
 
     def make(index: int) -> Example:
         rng = np.random.default_rng((seed, index))

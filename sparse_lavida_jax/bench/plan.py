@@ -14,9 +14,9 @@
   its trained matrices in the dtype they are multiplied in.
 * Logits of a chunk: rows x chunk x vocabulary, in float32 twice and in the compute dtype.
 
-Over a mesh a device holds its share of the state, as `models/sharding.py` splits it, and its rows; what
-tensor and sequence split of these is not taken off. Matrices that are gathered along `fsdp` are
-counted where they are used: those of a layer, and the head of a chunk, each with its gradient.
+Over a mesh a device holds its share of the state, as `models/sharding.py` splits it, and its rows;
+what tensor and sequence split of these is not taken off. Matrices that are gathered along `fsdp`
+are counted where they are used: those of a layer, and the head of a chunk, each with its gradient.
 
 The parts are not all there at the same moment, so the total is an upper bound of what the arrays
 take; `USABLE` leaves room for programs, and for what the allocator cannot use.

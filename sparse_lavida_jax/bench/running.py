@@ -30,7 +30,7 @@ def run_suite(
 
     Args:
         runs: timed requests of each row.
-        vq_dtype: of the subject's decoder of pictures.
+        vq_dtype: of the subject's decoder of images.
         variant: behind the ids of what is measured in another way, with other flags perhaps.
         missing: goes on with the newest run of this code, model, software and device, and measures
             what it lacks.

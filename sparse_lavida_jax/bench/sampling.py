@@ -5,7 +5,7 @@ r"""Speed of sampling: every preset of the ablation, and Fast-dLLM for text, aga
     python -m sparse_lavida_jax.bench.sampling --config=configs/lavida_o.py --random-weights
 
 All presets run in turn on the same weights, so that a drifting machine drifts for all. What is
-timed is plan, prefill and decoding of a picture, or of a text response of the longest length; the
+timed is plan, prefill and decoding of an image, or of a text response of the longest length; the
 VQ decoder is not. Quality is not measured here: the values of the weights change no time, so a
 model may be of random ones. The rows are read by `bench/table.py`, which forms the ratios; a table
 of seconds, tokens and ratios is printed at the end.
@@ -53,10 +53,10 @@ CHECKPOINT = flags.DEFINE_string(
 )
 CONFIG = flags.DEFINE_string("config", "", "A config file, in place of a checkpoint.")
 RANDOM = flags.DEFINE_boolean("random-weights", False, "Of the model of --config.")
-BATCH = flags.DEFINE_integer("batch", 16, "Pictures at a time.", lower_bound=1)
+BATCH = flags.DEFINE_integer("batch", 16, "Images at a time.", lower_bound=1)
 RUNS = flags.DEFINE_integer("runs", 7, "Timed runs of each preset.", lower_bound=5)
 STEPS = flags.DEFINE_integer(
-    "steps", 0, "Steps a picture and a text block; by default those of the config."
+    "steps", 0, "Steps an image and a text block; by default those of the config."
 )
 GUIDANCE = flags.DEFINE_float("guidance", None, "Scale; by default that of the config.")
 PRESETS = flags.DEFINE_list("presets", [], "Which to time; by default all.")
@@ -69,7 +69,7 @@ MINUTES = flags.DEFINE_float(
     lower_bound=0.0,
 )  # fmt: skip
 VQ_DTYPE = flags.DEFINE_enum(
-    "vq-dtype", "bfloat16", config.VQ_DTYPES, "Of the decoder of pictures, in a suite."
+    "vq-dtype", "bfloat16", config.VQ_DTYPES, "Of the decoder of images, in a suite."
 )
 
 RANDOM_PROMPT = 128  # tokens of the prompt of a model of random weights
@@ -81,7 +81,7 @@ M = TypeVar("M")
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """What is timed: a model with one example of a picture and one of a text."""
+    """What is timed: a model with one example of an image and one of a text."""
 
     model: Denoiser
     settings: config.Config
@@ -90,7 +90,7 @@ class Subject:
 
 
 def of_checkpoint(folder_or_name: str) -> Subject:
-    """Returns a trained model, asked for a picture and for a text of its longest length."""
+    """Returns a trained model, asked for an image and for a text of its longest length."""
     pipe = SparseLaViDa.from_pretrained(folder_or_name, batch_size=BATCH.value)
     model, prompts = pipe.settings.model, pipe.prompts
     words = "a red circle above a blue square"
@@ -180,7 +180,7 @@ def _whole_subject() -> suites.Subject:
 
 
 def main(argv: list[str]) -> None:
-    """Times all presets, of pictures and then of text: writes a row for each, and a table of them.
+    """Times all presets, of images and then of text: writes a row for each, and a table of them.
 
     Or times a suite.
     """
@@ -234,7 +234,7 @@ def _measure(
     """Times a batch of one example under every preset in turn, and writes a row for each.
 
     Args:
-        steps: of a picture, or of a text block.
+        steps: of an image, or of a text block.
     """
     settings, example = subject.settings, subject.examples[task]
     compile_s, times = {}, {name: [] for name in samplings}

@@ -20,9 +20,9 @@ TASKS: dict[str, fuse.Task] = dict.fromkeys(("ablation", "batch", "cpu"), "image
 SUITES = ("headline", "ablation", "batch", "edit", "reasoning", "quant", "fastpath", "cpu")
 BATCHES = (1, 2, 4, 8)
 STEPS_A_BLOCK = (4, 8, 32)  # of reasoning
-FULL_CELLS = 1024  # of a picture of 1024 pixels a side
+FULL_CELLS = 1024  # of an image of 1024 pixels a side
 STEPS_TIMED = 8  # of rows whose steps all cost the same
-# Words of the prompt of a picture and of a question, tokens of the answer; of a smaller model.
+# Words of the prompt of an image and of a question, tokens of the answer; of a smaller model.
 WORDS, QUESTION, ANSWER = 128, 1500, 1024
 FEW_WORDS, SHORT_QUESTION, SHORT_ANSWER = 32, 48, 16
 
@@ -35,7 +35,7 @@ class Case:
         id: task/method/batch, and what else tells rows apart.
         discards: see `presets.StepSettings`.
         steps_timed: of the plan, from the middle of its longest segment; 0: all.
-        picture: that is encoded before, in an edit.
+        image: that is encoded before, in an edit.
         in_trips: see `sample.sample`.
         without: of the suite `fastpath`, which of its changes is taken back (`changes`), "" none;
             None in other suites, whose prompts differ in length, so that no prefix is ever kept.
@@ -50,7 +50,7 @@ class Case:
     text_block_len: int
     discards: bool = False
     steps_timed: int = 0
-    picture: UInt8[np.ndarray, "h w 3"] | None = None
+    image: UInt8[np.ndarray, "h w 3"] | None = None
     in_trips: bool | None = None
     without: str | None = None
 
@@ -157,11 +157,11 @@ def _drawing(
     model, words = settings.model, _ids(settings.model, sizes(settings.model)[0])
     pixels = model.grid_size * model.codes_side * settings.vq.factor
     cells = np.zeros((model.num_cells, model.codes_per_token), np.int32)
-    parts, views, picture = (Text(words), Response(model.num_cells)), (), None
+    parts, views, image = (Text(words), Response(model.num_cells)), (), None
     if edits:
         rng = np.random.default_rng(0)
-        picture = rng.integers(0, 256, (pixels, pixels, 3), dtype=np.uint8)
-        seen = images.see(picture, model.vision)
+        image = rng.integers(0, 256, (pixels, pixels, 3), dtype=np.uint8)
+        seen = images.see(image, model.vision)
         codes = rng.integers(0, model.codebook_size, cells.shape).astype(np.int32)
         parts = (seen.part, Source(codes), Text(words), Response(model.num_cells))
         views = (seen.pixels,)
@@ -178,7 +178,7 @@ def _drawing(
     return Case(
         f"{task}/{name}/b{batch}", task, name, batch, example, sampling,
         settings.data.text_block_len, method == "dense_released",
-        STEPS_TIMED if constant else 0, picture,
+        STEPS_TIMED if constant else 0, image,
     )  # fmt: skip
 
 
@@ -204,7 +204,7 @@ def _writing(settings: config.Config, method: str, steps: int, *, quantized: str
 
 
 def sizes(model: config.Model) -> tuple[int, int, int]:
-    """Returns words of the prompt of a picture and of a question, and tokens of the answer."""
+    """Returns words of the prompt of an image and of a question, and tokens of the answer."""
     full = model.num_cells >= FULL_CELLS
     return (WORDS, QUESTION, ANSWER) if full else (FEW_WORDS, SHORT_QUESTION, SHORT_ANSWER)
 

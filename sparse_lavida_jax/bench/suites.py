@@ -110,7 +110,7 @@ def _warmed(subject: Subject, case: Case) -> _Warm:
     settings = dataclasses.replace(
         presets.step_settings(
             case.sampling, subject.settings.model, case.example.kind,
-            has_source=case.picture is not None,
+            has_source=case.image is not None,
         ),
         discards=case.discards, **TAKEN_BACK.get(case.without or "", {}),
     )  # fmt: skip
@@ -198,8 +198,8 @@ def _request(
     """Runs one request, other words and seeds every turn; returns seconds of its parts, and ids."""
     split: dict[str, float] = dict.fromkeys(SPLIT, 0.0)
     clock = _Clock()
-    if case.picture is not None and subject.codec is not None:
-        vq.encode_pictures(subject.codec, np.repeat(case.picture[None], case.batch, 0), case.batch)
+    if case.image is not None and subject.codec is not None:
+        vq.encode_images(subject.codec, np.repeat(case.image[None], case.batch, 0), case.batch)
         split["vq_encode"] = clock()
     seeds = range(turn * case.batch, (turn + 1) * case.batch)
     requests = _requests(case, seeds, turn)

@@ -73,7 +73,7 @@ def speed_table(rows: list[dict[str, Any]]) -> str:
 
 
 def requests_table(rows: list[dict[str, Any]]) -> str:
-    """Returns whole requests of pictures, sparse beside dense, of the models that have bars.
+    """Returns whole requests of images, sparse beside dense, of the models that have bars.
 
     A processor is told by its ratios alone; the model for processors, only while the other was
     measured nowhere. Without a row of another device there are no columns of seconds.
@@ -224,7 +224,7 @@ def _speeds(
         "at_most_s": lambda row: row["median_s"],
         "loop_over_floor": lambda row: row["split_s"]["loop"] / row["floor_s"],
         "loop_share_of_matmul": _share_of_matmul,
-        "pictures_a_minute": lambda row: 60 * row["batch"] / row["median_s"],
+        "images_a_minute": lambda row: 60 * row["batch"] / row["median_s"],
         "padding": lambda row: 1 - row["tokens"]["useful"] / row["tokens"]["padded"],
         "compilations": lambda row: row["compilations_timed"],
         "longest_compile_s": lambda row: row["longest_compile_s"],
@@ -237,7 +237,7 @@ def _speeds(
 
 def _ratio(kind: str, ours: dict[str, Any], theirs: dict[str, Any]) -> float:
     faster = theirs["median_s"] / ours["median_s"]
-    if kind == "times_faster_a_picture":
+    if kind == "times_faster_an_image":
         return faster * ours["batch"] / theirs["batch"]
     if kind == "share_of_token_ratio":
         return faster / (theirs["tokens"]["useful"] / ours["tokens"]["useful"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""How far bfloat16 moves the pixels of decoded pictures, and the codes of encoded ones.
+r"""How far bfloat16 moves the pixels of decoded images, and the codes of encoded ones.
 
     python -m sparse_lavida_jax.bench.vq --vq=scenes_g1,scenes_g4
 
@@ -17,18 +17,16 @@ from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.scenes import tasks, world
 
 VQ = flags.DEFINE_list("vq", ["scenes_g1", "scenes_g4"], "Bundled names or folders.")
-PICTURES = flags.DEFINE_integer("pictures", 32, "Scenes, from the first.", lower_bound=1)
+IMAGES = flags.DEFINE_integer("pictures", 32, "Scenes, from the first.", lower_bound=1)
 
 
-def moved(
-    model: vq.VQModel, pictures: UInt8[np.ndarray, "n h w 3"], dtype: str
-) -> dict[str, float]:
+def moved(model: vq.VQModel, images: UInt8[np.ndarray, "n h w 3"], dtype: str) -> dict[str, float]:
     """Returns how far a dtype moves grey levels of 0 to 255, and how many codes it leaves alone."""
-    codes = vq.encode_pictures(model, pictures, batch=1)
+    codes = vq.encode_images(model, images, batch=1)
     plain = vq.decode_codes(model, codes, batch=1).astype(int)
     other = vq.decode_codes(vq.for_decoding(model, dtype), codes, batch=1).astype(int)
     narrow = jax.tree.map(lambda leaf: leaf.astype(dtype), model)
-    found = np.asarray(jax.jit(_codes)(narrow, pictures))
+    found = np.asarray(jax.jit(_codes)(narrow, images))
     difference = np.abs(other - plain)
     return {
         "largest_difference": float(difference.max()),
@@ -38,16 +36,16 @@ def moved(
     }
 
 
-def _codes(model: vq.VQModel, pictures: UInt8[np.ndarray, "n h w 3"]):
-    return model.encode(vq.to_float(pictures).astype(model.codebook.dtype))
+def _codes(model: vq.VQModel, images: UInt8[np.ndarray, "n h w 3"]):
+    return model.encode(vq.to_float(images).astype(model.codebook.dtype))
 
 
 def main(argv: list[str]) -> None:
     """Writes a row for each image tokenizer."""
     del argv
     bench = Bench("vq")
-    shown = (tasks.sample("edit", 0, i).picture for i in range(PICTURES.value))
-    pictures = np.stack([world.render(scene) for scene in shown if scene is not None])
+    shown = (tasks.sample("edit", 0, i).image for i in range(IMAGES.value))
+    images = np.stack([world.render(scene) for scene in shown if scene is not None])
     for name in VQ.value:
         model, settings = vq.load(name)
         row = {
@@ -55,10 +53,10 @@ def main(argv: list[str]) -> None:
             "method": "bfloat16",
             "model": name,
             "batch": 1,
-            "pictures": len(pictures),
+            "pictures": len(images),
             "image_size": settings.image_size,
             "note": "grey levels of 0 to 255; codes of a whole encoder in bfloat16",
-        } | moved(model, pictures, "bfloat16")
+        } | moved(model, images, "bfloat16")
         print(f"{bench.write(f'{name}/decode/bfloat16', row).name}: {row}", flush=True)
 
 

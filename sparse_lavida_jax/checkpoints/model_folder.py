@@ -21,7 +21,8 @@ So is a folder of adapters, but for the base model that it names:
     TENSORS.sha256, MANIFEST.sha256
 
 The array store does not notice a flipped bit, so both kinds carry a SHA-256 of their own. The only
-file that takes modules apart, and with `training/states.py` the only one that knows the array store.
+file that takes modules apart, and with `training/states.py` the only one that knows the array
+store.
 """
 
 import contextlib

@@ -143,9 +143,9 @@ def _write_homes(
 
     rest = {home: [n for n in wanted if n.home == home] for home in ("vq", "unused")}
     if rest["vq"]:
-        picture = {name.ours: ours(name) for name in rest["vq"]}
+        image = {name.ours: ours(name) for name in rest["vq"]}
         try:
-            image_tokenizer.save_parameters(new / "vq", picture, settings.vq)
+            image_tokenizer.save_parameters(new / "vq", image, settings.vq)
         except safetensors.SafetensorError as error:
             raise OSError(str(error)) from error
     if rest["unused"]:
@@ -278,7 +278,7 @@ def _list_weights(
         ]
         stored |= found
     if not any(name.startswith(names.VQ_PREFIX) for name in [*stored, *unread]):
-        _add_tokenizer_of_pictures(folder / "vqvae", stored, problems, unread)
+        _add_tokenizer_of_images(folder / "vqvae", stored, problems, unread)
     return stored, tuple(problems), tuple(unread)
 
 
@@ -312,7 +312,7 @@ def _list_file(folder: pathlib.Path, file: str) -> dict[str, tensors.Stored]:
         raise ConvertError(str(error)) from error
 
 
-def _add_tokenizer_of_pictures(
+def _add_tokenizer_of_images(
     folder: pathlib.Path,
     stored: dict[str, tensors.Stored],
     problems: list[str],

@@ -167,20 +167,20 @@ def table(settings: config.Config) -> list[Name]:
 
 
 @functools.cache
-def _table(model: config.Model, picture: config.VQ) -> list[Name]:
+def _table(model: config.Model, image: config.VQ) -> list[Name]:
     if model.understanding_only:
         return list(_params(model))
     odd = [
         *(["learned positions of cells (model.cell_positions)"] if model.cell_positions else []),
-        *(["norms over single pixels (vq.norm)"] if picture.norm != "group" else []),
-        *(["shuffled pixels (vq.upsampling)"] if picture.upsampling != "nearest" else []),
+        *(["norms over single pixels (vq.norm)"] if image.norm != "group" else []),
+        *(["shuffled pixels (vq.upsampling)"] if image.upsampling != "nearest" else []),
     ]
     if odd:
         raise ConvertError(
             f"the released model has no {' and no '.join(odd)}, so a model with them has no"
             " released form."
         )
-    return [*_params(model), *_vq(picture), *_unused(model)]
+    return [*_params(model), *_vq(image), *_unused(model)]
 
 
 def to_ours(name: Name, tensor: np.ndarray) -> np.ndarray:

@@ -164,7 +164,7 @@ def vq_settings(vq: Mapping[str, Any], gen_shape: list[int] | None = None) -> co
     """Returns the settings of the image tokenizer that a `vqvae/config.json` stands for.
 
     Args:
-        gen_shape: codes along the sides of the largest picture; None: the release's 64.
+        gen_shape: codes along the sides of the largest image; None: the release's 64.
     """
     channels = tuple(vq["block_out_channels"])
     factor = 2 ** (len(channels) - 1)

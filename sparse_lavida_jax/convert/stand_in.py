@@ -19,12 +19,12 @@ from sparse_lavida_jax.convert.settings import official_config, official_vq_conf
 from sparse_lavida_jax.lavida_o import chat
 
 SHARD_TENSORS = 200
-# Corners of boxes, in eighths of a picture, and what stands around them.
+# Corners of boxes, in eighths of an image, and what stands around them.
 LOCATIONS = (*(f"<LOC_{i}>" for i in range(9)), "<box_p>", "</box_p>", "<LOC_BEGIN>", "<LOC_END>")
 
 
 def tiny_settings() -> config.Config:
-    """Returns LaViDa-O with 3 layers in place of 32, narrow, for pictures of 32 pixels a side."""
+    """Returns LaViDa-O with 3 layers in place of 32, narrow, for images of 32 pixels a side."""
     vq = config.VQ(
         image_size=32, channels=(8, 8, 8), layers_per_block=1, latent_channels=4, codebook_size=16,
         norm_groups=4,

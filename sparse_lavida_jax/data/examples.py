@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a task with its strings and scenes to token sequences: one example of training or sampling.
 
-The sequence of a text response is `<|user|> [picture] prompt <|eot|> <|assistant|> response`, that
-of an image response `<|user|> [picture, source cells] prompt <|eot|> <|assistant|> [plan]
+The sequence of a text response is `<|user|> [image] prompt <|eot|> <|assistant|> response`, that
+of an image response `<|user|> [image, source cells] prompt <|eot|> <|assistant|> [plan]
 response <|eot|>`: the form of the base model (spec Sec. 5), with one token where it has a header.
 """
 
@@ -30,10 +30,10 @@ class Example:
         response: clean ids (g = 1) or codes of the response.
         given: response tokens that are known beforehand.
         kind: of the response.
-        pixels: the picture that the `Vision` part stands for.
+        pixels: the image that the `Vision` part stands for.
         reach: tokens of a text response that a sampler may decode: whole text blocks up to the
             first end-of-text.
-        views: in place of `pixels`, the views of each picture that is shown (`data/images.py`).
+        views: in place of `pixels`, the views of each image that is shown (`data/images.py`).
         grid: rows and columns of cells of an image response; None: the model's largest.
         code_weight: loss weight of each code of an image response; None: all alike.
     """
@@ -65,11 +65,11 @@ class Encoder:
     appearance_codes: Int[np.ndarray, "a g"] | None
 
     def seen(self, scene: world.Scene) -> UInt8[np.ndarray, "h w 3"]:
-        """Returns the picture of a scene at the size of the vision tower."""
+        """Returns the image of a scene at the size of the vision tower."""
         return world.render(scene, self.model.vision.image_size)
 
     def scene_codes(self, scene: world.Scene) -> Int[np.ndarray, "l g"]:
-        """Returns the codes of a picture of `scene`: those of its cells one by one."""
+        """Returns the codes of an image of `scene`: those of its cells one by one."""
         assert self.appearance_codes is not None
         return self.appearance_codes[np.asarray(scene.cells)]
 
@@ -78,7 +78,7 @@ class Encoder:
         prompt: str,
         answer: str = "",
         *,
-        picture: UInt8[np.ndarray, "h w 3"] | None = None,
+        image: UInt8[np.ndarray, "h w 3"] | None = None,
         given_spans: tuple[tuple[int, int], ...] = (),
         length: int | None = None,
         extra_blocks: int = 0,
@@ -100,8 +100,8 @@ class Encoder:
         given = np.zeros(length, bool)
         for i, (start, stop) in enumerate(offsets[:length]):
             given[i] = any(a <= start and stop <= b for a, b in given_spans)
-        parts = (*self._user(prompt, picture, None), Response(length))
-        return Example(parts, response, given, "text", picture, min(reach, length))
+        parts = (*self._user(prompt, image, None), Response(length))
+        return Example(parts, response, given, "text", image, min(reach, length))
 
     def image_example(
         self,
@@ -109,7 +109,7 @@ class Encoder:
         codes: Int[np.ndarray, "l g"],
         *,
         plan: str | None = None,
-        picture: UInt8[np.ndarray, "h w 3"] | None = None,
+        image: UInt8[np.ndarray, "h w 3"] | None = None,
         source: Int[np.ndarray, "l g"] | None = None,
         given: Bool[np.ndarray, "*grid"] | None = None,
     ) -> Example:
@@ -120,19 +120,19 @@ class Encoder:
         """
         planned = () if plan is None else (self._text(self.tokenizer.encode(plan)),)
         parts = (
-            *self._user(prompt, picture, source),
+            *self._user(prompt, image, source),
             *planned,
             Response(len(codes)),
             self._text([self.tokenizer.end_of_turn_id], keep=True),
         )
         given = np.zeros(len(codes), bool) if given is None else given.reshape(-1)
-        return Example(parts, codes.astype(np.int32), given, "image", picture, len(codes))
+        return Example(parts, codes.astype(np.int32), given, "image", image, len(codes))
 
     def _text(self, ids: list[int], keep: bool = False) -> Text:
         return Text(np.asarray(ids, np.int32), keep)
 
-    def _user(self, prompt: str, picture, source) -> tuple[Part, ...]:
-        vision = () if picture is None else (Vision(self.model.vision.num_tokens),)
+    def _user(self, prompt: str, image, source) -> tuple[Part, ...]:
+        vision = () if image is None else (Vision(self.model.vision.num_tokens),)
         cells = () if source is None else (Source(source.astype(np.int32)),)
         t = self.tokenizer
         return (
@@ -148,7 +148,7 @@ class Encoder:
 
         What stands behind the assistant token is the answer, a plan and the end of the turn
         included; nothing of the prompt is kept when it is dropped, headers neither. Text that is
-        given is neither masked nor predicted; given cells of a picture are like all others.
+        given is neither masked nor predicted; given cells of an image are like all others.
         """
         parts, answers = [], False
         for part in example.parts:
@@ -168,13 +168,13 @@ class Encoder:
         self, sample: tasks.Sample, *, extra_blocks: int = 0, with_plan: bool = True
     ) -> Example:
         """Returns the training example of a task on scenes."""
-        picture = None if sample.picture is None else self.seen(sample.picture)
+        image = None if sample.image is None else self.seen(sample.image)
         if sample.target is None:
             assert sample.answer is not None
             return self.text_example(
                 sample.prompt,
                 sample.answer,
-                picture=picture,
+                image=image,
                 given_spans=sample.given,
                 extra_blocks=extra_blocks,
             )
@@ -182,8 +182,8 @@ class Encoder:
             sample.prompt,
             self.scene_codes(sample.target),
             plan=sample.plan if with_plan else None,
-            picture=picture,
-            source=None if sample.picture is None else self.scene_codes(sample.picture),
+            image=image,
+            source=None if sample.image is None else self.scene_codes(sample.image),
             given=sample.known_grid,
         )
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Picture files in and out: read with care, written whole or not at all.
+"""Image files in and out: read with care, written whole or not at all.
 
-In memory a picture is bytes [h w 3], RGB.
+In memory an image is bytes [h w 3], RGB.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Bool, UInt8
 from PIL import Image, ImageDraw, ImageOps, PngImagePlugin, UnidentifiedImageError
 
-Picture = UInt8[np.ndarray, "_h _w 3"]  # each of its own size
+Pixels = UInt8[np.ndarray, "_h _w 3"]  # each of its own size
 Box = tuple[int | float, int | float, int | float, int | float]  # x1, y1, x2, y2 in pixels
 
 MOST_PIXELS = 2**26  # 8192 x 8192; refused beyond, before anything is decoded
@@ -29,12 +29,12 @@ RECORD = "sparse-lavida"  # the text chunk of a PNG that says how it was drawn
 FRAME_MILLISECONDS = 350
 LAST_FRAME_MILLISECONDS = 2000
 BACKDROP = (255, 255, 255)  # shows through transparent pixels
-GAP = 4  # pixels between the pictures of a sheet
+GAP = 4  # pixels between the images of a sheet
 _DEEP = ("I;16", "I;16L", "I;16B", "I;16N", "I")  # 16 bits of grey a pixel
 
 
-class PictureError(ValueError):
-    """A picture file, mask or box that cannot be used; the message says why."""
+class ImageError(ValueError):
+    """An image file, mask or box that cannot be used; the message says why."""
 
 
 class WriteError(OSError):
@@ -45,8 +45,8 @@ class WriteError(OSError):
 # In.
 
 
-def read(path: pathlib.Path | str, *, backdrop: bool = True) -> Picture:
-    """Returns a picture file as RGB bytes, upright.
+def read(path: pathlib.Path | str, *, backdrop: bool = True) -> Pixels:
+    """Returns an image file as RGB bytes, upright.
 
     Palettes, grey levels, 16 bits and CMYK are converted; transparency shows white.
 
@@ -55,27 +55,27 @@ def read(path: pathlib.Path | str, *, backdrop: bool = True) -> Picture:
             other people's evaluations read them.
 
     Raises:
-        PictureError: no file, no PNG, JPEG or WebP, damaged, animated, or too many pixels.
+        ImageError: no file, no PNG, JPEG or WebP, damaged, animated, or too many pixels.
     """
     with _opened(pathlib.Path(path)) as image:
         return _as_rgb(ImageOps.exif_transpose(image), backdrop)
 
 
-def read_bytes(contents: bytes, name: str = "the picture", *, backdrop: bool = True) -> Picture:
+def read_bytes(contents: bytes, name: str = "the image", *, backdrop: bool = True) -> Pixels:
     """Returns what `read` does, of a file that is in memory; `name` is for the message.
 
     Raises:
-        PictureError: as `read`.
+        ImageError: as `read`.
     """
     with _opened(io.BytesIO(contents), name) as image:
         return _as_rgb(ImageOps.exif_transpose(image), backdrop)
 
 
-def read_mask(path: pathlib.Path | str, like: Picture) -> Bool[np.ndarray, "h w"]:
+def read_mask(path: pathlib.Path | str, like: Pixels) -> Bool[np.ndarray, "h w"]:
     """Returns where a mask is white: that is to be painted.
 
     Raises:
-        PictureError: as `read`, or the mask has another size than the picture `like`.
+        ImageError: as `read`, or the mask has another size than the image `like`.
     """
     grey = read(path).mean(axis=-1) > 127
     return check_mask(grey, like, str(path))
@@ -85,7 +85,7 @@ def read_record(path: pathlib.Path | str) -> dict[str, Any]:
     """Returns how a PNG of ours was drawn.
 
     Raises:
-        PictureError: as `read`, or it says nothing of how it was drawn.
+        ImageError: as `read`, or it says nothing of how it was drawn.
     """
     with _opened(pathlib.Path(path)) as image:
         text = image.info.get(RECORD)
@@ -94,7 +94,7 @@ def read_record(path: pathlib.Path | str) -> dict[str, Any]:
     except ValueError:
         record = None
     if not isinstance(record, dict):
-        raise PictureError(
+        raise ImageError(
             f"{path} does not say how it was drawn: replay a PNG that `sparse-lavida` wrote and"
             " no other program has saved since."
         )
@@ -113,36 +113,36 @@ def _opened(file: pathlib.Path | io.BytesIO, name: str = "") -> Iterator[Image.I
                 image.load()
                 yield image
     except Image.DecompressionBombError:
-        raise PictureError(
+        raise ImageError(
             f"{path} has more than {MOST_PIXELS} pixels, the most that is read: make it smaller."
         ) from None
     except UnidentifiedImageError:
-        raise PictureError(
-            f"{path} is no picture that can be read: neither {' nor '.join(FORMATS)}, or damaged."
+        raise ImageError(
+            f"{path} is no image that can be read: neither {' nor '.join(FORMATS)}, or damaged."
         ) from None
     except FileNotFoundError:
-        raise PictureError(f"there is no picture {path}.") from None
+        raise ImageError(f"there is no image {path}.") from None
     # Damaged files make Pillow raise these three.
     except (OSError, SyntaxError, EOFError) as error:
-        raise PictureError(f"{path} is no picture that can be read: {error}") from error
+        raise ImageError(f"{path} is no image that can be read: {error}") from error
 
 
 def _check_header(path: object, image: Image.Image) -> None:
     width, height = image.size
     if width * height > MOST_PIXELS:
-        raise PictureError(
+        raise ImageError(
             f"{path} is {width}x{height}: more than {MOST_PIXELS} pixels, the most that is read."
             " Make it smaller."
         )
     if width < 1 or height < 1:
-        raise PictureError(f"{path} is {width}x{height}: it has no pixels.")
+        raise ImageError(f"{path} is {width}x{height}: it has no pixels.")
     frames = getattr(image, "n_frames", 1)
-    # A JPEG of several pictures, as phones write them, is no animation: its first is the picture.
+    # A JPEG of several images, as phones write them, is no animation: its first is the image.
     if frames > 1 and image.format != "MPO":
-        raise PictureError(f"{path} is animated, {frames} frames: give one of them as a picture.")
+        raise ImageError(f"{path} is animated, {frames} frames: give one of them as an image.")
 
 
-def _as_rgb(image: Image.Image, backdrop: bool = True) -> Picture:
+def _as_rgb(image: Image.Image, backdrop: bool = True) -> Pixels:
     if image.mode in _DEEP:
         grey = (np.asarray(image).astype(np.int64).clip(0, 65535) / 257).round().astype(np.uint8)
         return np.repeat(grey[..., None], 3, axis=-1)
@@ -153,72 +153,72 @@ def _as_rgb(image: Image.Image, backdrop: bool = True) -> Picture:
     return np.array(image.convert("RGB"))
 
 
-def check(picture: Any, name: str = "the picture") -> Picture:
+def check(image: Any, name: str = "the image") -> Pixels:
     """Returns an array or a Pillow image as RGB bytes.
 
     Raises:
-        PictureError: it is neither, is empty, or has too many pixels.
+        ImageError: it is neither, is empty, or has too many pixels.
     """
-    if isinstance(picture, Image.Image):
-        picture = _as_rgb(picture)
-    if not isinstance(picture, np.ndarray) or picture.dtype != np.uint8:
-        kind = getattr(picture, "dtype", type(picture).__name__)
-        raise PictureError(f"{name} is a {kind}: give a Pillow image or bytes [h w 3].")
-    if picture.ndim != 3 or picture.shape[-1] != 3 or 0 in picture.shape:
-        raise PictureError(f"{name} has the shape {picture.shape}: it must be [h w 3], not empty.")
-    if picture.shape[0] * picture.shape[1] > MOST_PIXELS:
-        raise PictureError(f"{name} is {_size(picture)}: more than {MOST_PIXELS} pixels.")
-    return picture
+    if isinstance(image, Image.Image):
+        image = _as_rgb(image)
+    if not isinstance(image, np.ndarray) or image.dtype != np.uint8:
+        kind = getattr(image, "dtype", type(image).__name__)
+        raise ImageError(f"{name} is a {kind}: give a Pillow image or bytes [h w 3].")
+    if image.ndim != 3 or image.shape[-1] != 3 or 0 in image.shape:
+        raise ImageError(f"{name} has the shape {image.shape}: it must be [h w 3], not empty.")
+    if image.shape[0] * image.shape[1] > MOST_PIXELS:
+        raise ImageError(f"{name} is {_size(image)}: more than {MOST_PIXELS} pixels.")
+    return image
 
 
-def check_mask(mask: Any, like: Picture, name: str = "the mask") -> Bool[np.ndarray, "h w"]:
-    """Returns a mask, True where a picture is to be painted.
+def check_mask(mask: Any, like: Pixels, name: str = "the mask") -> Bool[np.ndarray, "h w"]:
+    """Returns a mask, True where an image is to be painted.
 
     Raises:
-        PictureError: it has another size than the picture `like`, or nothing is to be painted.
+        ImageError: it has another size than the image `like`, or nothing is to be painted.
     """
     if isinstance(mask, Image.Image):
         mask = _as_rgb(mask).mean(axis=-1) > 127
     mask = np.asarray(mask).astype(bool)
     if mask.shape != like.shape[:2]:
         size = "x".join(map(str, mask.shape[::-1]))
-        raise PictureError(f"{name} is {size} and the picture {_size(like)}: make them one size.")
+        raise ImageError(f"{name} is {size} and the image {_size(like)}: make them one size.")
     if not mask.any():
-        raise PictureError(f"{name} is black everywhere: paint white what is to be drawn.")
+        raise ImageError(f"{name} is black everywhere: paint white what is to be drawn.")
     return mask
 
 
 def check_box(box: Sequence[int | float], size: tuple[int, int]) -> Box:
-    """Returns a box x1, y1, x2, y2 that spans an area inside a picture of `size` (width, height).
+    """Returns a box x1, y1, x2, y2 that spans an area inside an image of `size` (width, height).
 
     Raises:
-        PictureError: it does not.
+        ImageError: it does not.
     """
     width, height = size
     if len(box) != 4 or not all(map(math.isfinite, box)):
-        raise PictureError(f"the box {tuple(box)} is not four numbers: x1, y1, x2, y2 in pixels.")
+        raise ImageError(f"the box {tuple(box)} is not four numbers: x1, y1, x2, y2 in pixels.")
     x1, y1, x2, y2 = box
     if not (0 <= x1 < x2 <= width and 0 <= y1 < y2 <= height):
-        raise PictureError(
-            f"the box {','.join(f'{edge:g}' for edge in box)} is not inside the picture:"
+        raise ImageError(
+            f"the box {','.join(f'{edge:g}' for edge in box)} is not inside the image:"
             f" x1 < x2 lie in 0..{width}, y1 < y2 in 0..{height}."
         )
     return x1, y1, x2, y2
 
 
-def _size(picture: Picture) -> str:
-    return f"{picture.shape[1]}x{picture.shape[0]}"
+def _size(image: Pixels) -> str:
+    return f"{image.shape[1]}x{image.shape[0]}"
 
 
 # ---------------------------------------------------------------------------------------------
 # Out.
 
 
-def write(path: pathlib.Path | str, picture: Picture, record: dict[str, Any] | None = None) -> None:
-    """Writes a picture; a PNG says in its metadata how it was drawn.
+def write(path: pathlib.Path | str, image: Pixels, record: dict[str, Any] | None = None) -> None:
+    """Writes an image; a PNG says in its metadata how it was drawn.
 
     Raises:
-        PictureError: a suffix of no format that is written.
+        ImageError: a suffix of no format that is written.
         WriteError: the disk is full, or the place cannot be written to.
     """
     path = check_writable(path)
@@ -229,19 +229,19 @@ def write(path: pathlib.Path | str, picture: Picture, record: dict[str, Any] | N
         notes.add_itxt(RECORD, json.dumps(record, ensure_ascii=False))
         more["pnginfo"] = notes
     with replacing(path) as file:
-        Image.fromarray(picture).save(file, format, **more)
+        Image.fromarray(image).save(file, format, **more)
 
 
-def write_animation(path: pathlib.Path | str, frames: Sequence[Picture]) -> None:
+def write_animation(path: pathlib.Path | str, frames: Sequence[Pixels]) -> None:
     """Writes frames as a GIF that stays a while on its last.
 
     Raises:
-        PictureError: the name does not end in .gif, or there is no frame.
+        ImageError: the name does not end in .gif, or there is no frame.
         WriteError: as `write`.
     """
     path = check_writable(path, {".gif": "GIF"})
     if not frames:
-        raise PictureError(f"{path}: there is no step to show, so no animation.")
+        raise ImageError(f"{path}: there is no step to show, so no animation.")
     first, *rest = map(Image.fromarray, frames)
     durations = [FRAME_MILLISECONDS] * len(rest) + [LAST_FRAME_MILLISECONDS]
     with replacing(path) as file:
@@ -254,15 +254,15 @@ def check_writable(
     """Returns a path whose name says the format of what will be written there.
 
     Raises:
-        PictureError: another suffix, or a folder.
+        ImageError: another suffix, or a folder.
     """
     path, known = pathlib.Path(path), suffixes or SUFFIXES
     if path.suffix.lower() not in known:
-        raise PictureError(
-            f"the picture cannot be written to {path}: its name must end in {', '.join(known)}."
+        raise ImageError(
+            f"the image cannot be written to {path}: its name must end in {', '.join(known)}."
         )
     if path.is_dir():
-        raise PictureError(f"the picture cannot be written to {path}: that is a folder.")
+        raise ImageError(f"the image cannot be written to {path}: that is a folder.")
     return path
 
 
@@ -285,7 +285,7 @@ def replacing(path: pathlib.Path) -> Iterator[Any]:
         scratch = None
     except OSError as error:
         reason = error.strerror or error
-        raise WriteError(f"the picture cannot be written to {path}: {reason}.") from error
+        raise WriteError(f"the image cannot be written to {path}: {reason}.") from error
     finally:
         if scratch is not None:
             scratch.unlink(missing_ok=True)
@@ -297,24 +297,24 @@ def _umask() -> int:
     return mask
 
 
-def sheet(pictures: Sequence[Picture]) -> Picture:
-    """Returns pictures side by side, as near to a square as they go, in the order given."""
-    columns = math.ceil(math.sqrt(len(pictures)))
-    height = max(picture.shape[0] for picture in pictures) + GAP
-    width = max(picture.shape[1] for picture in pictures) + GAP
-    rows = -(-len(pictures) // columns)
+def sheet(images: Sequence[Pixels]) -> Pixels:
+    """Returns images side by side, as near to a square as they go, in the order given."""
+    columns = math.ceil(math.sqrt(len(images)))
+    height = max(image.shape[0] for image in images) + GAP
+    width = max(image.shape[1] for image in images) + GAP
+    rows = -(-len(images) // columns)
     page = np.full((rows * height - GAP, columns * width - GAP, 3), 255, np.uint8)
-    for i, picture in enumerate(pictures):
+    for i, image in enumerate(images):
         y, x = i // columns * height, i % columns * width
-        page[y : y + picture.shape[0], x : x + picture.shape[1]] = picture
+        page[y : y + image.shape[0], x : x + image.shape[1]] = image
     return page
 
 
-def with_boxes(picture: Picture, boxes: Sequence[Box | None]) -> Picture:
-    """Returns a picture with boxes drawn in it; None draws nothing."""
-    image = Image.fromarray(picture)
-    pen = ImageDraw.Draw(image)
+def with_boxes(image: Pixels, boxes: Sequence[Box | None]) -> Pixels:
+    """Returns an image with boxes drawn in it; None draws nothing."""
+    drawn = Image.fromarray(image)
+    pen = ImageDraw.Draw(drawn)
     for box in boxes:
         if box is not None:
-            pen.rectangle(box, outline=(0, 0, 0), width=max(1, min(image.size) // 96))
-    return np.array(image)
+            pen.rectangle(box, outline=(0, 0, 0), width=max(1, min(drawn.size) // 96))
+    return np.array(drawn)

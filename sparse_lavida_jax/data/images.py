@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures before the model: views for the vision tower, crops for the image tokenizer, boxes.
+"""Images before the model: views for the vision tower, crops for the image tokenizer, boxes.
 
-Spec Sec. 4 (vision tower), Sec. 3 (image tokenizer) and Sec. 8 (boxes). Pictures are bytes
+Spec Sec. 4 (vision tower), Sec. 3 (image tokenizer) and Sec. 8 (boxes). Images are bytes
 [h w 3], RGB; sizes are (width, height) in pixels, as Pillow and the released config have them. The
 vision tower takes bytes and normalises them itself.
 """
@@ -18,7 +18,7 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.layout import Vision
 
 Size = tuple[int, int]  # width, height
-Picture = UInt8[np.ndarray, "h w 3"]
+Pixels = UInt8[np.ndarray, "h w 3"]
 Edge = int | float
 Box = tuple[Edge, Edge, Edge, Edge]  # x1, y1, x2, y2 in pixels
 
@@ -33,10 +33,10 @@ LUMINANCE = (0.2126, 0.7152, 0.0722)  # of red, green, blue (spec Sec. 5.4)
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """A picture as the understanding branch sees it.
+    """An image as the understanding branch sees it.
 
     Attributes:
-        pixels: the views: the whole picture, then its tiles row by row.
+        pixels: the views: the whole image, then its tiles row by row.
         index: for each vision token, which feature of `Denoiser.see(pixels)` it is.
         num_features: features that `Denoiser.see(pixels)` makes.
     """
@@ -47,32 +47,32 @@ class Seen:
 
     @property
     def part(self) -> Vision:
-        """What stands for the picture in a prompt."""
+        """What stands for the image in a prompt."""
         return Vision(len(self.index), self.index, self.num_features)
 
 
-def see(picture: Picture, settings: config.Vision, *, whole: bool = False) -> Seen:
-    """Returns the views of a picture and the tokens made of them (spec Sec. 4).
+def see(image: Pixels, settings: config.Vision, *, whole: bool = False) -> Seen:
+    """Returns the views of an image and the tokens made of them (spec Sec. 4).
 
     Args:
-        whole: one view and no tiles, as released wherever a prompt shows several pictures.
+        whole: one view and no tiles, as released wherever a prompt shows several images.
     """
-    views = whole_view(picture, settings.image_size)[None]
+    views = whole_view(image, settings.image_size)[None]
     if settings.grid_sizes and not whole:
-        grid = choose_grid(size_of(picture), settings.grid_sizes)
-        views = np.concatenate([views, tiles(picture, grid, settings.image_size)])
-    index = token_index(size_of(picture), settings, whole=whole)
+        grid = choose_grid(size_of(image), settings.grid_sizes)
+        views = np.concatenate([views, tiles(image, grid, settings.image_size)])
+    index = token_index(size_of(image), settings, whole=whole)
     return Seen(views, index, len(views) * settings.num_tokens + settings.newline)
 
 
 def token_index(
     size: Size, settings: config.Vision, *, whole: bool = False
 ) -> Int[np.ndarray, " t"]:
-    """Returns which feature of `Denoiser.see` each vision token of a picture is.
+    """Returns which feature of `Denoiser.see` each vision token of an image is.
 
     Feature i of view v has index v * settings.num_tokens + i, the newline the one behind them all.
-    First come the features of the whole picture; then the rows of the grid of tiles, those left
-    out that show padding only, each with a newline behind it. A picture with one view has one
+    First come the features of the whole image; then the rows of the grid of tiles, those left
+    out that show padding only, each with a newline behind it. An image with one view has one
     newline, at its end.
     """
     base = np.arange(settings.num_tokens)
@@ -96,9 +96,9 @@ def token_index(
 
 
 def choose_grid(size: Size, grid_sizes: tuple[Size, ...]) -> Size:
-    """Returns the size of the grid of tiles that shows most of a picture.
+    """Returns the size of the grid of tiles that shows most of an image.
 
-    That is the one in which the resized picture has most pixels, at most its own; among equals the
+    That is the one in which the resized image has most pixels, at most its own; among equals the
     one with least padding, then the first.
     """
     width, height = _checked(size)
@@ -111,27 +111,27 @@ def choose_grid(size: Size, grid_sizes: tuple[Size, ...]) -> Size:
     return max(grid_sizes, key=shown)
 
 
-def tiles(picture: Picture, grid: Size, side: int) -> UInt8[np.ndarray, "n side side 3"]:
-    """Returns the tiles of a picture on a black canvas of size `grid`, row by row.
+def tiles(image: Pixels, grid: Size, side: int) -> UInt8[np.ndarray, "n side side 3"]:
+    """Returns the tiles of an image on a black canvas of size `grid`, row by row.
 
-    The picture is resized (bicubic) to fill one side of the canvas and stands in its middle.
+    The image is resized (bicubic) to fill one side of the canvas and stands in its middle.
     """
-    size = width, height = size_of(picture)
+    size = width, height = size_of(image)
     # Products of floats, as released: integers would be a pixel apart now and then.
     across, down = grid[0] / width, grid[1] / height
     if across < down:
         size = grid[0], min(math.ceil(height * across), grid[1])
     else:
         size = min(math.ceil(width * down), grid[0]), grid[1]
-    resized = Image.fromarray(picture).resize(size, Image.Resampling.BICUBIC)
+    resized = Image.fromarray(image).resize(size, Image.Resampling.BICUBIC)
     canvas = np.asarray(_centred(resized, grid, BLACK))
     return einops.rearrange(canvas, "(r y) (c x) k -> (r c) y x k", y=side, x=side)
 
 
-def whole_view(picture: Picture, side: int) -> UInt8[np.ndarray, "side side 3"]:
-    """Returns a picture padded with grey to a square, in its middle, and resized (bicubic)."""
-    longest = max(size_of(picture))
-    square = _centred(Image.fromarray(picture), (longest, longest), GREY)
+def whole_view(image: Pixels, side: int) -> UInt8[np.ndarray, "side side 3"]:
+    """Returns an image padded with grey to a square, in its middle, and resized (bicubic)."""
+    longest = max(size_of(image))
+    square = _centred(Image.fromarray(image), (longest, longest), GREY)
     return resize(np.asarray(square), (side, side))
 
 
@@ -154,8 +154,8 @@ def _without_padding(grid: Int[np.ndarray, "y x"], size: Size) -> Int[np.ndarray
 # For the image tokenizer.
 
 
-def source_view(picture: Picture, side: int, factor: int) -> UInt8[np.ndarray, "side side 3"]:
-    """Returns the picture of an edit as the image tokenizer takes it (spec Sec. 3).
+def source_view(image: Pixels, side: int, factor: int) -> UInt8[np.ndarray, "side side 3"]:
+    """Returns the image of an edit as the image tokenizer takes it (spec Sec. 3).
 
     Padded with black to a square, in its middle, and resized (bicubic).
 
@@ -166,13 +166,13 @@ def source_view(picture: Picture, side: int, factor: int) -> UInt8[np.ndarray, "
         ValueError: `side` is no multiple of `factor`.
     """
     _check_side(side, factor)
-    longest = max(size_of(picture))
-    square = ImageOps.pad(Image.fromarray(picture), (longest, longest), color=BLACK)
+    longest = max(size_of(image))
+    square = ImageOps.pad(Image.fromarray(image), (longest, longest), color=BLACK)
     return resize(np.asarray(square), (side, side))
 
 
 def size_to_crop(size: Size, side: int) -> Size:
-    """Returns the size of a picture whose shortest side is made `side`; fractions are cut off."""
+    """Returns the size of an image whose shortest side is made `side`; fractions are cut off."""
     width, height = _checked(size)
     if width <= height:
         return side, int(side * height / width)
@@ -180,42 +180,42 @@ def size_to_crop(size: Size, side: int) -> Size:
 
 
 def training_crop(
-    picture: Picture, side: int, top: int, left: int, factor: int
+    image: Pixels, side: int, top: int, left: int, factor: int
 ) -> UInt8[np.ndarray, "side side 3"]:
-    """Returns a square of a picture whose shortest side was made `side` (bilinear; spec Sec. 3).
+    """Returns a square of an image whose shortest side was made `side` (bilinear; spec Sec. 3).
 
-    `top` and `left` are in pixels of the resized picture, whose size `size_to_crop` tells.
+    `top` and `left` are in pixels of the resized image, whose size `size_to_crop` tells.
 
     Raises:
         ValueError: the square reaches over an edge, or `side` is no multiple of `factor`.
     """
     _check_side(side, factor)
-    width, height = size_to_crop(size_of(picture), side)
+    width, height = size_to_crop(size_of(image), side)
     if not (0 <= left <= width - side and 0 <= top <= height - side):
         raise ValueError(
-            f"a crop of {side} pixels at top={top}, left={left} leaves the picture, which is"
+            f"a crop of {side} pixels at top={top}, left={left} leaves the image, which is"
             f" {width}x{height} after resizing: top is one of 0..{height - side}, left one of"
             f" 0..{width - side}."
         )
-    resized = resize(picture, (width, height), Image.Resampling.BILINEAR)
+    resized = resize(image, (width, height), Image.Resampling.BILINEAR)
     return resized[top : top + side, left : left + side]
 
 
-def centre_crop(picture: Picture, side: int) -> UInt8[np.ndarray, "side side 3"]:
-    """Returns the middle square of a picture whose shortest side was made `side` (Lanczos).
+def centre_crop(image: Pixels, side: int) -> UInt8[np.ndarray, "side side 3"]:
+    """Returns the middle square of an image whose shortest side was made `side` (Lanczos).
 
-    How the ImgEdit benchmark feeds its pictures (spec Sec. 7.5). The rounding is ours: of the
+    How the ImgEdit benchmark feeds its images (spec Sec. 7.5). The rounding is ours: of the
     longer side and of the offset, fractions are cut off.
     """
-    width, height = size_to_crop(size_of(picture), side)
+    width, height = size_to_crop(size_of(image), side)
     left, top = (width - side) // 2, (height - side) // 2
-    resized = resize(picture, (width, height), Image.Resampling.LANCZOS)
+    resized = resize(image, (width, height), Image.Resampling.LANCZOS)
     return resized[top : top + side, left : left + side]
 
 
-def luminance_and_contrast(picture: Picture) -> tuple[float, float]:
+def luminance_and_contrast(image: Pixels) -> tuple[float, float]:
     """Returns mean and standard deviation of the luminance, in [0, 1] (spec Sec. 5.4)."""
-    luminance = picture.astype(np.float64) / 255 @ np.asarray(LUMINANCE)
+    luminance = image.astype(np.float64) / 255 @ np.asarray(LUMINANCE)
     return float(luminance.mean()), float(luminance.std())
 
 
@@ -226,7 +226,7 @@ def luminance_and_contrast(picture: Picture) -> tuple[float, float]:
 def box_to_locations(box: Box, size: Size, frame: int) -> tuple[int, int, int, int]:
     """Returns a box in pixels as LOC coordinates: x1, y1, x2, y2, each one of 0..frame.
 
-    The frame is the picture padded to a square, in its middle (by whole pixels, as
+    The frame is the image padded to a square, in its middle (by whole pixels, as
     `whole_view` does it), and scaled to `frame` a side: 1024 in the release (spec Sec. 8).
     Coordinates are rounded to the nearest, halves up, and clipped to the frame. The rounding is
     ours: that of the released training data is not known.
@@ -238,7 +238,7 @@ def box_to_locations(box: Box, size: Size, frame: int) -> tuple[int, int, int, i
 
 
 def locations_to_box(locations: tuple[int, int, int, int], size: Size, frame: int) -> Box:
-    """Returns LOC coordinates as a box in pixels of the picture, clipped to it; not rounded.
+    """Returns LOC coordinates as a box in pixels of the image, clipped to it; not rounded.
 
     The inverse of `box_to_locations` up to side / (2 * frame) pixels, side the longer side.
     """
@@ -252,27 +252,27 @@ def locations_to_box(locations: tuple[int, int, int, int], size: Size, frame: in
 # Helpers.
 
 
-def size_of(picture: Picture) -> Size:
+def size_of(image: Pixels) -> Size:
     """Returns (width, height)."""
-    return picture.shape[1], picture.shape[0]
+    return image.shape[1], image.shape[0]
 
 
 def resize(
-    picture: Picture, size: Size, kernel: Image.Resampling = Image.Resampling.BICUBIC
+    image: Pixels, size: Size, kernel: Image.Resampling = Image.Resampling.BICUBIC
 ) -> UInt8[np.ndarray, "_h _w 3"]:
-    """Returns a picture at another size; the shape may change."""
-    return np.asarray(Image.fromarray(picture).resize(size, kernel))
+    """Returns an image at another size; the shape may change."""
+    return np.asarray(Image.fromarray(image).resize(size, kernel))
 
 
-def _centred(picture: Image.Image, size: Size, colour: tuple[int, int, int]) -> Image.Image:
-    """Puts a picture in the middle of a canvas, half a pixel to the top left where it must."""
+def _centred(image: Image.Image, size: Size, colour: tuple[int, int, int]) -> Image.Image:
+    """Puts an image in the middle of a canvas, half a pixel to the top left where it must."""
     canvas = Image.new("RGB", size, colour)
-    canvas.paste(picture, ((size[0] - picture.width) // 2, (size[1] - picture.height) // 2))
+    canvas.paste(image, ((size[0] - image.width) // 2, (size[1] - image.height) // 2))
     return canvas
 
 
 def _square(size: Size) -> tuple[int, tuple[int, int]]:
-    """Returns the side of the square around a picture, and the padding left of and above it."""
+    """Returns the side of the square around an image, and the padding left of and above it."""
     width, height = _checked(size)
     side = max(width, height)
     return side, ((side - width) // 2, (side - height) // 2)
@@ -280,13 +280,13 @@ def _square(size: Size) -> tuple[int, tuple[int, int]]:
 
 def _checked(size: Size) -> Size:
     if min(size) < 1:
-        raise ValueError(f"a picture of {size[0]}x{size[1]} pixels is empty: give it pixels.")
+        raise ValueError(f"an image of {size[0]}x{size[1]} pixels is empty: give it pixels.")
     return size
 
 
 def _check_side(side: int, factor: int) -> None:
     if side < 1 or side % factor:
         raise ValueError(
-            f"pictures of {side}x{side} pixels do not divide into codes of {factor}x{factor}"
+            f"images of {side}x{side} pixels do not divide into codes of {factor}x{factor}"
             f" pixels: use a multiple of {factor}."
         )

@@ -6,7 +6,7 @@ has the losses and gradients of its examples in rows of their own. Packing comes
 what training leaves out of a sequence is gone by then.
 
 The number of examples of a row is fixed (`data.packing`), which keeps the number of rows and of
-pictures static; which examples meet is chosen so that all rows end up about as long.
+images static; which examples meet is chosen so that all rows end up about as long.
 """
 
 import dataclasses

@@ -91,5 +91,5 @@ def check_context(tokens: int, most: int, text: str) -> None:
     if tokens > most:
         shown = text if len(text) <= 40 else f"{text[:40]}..."
         raise RequestError(
-            f"the prompt {shown!r} is {tokens} tokens long, pictures included: at most {most} fit."
+            f"the prompt {shown!r} is {tokens} tokens long, images included: at most {most} fit."
         )

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from sparse_lavida_jax import config, evals
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.evals import metrics
-from sparse_lavida_jax.evals.files import EvaluationError, Picture, Record
+from sparse_lavida_jax.evals.files import EvaluationError, Pixels, Record
 from sparse_lavida_jax.inference.batching import LARGEST_SEED
 from sparse_lavida_jax.pipeline import SparseLaViDa
 
@@ -33,14 +33,14 @@ class Item:
         key: its official name.
         words: the prompt.
         record: what the official file says of it.
-        load: returns the pictures it is about.
+        load: returns the images it is about.
     """
 
     index: int
     key: str
     words: str
     record: Record
-    load: Callable[[], list[Picture]] = list
+    load: Callable[[], list[Pixels]] = list
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Row:
     Attributes:
         index, key: of the item.
         seed: of its first row.
-        output: of the model, for `json`: text, box, or the names of picture files.
+        output: of the model, for `json`: text, box, or the names of image files.
         seconds: its share of what its batch took.
     """
 
@@ -168,14 +168,14 @@ class Benchmark(abc.ABC):
     def answer(
         self, pipe: SparseLaViDa, items: Sequence[Item], folder: pathlib.Path
     ) -> list[dict[str, Any]]:
-        """Returns the output of each item; pictures are written below `folder`, whole or not."""
+        """Returns the output of each item; images are written below `folder`, whole or not."""
 
     @abc.abstractmethod
     def scores(self, rows: Sequence[Row], folder: pathlib.Path) -> list[Score]:
         """Returns the scores of all rows, and of what judges left in `folder / JUDGED`."""
 
     def export(self, rows: Sequence[Row], folder: pathlib.Path) -> None:  # noqa: B027
-        """Writes below `folder` what the official scorer reads besides pictures."""
+        """Writes below `folder` what the official scorer reads besides images."""
 
     def batches(self, items: Sequence[Item]) -> Iterator[list[Item]]:
         """Yields items that are decoded together."""
@@ -188,8 +188,8 @@ class Benchmark(abc.ABC):
         return (self.seed + item.index * self.settings.num_images) % (LARGEST_SEED - 2**16)
 
 
-class PictureBenchmark(Benchmark):
-    """Prompts that pictures are drawn of."""
+class ImageBenchmark(Benchmark):
+    """Prompts that images are drawn of."""
 
     def answer(self, pipe, items, folder):
         """Returns the names of the files that were drawn."""
@@ -201,18 +201,18 @@ class PictureBenchmark(Benchmark):
         outputs = []
         for item in items:
             files = self.keep(item, [next(drawn) for _ in range(count)])
-            for name, picture in files.items():
-                image_files.write(folder / EXPORT / name, picture)
+            for name, image in files.items():
+                image_files.write(folder / EXPORT / name, image)
             outputs.append({"files": list(files)})
         return outputs
 
     @abc.abstractmethod
-    def keep(self, item: Item, drawn: Sequence[Picture]) -> dict[str, Picture]:
-        """Returns the pictures to write, by their names in the official layout."""
+    def keep(self, item: Item, drawn: Sequence[Pixels]) -> dict[str, Pixels]:
+        """Returns the images to write, by their names in the official layout."""
 
 
 class QuestionBenchmark(Benchmark):
-    """Questions about pictures, answered in text."""
+    """Questions about images, answered in text."""
 
     def answer(self, pipe, items, folder):
         """Returns the text of each answer."""

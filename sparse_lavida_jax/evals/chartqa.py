@@ -12,9 +12,9 @@ from sparse_lavida_jax.evals.benchmark import Item, QuestionBenchmark, share, sh
 from sparse_lavida_jax.evals.files import (
     check_fields,
     existing,
-    picture_name,
+    image_name,
+    read_images,
     read_json,
-    read_pictures,
 )
 from sparse_lavida_jax.evals.metrics import relaxed_match
 
@@ -40,9 +40,9 @@ class Bench(QuestionBenchmark):
             for number, record in enumerate(read_json(path, list)):
                 where = f"{path}, entry {number},"
                 record = check_fields(record, ("imgname", "query", "label"), where)
-                name = picture_name(record["imgname"], where)
+                name = image_name(record["imgname"], where)
                 file = existing(self.folder / split / "png" / name, self.source)
-                load = functools.partial(read_pictures, file)
+                load = functools.partial(read_images, file)
                 words, record = record["query"] + ENDING, {**record, "part": part}
                 items.append(Item(len(items), f"{part}/{number}", words, record, load))
         return items

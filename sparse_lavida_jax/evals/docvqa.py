@@ -12,10 +12,10 @@ from sparse_lavida_jax.evals.benchmark import Item, QuestionBenchmark, mean
 from sparse_lavida_jax.evals.files import (
     check_fields,
     existing,
+    image_name,
     matching,
-    picture_name,
+    read_images,
     read_json,
-    read_pictures,
 )
 from sparse_lavida_jax.evals.metrics import anls
 
@@ -27,7 +27,7 @@ class Bench(QuestionBenchmark):
 
     title = "DocVQA"
     source = (
-        "Take the annotations and pictures of task 1 of DocVQA from rrc.cvc.uab.es (challenge 17),"
+        "Take the annotations and images of task 1 of DocVQA from rrc.cvc.uab.es (challenge 17),"
         " and put them into the folder as val_v1.0.json (or val_v1.0_withQT.json, test_v1.0.json)"
         " and documents/*.png. evaluate.split is val or test."
     )
@@ -40,8 +40,8 @@ class Bench(QuestionBenchmark):
         for index, record in enumerate(entries):
             where = f"{path}, entry {index},"
             record = check_fields(record, ("questionId", "question", "image"), where)
-            file = existing(self.folder / picture_name(record["image"], where), self.source)
-            load = functools.partial(read_pictures, file)
+            file = existing(self.folder / image_name(record["image"], where), self.source)
+            load = functools.partial(read_images, file)
             words = record["question"] + ENDING
             items.append(Item(index, str(record["questionId"]), words, record, load))
         return items

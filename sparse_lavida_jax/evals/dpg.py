@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DPG-Bench (arXiv:2403.05135): does a picture follow a long prompt?
+"""DPG-Bench (arXiv:2403.05135): does an image follow a long prompt?
 
 Files and layout: `dpg_bench` of github.com/TencentQQGYLab/ELLA. The judge is mPLUG, which answers
-questions about each picture; from its answers on, the score is a formula.
+questions about each image; from its answers on, the score is a formula.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sparse_lavida_jax.evals.benchmark import JUDGED, Item, PictureBenchmark, mean
+from sparse_lavida_jax.evals.benchmark import JUDGED, ImageBenchmark, Item, mean
 from sparse_lavida_jax.evals.files import (
     EvaluationError,
     check_fields,
@@ -21,10 +21,10 @@ from sparse_lavida_jax.evals.files import (
     read_text,
 )
 
-MOST_PICTURES = 4  # on one sheet
+MOST_IMAGES = 4  # on one sheet
 DETAIL = "dpg_detail.txt"
 FIELDS = ("item_id", "proposition_id", "dependency", "question_natural_language")
-# What the official script writes: picture, the part of the sheet, question, answer.
+# What the official script writes: image, the part of the sheet, question, answer.
 _LINE = re.compile(
     r"^(?P<path>.*), \((?P<part>\d+, \d+, \d+, \d+)\), (?P<question>.*), (?P<answer>.*)$"
 )
@@ -32,7 +32,7 @@ _LINE = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """What the judge is asked of a picture.
+    """What the judge is asked of an image.
 
     Attributes:
         number: of the question among those of its prompt.
@@ -45,8 +45,8 @@ class Question:
     parents: tuple[int, ...]
 
 
-class Bench(PictureBenchmark):
-    """1065 prompts, four pictures each on a sheet of two by two."""
+class Bench(ImageBenchmark):
+    """1065 prompts, four images each on a sheet of two by two."""
 
     title = "DPG-Bench"
     source = (
@@ -55,16 +55,16 @@ class Bench(PictureBenchmark):
     )
     judge = (
         "run dpg_bench/compute_dpg_bench.py of github.com/TencentQQGYLab/ELLA with"
-        " --image-root-path set to that folder, --resolution to the side of a picture, --pic-num to"
+        " --image-root-path set to that folder, --resolution to the side of an image, --pic-num to"
         f" evaluate.num_images, --res-path to {JUDGED}/dpg.txt beside it."
     )
 
     def read(self, settings):
         """Returns an item a text file."""
-        if self.settings.num_images > MOST_PICTURES:
+        if self.settings.num_images > MOST_IMAGES:
             raise EvaluationError(
                 f"Evaluate.num_images={self.settings.num_images} is more than fit on the sheet of"
-                f" DPG-Bench: 1 to {MOST_PICTURES}."
+                f" DPG-Bench: 1 to {MOST_IMAGES}."
             )
         questions = self._questions()
         items = []
@@ -110,7 +110,7 @@ class Bench(PictureBenchmark):
         missing = [row.key for row in rows if row.key not in answers]
         if missing:
             raise EvaluationError(
-                f"{path} says nothing of {len(missing)} pictures, {missing[0]}.png among them:"
+                f"{path} says nothing of {len(missing)} images, {missing[0]}.png among them:"
                 " judge them again."
             )
         values = []
@@ -118,7 +118,7 @@ class Bench(PictureBenchmark):
             parts = answers[row.key]
             if len(parts) != self.settings.num_images:
                 raise EvaluationError(
-                    f"{path} judges {len(parts)} pictures of {row.key}.png, and"
+                    f"{path} judges {len(parts)} images of {row.key}.png, and"
                     f" {self.settings.num_images} were drawn: judge it again."
                 )
             shares = [
@@ -138,7 +138,7 @@ def score(questions: Sequence[Question], said: Sequence[tuple[str, str]], where:
 
     Args:
         questions: of one prompt.
-        said: words and answers, in the order in which they were written; of a picture that was
+        said: words and answers, in the order in which they were written; of an image that was
             judged several times the last ones count.
         where: for the message.
 

@@ -14,9 +14,9 @@ from sparse_lavida_jax.mixture.records import RecordError
 
 T = TypeVar("T")
 Record = dict[str, Any]
-Picture = image_files.Picture
+Pixels = image_files.Pixels
 
-MOST_CELL = 2**27  # characters of a cell that holds a picture
+MOST_CELL = 2**27  # characters of a cell that holds an image
 
 
 class EvaluationError(Exception):
@@ -140,35 +140,35 @@ def check_fields(record: Any, fields: Iterable[str], where: str) -> Record:
     return dict(record)
 
 
-def read_pictures(*paths: pathlib.Path) -> list[Picture]:
-    """Returns picture files as RGB bytes, transparent pixels as lmms-eval reads them.
+def read_images(*paths: pathlib.Path) -> list[Pixels]:
+    """Returns image files as RGB bytes, transparent pixels as lmms-eval reads them.
 
     Raises:
-        PictureError: see `image_files.read`.
+        ImageError: see `image_files.read`.
     """
     return [image_files.read(path, backdrop=False) for path in paths]
 
 
-def picture_name(name: Any, where: str) -> str:
-    """Returns the name of a picture inside a folder.
+def image_name(name: Any, where: str) -> str:
+    """Returns the name of an image inside a folder.
 
     Raises:
         EvaluationError: it is none, or leads out of there.
     """
     path = pathlib.PurePosixPath(of_kind(name, str, where))
     if not name or path.is_absolute() or ".." in path.parts:
-        raise EvaluationError(f"{where} names the picture {name!r}, which is no file inside it.")
+        raise EvaluationError(f"{where} names the image {name!r}, which is no file inside it.")
     return name
 
 
 class Parquet:
-    """The rows of Parquet files, one after another, pictures read when they are asked for.
+    """The rows of Parquet files, one after another, images read when they are asked for.
 
     Args:
         paths: the files.
         fields: columns that every file must have.
         others: columns to read where there are such.
-        picture_fields: columns of pictures, as Hugging Face writes them (`bytes` and `path`).
+        image_fields: columns of images, as Hugging Face writes them (`bytes` and `path`).
 
     Raises:
         EvaluationError: a file cannot be read, or lacks a column.
@@ -179,11 +179,11 @@ class Parquet:
         paths: Sequence[pathlib.Path],
         fields: Sequence[str],
         others: Sequence[str] = (),
-        picture_fields: Sequence[str] = (),
+        image_fields: Sequence[str] = (),
     ):
         self.records: list[Record] = []
         self._places: list[tuple[tables.Table, int]] = []
-        self._reader = tables.Reader(columns=picture_fields)
+        self._reader = tables.Reader(columns=image_fields)
         try:
             for path in paths:
                 table = tables.locate(path)
@@ -195,19 +195,19 @@ class Parquet:
         except (tables.TableError, RecordError) as error:
             raise EvaluationError(str(error)) from error
 
-    def pictures(self, row: int, fields: Sequence[str]) -> list[Picture]:
-        """Returns pictures of a row.
+    def images(self, row: int, fields: Sequence[str]) -> list[Pixels]:
+        """Returns images of a row.
 
         Raises:
             EvaluationError: the row has none in one of the fields.
-            PictureError: one cannot be read.
+            ImageError: one cannot be read.
         """
-        return [self._picture(row, field) for field in fields]
+        return [self._image(row, field) for field in fields]
 
-    def _picture(self, row: int, field: str) -> Picture:
+    def _image(self, row: int, field: str) -> Pixels:
         table, number = self._places[row]
         try:
-            contents = self._reader.picture(self._reader.row(table, number).get(field))
+            contents = self._reader.image(self._reader.row(table, number).get(field))
         except (tables.TableError, RecordError) as error:
             raise EvaluationError(f"{table.path}, row {number}, {field}: {error}.") from error
         where = f"{table.path}, row {number}, {field}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GenEval (arXiv:2310.11513): do the objects of a prompt stand in the picture?
+"""GenEval (arXiv:2310.11513): do the objects of a prompt stand in the image?
 
 Files and layout: github.com/djghosh13/geneval. The judge is its mask2former detector.
 """
@@ -7,7 +7,7 @@ Files and layout: github.com/djghosh13/geneval. The judge is its mask2former det
 import json
 import pathlib
 
-from sparse_lavida_jax.evals.benchmark import JUDGED, Item, PictureBenchmark, mean, share, shares
+from sparse_lavida_jax.evals.benchmark import JUDGED, ImageBenchmark, Item, mean, share, shares
 from sparse_lavida_jax.evals.files import (
     EvaluationError,
     check_fields,
@@ -19,8 +19,8 @@ from sparse_lavida_jax.evals.files import (
 RESULTS = "results.jsonl"
 
 
-class Bench(PictureBenchmark):
-    """553 prompts in six groups, four pictures each."""
+class Bench(ImageBenchmark):
+    """553 prompts in six groups, four images each."""
 
     title = "GenEval"
     source = (
@@ -46,7 +46,7 @@ class Bench(PictureBenchmark):
         return {f"{item.key}/samples/{i:05}.png": one for i, one in enumerate(drawn)}
 
     def export(self, rows, folder):
-        """Writes beside the pictures of each prompt what was asked."""
+        """Writes beside the images of each prompt what was asked."""
         for item in self.items:
             path = folder / item.key / "metadata.jsonl"
             path.write_text(json.dumps(item.record) + "\n")
@@ -60,17 +60,17 @@ class Bench(PictureBenchmark):
         expected = {name for row in rows for name in row.output["files"]}
         if judged.keys() != expected:
             raise EvaluationError(
-                f"{path} judges {len(judged)} pictures, and {len(expected)} were drawn,"
+                f"{path} judges {len(judged)} images, and {len(expected)} were drawn,"
                 f" {len(judged.keys() & expected)} of them the same: judge them again."
             )
         groups = shares([(record["tag"], bool(record["correct"])) for record in judged.values()])
         overall = mean("overall, mean of the groups", [group.value for group in groups])
-        whole = share("right pictures", [bool(record["correct"]) for record in judged.values()])
+        whole = share("right images", [bool(record["correct"]) for record in judged.values()])
         return [overall, *groups, whole]
 
 
 def _judged(path: pathlib.Path) -> dict[str, dict]:
-    """Returns what was said of each picture, by its name in the export."""
+    """Returns what was said of each image, by its name in the export."""
     found = {}
     for record in read_lines(path):
         record = check_fields(record, ("filename", "tag", "correct"), str(path))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ImgEdit (arXiv:2505.20275), the basic edits: is a picture changed as told, and nothing else?
+"""ImgEdit (arXiv:2505.20275), the basic edits: is an image changed as told, and nothing else?
 
 Files and layout: github.com/PKU-YuanGroup/ImgEdit, Benchmark/Basic. The judge is GPT-4o.
 """
@@ -13,9 +13,9 @@ from sparse_lavida_jax.evals.files import (
     EvaluationError,
     check_fields,
     existing,
-    picture_name,
+    image_name,
+    read_images,
     read_json,
-    read_pictures,
 )
 
 RESULT = "result.json"
@@ -27,7 +27,7 @@ class Bench(Benchmark):
 
     title = "ImgEdit"
     source = (
-        "Take Benchmark/Basic/basic_edit.json of github.com/PKU-YuanGroup/ImgEdit and the pictures"
+        "Take Benchmark/Basic/basic_edit.json of github.com/PKU-YuanGroup/ImgEdit and the images"
         " of Benchmark.tar (huggingface.co/datasets/sysuyy/ImgEdit), and put them into the folder"
         f" as basic_edit.json and {ORIGINALS}/animal/... and so on."
     )
@@ -45,22 +45,22 @@ class Bench(Benchmark):
         for index, (key, record) in enumerate(read_json(path, dict).items()):
             where = f"{path}, {key},"
             record = check_fields(record, ("id", "prompt", "edit_type"), where)
-            picture_name(f"{key}.png", where)
-            file = self.folder / ORIGINALS / picture_name(record["id"], where)
-            load = functools.partial(read_pictures, existing(file, self.source))
+            image_name(f"{key}.png", where)
+            file = self.folder / ORIGINALS / image_name(record["id"], where)
+            load = functools.partial(read_images, existing(file, self.source))
             items.append(Item(index, key, record["prompt"], record, load))
         return items
 
     def answer(self, pipe, items, folder):
-        """Returns the names of the changed pictures."""
+        """Returns the names of the changed images."""
         pipe.prompts.check_task("edit")
         side = pipe.settings.vq.image_size
         shown = [centre_crop(item.load()[0], side) for item in items]
         seeds = [self.seed_of(item) for item in items]
         words = [item.words for item in items]
         result = pipe.edit(shown, words, seed=seeds, sampling=self.sampling)
-        for item, picture in zip(items, result.pixels, strict=True):
-            image_files.write(folder / EXPORT / f"{item.key}.png", picture)
+        for item, image in zip(items, result.pixels, strict=True):
+            image_files.write(folder / EXPORT / f"{item.key}.png", image)
         return [{"files": [f"{item.key}.png"]} for item in items]
 
     def scores(self, rows, folder):

@@ -18,7 +18,7 @@ from PIL import Image
 from sparse_lavida_jax.pipeline import SparseLaViDa
 
 MAX_NEW_TOKENS = 256  # of tasks that do not say, as in the released adapter (spec Sec. 6)
-PLACEHOLDER = "<image>"  # our prompts put pictures in front
+PLACEHOLDER = "<image>"  # our prompts put images in front
 
 
 def manifest() -> Any:
@@ -29,7 +29,7 @@ def manifest() -> Any:
 
 
 class SparseLaViDaLmms(lmms):
-    """A checkpoint that answers questions about pictures.
+    """A checkpoint that answers questions about images.
 
     Args:
         pretrained: a model folder, a run directory, or the name of a bundled model.
@@ -72,7 +72,7 @@ class SparseLaViDaLmms(lmms):
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Returns the answer to each request, in their order.
 
-        A request has `args`: words, settings of generation, a function that gives the pictures of a
+        A request has `args`: words, settings of generation, a function that gives the images of a
         document, the number of the document, the task, the split. Of the settings `max_new_tokens`
         and `until` are followed; temperature is 0.
         """
@@ -110,7 +110,7 @@ class SparseLaViDaLmms(lmms):
         visuals = visuals_of(self.task_dict[task][split][number]) or []
         if wrong := [one for one in visuals if not isinstance(one, Image.Image)]:
             raise TypeError(
-                f"{task} shows a {type(wrong[0]).__name__}: sparse_lavida looks at pictures only."
+                f"{task} shows a {type(wrong[0]).__name__}: sparse_lavida looks at images only."
             )
         until = settings.get("until") or []
         return _Asked(
@@ -121,7 +121,7 @@ class SparseLaViDaLmms(lmms):
         )
 
     def _answers(self, asked: Sequence["_Asked"], places: Sequence[int]) -> list[str]:
-        examples = [self.pipe.prompts.ask(one.words, one.pictures, one.tokens) for one in asked]
+        examples = [self.pipe.prompts.ask(one.words, one.images, one.tokens) for one in asked]
         seeds = [self.seed + place for place in places]
         bucket = self.pipe.shared_bucket(examples, self.sampling)
         said = self.pipe.run(examples, sampling=self.sampling, seed=seeds, bucket=bucket)
@@ -136,9 +136,9 @@ class SparseLaViDaLmms(lmms):
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
-    """One request: words, pictures, room for the answer, what ends it."""
+    """One request: words, images, room for the answer, what ends it."""
 
     words: str
-    pictures: tuple[np.ndarray, ...]
+    images: tuple[np.ndarray, ...]
     tokens: int
     until: tuple[str, ...]

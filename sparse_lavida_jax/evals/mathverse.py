@@ -14,9 +14,9 @@ from sparse_lavida_jax.evals.files import (
     EvaluationError,
     check_fields,
     existing,
-    picture_name,
+    image_name,
+    read_images,
     read_json,
-    read_pictures,
 )
 
 FIELDS = ("sample_index", "problem_version", "question", "image", "answer", "query_cot")
@@ -46,11 +46,11 @@ class Bench(QuestionBenchmark):
         for index, record in enumerate(read_json(path, list)):
             where = f"{path}, entry {index},"
             record = check_fields(record, FIELDS, where)
-            name = picture_name(record["image"], where)
+            name = image_name(record["image"], where)
             file = next(
                 (f for f in (images / name, self.folder / name) if f.exists()), images / name
             )
-            load = functools.partial(read_pictures, existing(file, self.source))
+            load = functools.partial(read_images, existing(file, self.source))
             items.append(
                 Item(index, str(record["sample_index"]), record["query_cot"], record, load)
             )

@@ -53,7 +53,7 @@ class Bench(QuestionBenchmark):
         table = Parquet(paths, FIELDS, OTHERS, ("decoded_image",))
         items = []
         for index, record in enumerate(table.records):
-            load = functools.partial(table.pictures, index, ("decoded_image",))
+            load = functools.partial(table.images, index, ("decoded_image",))
             items.append(Item(index, str(record["pid"]), record["query"], record, load))
         return items
 

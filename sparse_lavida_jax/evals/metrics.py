@@ -108,7 +108,7 @@ def frechet_distance(one: Float[np.ndarray, "n d"], other: Float[np.ndarray, "m 
 def cosine_scores(
     images: Float[np.ndarray, "n d"], texts: Float[np.ndarray, "m e"], scale: float = 1.0
 ) -> Float[np.ndarray, " n"]:
-    """Returns `scale` times the cosine of each picture's features with those of its text.
+    """Returns `scale` times the cosine of each image's features with those of its text.
 
     CLIP score and HPS v2 are this with scale 1, PickScore with the exponential of its model's
     logit scale, about 100.
@@ -118,11 +118,11 @@ def cosine_scores(
     """
     if images.shape != texts.shape:
         raise ValueError(
-            f"features of pictures have shape {images.shape} and those of texts {texts.shape}:"
-            " they must be one a picture, of one width."
+            f"features of images have shape {images.shape} and those of texts {texts.shape}:"
+            " they must be one an image, of one width."
         )
     images, texts = images.astype(np.float64), texts.astype(np.float64)
     lengths = np.linalg.norm(images, axis=1) * np.linalg.norm(texts, axis=1)
     if not (lengths > 0).all():
-        raise ValueError("features of a picture or a text are all 0, which no encoder gives.")
+        raise ValueError("features of an image or a text are all 0, which no encoder gives.")
     return scale * np.einsum("nd,nd->n", images, texts) / lengths

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MJHQ-30K (arXiv:2402.17245): how near are pictures to ones that people liked?
+"""MJHQ-30K (arXiv:2402.17245): how near are images to ones that people liked?
 
 Files: huggingface.co/datasets/playgroundai/MJHQ-30K. FID, PickScore and HPS v2 are formulas of
 features that other people's encoders give; HPS v3 is a score that another model gives.
@@ -11,13 +11,13 @@ import zipfile
 
 import numpy as np
 
-from sparse_lavida_jax.evals.benchmark import JUDGED, Item, PictureBenchmark, Score, mean
+from sparse_lavida_jax.evals.benchmark import JUDGED, ImageBenchmark, Item, Score, mean
 from sparse_lavida_jax.evals.files import (
     EvaluationError,
     Record,
     check_fields,
     existing,
-    picture_name,
+    image_name,
     read_json,
 )
 from sparse_lavida_jax.evals.metrics import cosine_scores, frechet_distance
@@ -26,7 +26,7 @@ PAIRS = "prompts.jsonl"
 FID = "fid"
 
 
-class Bench(PictureBenchmark):
+class Bench(ImageBenchmark):
     """30,000 prompts in ten categories."""
 
     title = "MJHQ-30K"
@@ -35,9 +35,9 @@ class Bench(PictureBenchmark):
         " folder; judges also need mjhq30k_imgs.zip of there."
     )
     judge = (
-        f"{PAIRS} there says which picture goes with which prompt. Put features into"
-        f" {JUDGED}/fid.npz (drawn, real: Inception-v3, a row a picture) and"
-        f" {JUDGED}/pickscore.npz, hps_v2.npz (names; pictures, texts, scale), or scores into"
+        f"{PAIRS} there says which image goes with which prompt. Put features into"
+        f" {JUDGED}/fid.npz (drawn, real: Inception-v3, a row an image) and"
+        f" {JUDGED}/pickscore.npz, hps_v2.npz (names; images, texts, scale), or scores into"
         f" {JUDGED}/hps_v3.npz (names, scores), beside it; docs/evaluation.md shows how."
     )
 
@@ -48,18 +48,18 @@ class Bench(PictureBenchmark):
         for index, (key, record) in enumerate(read_json(path, dict).items()):
             where = f"{path}, {key},"
             record = check_fields(record, ("category", "prompt"), where)
-            picture_name(_file(record, key), where)
+            image_name(_file(record, key), where)
             items.append(Item(index, key, record["prompt"], record))
         return items
 
     def keep(self, item, drawn):
-        """Returns one picture in the folder of its category, as the real ones lie."""
+        """Returns one image in the folder of its category, as the real ones lie."""
         if len(drawn) > 1:
-            raise EvaluationError("MJHQ-30K takes one picture a prompt: evaluate.num_images=1.")
+            raise EvaluationError("MJHQ-30K takes one image a prompt: evaluate.num_images=1.")
         return {_file(item.record, item.key): drawn[0]}
 
     def export(self, rows, folder):
-        """Writes which picture goes with which prompt."""
+        """Writes which image goes with which prompt."""
         lines = [
             {"name": item.key, "file": row.output["files"][0], **item.record}
             for item, row in zip(self.items, rows, strict=True)
@@ -75,7 +75,7 @@ class Bench(PictureBenchmark):
                 check_fields(given, ("drawn", "real"), str(path))
                 if len(given["drawn"]) != len(rows):
                     raise EvaluationError(
-                        f"{path} holds features of {len(given['drawn'])} drawn pictures, and"
+                        f"{path} holds features of {len(given['drawn'])} drawn images, and"
                         f" {len(rows)} were drawn."
                     )
                 value = _formula(path, frechet_distance, given["drawn"], given["real"])
@@ -85,11 +85,11 @@ class Bench(PictureBenchmark):
         return found
 
     def _judged(self, path: pathlib.Path, given: dict[str, np.ndarray]) -> list[Score]:
-        """Returns the mean of a judge's scores, over all pictures and over each category."""
+        """Returns the mean of a judge's scores, over all images and over each category."""
         names = [str(name) for name in check_fields(given, ("names",), str(path))["names"]]
         if sorted(names) != sorted(item.key for item in self.items):
             raise EvaluationError(
-                f"{path} names {len(names)} pictures, and not the {len(self.items)} that were"
+                f"{path} names {len(names)} images, and not the {len(self.items)} that were"
                 f" drawn: take the names from {PAIRS}."
             )
         if "scores" in given:
@@ -133,5 +133,5 @@ def _formula(path: pathlib.Path, formula, *given):
 
 
 def _file(record: Record, key: str) -> str:
-    """Returns the file of a picture, which lies in the folder of its category like the real one."""
+    """Returns the file of an image, which lies in the folder of its category like the real one."""
     return f"{record['category']}/{key}.png"

@@ -19,7 +19,7 @@ from sparse_lavida_jax.evals.files import EvaluationError, check_fields, existin
 FIELDS = ("index", "question", "A", "B", "category", "image")
 LETTERS = "ABCDE"
 ROUND = 1_000_000  # rows of a question with its options in another order count on from here
-REFERENCE = 64  # characters: shorter "pictures" are the number of the row that holds it
+REFERENCE = 64  # characters: shorter "images" are the number of the row that holds it
 ENDING = "\nAnswer with the option's letter from the given choices directly."
 
 
@@ -46,7 +46,7 @@ class Bench(QuestionBenchmark):
             key = row["index"]
             if not key.isdecimal():
                 raise EvaluationError(f"{path}, line {index + 2}, has no number: {key!r}.")
-            load = functools.partial(_pictures, encoded, key, str(path))
+            load = functools.partial(_images, encoded, key, str(path))
             items.append(Item(index, key, words_of(row), row, load))
         return items
 
@@ -136,12 +136,12 @@ _MARKS = (
 )  # fmt: skip
 
 
-def _pictures(encoded: dict[str, str], key: str, where: str) -> list[image_files.Picture]:
+def _images(encoded: dict[str, str], key: str, where: str) -> list[image_files.Pixels]:
     contents = encoded[key]
     if len(contents) <= REFERENCE:
         contents = encoded.get(contents.strip(), contents)
     try:
         data = base64.b64decode(contents, validate=True)
     except binascii.Error as error:
-        raise EvaluationError(f"{where}, {key}: its picture is damaged ({error}).") from error
+        raise EvaluationError(f"{where}, {key}: its image is damaged ({error}).") from error
     return [image_files.read_bytes(data, f"{where}, {key}", backdrop=False)]

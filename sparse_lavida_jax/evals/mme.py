@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MME (arXiv:2306.13394): two questions a picture, one to be answered yes and one no.
+"""MME (arXiv:2306.13394): two questions an image, one to be answered yes and one no.
 
 Files and layout: MME_Benchmark_release_version.zip and eval_tool.zip of
 github.com/BradyFU/Awesome-Multimodal-Large-Language-Models/tree/Evaluation. The wording of the
@@ -11,7 +11,7 @@ import functools
 import pathlib
 
 from sparse_lavida_jax.evals.benchmark import Item, QuestionBenchmark, Score
-from sparse_lavida_jax.evals.files import EvaluationError, read_pictures, read_text
+from sparse_lavida_jax.evals.files import EvaluationError, read_images, read_text
 
 PERCEPTION = (
     "existence", "count", "position", "color", "posters", "celebrity", "scene", "landmark",
@@ -42,12 +42,12 @@ class Bench(QuestionBenchmark):
             folder = self.folder / category
             nested = folder / "questions_answers_YN"
             for path in sorted((nested if nested.is_dir() else folder).glob("*.txt")):
-                picture = _picture(folder / "images" if nested.is_dir() else folder, path.stem)
-                items += self._questions(len(items), category, path, picture)
+                image = _image(folder / "images" if nested.is_dir() else folder, path.stem)
+                items += self._questions(len(items), category, path, image)
         return items
 
     def _questions(
-        self, first: int, category: str, path: pathlib.Path, picture: pathlib.Path
+        self, first: int, category: str, path: pathlib.Path, image: pathlib.Path
     ) -> list[Item]:
         lines = [line for line in read_text(path).splitlines() if line.strip()]
         items = []
@@ -59,12 +59,12 @@ class Bench(QuestionBenchmark):
                     f" {line!r}. {self.source}"
                 )
             record = {
-                "category": category, "picture": picture.name, "question": question.strip(),
+                "category": category, "picture": image.name, "question": question.strip(),
                 "answer": answer.strip(),
             }  # fmt: skip
             words = question.strip().removesuffix(OFFICIAL_ENDING) + ENDING
             key = f"{category}/{path.stem}/{number}"
-            load = functools.partial(read_pictures, picture)
+            load = functools.partial(read_images, image)
             items.append(Item(first + number, key, words, record, load))
         return items
 
@@ -112,8 +112,8 @@ def _points(category: str, pairs: dict[str, list[bool]]) -> Score:
     return Score(f"- {category}", points, len(every))
 
 
-def _picture(folder: pathlib.Path, stem: str) -> pathlib.Path:
+def _image(folder: pathlib.Path, stem: str) -> pathlib.Path:
     for suffix in SUFFIXES:
         if (folder / f"{stem}{suffix}").is_file():
             return folder / f"{stem}{suffix}"
-    raise EvaluationError(f"there is no picture {stem} in {folder}: {', '.join(SUFFIXES)}.")
+    raise EvaluationError(f"there is no image {stem} in {folder}: {', '.join(SUFFIXES)}.")

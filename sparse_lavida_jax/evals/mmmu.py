@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MMMU (arXiv:2311.16502): questions of college courses, some with several pictures.
+"""MMMU (arXiv:2311.16502): questions of college courses, some with several images.
 
 Files: huggingface.co/datasets/MMMU/MMMU; scorer: github.com/MMMU-Benchmark/MMMU, whose rules of
 reading an answer are followed here. The wording is that of lmms-eval, with which the base model was
@@ -19,7 +19,7 @@ from sparse_lavida_jax.evals.files import EvaluationError, Parquet, matching
 
 FIELDS = ("id", "question", "options", "question_type")
 OTHERS = ("answer", "subfield")
-PICTURES = tuple(f"image_{i}" for i in range(1, 8))
+IMAGES = tuple(f"image_{i}" for i in range(1, 8))
 CHOOSE = "Answer with the option's letter from the given choices directly."
 SAY = "Answer the question using a single word or phrase."
 # Words that an answer stands behind.
@@ -45,7 +45,7 @@ class Bench(QuestionBenchmark):
     def read(self, settings):
         """Returns an item a question."""
         paths = matching(self.folder, f"*/{self.settings.split}-*.parquet", self.source)
-        table = Parquet(paths, FIELDS, OTHERS, PICTURES)
+        table = Parquet(paths, FIELDS, OTHERS, IMAGES)
         return [self._item(table, row, record) for row, record in enumerate(table.records)]
 
     def _item(self, table: Parquet, row: int, record: dict) -> Item:
@@ -57,7 +57,7 @@ class Bench(QuestionBenchmark):
         else:
             words = f"{words}\n\n{SAY}"
         shown = sorted({int(number) for number in re.findall(r"<image (\d+)>", words)})
-        load = functools.partial(table.pictures, row, [f"image_{number}" for number in shown])
+        load = functools.partial(table.images, row, [f"image_{number}" for number in shown])
         return Item(row, record["id"], words, record, load)
 
     def export(self, rows, folder):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """RefCOCO, RefCOCO+ and RefCOCOg (arXiv:1608.00272, 1511.02283): where is what a phrase describes?
 
-Files: `refs(unc).p` or `refs(umd).p` and `instances.json` of github.com/lichengunc/refer, pictures
+Files: `refs(unc).p` or `refs(umd).p` and `instances.json` of github.com/lichengunc/refer, images
 of COCO train2014. The prompt and the one step are those of the released evaluation (spec Sec. 8).
 """
 
@@ -16,10 +16,10 @@ from sparse_lavida_jax.evals.files import (
     EvaluationError,
     check_fields,
     existing,
+    image_name,
     matching,
-    picture_name,
+    read_images,
     read_json,
-    read_pictures,
 )
 from sparse_lavida_jax.evals.metrics import overlap
 
@@ -65,32 +65,32 @@ class Bench(Benchmark):
 
     def _phrases(self, first: int, ref, box, name: str, where: str) -> list[Item]:
         x, y, width, height = box
-        file = existing(self.folder / "train2014" / picture_name(name, where), self.source)
+        file = existing(self.folder / "train2014" / image_name(name, where), self.source)
         items = []
         for number, sentence in enumerate(ref["sentences"]):
             record = {
                 "ref_id": ref["ref_id"], "sent_id": sentence["sent_id"], "sent": sentence["sent"],
                 "image": name, "box": [x, y, x + width, y + height],
             }  # fmt: skip
-            load = functools.partial(read_pictures, file)
+            load = functools.partial(read_images, file)
             key = str(sentence["sent_id"])
             items.append(Item(first + number, key, sentence["sent"], record, load))
         return items
 
     def answer(self, pipe, items, folder):
-        """Returns the box of each phrase in pixels of its picture, None where there is none."""
+        """Returns the box of each phrase in pixels of its image, None where there is none."""
         pipe.prompts.check_task("ground")
         shown = [item.load()[0] for item in items]
         examples = [
-            pipe.prompts.locate_one(item.words, picture)
-            for item, picture in zip(items, shown, strict=True)
+            pipe.prompts.locate_one(item.words, image)
+            for item, image in zip(items, shown, strict=True)
         ]
         seeds = [self.seed_of(item) for item in items]
         bucket = pipe.shared_bucket(examples, self.sampling)
         said = pipe.run(examples, sampling=self.sampling, seed=seeds, bucket=bucket)
         outputs = []
-        for item, picture, ids in zip(items, shown, said, strict=True):
-            height, width = picture.shape[:2]
+        for item, image, ids in zip(items, shown, said, strict=True):
+            height, width = image.shape[:2]
             (box,) = pipe.prompts.boxes([item.words], [ids], (width, height))
             outputs.append({"box": None if box is None else [float(edge) for edge in box]})
         return outputs

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run leaves for people: pictures while it trains, and `report.md` at its end."""
+"""What a run leaves for people: images while it trains, and `report.md` at its end."""
 
 import dataclasses
 import pathlib
@@ -29,7 +29,7 @@ LOSS_ROWS = 10  # of the table of losses
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """One picture of a sheet with what is written below it."""
+    """One image of a sheet with what is written below it."""
 
     pixels: np.ndarray
     caption: str
@@ -37,7 +37,7 @@ class Tile:
 
 
 def sheet(tiles: Sequence[Tile], columns: int = SHEET_COLUMNS) -> Image.Image:
-    """Returns pictures in a grid, the caption below each, green or red where it was judged."""
+    """Returns images in a grid, the caption below each, green or red where it was judged."""
     side = tiles[0].pixels.shape[0]
     rows = -(-len(tiles) // columns)
     width, height = columns * (side + 8), rows * (side + CAPTION_HEIGHT + 8)
@@ -56,7 +56,7 @@ def check(pipe: SparseLaViDa, path: pathlib.Path, prompts: Sequence[str] = ()) -
     """Draws test prompts in the middle of a run, saves a sheet and returns scores to log.
 
     Args:
-        prompts: what to draw of prepared data, whose pictures no program can judge.
+        prompts: what to draw of prepared data, whose images no program can judge.
     """
     if pipe.settings.data.source == "prepared":
         drawn = pipe.draw(prompts) if prompts else []
@@ -66,14 +66,14 @@ def check(pipe: SparseLaViDa, path: pathlib.Path, prompts: Sequence[str] = ()) -
         return {}
     if pipe.settings.data.source == "digits":
         samples = [digits.sample(exact.EVAL_SEED, i, "test") for i in range(CHECK_PROMPTS)]
-        pictures = pipe.draw([s.prompt for s in samples])
-        judged = [digits.score(s, p) for s, p in zip(samples, pictures, strict=True)]
+        images = pipe.draw([s.prompt for s in samples])
+        judged = [digits.score(s, p) for s, p in zip(samples, images, strict=True)]
         scores = {"draw": float(np.mean([score.ok for score in judged]))}
     else:
         samples = [tasks.sample("draw", exact.EVAL_SEED, i, "test") for i in range(CHECK_PROMPTS)]
-        pictures = exact.answer(pipe, samples)
-        judged = [scoring.score(s, p) for s, p in zip(samples, pictures, strict=True)]
-        result = exact.tally("draw", samples, pictures)
+        images = exact.answer(pipe, samples)
+        judged = [scoring.score(s, p) for s, p in zip(samples, images, strict=True)]
+        result = exact.tally("draw", samples, images)
         single = result.columns.get("single", (0, 0))
         scores = {
             "draw": result.share,
@@ -81,8 +81,8 @@ def check(pipe: SparseLaViDa, path: pathlib.Path, prompts: Sequence[str] = ()) -
             "attribute_precision": result.precision or 0.0,
         }
     tiles = [
-        Tile(_shown(np.asarray(picture)), s.prompt, score.ok)
-        for s, picture, score in zip(samples, pictures, judged, strict=True)
+        Tile(_shown(np.asarray(image)), s.prompt, score.ok)
+        for s, image, score in zip(samples, images, judged, strict=True)
     ]
     _save(sheet(tiles[: 4 * SHEET_COLUMNS]), path)
     return scores
@@ -112,7 +112,7 @@ def model_card(settings: config.Config, steps: int, seconds: float, base_readme:
 def write(pipe: SparseLaViDa, folder: pathlib.Path, *, step: int, seconds: float) -> pathlib.Path:
     """Writes `report.md`: curve, exact scores, examples and measured speed of a finished run.
 
-    Of a run on prepared data it has the losses and the newest sheet of pictures alone: no program
+    Of a run on prepared data it has the losses and the newest sheet of images alone: no program
     here can judge what they show.
     """
     settings = pipe.settings
@@ -163,7 +163,7 @@ def _losses(path: pathlib.Path) -> str:
 
 def _newest_sheet(folder: pathlib.Path) -> list[str]:
     sheets = sorted(folder.glob("pictures/*.png"))
-    return [f"## Drawn\n\n![drawn](pictures/{sheets[-1].name})"] if sheets else []
+    return [f"## Drawn\n\n![drawn](images/{sheets[-1].name})"] if sheets else []
 
 
 def _scene_sections(pipe: SparseLaViDa, folder: pathlib.Path) -> list[str]:
@@ -190,7 +190,7 @@ def _examples(task, samples, outputs, folder: pathlib.Path) -> str:
     else:
         tiles = []
         for s, o, j in zip(samples, outputs, judged, strict=True):
-            before = world.render(s.picture)
+            before = world.render(s.image)
             if task == "edit":
                 tiles += [Tile(before, s.prompt), Tile(o, "->", j.ok)]
             else:
@@ -203,10 +203,10 @@ def _examples(task, samples, outputs, folder: pathlib.Path) -> str:
 
 
 def _curve(path: pathlib.Path) -> str:
-    """A table of the checks of a run: the picture scores over time."""
+    """A table of the checks of a run: the image scores over time."""
     checks = [row for row in metrics.read_metrics(path) if "draw" in row]
     if not checks:
-        return "No picture was scored while it trained (train.picture_seconds, train.eval_every)."
+        return "No image was scored while it trained (train.picture_seconds, train.eval_every)."
     names = [name for name in ("attribute_precision", "single", "draw") if name in checks[0]]
     lines = [
         (row["step"], f"{row['seconds'] / 60:.1f}", *(f"{row[name]:.2f}" for name in names))
@@ -216,7 +216,7 @@ def _curve(path: pathlib.Path) -> str:
 
 
 def _speed(pipe: SparseLaViDa) -> str:
-    """Sparse against dense on the same weights, in turn; only the decoding of the picture."""
+    """Sparse against dense on the same weights, in turn; only the decoding of the image."""
     settings = pipe.settings
     blank = np.zeros((settings.model.num_cells, settings.model.codes_per_token), np.int32)
     examples = [pipe.encoder.image_example("a red circle", blank) for _ in range(pipe.batch_size)]
@@ -240,8 +240,8 @@ def _speed(pipe: SparseLaViDa) -> str:
     }
     return (
         f"{settings.sampling.num_steps} steps, batch {len(examples)}, median of {SPEED_RUNS} on"
-        f" this machine: sparse {sparse:.1f} ms a picture, dense {dense:.1f} ms:"
-        f" **{dense / sparse:.1f} times faster**. Tokens passed through the model a picture:"
+        f" this machine: sparse {sparse:.1f} ms an image, dense {dense:.1f} ms:"
+        f" **{dense / sparse:.1f} times faster**. Tokens passed through the model an image:"
         f" sparse {passed['sparse']}, dense {passed['dense']}."
     )
 
@@ -264,8 +264,8 @@ def _measured() -> list[str]:
 
 
 def _shown(pixels: np.ndarray) -> np.ndarray:
-    """Small pictures (digits) enlarged so that a person sees them."""
-    factor = max(1, world.PICTURE_SIZE // pixels.shape[0])
+    """Small images (digits) enlarged so that a person sees them."""
+    factor = max(1, world.IMAGE_SIZE // pixels.shape[0])
     return pixels.repeat(factor, axis=0).repeat(factor, axis=1)
 
 
@@ -274,10 +274,10 @@ def _with_box(pixels: np.ndarray, text: str) -> np.ndarray:
         x0, y0, x1, y1 = (edge * pixels.shape[0] // 24 for edge in grammar.parse_box(text.strip()))
     except grammar.GrammarError:
         return pixels
-    picture = Image.fromarray(pixels)
+    image = Image.fromarray(pixels)
     corners = (min(x0, x1), min(y0, y1), max(x0, x1), max(y0, y1))
-    ImageDraw.Draw(picture).rectangle(corners, outline="black")
-    return np.asarray(picture)
+    ImageDraw.Draw(image).rectangle(corners, outline="black")
+    return np.asarray(image)
 
 
 def _wrap(text: str, font, width: int) -> list[str]:
@@ -291,6 +291,6 @@ def _wrap(text: str, font, width: int) -> list[str]:
     return lines
 
 
-def _save(picture: Image.Image, path: pathlib.Path) -> None:
+def _save(image: Image.Image, path: pathlib.Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    picture.save(path)
+    image.save(path)

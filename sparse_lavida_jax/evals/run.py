@@ -249,7 +249,7 @@ def _finish(
 ) -> str:
     """Writes the export, `results.json` and `table.md`, and returns the table."""
     _made(folder / JUDGED)
-    for part in folder.glob(f"{EXPORT}/**/.*.png-*"):  # of pictures that a killed process wrote
+    for part in folder.glob(f"{EXPORT}/**/.*.png-*"):  # of images that a killed process wrote
         part.unlink(missing_ok=True)  # another shard may be about the same
     bench.export(rows, _made(folder / EXPORT))
     scores = bench.scores(rows, folder)

@@ -30,7 +30,7 @@ class TaskResult:
         correct, total: prompts answered right, and asked.
         columns: (correct, total) of each column of "draw".
         precision: share of drawn objects that were asked for, with shape and colour; None for
-            tasks without pictures.
+            tasks without images.
         reasons: the commonest reasons for a 0, with their counts.
     """
 
@@ -57,14 +57,14 @@ def answer(
     sampling: config.Sampling | None = None,
     seed: int | Sequence[int] = 0,
 ) -> list[Output]:
-    """Returns the model's output for samples of one task: pictures or text."""
+    """Returns the model's output for samples of one task: images or text."""
     if any(sample.given for sample in samples):
         examples = [pipe.encoder.scene_example(sample) for sample in samples]
         return list(pipe.texts(pipe.run(examples, sampling=sampling, seed=seed)))
     task, prompts = samples[0].task, [sample.prompt for sample in samples]
     size = pipe.settings.vq.image_size
-    # These all show a picture, or none does; so with cells that are given.
-    shown = [world.render(s.picture, size) for s in samples if s.picture is not None]
+    # These all show an image, or none does; so with cells that are given.
+    shown = [world.render(s.image, size) for s in samples if s.image is not None]
     known = [s.known_grid for s in samples if s.known_grid is not None]
     if task in ("edit", "inpaint", "outpaint"):
         return list(pipe.redraw(shown, prompts, known=known or None, sampling=sampling, seed=seed))
@@ -176,12 +176,12 @@ class Bench(Benchmark):
         return items
 
     def batches(self, items: Sequence[Item]) -> Iterator[list[Item]]:
-        """Yields items of one task each, all with given tokens or none, and so with a picture."""
+        """Yields items of one task each, all with given tokens or none, and so with an image."""
         samples = {item.index: self._sample(item) for item in items}
 
         def kind(item):
             sample = samples[item.index]
-            shows = sample.picture is not None
+            shows = sample.image is not None
             return item.record["task"], item.record["split"], bool(sample.given), shows
 
         for _, members in itertools.groupby(sorted(items, key=kind), kind):
@@ -192,7 +192,7 @@ class Bench(Benchmark):
         return EVAL_SEED + self.seed + item.record["number"]
 
     def answer(self, pipe, items, folder):
-        """Returns texts, and the names of files with pictures."""
+        """Returns texts, and the names of files with images."""
         samples = [self._sample(item) for item in items]
         seeds = [self.seed_of(item) for item in items]
         outputs = []

@@ -50,7 +50,7 @@ class Own:
     """What a row has of its own; None: as the sampling settings say.
 
     Attributes:
-        temperature: of the picture, or of the text.
+        temperature: of the image, or of the text.
         guidance, guidance_image: scales; text has none.
     """
 
@@ -58,7 +58,7 @@ class Own:
     guidance: float | None = None
     guidance_image: float | None = None
 
-    def of_picture(self, sampling: config.Sampling) -> config.Sampling:
+    def of_image(self, sampling: config.Sampling) -> config.Sampling:
         """Returns the settings by which this row alone is drawn."""
         given = {name: value for name, value in vars(self).items() if value is not None}
         return dataclasses.replace(sampling, **given)
@@ -132,7 +132,7 @@ def check_steps(
         preset = _step_settings(example, sampling, model).preset
         by_code = preset.full_attention and sampling.grid == "code"
         most = example.response.size if by_code else len(example.response)
-        name, steps, what = "num_steps", sampling.num_steps, "tokens of the picture"
+        name, steps, what = "num_steps", sampling.num_steps, "tokens of the image"
     else:
         by_count = sampling.text_commit == "count" and not sampling.text_step_ratio
         most = text_block_len

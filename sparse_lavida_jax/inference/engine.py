@@ -32,14 +32,14 @@ from sparse_lavida_jax.inference.results import Source
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
 from sparse_lavida_jax.lavida_o.prompts import ChatPrompts
 from sparse_lavida_jax.models import fuse, quantize, sharding
-from sparse_lavida_jax.models.codec import PictureCodec
+from sparse_lavida_jax.models.codec import ImageCodec
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.sample import OnSegment
 from sparse_lavida_jax.sampling.prefixes import Prefixes
 from sparse_lavida_jax.scenes.prompts import ANSWER_TOKENS, ScenePrompts
 from sparse_lavida_jax.scenes.tokenizer import Tokenizer
 
-Picture = UInt8[np.ndarray, "_h _w 3"]  # each of its own size
+Pixels = UInt8[np.ndarray, "_h _w 3"]  # each of its own size
 Grid = Bool[np.ndarray, "y x"]
 
 E = TypeVar("E", bound="Engine")
@@ -55,12 +55,12 @@ class Engine:
         model: the denoiser.
         settings: the configuration it was trained with.
         tokenizer: of the text.
-        codec: of pictures; None for a model that knows none.
+        codec: of images; None for a model that knows none.
         batch_size: most rows that are decoded together.
         source: the checkpoint it came from.
 
     Attributes:
-        on_step: called between segments with what is being made ("layout", "picture", "text"), the
+        on_step: called between segments with what is being made ("layout", "image", "text"), the
             steps done and all its steps; 0 steps are done before the programs are compiled.
     """
 
@@ -69,7 +69,7 @@ class Engine:
         model: Denoiser,
         settings: config.Config,
         tokenizer: Tokenizer | ChatTokenizer,
-        codec: PictureCodec | None,
+        codec: ImageCodec | None,
         batch_size: int = 16,
         source: Source | None = None,
     ):
@@ -102,7 +102,7 @@ class Engine:
             mesh: splits the parameters over several devices (`sharding.RULES`), each of which
                 reads its own part only; results are those of one device.
             dtype: of the parameters, "float32" or "bfloat16"; by default as stored.
-            task: "image" for pictures that are not laid out in text first, "text" for text: what
+            task: "image" for images that are not laid out in text first, "text" for text: what
                 only the other reads is not kept, and what needs it is refused.
 
         Raises:
@@ -123,7 +123,7 @@ class Engine:
         except (ValueError, FileNotFoundError) as error:
             raise model_folder.CheckpointError(str(error)) from error
         textual = settings.model.understanding_only
-        codec = None if textual else PictureCodec(loaded.vq_folder, settings.model)
+        codec = None if textual else ImageCodec(loaded.vq_folder, settings.model)
         manifest = (folder / model_folder.MANIFEST).read_bytes()
         source = Source(str(folder_or_name), hashlib.sha256(manifest).hexdigest())
         fused = mesh is None and (jax.default_backend() == "gpu" or task != "both")
@@ -153,19 +153,19 @@ class Engine:
     def write(
         self,
         prompts: Sequence[str],
-        pictures: Sequence[Picture] | None = None,
+        images: Sequence[Pixels] | None = None,
         *,
         max_new_tokens: int = ANSWER_TOKENS,
         sampling: config.Sampling | None = None,
         seed: int | Sequence[int] = 0,
     ) -> list[str]:
-        """Returns a text response to each prompt, with the picture it is shown, if any.
+        """Returns a text response to each prompt, with the image it is shown, if any.
 
         Args:
             max_new_tokens: rounded up to whole text blocks.
         """
         examples = [
-            self.prompts.ask(prompt, () if pictures is None else (pictures[i],), max_new_tokens)
+            self.prompts.ask(prompt, () if images is None else (images[i],), max_new_tokens)
             for i, prompt in enumerate(prompts)
         ]
         return self.texts(self.run(examples, sampling=sampling, seed=seed))
@@ -173,13 +173,13 @@ class Engine:
     def plan(
         self,
         prompts: Sequence[str],
-        pictures: Sequence[Picture | None] | None = None,
+        images: Sequence[Pixels | None] | None = None,
         *,
         sampling: config.Sampling | None = None,
         seed: int | Sequence[int] = 0,
     ) -> list[str]:
         """Returns a layout for each drawing or editing prompt: objects and their boxes."""
-        shown = pictures or [None] * len(prompts)
+        shown = images or [None] * len(prompts)
         examples = [self.prompts.plan(*one) for one in zip(prompts, shown, strict=True)]
         return self.texts(self.run(examples, sampling=sampling, seed=seed, making="layout"))
 
@@ -191,8 +191,8 @@ class Engine:
         sampling: config.Sampling | None = None,
         seed: int | Sequence[int] = 0,
         on_segment: OnSegment | None = None,
-    ) -> list[Picture]:
-        """Returns a picture for each prompt, laid out first unless `sampling.plan` is off.
+    ) -> list[Pixels]:
+        """Returns an image for each prompt, laid out first unless `sampling.plan` is off.
 
         Args:
             plans: layouts to follow, in place of the model's own.
@@ -208,33 +208,33 @@ class Engine:
 
     def redraw(
         self,
-        pictures: Sequence[Picture],
+        images: Sequence[Pixels],
         instructions: Sequence[str],
         *,
         plans: Sequence[str] | None = None,
         known: Sequence[Grid] | None = None,
         sampling: config.Sampling | None = None,
         seed: int | Sequence[int] = 0,
-    ) -> list[Picture]:
-        """Returns each picture changed as told; everything else stays.
+    ) -> list[Pixels]:
+        """Returns each image changed as told; everything else stays.
 
         Args:
-            pictures: of any size; what is changed is the picture at the size of the model's own.
+            images: of any size; what is changed is the image at the size of the model's own.
             plans: layouts of the change, in place of the model's own.
-            known: for in- and outpainting, the grid of cells of each picture to keep; their codes
+            known: for in- and outpainting, the grid of cells of each image to keep; their codes
                 come out as they went in.
         """
         sampling, seeds = sampling or self.settings.sampling, row_seeds(seed, len(instructions))
         task = "edit" if known is None else "inpaint"
         if plans is None and sampling.plan and self.prompts.lays_out(task):
-            plans = self.plan(instructions, pictures, sampling=sampling, seed=seeds)
+            plans = self.plan(instructions, images, sampling=sampling, seed=seeds)
         drawings = [
             Drawing(
                 instruction,
                 seeds[i],
                 self._grid,
-                picture=pictures[i],
-                canvas=self.prompts.canvas(pictures[i], self._codec.picture_size),
+                image=images[i],
+                canvas=self.prompts.canvas(images[i], self._codec.image_size),
                 known=None if known is None else known[i],
                 plan=None if plans is None else plans[i],
             )
@@ -275,7 +275,7 @@ class Engine:
         block, kind = self.prompts.text_block_len, examples[0].kind
         for example in examples:
             check_steps(example, sampling, self.model.settings, block)
-        making = making or {"image": "picture", "text": "text"}[kind]
+        making = making or {"image": "image", "text": "text"}[kind]
         on_step = None if self.on_step is None else functools.partial(self.on_step, making)
         return decode(
             self._sampled_with(sampling.quantize),
@@ -311,18 +311,18 @@ class Engine:
         """Returns the text of responses, up to the first end-of-text."""
         return [self.prompts.text(ids) for ids in responses]
 
-    def preview(self, cells: Int[np.ndarray, "l g"], rows: int | None = None) -> Picture:
-        """Returns a picture of which cells are still masked: those are grey.
+    def preview(self, cells: Int[np.ndarray, "l g"], rows: int | None = None) -> Pixels:
+        """Returns an image of which cells are still masked: those are grey.
 
         Args:
-            rows: of cells; by default the picture is a square.
+            rows: of cells; by default the image is a square.
         """
         masked = (cells == self.settings.model.image_mask_id).any(axis=-1)
         rows = rows or math.isqrt(len(cells))
-        (picture,) = self._codec.decode(np.where(masked[:, None], 0, cells)[None], rows)
-        step = picture.shape[0] // rows
+        (image,) = self._codec.decode(np.where(masked[:, None], 0, cells)[None], rows)
+        step = image.shape[0] // rows
         hidden = masked.reshape(rows, -1).repeat(step, axis=0).repeat(step, axis=1)
-        return np.where(hidden[..., None], np.uint8(MASKED_GREY), picture)
+        return np.where(hidden[..., None], np.uint8(MASKED_GREY), image)
 
     def _decoded(
         self,
@@ -331,7 +331,7 @@ class Engine:
         on_segment: OnSegment | None = None,
         bucket: Bucket | None = None,
     ) -> tuple[list[Int[np.ndarray, "_l g"]], Bucket]:
-        """Returns the codes of pictures, and the bucket that they were decoded in."""
+        """Returns the codes of images, and the bucket that they were decoded in."""
         examples = [self._image_example(drawing) for drawing in drawings]
         sampling, own = together(sampling, [drawing.own for drawing in drawings])
         bucket = bucket or self._bucket(examples, sampling)
@@ -345,7 +345,7 @@ class Engine:
         )
         return cells, bucket
 
-    def _drawn(self, drawings, sampling, on_segment: OnSegment | None) -> list[Picture]:
+    def _drawn(self, drawings, sampling, on_segment: OnSegment | None) -> list[Pixels]:
         cells, _ = self._decoded(drawings, sampling, on_segment)
         return list(self._codec.decode(np.stack(cells), dtype=sampling.vq_dtype))
 
@@ -360,19 +360,19 @@ class Engine:
             return self.prompts.draw(
                 drawing.words, blank, plan=drawing.plan, attempts=drawing.attempts
             )
-        assert drawing.picture is not None
+        assert drawing.image is not None
         (codes,) = self._codec.encode(drawing.canvas[None])
         if drawing.known is None:
-            return self.prompts.edit(drawing.words, codes, drawing.picture, plan=drawing.plan)
+            return self.prompts.edit(drawing.words, codes, drawing.image, plan=drawing.plan)
         return self.prompts.fill(
-            drawing.words, codes, drawing.picture, drawing.known, plan=drawing.plan
+            drawing.words, codes, drawing.image, drawing.known, plan=drawing.plan
         )
 
     def _bucket(self, examples: Sequence[Example], sampling: config.Sampling) -> Bucket:
         return bucket_of(examples, sampling, self.model.settings, self.batch_size)
 
     @property
-    def _codec(self) -> PictureCodec:
+    def _codec(self) -> ImageCodec:
         assert self.codec is not None  # `check_task` refused
         return self.codec
 
@@ -386,7 +386,7 @@ class Engine:
 
 
 def _prompts(
-    settings: config.Config, tokenizer: Tokenizer | ChatTokenizer, codec: PictureCodec | None
+    settings: config.Config, tokenizer: Tokenizer | ChatTokenizer, codec: ImageCodec | None
 ) -> ScenePrompts | ChatPrompts:
     if isinstance(tokenizer, ChatTokenizer):
         return ChatPrompts(tokenizer, settings.model, codec.factor if codec else 1)
@@ -396,7 +396,7 @@ def _prompts(
 
 
 def _tokenizer_of(model: config.Model) -> type[Tokenizer] | type[ChatTokenizer]:
-    """Returns the tokenizer that goes with a model: a released one has newlines, or no pictures."""
+    """Returns the tokenizer that goes with a model: a released one has newlines, or no images."""
     return ChatTokenizer if model.vision.newline or model.understanding_only else Tokenizer
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures to be drawn: what is shown, what is known, and where it stands."""
+"""Images to be drawn: what is shown, what is known, and where it stands."""
 
 import dataclasses
 import hashlib
@@ -19,15 +19,15 @@ from sparse_lavida_jax.data.templates import RequestError, check_words
 from sparse_lavida_jax.inference.batching import NOTHING, Numbers, Own, row_numbers, row_seeds
 from sparse_lavida_jax.inference.results import Result
 
-Picture = UInt8[np.ndarray, "_h _w 3"]  # each of its own size
+Pixels = UInt8[np.ndarray, "_h _w 3"]  # each of its own size
 Grid = Bool[np.ndarray, "y x"]
 
 
 @dataclasses.dataclass(frozen=True)
-class ShownPicture:
-    """A picture that was handed in, and the file that it was read from."""
+class ShownImage:
+    """An image that was handed in, and the file that it was read from."""
 
-    pixels: Picture
+    pixels: Pixels
     path: pathlib.Path | None = None
 
     def as_json(self) -> dict[str, Any]:
@@ -35,48 +35,48 @@ class ShownPicture:
         return {"path": path, "sha256": hashlib.sha256(self.pixels.tobytes()).hexdigest()}
 
 
-# A picture, or what holds one: an array, a Pillow image, a file, a result of an earlier task.
-Shown = Picture | Image.Image | pathlib.Path | str | Result | ShownPicture
+# An image, or what holds one: an array, a Pillow image, a file, a result of an earlier task.
+Shown = Pixels | Image.Image | pathlib.Path | str | Result | ShownImage
 
 
-def shown_pictures(shown: Shown | Sequence[Shown] | None) -> list[ShownPicture]:
-    """Returns what was handed in as pictures, files read.
+def shown_images(shown: Shown | Sequence[Shown] | None) -> list[ShownImage]:
+    """Returns what was handed in as images, files read.
 
     Raises:
-        PictureError: one is no picture.
+        ImageError: one is no image.
     """
     if shown is None:
         return []
-    if isinstance(shown, ShownPicture):
+    if isinstance(shown, ShownImage):
         return [shown]
     if isinstance(shown, Result):
         if not shown.pixels:
-            raise image_files.PictureError(f"the result of {shown.task!r} holds no picture.")
-        return [ShownPicture(pixels) for pixels in shown.pixels]
+            raise image_files.ImageError(f"the result of {shown.task!r} holds no image.")
+        return [ShownImage(pixels) for pixels in shown.pixels]
     if isinstance(shown, str | pathlib.Path):
-        return [ShownPicture(image_files.read(shown), pathlib.Path(shown))]
+        return [ShownImage(image_files.read(shown), pathlib.Path(shown))]
     if isinstance(shown, Sequence):
-        return [one for part in shown for one in shown_pictures(part)]
-    return [ShownPicture(image_files.check(shown))]
+        return [one for part in shown for one in shown_images(part)]
+    return [ShownImage(image_files.check(shown))]
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One thing that is asked: words, the picture that goes with them, a seed; what is its own."""
+    """One thing that is asked: words, the image that goes with them, a seed; what is its own."""
 
     words: str
-    shown: ShownPicture | None
+    shown: ShownImage | None
     seed: int
     own: Own = NOTHING
 
     @property
-    def pixels(self) -> Picture:
-        """The picture, of a task that needs one."""
+    def pixels(self) -> Pixels:
+        """The image, of a task that needs one."""
         assert self.shown is not None
         return self.shown.pixels
 
     @property
-    def pictures(self) -> tuple[Picture, ...]:
+    def images(self) -> tuple[Pixels, ...]:
         return () if self.shown is None else (self.shown.pixels,)
 
 
@@ -86,28 +86,28 @@ def rows_of(
     copies: int,
     seed: int | Sequence[int],
     *,
-    needs_picture: bool,
+    needs_image: bool,
     **numbers: Numbers,
 ) -> list[Row]:
-    """Returns what is asked as rows: one picture goes with all words, one text with all pictures.
+    """Returns what is asked as rows: one image goes with all words, one text with all images.
 
     Args:
-        copies: of each pair of words and picture.
+        copies: of each pair of words and image.
         seed: see `decoding.row_seeds`.
         numbers: see `decoding.row_numbers`.
 
     Raises:
-        RequestError: nothing or too little is asked, or words and pictures do not go together.
+        RequestError: nothing or too little is asked, or words and images do not go together.
     """
     asked = [check_words(one) for one in ([words] if isinstance(words, str) else words)]
-    seen: list[ShownPicture | None] = [*shown_pictures(shown)]
-    if needs_picture and not seen:
-        raise RequestError("this task is about a picture: give one.")
+    seen: list[ShownImage | None] = [*shown_images(shown)]
+    if needs_image and not seen:
+        raise RequestError("this task is about an image: give one.")
     seen = seen or [None]
     count = max(len(asked), len(seen))
     if not asked or {len(asked), len(seen)} - {1, count}:
         raise RequestError(
-            f"{len(asked)} prompts and {len(seen)} pictures do not go together: give as many, or"
+            f"{len(asked)} prompts and {len(seen)} images do not go together: give as many, or"
             " one of either."
         )
     if copies < 1:
@@ -119,8 +119,8 @@ def rows_of(
     return [Row(*pair, one, its) for pair, one, its in zip(pairs, seeds, own, strict=True)]
 
 
-def recorded_picture(record: dict[str, Any], shown: Shown | None) -> ShownPicture | None:
-    """Returns the picture that a recorded one was drawn after; None if after none.
+def recorded_image(record: dict[str, Any], shown: Shown | None) -> ShownImage | None:
+    """Returns the image that a recorded one was drawn after; None if after none.
 
     Raises:
         RequestError: it is not to be had, or `shown` is another one.
@@ -129,11 +129,11 @@ def recorded_picture(record: dict[str, Any], shown: Shown | None) -> ShownPictur
     if wanted is None:
         return None
     if shown is None and wanted["path"] is None:
-        raise RequestError("it was drawn after a picture of no file: give the same picture again.")
-    (given,) = shown_pictures(wanted["path"] if shown is None else shown)
+        raise RequestError("it was drawn after an image of no file: give the same image again.")
+    (given,) = shown_images(wanted["path"] if shown is None else shown)
     if given.as_json()["sha256"] != wanted["sha256"]:
         raise RequestError(
-            f"{given.path or 'the picture'} is not the picture that it was drawn after: their"
+            f"{given.path or 'the image'} is not the image that it was drawn after: their"
             " pixels differ."
         )
     return given
@@ -141,68 +141,68 @@ def recorded_picture(record: dict[str, Any], shown: Shown | None) -> ShownPictur
 
 @dataclasses.dataclass(frozen=True)
 class Drawing:
-    """One picture to be drawn.
+    """One image to be drawn.
 
     Attributes:
         words: what the model is told, for example with the box of a hole.
         seed: of its noise.
         cells: rows and columns of its grid.
-        picture: what is shown to the vision tower; None where nothing is shown.
-        canvas: what is given as codes, at the size of the picture to be drawn.
+        image: what is shown to the vision tower; None where nothing is shown.
+        canvas: what is given as codes, at the size of the image to be drawn.
         known: cells that stay as they are on the canvas.
         plan: the layout to follow.
-        attempts: earlier pictures, each with what is wrong with it.
+        attempts: earlier images, each with what is wrong with it.
         own: what it has in place of sampling settings.
     """
 
     words: str
     seed: int
     cells: tuple[int, int]
-    picture: Picture | None = None
-    canvas: Picture | None = None
+    image: Pixels | None = None
+    canvas: Pixels | None = None
     known: Grid | None = None
     plan: str | None = None
-    attempts: tuple[tuple[Picture, str], ...] = ()
+    attempts: tuple[tuple[Pixels, str], ...] = ()
     own: Own = NOTHING
 
 
 def grid_of(size: Sequence[int] | None, side: int, model: config.Model) -> tuple[int, int]:
-    """Returns rows and columns of cells of a picture of height and width `size`.
+    """Returns rows and columns of cells of an image of height and width `size`.
 
     Args:
         size: in pixels; None: the largest.
-        side: of the largest picture, in pixels.
+        side: of the largest image, in pixels.
 
     Raises:
-        RequestError: the model draws no picture of that size.
+        RequestError: the model draws no image of that size.
     """
     if size is None:
         return model.grid_size, model.grid_size
     step, (height, width) = side // model.grid_size, size
     if model.cell_positions and (height, width) != (side, side):
         raise RequestError(
-            f"a picture of {height}x{width} cannot be drawn: this checkpoint has learned the places"
+            f"an image of {height}x{width} cannot be drawn: this checkpoint has learned the places"
             f" of {side}x{side} alone."
         )
     if height % step or width % step or not step <= min(size) <= max(size) <= side:
         raise RequestError(
-            f"a picture of {height}x{width} cannot be drawn: both must be {step} to {side} pixels,"
+            f"an image of {height}x{width} cannot be drawn: both must be {step} to {side} pixels,"
             f" multiples of {step}."
         )
     return height // step, width // step
 
 
-def hole(picture: Picture, mask: Any, box: Sequence[int | float] | None) -> Bool[np.ndarray, "h w"]:
-    """Returns which pixels of a picture a mask or a box wants drawn.
+def hole(image: Pixels, mask: Any, box: Sequence[int | float] | None) -> Bool[np.ndarray, "h w"]:
+    """Returns which pixels of an image a mask or a box wants drawn.
 
     Raises:
-        PictureError: both or neither, a mask of another size, or a box outside.
+        ImageError: both or neither, a mask of another size, or a box outside.
     """
     if (mask is None) == (box is None):
-        raise image_files.PictureError("inpainting needs a mask or a box, one of the two.")
+        raise image_files.ImageError("inpainting needs a mask or a box, one of the two.")
     if box is None:
-        return image_files.check_mask(mask, picture)
-    height, width = picture.shape[:2]
+        return image_files.check_mask(mask, image)
+    height, width = image.shape[:2]
     x1, y1, x2, y2 = image_files.check_box(box, (width, height))
     pixels = np.zeros((height, width), bool)
     pixels[math.floor(y1) : math.ceil(y2), math.floor(x1) : math.ceil(x2)] = True
@@ -210,7 +210,7 @@ def hole(picture: Picture, mask: Any, box: Sequence[int | float] | None) -> Bool
 
 
 def untouched(pixels: Bool[np.ndarray, "h w"], grid: int) -> Grid:
-    """Returns which cells of a grid over a picture no pixel of a mask touches."""
+    """Returns which cells of a grid over an image no pixel of a mask touches."""
 
     def touching(length: int) -> Bool[np.ndarray, "grid length"]:
         """Which pixels along a side touch which cells: a pixel may touch several."""
@@ -222,21 +222,21 @@ def untouched(pixels: Bool[np.ndarray, "h w"], grid: int) -> Grid:
 
 
 def inner_box(
-    picture: Picture, box: Sequence[int | float] | None, side: int, step: int
+    image: Pixels, box: Sequence[int | float] | None, side: int, step: int
 ) -> tuple[int, int, int, int]:
-    """Returns where a picture stands in a new one, moved outwards to whole cells.
+    """Returns where an image stands in a new one, moved outwards to whole cells.
 
     Args:
-        box: x1, y1, x2, y2 in pixels of the new one; None: in its middle, at the picture's own
+        box: x1, y1, x2, y2 in pixels of the new one; None: in its middle, at the image's own
             size, or at half the new one's if it is larger.
-        side: of the new picture, in pixels.
+        side: of the new image, in pixels.
         step: pixels a side of a cell.
 
     Raises:
-        PictureError: a box outside, or one that leaves nothing to draw.
+        ImageError: a box outside, or one that leaves nothing to draw.
     """
     if box is None:
-        height, width = picture.shape[:2]
+        height, width = image.shape[:2]
         if max(height, width) >= side:
             height, width = (
                 max(step, round(x * side / 2 / max(height, width))) for x in (height, width)
@@ -249,18 +249,18 @@ def inner_box(
         math.ceil(x2 / step) * step, math.ceil(y2 / step) * step,
     )  # fmt: skip
     if inner == (0, 0, side, side):
-        raise image_files.PictureError(
+        raise image_files.ImageError(
             f"the box {','.join(f'{edge:g}' for edge in box)} leaves nothing to draw: the new"
-            f" picture is {side}x{side}, in cells of {step} pixels."
+            f" image is {side}x{side}, in cells of {step} pixels."
         )
     return inner
 
 
-def placed(picture: Picture, box: Sequence[int], side: int, step: int) -> tuple[Picture, Grid]:
-    """Returns a canvas with a picture in a box, and the cells that it fills."""
+def placed(image: Pixels, box: Sequence[int], side: int, step: int) -> tuple[Pixels, Grid]:
+    """Returns a canvas with an image in a box, and the cells that it fills."""
     x1, y1, x2, y2 = box
     canvas = np.zeros((side, side, 3), np.uint8)
-    canvas[y1:y2, x1:x2] = resize(picture, (x2 - x1, y2 - y1))
+    canvas[y1:y2, x1:x2] = resize(image, (x2 - x1, y2 - y1))
     known = np.zeros((side // step, side // step), bool)
     known[y1 // step : y2 // step, x1 // step : x2 // step] = True
     return canvas, known

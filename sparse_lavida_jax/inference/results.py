@@ -41,13 +41,13 @@ class Result:
         source: the checkpoint.
         seconds: what each stage took, all rows together.
         tokens: the decoded responses: text ids [l 1] or codes of cells [l g].
-        pixels: pictures.
+        pixels: images.
         texts: answers, captions, filled texts; verdicts of "reflect".
-        boxes: of "ground", one a phrase: x1, y1, x2, y2 in pixels of the picture that was shown;
+        boxes: of "ground", one a phrase: x1, y1, x2, y2 in pixels of the image that was shown;
             None where the model named none.
-        plans: the layouts that pictures were drawn after.
-        attempts: of "reflect": every picture with what was said of it, one entry a row.
-        records: how to draw each picture again (`SparseLaViDa.replay`).
+        plans: the layouts that images were drawn after.
+        attempts: of "reflect": every image with what was said of it, one entry a row.
+        records: how to draw each image again (`SparseLaViDa.replay`).
     """
 
     task: str
@@ -66,12 +66,12 @@ class Result:
 
     @property
     def images(self) -> tuple[Image.Image, ...]:
-        """The pictures, for Pillow."""
+        """The images, for Pillow."""
         return tuple(map(Image.fromarray, self.pixels))
 
     @property
     def image(self) -> Image.Image:
-        """The first picture."""
+        """The first image."""
         return self.images[0]
 
     @property
@@ -85,15 +85,15 @@ class Result:
         return self.boxes[0]
 
     def save(self, path: pathlib.Path | str, row: int = 0) -> None:
-        """Writes a picture; a PNG holds everything that drew it.
+        """Writes an image; a PNG holds everything that drew it.
 
         Raises:
-            PictureError, WriteError: see `image_files.write`.
+            ImageError, WriteError: see `image_files.write`.
         """
         image_files.write(path, self.pixels[row], self.records[row])
 
     def as_json(self) -> dict[str, Any]:
-        """Returns everything but pictures and tokens, for `json`."""
+        """Returns everything but images and tokens, for `json`."""
         return {
             "task": self.task,
             "prompts": list(self.prompts),

@@ -98,7 +98,7 @@ def _row(*, prompt: int, response: int, clean: int, masked: int, share: float, s
 def _packed() -> Tags:
     """A row of `configs/sft_1024.py` with `data.packing=6`, its streams sorted as one.
 
-    Six text-to-image examples, each a segment: prompt, picture, registers of up to 8 masked blocks;
+    Six text-to-image examples, each a segment: prompt, image, registers of up to 8 masked blocks;
     the padding of both streams comes last.
     """
     runs = np.array(json.loads(PACKED.read_text()), np.int32)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of the base model, word for word: chat template, pictures, placeholders, boxes.
+"""Prompts of the base model, word for word: chat template, images, placeholders, boxes.
 
 Spec Sec. 1.4 and 5. Every function below returns the parts of a sequence, which
 `layout.prompt_row` lays out; what guidance drops is everything up to the end of the user's turn.
-A text answer is a `Response` at the end. Behind a picture, and behind a dense caption, come the end
+A text answer is a `Response` at the end. Behind an image, and behind a dense caption, come the end
 of the turn and one more assistant header: the released model was made with them.
 """
 
@@ -27,8 +27,8 @@ END_HEADER = "<|end_header_id|>"
 END_OF_TURN = "<|eot_id|>"
 END_OF_TEXT = "<|endoftext|>"
 MASK = "<|mdm_mask|>"
-CELL = "<|reserved_token_5|>"  # stands for a token of the picture to be drawn
-SOURCE_CELL = "<|reserved_token_6|>"  # stands for a token of the picture to be edited
+CELL = "<|reserved_token_5|>"  # stands for a token of the image to be drawn
+SOURCE_CELL = "<|reserved_token_6|>"  # stands for a token of the image to be edited
 CONTROL = (START, START_HEADER, END_HEADER, END_OF_TURN, END_OF_TEXT, MASK, CELL, SOURCE_CELL)
 IMAGE = "<image>"  # stands for vision tokens; in no vocabulary
 LOC_BEGIN, LOC_END = "<LOC_BEGIN>", "<LOC_END>"
@@ -140,7 +140,7 @@ class ChatTokenizer:
 
 
 # ---------------------------------------------------------------------------------------------
-# Pictures.
+# Images.
 
 
 def micro_condition(
@@ -155,11 +155,11 @@ def micro_condition(
     hps: float | None = None,
     pixel_diff: float | None = None,
 ) -> str:
-    """Returns what the model is told of a picture besides its caption (spec Sec. 5.4).
+    """Returns what the model is told of an image besides its caption (spec Sec. 5.4).
 
     Args:
         width, height: of the original, in pixels.
-        top, left: of the crop, in pixels of the resized picture.
+        top, left: of the crop, in pixels of the resized image.
         luminance, contrast: see `images.luminance_and_contrast`.
         score: of an aesthetics model, about 4 to 8.
         hps: ten times the score of HPS v2.
@@ -173,7 +173,7 @@ def micro_condition(
     return words if pixel_diff is None else f"{words}; PIXEL_DIFF : {pixel_diff:.3f} ;"
 
 
-# As released for pictures of 1024 pixels, last semicolon included.
+# As released for images of 1024 pixels, last semicolon included.
 MICRO_CONDITION = micro_condition(score=7.11) + ";"
 
 
@@ -187,12 +187,12 @@ def draw(
     attempts: Sequence[tuple[Vision, str]] = (),
     template: str = DRAW,
 ) -> Parts:
-    """Returns the prompt of a picture of `num_tokens` tokens.
+    """Returns the prompt of an image of `num_tokens` tokens.
 
     Args:
         condition: what `micro_condition` made.
-        plan: what `clean_plan` made of an answer to `plan_picture`.
-        attempts: earlier pictures, each with what is wrong with it. The line break behind the
+        plan: what `clean_plan` made of an answer to `plan_image`.
+        attempts: earlier images, each with what is wrong with it. The line break behind the
             last one is ours.
         template: `<prompt>` in it becomes caption, attempts and condition.
 
@@ -206,29 +206,29 @@ def draw(
         words += f"Generation {i}: {IMAGE}\n Feedback {i}: {_plain(feedback)}\n"
     user = template.replace("<prompt>", f"{words} {_plain(condition)}")
     text = conversation(user, _plain(plan) + num_tokens * CELL)
-    sequence = _encode(tokenizer, text, [picture for picture, _ in attempts])
+    sequence = _encode(tokenizer, text, [image for image, _ in attempts])
     return _with_response(tokenizer, sequence, CELL, drop_plan=bool(plan))
 
 
 def edit(
     tokenizer: ChatTokenizer,
     instruction: str,
-    picture: Vision,
+    image: Vision,
     source: Int[np.ndarray, "n g"],
     num_tokens: int,
     *,
     plan: str = "",
 ) -> Parts:
-    """Returns the prompt of a picture drawn after another one, which is seen and given as codes.
+    """Returns the prompt of an image drawn after another one, which is seen and given as codes.
 
     Args:
-        source: codes of the other picture.
+        source: codes of the other image.
         plan: what `clean_plan` made of an answer to `plan_edit`.
 
     Raises:
         ValueError: a control token in the text.
     """
-    return edit_several(tokenizer, instruction, [picture], [source], num_tokens, plan=plan)
+    return edit_several(tokenizer, instruction, [image], [source], num_tokens, plan=plan)
 
 
 def edit_several(
@@ -240,7 +240,7 @@ def edit_several(
     *,
     plan: str = "",
 ) -> Parts:
-    """Returns the prompt of a picture drawn after several others.
+    """Returns the prompt of an image drawn after several others.
 
     One after the other, with spaces between them: ours, the release edits one.
 
@@ -257,25 +257,23 @@ def edit_several(
     return _with_response(tokenizer, sequence, CELL, drop_plan=bool(plan))
 
 
-def plan_picture(
+def plan_image(
     tokenizer: ChatTokenizer, caption: str, num_tokens: int, *, condition: str = MICRO_CONDITION
 ) -> Parts:
-    """Returns the prompt of a plan, `num_tokens` tokens: what will stand where in a picture."""
+    """Returns the prompt of a plan, `num_tokens` tokens: what will stand where in an image."""
     words = f"{_plain(caption)} {_plain(condition)}"
     user = f"Generate an image with the caption: {words}. {PLAN}"
     return answer_to(tokenizer, user, [], num_tokens)
 
 
-def plan_edit(
-    tokenizer: ChatTokenizer, instruction: str, picture: Vision, num_tokens: int
-) -> Parts:
+def plan_edit(tokenizer: ChatTokenizer, instruction: str, image: Vision, num_tokens: int) -> Parts:
     """Returns the prompt of a plan, `num_tokens` tokens: what will stand where after an edit."""
     user = f"{IMAGE}\n{_plain(instruction)}. {PLAN}"
-    return answer_to(tokenizer, user, [picture], num_tokens)
+    return answer_to(tokenizer, user, [image], num_tokens)
 
 
 def clean_plan(answer: str) -> str:
-    """Returns a plan as it goes in front of the picture: without control tokens."""
+    """Returns a plan as it goes in front of the image: without control tokens."""
     for token in (*CONTROL, IMAGE, "<image_gen_fake>"):
         answer = answer.replace(token, "")
     return answer
@@ -286,22 +284,22 @@ def clean_plan(answer: str) -> str:
 
 
 def ask(
-    tokenizer: ChatTokenizer, question: str, pictures: Sequence[Vision], num_tokens: int
+    tokenizer: ChatTokenizer, question: str, images: Sequence[Vision], num_tokens: int
 ) -> Parts:
-    """Returns the prompt of an answer, `num_tokens` tokens, to a question about pictures.
+    """Returns the prompt of an answer, `num_tokens` tokens, to a question about images.
 
-    Several pictures have spaces between them: ours.
+    Several images have spaces between them: ours.
 
     Raises:
         ValueError: a control token in the text.
     """
-    shown = " ".join([IMAGE] * len(pictures)) + "\n" if pictures else ""
-    return answer_to(tokenizer, shown + _plain(question), pictures, num_tokens)
+    shown = " ".join([IMAGE] * len(images)) + "\n" if images else ""
+    return answer_to(tokenizer, shown + _plain(question), images, num_tokens)
 
 
-def judge(tokenizer: ChatTokenizer, caption: str, picture: Vision, num_tokens: int) -> Parts:
-    """Returns the prompt of a verdict on a picture: a good one "is correct" (spec Sec. 7.7)."""
-    return answer_to(tokenizer, verdict_asked(_plain(caption)), [picture], num_tokens)
+def judge(tokenizer: ChatTokenizer, caption: str, image: Vision, num_tokens: int) -> Parts:
+    """Returns the prompt of a verdict on an image: a good one "is correct" (spec Sec. 7.7)."""
+    return answer_to(tokenizer, verdict_asked(_plain(caption)), [image], num_tokens)
 
 
 def verdict_asked(caption: str) -> str:
@@ -313,23 +311,23 @@ def verdict_asked(caption: str) -> str:
 
 
 def answer_to(
-    tokenizer: ChatTokenizer, user: str, pictures: Sequence[Vision], num_tokens: int
+    tokenizer: ChatTokenizer, user: str, images: Sequence[Vision], num_tokens: int
 ) -> Parts:
     """Returns the prompt of an answer, `num_tokens` tokens, to what the user says.
 
     Args:
-        user: in it `<image>` stands for each of the pictures.
+        user: in it `<image>` stands for each of the images.
     """
-    sequence = _encode(tokenizer, conversation(user), pictures)
+    sequence = _encode(tokenizer, conversation(user), images)
     header = _header_start(tokenizer, sequence)
     asked, kept = _grouped(sequence[:header]), _grouped(sequence[header:], keep=True)
     return (*asked, *kept, Response(num_tokens))
 
 
-def locate(tokenizer: ChatTokenizer, phrase: str, picture: Vision) -> Parts:
+def locate(tokenizer: ChatTokenizer, phrase: str, image: Vision) -> Parts:
     """Returns the prompt of the box of one thing: the response is its four LOC tokens.
 
-    As released with an apostrophe in front of everything, so that nothing behind the picture is
+    As released with an apostrophe in front of everything, so that nothing behind the image is
     lost (see `_encode`), and without a header behind it.
 
     Raises:
@@ -337,11 +335,11 @@ def locate(tokenizer: ChatTokenizer, phrase: str, picture: Vision) -> Parts:
     """
     user = f"{IMAGE}\n Please locate {_plain(phrase)} in this image. {BOXES_WANTED}"
     text = "'" + conversation(user, _box(tokenizer)).removesuffix(_header("assistant"))
-    return _with_response(tokenizer, _encode(tokenizer, text, [picture]), MASK)
+    return _with_response(tokenizer, _encode(tokenizer, text, [image]), MASK)
 
 
 def locate_all(
-    tokenizer: ChatTokenizer, phrases: Sequence[str], picture: Vision
+    tokenizer: ChatTokenizer, phrases: Sequence[str], image: Vision
 ) -> tuple[Parts, Int[np.ndarray, " l"]]:
     """Returns the prompt of the boxes of several things, and what of the response is known.
 
@@ -356,7 +354,7 @@ def locate_all(
     user = f"{IMAGE}\n Please describe this image with dense localized caption. {BOXES_WANTED}"
     named = (f"{PHRASE_BEGIN} {_plain(phrase)} {PHRASE_END}{_box(tokenizer)}" for phrase in phrases)
     text = conversation(user, "There are following objects in the scene. " + ", ".join(named))
-    sequence = _encode(tokenizer, text, [picture])
+    sequence = _encode(tokenizer, text, [image])
     known = sequence[_span(sequence, tokenizer.id_of(MASK))]
     return _with_response(tokenizer, sequence, MASK), np.asarray(known, np.int32)
 
@@ -398,17 +396,17 @@ def _plain(text: str) -> str:
     return text
 
 
-def _encode(tokenizer: ChatTokenizer, text: str, pictures: Sequence[Vision]) -> list[int | Vision]:
-    """Returns ids, with the pictures where `<image>` stands (spec Sec. 5.2).
+def _encode(tokenizer: ChatTokenizer, text: str, images: Sequence[Vision]) -> list[int | Vision]:
+    """Returns ids, with the images where `<image>` stands (spec Sec. 5.2).
 
-    As released: when the text begins with the start token, the first id of every piece behind a
-    picture is lost.
+    As released: when the text begins with the start token, the first id of every piece behind an
+    image is lost.
     """
     first, *rest = (tokenizer.encode(piece) for piece in text.split(IMAGE))
     lost = 1 if first[:1] == [tokenizer.id_of(START)] else 0
     sequence: list[int | Vision] = [*first]
-    for picture, piece in zip(pictures, rest, strict=True):
-        sequence += [picture, *piece[lost:]]
+    for image, piece in zip(images, rest, strict=True):
+        sequence += [image, *piece[lost:]]
     return sequence
 
 

@@ -2,7 +2,7 @@
 """How every task is put to a converted LaViDa-O: the same methods as `scenes/sampling/prompts.py`.
 
 The words are those of `lavida_o/chat.py`, as released, where the release has the task; "ours" marks
-the others. Pictures are seen and cut as `data/images.py` does it.
+the others. Images are seen and cut as `data/images.py` does it.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from sparse_lavida_jax.data.templates import RequestError, Template, check_conte
 from sparse_lavida_jax.lavida_o import chat
 from sparse_lavida_jax.layout import Kind, Part, Response, num_tokens
 
-Picture = UInt8[np.ndarray, "_h _w 3"]
+Pixels = UInt8[np.ndarray, "_h _w 3"]
 Grid = Bool[np.ndarray, "y x"]
 
 TEXT_BLOCK_LEN = 32  # tokens, as the paper samples
@@ -55,12 +55,12 @@ class ChatPrompts:
         """
         if self.model.understanding_only and task not in ("ask", "reason", "infill"):
             raise RequestError(
-                f"this checkpoint knows neither pictures nor how to {task}: it can ask, reason and"
+                f"this checkpoint knows neither images nor how to {task}: it can ask, reason and"
                 " infill without one."
             )
 
     def lays_out(self, task: str) -> bool:
-        """Whether a picture of this task can be laid out in text first."""
+        """Whether an image of this task can be laid out in text first."""
         return task in ("generate", "edit")
 
     @property
@@ -75,13 +75,13 @@ class ChatPrompts:
     def text_block_len(self) -> int:
         return TEXT_BLOCK_LEN
 
-    # Pictures.
+    # Images.
 
-    def canvas(self, picture: Picture, side: int) -> UInt8[np.ndarray, "side side 3"]:
-        """Returns a picture as the image tokenizer takes it: padded with black to a square."""
-        return images.source_view(picture, side, self.factor)
+    def canvas(self, image: Pixels, side: int) -> UInt8[np.ndarray, "side side 3"]:
+        """Returns an image as the image tokenizer takes it: padded with black to a square."""
+        return images.source_view(image, side, self.factor)
 
-    def erased(self, canvas: Picture, known: Grid) -> Picture:
+    def erased(self, canvas: Pixels, known: Grid) -> Pixels:
         """Returns a canvas as it is: what is to be drawn is told by the cells that are known."""
         return canvas
 
@@ -91,10 +91,10 @@ class ChatPrompts:
         codes: Int[np.ndarray, "l g"],
         *,
         plan: str | None = None,
-        attempts: Sequence[tuple[Picture, str]] = (),
+        attempts: Sequence[tuple[Pixels, str]] = (),
     ) -> Example:
-        """Returns what draws a picture, after earlier attempts with what is wrong with each."""
-        seen = [images.see(picture, self.model.vision, whole=True) for picture, _ in attempts]
+        """Returns what draws an image, after earlier attempts with what is wrong with each."""
+        seen = [images.see(image, self.model.vision, whole=True) for image, _ in attempts]
         said = [(s.part, said) for s, (_, said) in zip(seen, attempts, strict=True)]
         parts = self._words(
             chat.draw, prompt, len(codes), condition=self._condition(len(codes)),
@@ -106,65 +106,65 @@ class ChatPrompts:
         self,
         instruction: str,
         codes: Int[np.ndarray, "l g"],
-        picture: Picture,
+        image: Pixels,
         *,
         plan: str | None = None,
     ) -> Example:
-        """Returns what changes a picture of these codes as told."""
-        seen = images.see(picture, self.model.vision)
+        """Returns what changes an image of these codes as told."""
+        seen = images.see(image, self.model.vision)
         parts = self._words(
             chat.edit, instruction, seen.part, codes, len(codes), plan=chat.clean_plan(plan or "")
         )
         return self._fits(instruction, self._example(parts, codes, None, "image", [seen]))
 
     def fill_words(self, task: str, prompt: str, known: Grid) -> str:
-        """Returns the caption of the whole picture: the release has no words for this task."""
+        """Returns the caption of the whole image: the release has no words for this task."""
         return prompt
 
     def fill(
         self,
         instruction: str,
         codes: Int[np.ndarray, "l g"],
-        picture: Picture,
+        image: Pixels,
         known: Grid,
         *,
         plan: str | None = None,
     ) -> Example:
-        """Returns what draws a captioned picture of which some cells are known (ours)."""
+        """Returns what draws a captioned image of which some cells are known (ours)."""
         drawn = self.draw(instruction, codes, plan=plan)
         return dataclasses.replace(drawn, response=codes.astype(np.int32), given=known.reshape(-1))
 
     # Text.
 
-    def plan(self, prompt: str, picture: Picture | None = None) -> Example:
-        """Returns what lays out a picture, or the change of one."""
-        if picture is None:
-            parts, seen = self._words(chat.plan_picture, prompt, ANSWER_TOKENS), []
+    def plan(self, prompt: str, image: Pixels | None = None) -> Example:
+        """Returns what lays out an image, or the change of one."""
+        if image is None:
+            parts, seen = self._words(chat.plan_image, prompt, ANSWER_TOKENS), []
         else:
-            seen = [images.see(picture, self.model.vision)]
+            seen = [images.see(image, self.model.vision)]
             parts = self._words(chat.plan_edit, prompt, seen[0].part, ANSWER_TOKENS)
         return self._fits(prompt, self._example(parts, None, None, "text", seen))
 
-    def ask(self, question: str, pictures: Sequence[Picture], tokens: int) -> Example:
+    def ask(self, question: str, shown: Sequence[Pixels], tokens: int) -> Example:
         """Returns what answers a question in so many tokens, rounded up to whole text blocks."""
         tokens = -(-tokens // TEXT_BLOCK_LEN) * TEXT_BLOCK_LEN
-        several = len(pictures) > 1
-        seen = [images.see(picture, self.model.vision, whole=several) for picture in pictures]
+        several = len(shown) > 1
+        seen = [images.see(image, self.model.vision, whole=several) for image in shown]
         parts = self._words(chat.ask, question, [s.part for s in seen], tokens)
         return self._fits(question, self._example(parts, None, None, "text", seen))
 
-    def caption(self, picture: Picture) -> Example:
-        return self.ask(DESCRIBE, (picture,), LONG_ANSWER_TOKENS)
+    def caption(self, image: Pixels) -> Example:
+        return self.ask(DESCRIBE, (image,), LONG_ANSWER_TOKENS)
 
-    def constrained_caption(self, template: Template, picture: Picture) -> Example:
-        return self._complete(DESCRIBE, template, picture)
+    def constrained_caption(self, template: Template, image: Pixels) -> Example:
+        return self._complete(DESCRIBE, template, image)
 
-    def infill(self, template: Template, picture: Picture | None) -> Example:
-        return self._complete(FILL_IN, template, picture)
+    def infill(self, template: Template, image: Pixels | None) -> Example:
+        return self._complete(FILL_IN, template, image)
 
-    def judge(self, prompt: str, picture: Picture) -> Example:
-        """Returns what says whether a picture is what was asked for."""
-        seen = images.see(picture, self.model.vision)
+    def judge(self, prompt: str, image: Pixels) -> Example:
+        """Returns what says whether an image is what was asked for."""
+        seen = images.see(image, self.model.vision)
         parts = self._words(chat.judge, prompt, seen.part, VERDICT_TOKENS)
         return self._fits(prompt, self._example(parts, None, None, "text", [seen]))
 
@@ -189,9 +189,9 @@ class ChatPrompts:
 
     # Boxes.
 
-    def locate(self, phrases: Sequence[str], picture: Picture) -> list[Example]:
-        """Returns what finds things in a picture: one sequence with the boxes of all of them."""
-        seen = images.see(picture, self.model.vision)
+    def locate(self, phrases: Sequence[str], image: Pixels) -> list[Example]:
+        """Returns what finds things in an image: one sequence with the boxes of all of them."""
+        seen = images.see(image, self.model.vision)
         try:
             parts, known = chat.locate_all(self.tokenizer, phrases, seen.part)
         except ValueError as error:
@@ -200,9 +200,9 @@ class ChatPrompts:
         example = self._example(parts, known[:, None], given, "text", [seen])
         return [self._fits(" ".join(phrases), example)]
 
-    def locate_one(self, phrase: str, picture: Picture) -> Example:
+    def locate_one(self, phrase: str, image: Pixels) -> Example:
         """Returns what finds one thing, in the words of the released RefCOCO evaluation."""
-        seen = images.see(picture, self.model.vision)
+        seen = images.see(image, self.model.vision)
         parts = self._words(chat.locate, phrase, seen.part)
         return self._fits(phrase, self._example(parts, None, None, "text", [seen]))
 
@@ -217,7 +217,7 @@ class ChatPrompts:
         responses: Sequence[Int[np.ndarray, "_l 1"]],
         size: tuple[int, int],
     ) -> list[images.Box | None]:
-        """Returns what was found, in pixels of a picture of `size` (width, height)."""
+        """Returns what was found, in pixels of an image of `size` (width, height)."""
         begin = self.tokenizer.id_of(chat.LOC_BEGIN)
         # The response reaches from the first LOC token, behind LOC_BEGIN, to the last.
         (ids,) = (response[:, 0] for response in responses)
@@ -263,9 +263,9 @@ class ChatPrompts:
         pieces = (first, *rest) if first else tuple(rest)
         return template_ids(pieces, self.tokenizer.encode, self.model.text_mask_id)
 
-    def _complete(self, prompt: str, template: Template, picture: Picture | None) -> Example:
+    def _complete(self, prompt: str, template: Template, image: Pixels | None) -> Example:
         ids, given = self._template_ids(template)
-        seen = [] if picture is None else [images.see(picture, self.model.vision)]
+        seen = [] if image is None else [images.see(image, self.model.vision)]
         parts = self._words(chat.ask, prompt, [s.part for s in seen], len(ids))
         example = self._example(parts, ids[:, None], given, "text", seen)
         return self._fits(prompt, example)

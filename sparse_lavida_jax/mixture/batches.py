@@ -121,7 +121,7 @@ class MixtureBatches:
         return grain.MapDataset.mix(batches, weights=(weights / weights.sum()).tolist())
 
     def prompts(self, count: int) -> list[str]:
-        """Returns captions of pictures to draw, of the first records that have one."""
+        """Returns captions of images to draw, of the first records that have one."""
         found = (
             record.asked[0]
             for records in self.records.values()
@@ -207,7 +207,7 @@ class MixtureBatches:
         if not short:
             raise RecordError(
                 f"every sequence of group {group} is longer than data.max_sequence_len={most}:"
-                " raise it, or show smaller pictures."
+                " raise it, or show smaller images."
             )
         kinds = frozenset().union(*(row.kinds for row in rows))
         predicts: Predicts = "both"

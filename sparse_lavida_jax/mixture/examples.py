@@ -31,11 +31,11 @@ from sparse_lavida_jax.layout import (
 )
 from sparse_lavida_jax.mixture.records import Record, RecordError
 
-# What stands around a picture in the released training text. Neither is a token of the released
+# What stands around an image in the released training text. Neither is a token of the released
 # tokenizer, so that both are spelled out and learned (spec Sec. 9.1).
-PICTURE_BEGIN, PICTURE_END = "<|reserved_token_126095|>", "<|reserved_token_126096|>"
-NO_PICTURE = "<|reserved_token_7|>"  # stands for the picture that a plan alone does without
-CLEAN_TEXT = 0.8  # share of pictures with a plan whose text is not masked (spec Sec. 9.2)
+IMAGE_BEGIN, IMAGE_END = "<|reserved_token_126095|>", "<|reserved_token_126096|>"
+NO_IMAGE = "<|reserved_token_7|>"  # stands for the image that a plan alone does without
+CLEAN_TEXT = 0.8  # share of images with a plan whose text is not masked (spec Sec. 9.2)
 NO_CONDITION = 0.3  # share of prompts without a micro-condition (spec Sec. 5.4)
 MEASURED = 0.5  # share of micro-conditions with a luminance, and with a contrast
 LONG_CAPTION, SHORTENED = 150, 0.2  # characters; share of longer captions that are shortened
@@ -65,7 +65,7 @@ class Mixer:
     def sequence(self, record: Record, rng: np.random.Generator) -> Sequence:
         """Returns a record as LaViDa-O trains on it, without padding.
 
-        Where a picture follows a plan, text is kept clean in 4 of 5 draws: neither masked, nor
+        Where an image follows a plan, text is kept clean in 4 of 5 draws: neither masked, nor
         dropped, nor learned.
 
         Raises:
@@ -116,10 +116,10 @@ class Mixer:
         return messages
 
     def _turns(self, record: Record, crop: int, rng: np.random.Generator) -> list[tuple[str, str]]:
-        """Returns what user and assistant say, with a mark where a picture or its cells stand."""
-        (asked, *_), drawn = (*record.asked, ""), f"{PICTURE_BEGIN}{CELL}{PICTURE_END}"
+        """Returns what user and assistant say, with a mark where an image or its cells stand."""
+        (asked, *_), drawn = (*record.asked, ""), f"{IMAGE_BEGIN}{CELL}{IMAGE_END}"
         if not record.draws:
-            drawn = NO_PICTURE
+            drawn = NO_IMAGE
         match record.kind:
             case "text_to_image" | "plan":
                 caption = caption_of(record, rng)
@@ -139,7 +139,7 @@ class Mixer:
                     answer = f"{self._plan_words(record)} {drawn}"
             case "understanding":
                 turns = zip(record.asked, record.answered, strict=True)
-                return [(_picture_first(user), answer) for user, answer in turns]
+                return [(_image_first(user), answer) for user, answer in turns]
             case "reflection":
                 user, (answer,) = chat.verdict_asked(asked), record.answered
             case "grounding":
@@ -152,7 +152,7 @@ class Mixer:
                 raise RecordError(f"it is of the kind {kind}, which nobody knows")
         if record.form == "no_plan":
             answer = drawn
-        return [(_picture_first(user), answer)]
+        return [(_image_first(user), answer)]
 
     def _plan_words(self, record: Record) -> str:
         """Returns how an answer tells its plan."""
@@ -185,7 +185,7 @@ class Mixer:
     def example(self, record: Record, rng: np.random.Generator) -> Example:
         """Returns a record as it is sampled, with one response.
 
-        Of a picture with a plan the picture in 4 of 5 draws, with the plan before it, and the
+        Of an image with a plan the image in 4 of 5 draws, with the plan before it, and the
         plan in the others; of a conversation one question and its answer, chosen at random, as
         the release does without SELECT_ALL_INDEX (spec Sec. 0).
 
@@ -303,17 +303,17 @@ class Mixer:
         return "There are following objects in the scene. " + ", ".join(named)
 
     # ---------------------------------------------------------------------------------------------
-    # Pictures.
+    # Images.
 
     def _seen(self, record: Record) -> tuple[list[images.Seen], tuple[Views, ...]]:
-        """Returns the pictures of a record as the vision tower sees them.
+        """Returns the images of a record as the vision tower sees them.
 
         Several are seen whole, and so are earlier attempts (spec Sec. 4).
         """
-        whole = len(record.pictures) > 1 or bool(record.feedback)
+        whole = len(record.images) > 1 or bool(record.feedback)
         seen = [
             images.see(image_files.read_bytes(one), self.settings.model.vision, whole=whole)
-            for one in record.pictures
+            for one in record.images
         ]
         return seen, tuple(one.pixels for one in seen)
 
@@ -326,7 +326,7 @@ class Mixer:
         side = model.grid_size * model.codes_side
         if codes.shape != (side, side) or codes.max() >= model.codebook_size:
             raise RecordError(
-                f"its picture has {codes.shape[0]}x{codes.shape[1]} codes up to {codes.max()}, and"
+                f"its image has {codes.shape[0]}x{codes.shape[1]} codes up to {codes.max()}, and"
                 f" the model takes {side}x{side} below {model.codebook_size}"
             )
         return cells_from_codes(codes[None], model.codes_side)[0]
@@ -349,7 +349,7 @@ def caption_of(record: Record, rng: np.random.Generator) -> str:
 
 
 def condition_of(record: Record, crop: int, rng: np.random.Generator) -> str:
-    """Returns the micro-condition of a picture, or "" (spec Sec. 5.4)."""
+    """Returns the micro-condition of an image, or "" (spec Sec. 5.4)."""
     dropped, luminance, contrast = rng.random(3) < (NO_CONDITION, MEASURED, MEASURED)
     if dropped or not len(record.target):
         return ""
@@ -375,8 +375,8 @@ def _feedback(record: Record) -> str:
     return f" {chat.FEEDBACK} {told}" if told else ""
 
 
-def _picture_first(words: str) -> str:
-    """Moves the only picture of a message to its beginning, as released (spec Sec. 9.4).
+def _image_first(words: str) -> str:
+    """Moves the only image of a message to its beginning, as released (spec Sec. 9.4).
 
     The line break behind it is ours.
     """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a row of a table to a record: the fields of each kind, and pictures as they are trained on.
+"""From a row of a table to a record: the fields of each kind, and images as they are trained on.
 
-The fields are listed in docs/data.md. Pictures to draw are resized and cropped as the release does
+The fields are listed in docs/data.md. Images to draw are resized and cropped as the release does
 in training (spec Sec. 3), those of edits and of layouts padded to a square; all that is random
 depends on the seed, the dataset and the number of the row.
 """
@@ -42,7 +42,7 @@ class Settings:
     Attributes:
         side: of the squares that the image tokenizer takes, in pixels.
         factor: pixels a side of one code.
-        crops: random crops of a picture to draw.
+        crops: random crops of an image to draw.
         seed: of the crops.
     """
 
@@ -80,7 +80,7 @@ def draft(
         number, copy: which row it is, and the how manieth time it is taken.
 
     Raises:
-        RecordError, PictureError: something is missing or wrong in it.
+        RecordError, ImageError: something is missing or wrong in it.
         LeftOut: the dataset's settings leave it out.
     """
     if isinstance(dataset.columns, dict):
@@ -115,13 +115,13 @@ class _Row:
         dataset = self.dataset
         return Record(dataset.kind, dataset.name, self.name, asked, form=dataset.form, **fields)
 
-    # Pictures to draw.
+    # Images to draw.
 
     def _text_to_image(self) -> Draft:
         return self._drawn(self._record((self._text("caption"),)), "image", crop=True)
 
     def _plan(self) -> Draft:
-        """LOC coordinates are those of the picture padded to a square, so it is not cropped."""
+        """LOC coordinates are those of the image padded to a square, so it is not cropped."""
         feedback = self._texts("feedback")
         shown = self._encoded("feedback_images")
         if len(feedback) != len(shown):
@@ -129,9 +129,7 @@ class _Row:
         for contents in shown:
             image_files.read_bytes(contents)
         plan = "" if self.dataset.form == "no_plan" else self._text("loc")
-        record = self._record(
-            (self._text("caption"),), plan=plan, feedback=feedback, pictures=shown
-        )
+        record = self._record((self._text("caption"),), plan=plan, feedback=feedback, images=shown)
         if self.dataset.form == "plan_only" and not self._has("image"):
             return Draft(record)
         return self._drawn(record, "image", crop=False)
@@ -145,12 +143,12 @@ class _Row:
             (self._text("instruction"),),
             plan=plan,
             operation=operation,
-            pictures=encoded,
+            images=encoded,
             size=images.size_of(shown[0]),
             pixel_diff=self._number("pixel_diff"),
             boxes=self._boxes("edit_boxes"),
         )
-        made = Draft(record, sources=tuple(self._padded(picture) for picture in shown))
+        made = Draft(record, sources=tuple(self._padded(image) for image in shown))
         if self.dataset.form == "plan_only" and not self._has("target_image"):
             return made
         drawn = self._drawn(record, "target_image", crop=False)
@@ -164,12 +162,12 @@ class _Row:
         return self._edit(plan, OPERATIONS.get(operation, operation))
 
     def _drawn(self, record: Record, field: str, *, crop: bool) -> Draft:
-        """Adds the squares of the picture to draw, and what is told of it beside its caption."""
-        picture = image_files.read_bytes(self._one(field), f"its {field}")
-        width, height = size = images.size_of(picture)
+        """Adds the squares of the image to draw, and what is told of it beside its caption."""
+        image = image_files.read_bytes(self._one(field), f"its {field}")
+        width, height = size = images.size_of(image)
         if min(size) < self.dataset.min_size:
             raise LeftOut("min_size")
-        places, squares = [(0, 0)], [self._padded(picture)]
+        places, squares = [(0, 0)], [self._padded(image)]
         if crop:
             side = self.to.side
             left, top = (n - side for n in images.size_to_crop(size, side))
@@ -178,7 +176,7 @@ class _Row:
                 for _ in range(self.to.crops)
             ]
             squares = [
-                images.training_crop(picture, side, *place, self.to.factor) for place in places
+                images.training_crop(image, side, *place, self.to.factor) for place in places
             ]
         hps = self._number("hpsv2")
         record = dataclasses.replace(
@@ -190,8 +188,8 @@ class _Row:
         )
         return Draft(record, tuple(squares))
 
-    def _padded(self, picture: image_files.Picture) -> Square:
-        return images.source_view(picture, self.to.side, self.to.factor)
+    def _padded(self, image: image_files.Pixels) -> Square:
+        return images.source_view(image, self.to.side, self.to.factor)
 
     # Text and boxes.
 
@@ -200,13 +198,13 @@ class _Row:
         sizes = [images.size_of(image_files.read_bytes(contents)) for contents in shown]
         size = sizes[0] if sizes else (0, 0)
         asked, answered = self._turns()
-        # A conversation that does not say where its pictures stand begins with them.
+        # A conversation that does not say where its images stand begins with them.
         if shown and not any(chat.IMAGE in said for said in asked):
             asked = (" ".join([chat.IMAGE] * len(shown)) + "\n" + asked[0], *asked[1:])
         marks = sum(said.count(chat.IMAGE) for said in asked)
         if marks != len(shown):
-            raise RecordError(f"it speaks of {marks} pictures ({chat.IMAGE}) and has {len(shown)}")
-        return Draft(self._record(asked, answered=answered, pictures=shown, size=size))
+            raise RecordError(f"it speaks of {marks} images ({chat.IMAGE}) and has {len(shown)}")
+        return Draft(self._record(asked, answered=answered, images=shown, size=size))
 
     def _reflection(self) -> Draft:
         return self._seen((self._text("caption"),), answered=(self._text("answer"),))
@@ -228,17 +226,17 @@ class _Row:
         return self._seen((), phrases=phrases, boxes=boxes)
 
     def _seen(self, asked: tuple[str, ...], **fields) -> Draft:
-        """Returns the draft of a text about one picture."""
+        """Returns the draft of a text about one image."""
         contents = self._one("image")
         size = images.size_of(image_files.read_bytes(contents, "its image"))
         if "boxes" in fields:
             _check_inside(fields["boxes"], size)
-        return Draft(self._record(asked, pictures=(contents,), size=size, **fields))
+        return Draft(self._record(asked, images=(contents,), size=size, **fields))
 
     def _turns(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Returns what is asked and what is answered, of as many turns each."""
         if not self._has("conversations"):
-            return (self._plain("question", pictures=True),), (self._text("answer"),)
+            return (self._plain("question", with_images=True),), (self._text("answer"),)
         given, said = _listed(self.row["conversations"]), {"user": [], "assistant": []}
         for i, turn in enumerate(given):
             if not isinstance(turn, dict):
@@ -248,7 +246,7 @@ class _Row:
             if speaker != wanted:
                 raise RecordError(f"turn {i} of its conversations is not of the {wanted}")
             words = turn.get("value", turn.get("content"))
-            said[wanted].append(_checked_words(f"turn {i}", words, pictures=wanted == "user"))
+            said[wanted].append(_checked_words(f"turn {i}", words, with_images=wanted == "user"))
         if not given or len(given) % 2:
             raise RecordError("its conversations do not end with an answer")
         return tuple(said["user"]), tuple(said["assistant"])
@@ -261,8 +259,8 @@ class _Row:
     def _value(self, field: str) -> Any:
         return self.row.get(field, self.row.get(OTHER_NAMES.get(field, field)))
 
-    def _plain(self, field: str, *, pictures: bool = False) -> str:
-        return _checked_words(field, self._value(field), pictures=pictures)
+    def _plain(self, field: str, *, with_images: bool = False) -> str:
+        return _checked_words(field, self._value(field), with_images=with_images)
 
     def _text(self, field: str) -> str:
         return self._plain(field)
@@ -302,11 +300,11 @@ class _Row:
     def _one(self, field: str) -> bytes:
         first, *more = self._encoded(field, needed=True)
         if more:
-            raise RecordError(f"it has {1 + len(more)} pictures as {field}, where one is needed")
+            raise RecordError(f"it has {1 + len(more)} images as {field}, where one is needed")
         return first
 
     def _encoded(self, field: str, *, needed: bool = False) -> tuple[bytes, ...]:
-        """Returns the encoded pictures of a field, which names one or several."""
+        """Returns the encoded images of a field, which names one or several."""
         if not self._has(field):
             if needed:
                 raise RecordError(f"it has no {field}")
@@ -314,7 +312,7 @@ class _Row:
         value = self._value(field)
         value = _listed(value) if isinstance(value, str) else value
         return tuple(
-            self.reader.picture(one) for one in (value if isinstance(value, list) else [value])
+            self.reader.image(one) for one in (value if isinstance(value, list) else [value])
         )
 
 
@@ -328,11 +326,11 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _checked_words(field: str, value: Any, *, pictures: bool = False) -> str:
+def _checked_words(field: str, value: Any, *, with_images: bool = False) -> str:
     """Returns a text, unless it is empty or holds what the chat template is made of."""
     if not isinstance(value, str) or not value.strip():
         raise RecordError(f"it has no {field}" if value in (None, "") else f"{field} is {value!r}")
-    for token in (*chat.CONTROL, *(() if pictures else (chat.IMAGE,))):
+    for token in (*chat.CONTROL, *(() if with_images else (chat.IMAGE,))):
         if token in value:
             raise RecordError(f"{field} holds the control token {token}")
     return value
@@ -340,4 +338,4 @@ def _checked_words(field: str, value: Any, *, pictures: bool = False) -> str:
 
 def _check_inside(boxes: np.ndarray, size: images.Size) -> None:
     if (boxes < 0).any() or (boxes > np.array([*size, *size])).any():
-        raise RecordError(f"a box leaves the picture of {size[0]}x{size[1]} pixels")
+        raise RecordError(f"a box leaves the image of {size[0]}x{size[1]} pixels")

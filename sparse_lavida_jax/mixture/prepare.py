@@ -35,7 +35,7 @@ from jaxtyping import Int, UInt8
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import markdown
-from sparse_lavida_jax.data.image_files import PictureError
+from sparse_lavida_jax.data.image_files import ImageError
 from sparse_lavida_jax.mixture import ingest, recipe, records, tables
 from sparse_lavida_jax.mixture.ingest import Draft, LeftOut
 from sparse_lavida_jax.mixture.recipe import Dataset, PrepareError, Recipe
@@ -47,11 +47,11 @@ MOST_NAMED = 50  # bad records that the readable report names, of each dataset
 
 
 @runtime_checkable
-class PictureEncoder(Protocol):
+class ImageEncoder(Protocol):
     """The image tokenizer: pixels to codes.
 
     Attributes:
-        side: of the pictures it takes, in pixels.
+        side: of the images it takes, in pixels.
         factor: pixels a side of one code.
         codebook_size: codes are below it.
         digest: tells one tokenizer from another.
@@ -73,7 +73,7 @@ class PictureEncoder(Protocol):
 
 
 # Makes the tokenizer in the process that needs it.
-LoadEncoder = Callable[[], PictureEncoder]
+LoadEncoder = Callable[[], ImageEncoder]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Job:
     Attributes:
         folder: where everything goes.
         to: sizes, crops and seed.
-        batch: pictures that are encoded together.
+        batch: images that are encoded together.
         load_encoder: makes the image tokenizer.
     """
 
@@ -194,7 +194,7 @@ def _carry_out(mixture, job, encoder, shards, settings, on_progress) -> Summary:
 
 def _plan(
     mixture: Recipe, folder: pathlib.Path, settings: config.Config, load_encoder: LoadEncoder
-) -> tuple[Job, PictureEncoder, list[Shard]]:
+) -> tuple[Job, ImageEncoder, list[Shard]]:
     """Looks through the tables and divides their rows."""
     encoder = load_encoder()
     to = ingest.Settings(encoder.side, encoder.factor, settings.prepare.crops, settings.seed)
@@ -261,7 +261,7 @@ def finished(folder: pathlib.Path, shard: Shard) -> Outcome | None:
 # One shard.
 
 
-def make(job: Job, encoder: PictureEncoder, shard: Shard) -> Outcome:
+def make(job: Job, encoder: ImageEncoder, shard: Shard) -> Outcome:
     """Makes a shard and writes it, whole or not at all.
 
     Raises:
@@ -302,14 +302,14 @@ def _drafts(job: Job, shard: Shard, left_out, bad) -> Iterator[Draft]:
                 yield ingest.draft(row, name, number, copy, dataset, reader, job.to)
             except LeftOut as rule:
                 left_out[str(rule)] += 1
-            except (records.RecordError, PictureError) as error:
+            except (records.RecordError, ImageError) as error:
                 bad.append([name, str(error)])
 
 
 def _encoded(
-    drafts: Iterable[Draft], encoder: PictureEncoder, batch: int
+    drafts: Iterable[Draft], encoder: ImageEncoder, batch: int
 ) -> Iterator[records.Record]:
-    """Yields records in their order, encoding `batch` pictures at a time."""
+    """Yields records in their order, encoding `batch` images at a time."""
     waiting: list[Draft] = []
     squares: list[np.ndarray] = []
 
@@ -346,7 +346,7 @@ def _chained(first, rest) -> Iterator[records.Record]:
 
 
 def _outcomes(
-    job: Job, encoder: PictureEncoder, shards: list[Shard], settings: config.Prepare
+    job: Job, encoder: ImageEncoder, shards: list[Shard], settings: config.Prepare
 ) -> Generator[tuple[str, Outcome], None, None]:
     """Yields what became of shards as they are finished, in any order."""
     if settings.engine == "ray":
@@ -374,7 +374,7 @@ def _maker(job: Job, shards: list[Shard]) -> Callable[[int], dict[str, str]]:
     return made
 
 
-_worker: tuple[Job, PictureEncoder] | None = None
+_worker: tuple[Job, ImageEncoder] | None = None
 
 
 def _start_worker(job: Job) -> None:
@@ -511,7 +511,7 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def _index(mixture: Recipe, encoder: PictureEncoder, shards, done) -> dict[str, Any]:
+def _index(mixture: Recipe, encoder: ImageEncoder, shards, done) -> dict[str, Any]:
     datasets = []
     for dataset in mixture.datasets:
         pairs = _by_dataset(shards, done)[dataset.name]

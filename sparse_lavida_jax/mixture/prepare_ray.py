@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shards of a preparation over the machines of a Ray cluster, handed out by Ray Data.
 
-The tables, the pictures and the prepared folder have the same paths on all machines.
+The tables, the images and the prepared folder have the same paths on all machines.
 """
 
 from collections.abc import Callable, Iterator

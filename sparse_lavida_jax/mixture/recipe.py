@@ -22,7 +22,7 @@ KINDS = (
     "text_to_image", "plan", "edit", "edit_plan", "understanding", "reflection", "grounding",
     "dense_caption",
 )  # fmt: skip
-# What of a picture and its plan is learned: both, the plan, the picture.
+# What of an image and its plan is learned: both, the plan, the image.
 FORMS = ("", "plan_only", "no_plan")
 # Released preprocess functions, as the specification spells them, and what their records are.
 FUNCTIONS = {
@@ -66,9 +66,9 @@ class Dataset:
         sampling_strategy: all | first:N | end:N | random:N | dup:K; N may be a percentage.
         length_group: datasets whose sequences have about the same length share one.
         aes_cutoff: rows whose `fltLaionAesthScore` is lower are left out.
-        min_size: pixels; pictures to draw with a shorter side are left out.
-        image_root: folder, or tar file, in which the pictures are that a table names.
-        max_enc_images: rows with more pictures to edit are left out; 0: any number.
+        min_size: pixels; images to draw with a shorter side are left out.
+        image_root: folder, or tar file, in which the images are that a table names.
+        max_enc_images: rows with more images to edit are left out; 0: any number.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Dataset:
 
     @property
     def form(self) -> str:
-        """Which part of a planned picture is learned, one of `FORMS`."""
+        """Which part of a planned image is learned, one of `FORMS`."""
         return next((name for name, wanted in self.process_fn_kwargs.items() if wanted), "")
 
     @property

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One training sample as it lies on disk, and the ArrayRecord shards that hold many.
 
-A record has what training needs and no more: strings, the encoded pictures that the vision tower
-sees, and the codes of the pictures that are drawn or edited. It is a flat dict in msgpack, with
+A record has what training needs and no more: strings, the encoded images that the vision tower
+sees, and the codes of the images that are drawn or edited. It is a flat dict in msgpack, with
 its version in it. A shard is read by number, in any order.
 """
 
@@ -43,21 +43,21 @@ class Record:
         source: name of its dataset.
         name: the row it was made of, for people.
         asked: what the user says, one string a turn: a caption, an instruction, a phrase, or
-            questions, in which `<image>` stands for a picture.
+            questions, in which `<image>` stands for an image.
         answered: what the assistant answers to each; empty where `plan` and `target` are.
         plan: a layout in LOC tokens.
         operation: what an edit does, in the words of its plan: "adding", "removing", ...
-        form: "plan_only": the plan is all there is to learn; "no_plan": the picture is.
-        feedback: what is wrong with each of the earlier attempts that `pictures` shows.
-        pictures: encoded pictures for the vision tower, as they came.
-        target: codes of the picture to draw, in one crop or several.
-        crops: top and left of each crop, in pixels of the resized picture.
+        form: "plan_only": the plan is all there is to learn; "no_plan": the image is.
+        feedback: what is wrong with each of the earlier attempts that `images` shows.
+        images: encoded images for the vision tower, as they came.
+        target: codes of the image to draw, in one crop or several.
+        crops: top and left of each crop, in pixels of the resized image.
         light: luminance and contrast of each crop.
-        sources: codes of the pictures to be edited.
-        size: width and height of the picture to draw, or of the first one shown, in pixels.
-        score, hps, pixel_diff: of the picture to draw, where known (`chat.micro_condition`).
+        sources: codes of the images to be edited.
+        size: width and height of the image to draw, or of the first one shown, in pixels.
+        score, hps, pixel_diff: of the image to draw, where known (`chat.micro_condition`).
         phrases: what `boxes` are boxes of.
-        boxes: x1, y1, x2, y2 in pixels of a picture of `size`.
+        boxes: x1, y1, x2, y2 in pixels of an image of `size`.
     """
 
     kind: str
@@ -69,7 +69,7 @@ class Record:
     operation: str = ""
     form: str = ""
     feedback: tuple[str, ...] = ()
-    pictures: tuple[bytes, ...] = ()
+    images: tuple[bytes, ...] = ()
     target: Int[np.ndarray, "_k _y _x"] = dataclasses.field(default_factory=_no_codes)
     crops: Int[np.ndarray, "_k 2"] = dataclasses.field(
         default_factory=lambda: np.zeros((0, 2), np.int32)
@@ -89,7 +89,7 @@ class Record:
 
     @property
     def draws(self) -> bool:
-        """Whether a picture is to be learned."""
+        """Whether an image is to be learned."""
         return len(self.target) > 0 and self.form != "plan_only"
 
 
@@ -97,7 +97,8 @@ _DTYPES = {
     "target": np.int32, "sources": np.int32, "crops": np.int32, "light": np.float32,
     "boxes": np.float32,
 }  # fmt: skip
-_TUPLES = ("asked", "answered", "feedback", "pictures", "phrases", "size")
+_TUPLES = ("asked", "answered", "feedback", "images", "phrases", "size")
+_ON_DISK = {"images": "pictures"}  # the name that the first version gave it
 
 
 def encode(record: Record) -> bytes:
@@ -109,7 +110,7 @@ def encode(record: Record) -> bytes:
             value = np.ascontiguousarray(value, _DTYPES[field.name])
         elif field.name in _TUPLES:
             value = list(value)
-        flat[field.name] = value
+        flat[_ON_DISK.get(field.name, field.name)] = value
     return flax.serialization.msgpack_serialize(flat)
 
 
@@ -129,9 +130,10 @@ def decode(data: bytes) -> Record:
             f"it is a record of version {version}, and this program reads version {VERSION}:"
             " prepare the data again"
         )
-    names = {field.name for field in dataclasses.fields(Record)}
+    names = {_ON_DISK.get(field.name, field.name) for field in dataclasses.fields(Record)}
     if set(flat) != names:
         raise RecordError(f"it has the fields {sorted(flat)}, not {sorted(names)}")
+    flat |= {ours: flat.pop(theirs) for ours, theirs in _ON_DISK.items()}
     flat |= {name: tuple(flat[name]) for name in _TUPLES}
     return Record(**flat)
 

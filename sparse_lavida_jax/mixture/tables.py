@@ -2,7 +2,7 @@
 """Tables that people have: Parquet, JSON lines, JSON, CSV, and tar files of samples.
 
 A table says where its rows are, and is small enough to send to a worker; a `Reader` holds the
-files open and returns rows and pictures. A sample of a tar file is what shares a name up to the
+files open and returns rows and images. A sample of a tar file is what shares a name up to the
 first dot: `7.json` its fields, `7.txt` its caption, `7.jpg` its `image`, `7.source_images.png` its
 `source_images`.
 """
@@ -28,8 +28,8 @@ from sparse_lavida_jax.mixture.records import RecordError
 
 Row = dict[str, Any]
 
-MOST_BYTES = 2**27  # of one row or picture; more is taken for damage
-PICTURE_SUFFIXES = ("png", "jpg", "jpeg", "webp")
+MOST_BYTES = 2**27  # of one row or image; more is taken for damage
+IMAGE_SUFFIXES = ("png", "jpg", "jpeg", "webp")
 FORMATS = {
     ".parquet": "parquet", ".jsonl": "jsonl", ".json": "json", ".csv": "csv", ".tar": "tar"
 }  # fmt: skip
@@ -193,10 +193,10 @@ def _tar_samples(path: pathlib.Path) -> tuple[dict[str, Span], ...]:
 
 
 class Reader:
-    """Reads rows and pictures, and keeps the files open that it read from.
+    """Reads rows and images, and keeps the files open that it read from.
 
     Args:
-        image_root: folder, or tar file, of the pictures that rows name; "": where they say.
+        image_root: folder, or tar file, of the images that rows name; "": where they say.
         columns: of a Parquet file, the ones to read; none: all.
     """
 
@@ -247,8 +247,8 @@ class Reader:
             )
         return {name: cell for name, cell in zip(table.header, cells, strict=True) if cell != ""}
 
-    def picture(self, value: Any) -> bytes:
-        """Returns an encoded picture: its bytes, or what lies under the name given.
+    def image(self, value: Any) -> bytes:
+        """Returns an encoded image: its bytes, or what lies under the name given.
 
         Raises:
             RecordError: there is none.
@@ -260,21 +260,21 @@ class Reader:
         if isinstance(value, bytes):
             return value
         if not isinstance(value, str) or not value:
-            raise RecordError(f"{value!r} is neither a picture nor the name of one")
+            raise RecordError(f"{value!r} is neither an image nor the name of one")
         if "://" in value:
-            raise RecordError(f"the picture {value} is not on this machine: download it first")
+            raise RecordError(f"the image {value} is not on this machine: download it first")
         if self._root.endswith(".tar"):
             return self._member(value)
         inside = os.path.normpath(value)
         if self._root and (os.path.isabs(inside) or inside.split(os.sep)[0] == os.pardir):
-            raise RecordError(f"the picture {value} lies outside image_root")
+            raise RecordError(f"the image {value} lies outside image_root")
         path = pathlib.Path(self._root, inside)
         try:
             if path.stat().st_size > MOST_BYTES:
-                raise RecordError(f"the picture {value} is larger than {MOST_BYTES} bytes")
+                raise RecordError(f"the image {value} is larger than {MOST_BYTES} bytes")
             return path.read_bytes()
         except OSError as error:
-            raise RecordError(f"the picture {value} cannot be read: {error.strerror}") from error
+            raise RecordError(f"the image {value} cannot be read: {error.strerror}") from error
 
     def _parquet_row(self, path: pathlib.Path, number: int) -> Row:
         file = self._parquet_files.get(path)
@@ -305,7 +305,7 @@ class Reader:
             elif suffix == "txt":
                 text = self._read(table.path, span).decode("utf-8", "replace")
                 row[name or "caption"] = text.strip()
-            elif suffix in PICTURE_SUFFIXES:
+            elif suffix in IMAGE_SUFFIXES:
                 row[name or "image"] = self._read(table.path, span)
         return row
 
@@ -320,7 +320,7 @@ class Reader:
                 }
         span = self._members.get(name.removeprefix("./"))
         if span is None:
-            raise RecordError(f"there is no picture {name} in {root}")
+            raise RecordError(f"there is no image {name} in {root}")
         return self._read(root, span)
 
     def _read(self, path: pathlib.Path, span: Span) -> bytes:

@@ -13,7 +13,7 @@ from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.scenes import digits, world
 
 
-class PictureCodec:
+class ImageCodec:
     """The image tokenizer of a checkpoint: pixels to cells of codes and back.
 
     Args:
@@ -29,13 +29,13 @@ class PictureCodec:
         self.side = model.codes_side
         self.grid_size = model.grid_size
         is_grey = name_or_folder in (None, "grey")
-        self.vq, self.folder, self.picture_size = None, None, digits.PICTURE_SIZE
-        self.factor = digits.PICTURE_SIZE // digits.SIDE  # pixels a side of a code
+        self.vq, self.folder, self.image_size = None, None, digits.IMAGE_SIZE
+        self.factor = digits.IMAGE_SIZE // digits.SIDE  # pixels a side of a code
         self._decoders: dict[str, vq.VQModel] = {}  # by dtype
         codes, levels = digits.SIDE, digits.LEVELS
         if not is_grey:
             self.vq, settings = vq.load(name_or_folder)
-            self.folder, self.picture_size = vq.find(name_or_folder), settings.image_size
+            self.folder, self.image_size = vq.find(name_or_folder), settings.image_size
             self.factor = settings.factor
             codes, levels = settings.image_size // settings.factor, settings.codebook_size
         wanted = self.grid_size * self.side
@@ -48,19 +48,19 @@ class PictureCodec:
             )
 
     def encode(self, pixels: UInt8[np.ndarray, "b h w 3"]) -> Int[np.ndarray, "b l g"]:
-        """Returns the cells of pictures, raster order, each encoded alone."""
+        """Returns the cells of images, raster order, each encoded alone."""
         if self.vq is None:
-            return np.stack([digits.read(picture) for picture in pixels])
-        codes = vq.encode_pictures(self.vq, pixels, batch=1)
+            return np.stack([digits.read(image) for image in pixels])
+        codes = vq.encode_images(self.vq, pixels, batch=1)
         return np.asarray(layout.cells_from_codes(codes, self.side))
 
     def decode(
         self, cells: Int[np.ndarray, "b l g"], rows: int | None = None, dtype: str = "float32"
     ) -> UInt8[np.ndarray, "b h w 3"]:
-        """Returns the pictures of cells, each decoded alone: its pixels depend on nothing else.
+        """Returns the images of cells, each decoded alone: its pixels depend on nothing else.
 
         Args:
-            rows: cells from top to bottom; by default those of the largest picture.
+            rows: cells from top to bottom; by default those of the largest image.
             dtype: of the decoder (`vq.for_decoding`).
         """
         if self.vq is None:
@@ -81,10 +81,10 @@ class PictureCodec:
         return cells[:, 2 * world.GRID + 3]
 
 
-class PictureEncoder:
+class ImageEncoder:
     """The image tokenizer as `prepare` uses it: squares of pixels to codes.
 
-    Its parameters are read when the first picture is encoded, in the process that does it.
+    Its parameters are read when the first image is encoded, in the process that does it.
 
     Args:
         name_or_folder: a bundled VQ, a folder with one, or a model folder or run directory with
@@ -120,5 +120,5 @@ class PictureEncoder:
         return vq.load(self.folder)[0]
 
     def encode(self, pixels: UInt8[np.ndarray, "n side side 3"]) -> Int[np.ndarray, "n y x"]:
-        """Returns the codes of pictures, encoded together."""
-        return vq.encode_pictures(self._model, pixels, batch=len(pixels))
+        """Returns the codes of images, encoded together."""
+        return vq.encode_images(self._model, pixels, batch=len(pixels))

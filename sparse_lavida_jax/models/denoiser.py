@@ -141,7 +141,7 @@ class Denoiser(nnx.Module):
         return self.image_embedding(codes, jnp.dtype("float32"))[0, 0]
 
     def see(self, pixels: SeenBatch) -> Float[Array, "b v e"]:
-        """Returns the vision features of each row: of one picture, or of n views of its pictures.
+        """Returns the vision features of each row: of one image, or of n views of its images.
 
         The features of the views stand one behind the other; a newline feature, where the model
         has one, comes last. Pixels are bytes, or numbers in [-1, 1].

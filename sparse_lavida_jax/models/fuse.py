@@ -175,18 +175,18 @@ def for_inference(
     Args:
         model: unfused; of arrays, or of shapes inside `jax.eval_shape`. Adapters are merged
             before (`lora.merged`).
-        task: "image" draws pictures and leaves out what only text reads, "text" writes text to
-            text and pictures seen, and leaves out what only generated pictures read.
+        task: "image" draws images and leaves out what only text reads, "text" writes text to
+            text and images seen, and leaves out what only generated images read.
         by_layer: whether every layer has arrays of its own; by default on GPUs.
 
     Raises:
         ValueError: the model is fused or quantised already, has adapters, or is to draw and knows
-            no pictures.
+            no images.
     """
     if isinstance(model, FusedDenoiser):
         raise ValueError(f"the parameters are fused already, for the task {model.task!r}.")
     if task == "image" and model.settings.understanding_only:
-        raise ValueError("a model of text alone draws no pictures: use task='text'.")
+        raise ValueError("a model of text alone draws no images: use task='text'.")
     if by_layer is None:
         by_layer = jax.default_backend() == "gpu"
     without = ("generation",) if task == "text" else ()

@@ -18,7 +18,7 @@ LAYER_NORM_EPS = 1e-6
 
 
 class VisionEncoder(nnx.Module):
-    """A picture as vision tokens of width `out_width`, row by row."""
+    """An image as vision tokens of width `out_width`, row by row."""
 
     def __init__(self, settings: config.Vision, out_width: int, *, rngs: nnx.Rngs):
         side = settings.image_size // settings.patch_size
@@ -31,15 +31,15 @@ class VisionEncoder(nnx.Module):
     def __call__(
         self, pixels: UInt8[AnyArray, "b h w 3"] | Float[AnyArray, "b h w 3"]
     ) -> Float[Array, "b v e"]:
-        """Returns the features of pictures in bytes, or in numbers in [-1, 1].
+        """Returns the features of images in bytes, or in numbers in [-1, 1].
 
         Raises:
-            ValueError: the pictures are not of the size that the tower has positions for.
+            ValueError: the images are not of the size that the tower has positions for.
         """
         height, width = pixels.shape[1:3]
         if (height, width) != (self.image_size, self.image_size):
             raise ValueError(
-                f"The vision tower was given pictures of {height}x{width} pixels;"
+                f"The vision tower was given images of {height}x{width} pixels;"
                 f" it takes {self.image_size}x{self.image_size}. Resize or pad them first."
             )
         if pixels.dtype == jnp.uint8:
@@ -68,7 +68,7 @@ class Tower(nnx.Module):
             self.post_norm = nnx.LayerNorm(settings.width, epsilon=LAYER_NORM_EPS, rngs=rngs)
 
     def __call__(self, pixels: Float[Array, "b h w 3"]) -> Float[Array, "b s e"]:
-        """Returns the patches of pictures in [-1, 1]."""
+        """Returns the patches of images in [-1, 1]."""
         patches = self.patch_embedding(pixels)
         x = einops.rearrange(patches, "b y x e -> b (y x) e") + self.position_embedding[None]
         return jax.lax.scan(lambda x, layer: (layer(x), None), x, self.layers)[0]

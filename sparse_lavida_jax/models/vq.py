@@ -2,7 +2,7 @@
 """The image tokenizer: convolutional encoder, codebook, decoder (spec Sec. 3).
 
 Of the family that the release uses (diffusers' `VQModel`), from its padding to its names, so that
-released weights fit. Pictures are [b h w 3] in [0, 1]; a code stands for `factor` x `factor`
+released weights fit. Images are [b h w 3] in [0, 1]; a code stands for `factor` x `factor`
 pixels.
 """
 
@@ -32,7 +32,7 @@ class VQError(config.ConfigError):
 
 
 class VQModel(nnx.Module):
-    """A picture as codes, and back."""
+    """An image as codes, and back."""
 
     def __init__(self, settings: config.VQ, *, rngs: nnx.Rngs):
         latent = settings.latent_channels
@@ -46,15 +46,15 @@ class VQModel(nnx.Module):
         self.settings = settings
 
     def encode(self, pixels: Float[Array, "b h w 3"]) -> Int[Array, "b y x"]:
-        """Returns the codes of pictures in [0, 1].
+        """Returns the codes of images in [0, 1].
 
         Raises:
-            ValueError: a side of the pictures is no multiple of the downsampling factor.
+            ValueError: a side of the images is no multiple of the downsampling factor.
         """
         return self.nearest(self.latents(pixels))
 
     def decode(self, codes: Int[Array, "b y x"]) -> Float[Array, "b h w 3"]:
-        """Returns the pictures of codes, clipped to [0, 1]."""
+        """Returns the images of codes, clipped to [0, 1]."""
         return jnp.clip(self.decode_latents(self.codebook[codes]), 0, 1)
 
     def loss(
@@ -78,7 +78,7 @@ class VQModel(nnx.Module):
         height, width, factor = *pixels.shape[1:3], self.settings.factor
         if height % factor or width % factor:
             raise ValueError(
-                f"The image tokenizer was given pictures of {height}x{width} pixels; both sides"
+                f"The image tokenizer was given images of {height}x{width} pixels; both sides"
                 f" must be multiples of {factor}. Resize or crop them first."
             )
         return self.quant_conv(self.encoder(pixels))
@@ -92,7 +92,7 @@ class VQModel(nnx.Module):
         return jnp.argmin(distance, axis=-1)
 
     def decode_latents(self, latents: Float[Array, "b y x d"]) -> Float[Array, "b h w 3"]:
-        """Returns pictures, not yet clipped."""
+        """Returns images, not yet clipped."""
         return self.decoder(self.post_quant_conv(latents))
 
 
@@ -218,7 +218,7 @@ class Resnet(nnx.Module):
 
 
 class SpatialAttention(nnx.Module):
-    """One head of attention over all positions of a picture, softmax in float32."""
+    """One head of attention over all positions of an image, softmax in float32."""
 
     def __init__(self, settings: config.VQ, channels: int, *, rngs: nnx.Rngs):
         self.norm = Norm(settings, channels)
@@ -236,7 +236,7 @@ class SpatialAttention(nnx.Module):
 
 
 class Norm(nnx.Module):
-    """Group norm in float32, epsilon 1e-6, over the picture; `norm="pixel"`: at each position."""
+    """Group norm in float32, epsilon 1e-6, over the image; `norm="pixel"`: at each position."""
 
     def __init__(self, settings: config.VQ, channels: int):
         self.scale = nnx.Param(jnp.ones(channels))
@@ -276,10 +276,10 @@ def to_float(
     return jnp.asarray(pixels, jnp.float32) / 255
 
 
-def encode_pictures(
+def encode_images(
     model: VQModel, pixels: UInt8[np.ndarray, "n h w 3"], batch: int = 64
 ) -> Int[np.ndarray, "n y x"]:
-    """Returns the codes of any number of pictures, `batch` at a time, from host to host."""
+    """Returns the codes of any number of images, `batch` at a time, from host to host."""
     return _in_batches(_encode, model, pixels, batch)
 
 
@@ -300,7 +300,7 @@ def for_decoding(model: VQModel, dtype: str) -> VQModel:
 def decode_codes(
     model: VQModel, codes: Int[np.ndarray, "n y x"], batch: int = 64
 ) -> UInt8[np.ndarray, "n h w 3"]:
-    """Returns the pictures of any number of code grids, `batch` at a time, from host to host.
+    """Returns the images of any number of code grids, `batch` at a time, from host to host.
 
     Raises:
         ValueError: a code is not in the codebook.

@@ -23,13 +23,13 @@ def changed(
     """Returns settings with what is given put in; None leaves a checkpoint's own.
 
     Args:
-        draws: whether the task makes a picture; steps, temperature and sampler are then those of
-            the picture, otherwise those of the text.
-        steps: of a picture, or of a text block.
+        draws: whether the task makes an image; steps, temperature and sampler are then those of
+            the image, otherwise those of the text.
+        steps: of an image, or of a text block.
         sampler: a preset.
         registers: the first and the last number of them; the last -1: they do not fall.
         quantize: matrices in 8 bits.
-        vq_dtype: of the decoder of pictures.
+        vq_dtype: of the decoder of images.
 
     Raises:
         ConfigError: one is out of range.

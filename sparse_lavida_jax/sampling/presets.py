@@ -171,7 +171,7 @@ class StepSettings:
 
 
 def guidance_of(sampling: config.Sampling, *, has_source: bool) -> float:
-    """Returns the guidance scale of a picture; `has_source`: of an edit."""
+    """Returns the guidance scale of an image; `has_source`: of an edit."""
     of_edits = has_source and sampling.guidance_edit >= 0
     return sampling.guidance_edit if of_edits else sampling.guidance
 
@@ -241,7 +241,7 @@ def plan(
         given: known tokens of each response.
         text_block_len: tokens of a text block; of text only.
         seeds: of the rows, for `sampling.order_seed` -1.
-        grid: rows and columns of cells of a picture; by default the model's largest.
+        grid: rows and columns of cells of an image; by default the model's largest.
 
     Raises:
         ConfigError: an order that the preset or the response cannot follow.
@@ -255,7 +255,7 @@ def plan(
     grid = grid or (model.grid_size, model.grid_size)
     segments = _image_segments(sampling, settings.preset, model, given, seeds, grid)
     # What changes from step to step changes over the steps that there are, if some are merged: of a
-    # picture without given cells, or a row would depend on what the others have given.
+    # image without given cells, or a row would depend on what the others have given.
     steps = sampling.num_steps
     if sampling.merge_cells:
         whole = orders.counts(sampling.schedule, steps, given.shape[1], sampling.shift)

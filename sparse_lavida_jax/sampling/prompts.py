@@ -23,7 +23,7 @@ from sparse_lavida_jax.layout import (
     Views,
     make_layout,
     prompt_row,
-    stack_pictures,
+    stack_images,
     stack_views,
     stacked_features,
 )
@@ -49,8 +49,8 @@ class Request:
         parts: the sequence; its `Response` says how many tokens to decode.
         tokens: the response's known tokens [l g]; what `given` does not mark is ignored.
         given: which response tokens are known.
-        pixels: the picture that a `Vision` part stands for, or the views of each of several
-            pictures (`data.images`).
+        pixels: the image that a `Vision` part stands for, or the views of each of several
+            images (`data.images`).
         seed: all randomness of this row.
         temperature, guidance, guidance_image: of this row; None: those of the settings.
     """
@@ -71,7 +71,7 @@ class Prompt:
 
     Attributes:
         understanding, generation: prompt and given tokens, with tags; None where there are none.
-        pixels: pictures of each request for the vision tower, or None.
+        pixels: images of each request for the vision tower, or None.
         response_position: position of the first response token.
         length: L, where register positions start.
     """
@@ -184,7 +184,7 @@ def parted(prompt: Prompt, guidance_rows: int, *, keeping: bool) -> list[PromptP
     shapes = guidance_shapes(prompt, guidance_rows)
     seen = (prompt.understanding.index >= 0).any(axis=1).reshape(guidance_rows, b)
     cells = _lengths(prompt, guidance_rows)[1].any(axis=1)
-    own = np.asarray(seen.any(axis=1) | cells)  # of their pictures or cells
+    own = np.asarray(seen.any(axis=1) | cells)  # of their images or cells
     own[-1] = True  # nothing is dropped
     parts: list[PromptPart] = []
     for (shape, keeps), numbers in itertools.groupby(
@@ -215,7 +215,7 @@ def _lengths(prompt: Prompt, guidance_rows: int) -> list[Int[np.ndarray, "r b"]]
 def cut_rows(prompt: Prompt, requests: int, rows: range, shape: tuple[int, int]) -> Prompt:
     """Returns some rows of a batch of `requests` with streams of these lengths."""
     start, end = rows.start, rows.stop
-    # Pictures are numbered by request: a part that sees them holds whole guidance rows.
+    # Images are numbered by request: a part that sees them holds whole guidance rows.
     assert not (end - start) % requests or not shape[1]
 
     def cut(stream: Stream | None, length: int) -> Stream | None:
@@ -251,17 +251,17 @@ def _drops(guidance_rows: int, edit_guidance: str) -> list[dict[str, bool]]:
     return [dropped, *second, {}] if guidance_rows > 1 else [{}]
 
 
-def _see(pictures, rows: list[tuple[Request, PromptRow]], vision: config.Vision):
+def _see(images, rows: list[tuple[Request, PromptRow]], vision: config.Vision):
     """Stacks what the vision tower is shown; numbers the features as `Denoiser.see` does.
 
-    Guidance rows of a request share its pictures.
+    Guidance rows of a request share its images.
 
-    A request with views of its pictures makes views of all: one plain picture is one view.
+    A request with views of its images makes views of all: one plain image is one view.
     """
-    seen = [() if p is None else p if isinstance(p, tuple) else (p[None],) for p in pictures]
+    seen = [() if p is None else p if isinstance(p, tuple) else (p[None],) for p in images]
     pixels = stack_views(seen)
-    if pixels is None or not any(isinstance(picture, tuple) for picture in pictures):
-        return stack_pictures(pictures), rows
+    if pixels is None or not any(isinstance(image, tuple) for image in images):
+        return stack_images(images), rows
     numbered = [
         (request, dataclasses.replace(row, feature=stacked_features(
             row.feature,

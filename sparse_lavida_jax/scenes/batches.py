@@ -40,7 +40,7 @@ GROUPS = {
     "draw": ("draw", "digit"),
     "edit": ("edit", "inpaint", "outpaint"),
 }
-PICTURE_GROUPS = {"draw", "edit"}  # whose responses are pictures
+IMAGE_GROUPS = {"draw", "edit"}  # whose responses are images
 LENGTH_PROBE = 512  # examples whose lengths decide the static shape of a group
 MOST_ATTEMPTS = 64  # to draw an example, or a batch, that fits its shape
 LENGTH_MULTIPLE = 8  # tokens; a shape is rounded up to this
@@ -214,7 +214,7 @@ class GroupedBatches:
     def _check_something_to_learn(self) -> None:
         if self.settings.diffusion.text_loss:
             return
-        if mute := sorted(set(self.groups) - PICTURE_GROUPS):
+        if mute := sorted(set(self.groups) - IMAGE_GROUPS):
             tasks_of = ", ".join(task for group in mute for task in self.groups[group])
             raise config.ConfigError(
                 f"Diffusion.text_loss=False leaves the tasks {tasks_of} nothing to learn: leave"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Handwritten digits, a small real data set: scikit-learn's, 8x8 cells of 17 grey levels.
 
-The grey levels are the codes of a picture, so that no image tokenizer is needed. The judge of what
-was drawn is the nearest neighbour among the training pictures.
+The grey levels are the codes of an image, so that no image tokenizer is needed. The judge of what
+was drawn is the nearest neighbour among the training images.
 """
 
 import dataclasses
@@ -18,11 +18,11 @@ from sparse_lavida_jax.scenes.scoring import Score
 SIDE = 8  # cells
 LEVELS = 17  # 0 is paper, 16 is ink
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-PICTURE_SIZE = 64  # pixels a side, unless a caller asks for another
+IMAGE_SIZE = 64  # pixels a side, unless a caller asks for another
 SPLITS = ("train", "test")
-EVERY = 5  # each fifth picture is in the test split; writers mix in both
-# Squared error of a cell, in levels, beyond which a picture is no digit. Ours: a test picture is at
-# most 13.9 from the nearest training picture, noise is 40 and more.
+EVERY = 5  # each fifth image is in the test split; writers mix in both
+# Squared error of a cell, in levels, beyond which an image is no digit. Ours: a test image is at
+# most 13.9 from the nearest training image, noise is 40 and more.
 FARTHEST = 14.0
 
 
@@ -41,11 +41,11 @@ def prompt_of(digit: int) -> str:
 
 
 def sample(seed: int, index: int, split: str = "train") -> Sample:
-    """Returns example number `index` of an endless random sequence of pictures.
+    """Returns example number `index` of an endless random sequence of images.
 
     Raises:
         ValueError: an unknown split, or a negative seed or index.
-        ModuleNotFoundError: scikit-learn, which brings the pictures, is not installed.
+        ModuleNotFoundError: scikit-learn, which brings the images, is not installed.
     """
     if seed < 0 or index < 0:
         raise ValueError(f"seed and index must be 0 or more, got {seed=}, {index=}.")
@@ -75,8 +75,8 @@ def load(split: str) -> tuple[Int[np.ndarray, "n l"], Int[np.ndarray, " n"]]:
     return codes, labels
 
 
-def render(codes: Int[np.ndarray, "..."], size: int = PICTURE_SIZE) -> UInt8[np.ndarray, "h w 3"]:
-    """Draws 64 grey levels as a picture, dark ink on white paper, `size` pixels a side.
+def render(codes: Int[np.ndarray, "..."], size: int = IMAGE_SIZE) -> UInt8[np.ndarray, "h w 3"]:
+    """Draws 64 grey levels as an image, dark ink on white paper, `size` pixels a side.
 
     Raises:
         ValueError: `size` is no multiple of 8, or there are not 64 levels of 0..16.
@@ -92,7 +92,7 @@ def render(codes: Int[np.ndarray, "..."], size: int = PICTURE_SIZE) -> UInt8[np.
 
 
 def read(pixels: UInt8[np.ndarray, "h w 3"]) -> Int[np.ndarray, "l 1"]:
-    """Returns the grey levels of a picture: the mean of each cell, rounded."""
+    """Returns the grey levels of an image: the mean of each cell, rounded."""
     cell_size = _cell_size(*pixels.shape[:2])
     grey = einops.reduce(
         pixels.astype(np.float32), "(y h) (x w) c -> (y x) 1", "mean", h=cell_size, w=cell_size
@@ -101,7 +101,7 @@ def read(pixels: UInt8[np.ndarray, "h w 3"]) -> Int[np.ndarray, "l 1"]:
 
 
 def classify(codes: Int[np.ndarray, "..."]) -> tuple[int, float]:
-    """Returns the digit of the nearest training picture and the squared distance to it, a cell."""
+    """Returns the digit of the nearest training image and the squared distance to it, a cell."""
     known, labels = load("train")
     errors = np.square(known - codes.reshape(-1)).mean(axis=1)
     nearest = int(np.argmin(errors))
@@ -121,7 +121,7 @@ def score(sample: Sample, pixels: UInt8[np.ndarray, "h w 3"]) -> Score:
 def _cell_size(height: int, width: int) -> int:
     if height != width or height % SIDE or height == 0:
         raise ValueError(
-            f"a picture of a digit is square and its side a multiple of {SIDE} pixels; this one"
-            f" is {height}x{width}. Choose {PICTURE_SIZE}."
+            f"an image of a digit is square and its side a multiple of {SIDE} pixels; this one"
+            f" is {height}x{width}. Choose {IMAGE_SIZE}."
         )
     return height // SIDE

@@ -21,7 +21,7 @@ CORNERS = {
     "bottom right": GRID**2 - 1,
 }
 DIRECTIONS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}  # rows, columns
-LOCATIONS = 25  # LOC tokens: the edges of a picture cut into 24 strips each way
+LOCATIONS = 25  # LOC tokens: the edges of an image cut into 24 strips each way
 STRIPS = (LOCATIONS - 1) // GRID  # LOC steps a cell
 
 Box = tuple[int, int, int, int]  # x1, y1, x2, y2 in LOC steps
@@ -79,7 +79,7 @@ _PHRASE = rf"(?:({'|'.join(SIZES)}) )?(?:({'|'.join(COLOURS)}) )?({'|'.join(SHAP
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What a picture must hold and nothing else: so many of each phrase, perhaps in a relation."""
+    """What an image must hold and nothing else: so many of each phrase, perhaps in a relation."""
 
     items: tuple[tuple[int, Phrase], ...]
     relation: str | None = None  # of the first item to the second
@@ -214,7 +214,7 @@ def parse_box(text: str) -> Box:
         raise GrammarError(f"'{text}' is not a box of four LOC tokens")
     x1, y1, x2, y2 = map(int, match.groups())
     if not (x1 < x2 < LOCATIONS and y1 < y2 < LOCATIONS):
-        raise GrammarError(f"'{text}' is a box without an area inside the picture")
+        raise GrammarError(f"'{text}' is a box without an area inside the image")
     return x1, y1, x2, y2
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Examples whose response is a picture, and of the layouts that come before one.
+"""Examples whose response is an image, and of the layouts that come before one.
 
 Every maker takes dice and returns one example, or `None` when the dice fell badly: `tasks.sample`
 then calls it again, and fills in `task` and `held_out`.
@@ -38,10 +38,10 @@ class Sample:
 
     task: str
     prompt: str
-    picture: Scene | None = None  # what the model is shown
+    image: Scene | None = None  # what the model is shown
     answer: str | None = None  # a right response of a text task
-    target: Scene | None = None  # a right response of a picture task
-    plan: str | None = None  # the layout of `target`, of a picture task
+    target: Scene | None = None  # a right response of an image task
+    plan: str | None = None  # the layout of `target`, of an image task
     known: tuple[bool, ...] | None = None  # cells of `target` that are given, in raster order
     given: tuple[tuple[int, int], ...] = ()  # character spans of `answer` that are given
     column: str | None = None  # which of `COLUMNS`, of a task that draws or plans a request
@@ -166,7 +166,7 @@ def _change(
 
 def edit_plan(dice: Dice) -> Sample | None:
     edited = edit(dice)
-    return edited and Sample("", edited.prompt, edited.picture, answer=edited.plan)
+    return edited and Sample("", edited.prompt, edited.image, answer=edited.plan)
 
 
 def inpaint(dice: Dice) -> Sample | None:
@@ -192,7 +192,7 @@ def _box(rectangle: list[int]) -> Box:
 
 
 def _complete(dice: Dice, instruction: str, known: set[int]) -> Sample | None:
-    """Makes the task of finishing a requested picture of which some cells are known."""
+    """Makes the task of finishing a requested image of which some cells are known."""
     drawn = draw(dice)
     whole = drawn.target
     assert whole is not None and drawn.plan is not None

@@ -17,7 +17,7 @@ from sparse_lavida_jax.data.templates import RequestError, Template, check_conte
 from sparse_lavida_jax.scenes import rules, world
 from sparse_lavida_jax.scenes.grammar import LOCATIONS, GrammarError, box_text, cell_box, parse_box
 
-Picture = UInt8[np.ndarray, "_h _w 3"]
+Pixels = UInt8[np.ndarray, "_h _w 3"]
 Box = tuple[int | float, int | float, int | float, int | float]  # x1, y1, x2, y2 in pixels
 Grid = Bool[np.ndarray, "y x"]
 
@@ -39,7 +39,7 @@ class ScenePrompts:
     """The prompts of the small world, and of digits.
 
     Attributes:
-        encoder: turns words, pictures and codes into examples.
+        encoder: turns words, images and codes into examples.
     """
 
     encoder: Encoder
@@ -60,7 +60,7 @@ class ScenePrompts:
             )
 
     def lays_out(self, task: str) -> bool:
-        """Whether a picture of this task is laid out in text first."""
+        """Whether an image of this task is laid out in text first."""
         wanted = {"generate": "plan", "edit": "edit_plan"}.get(task, "fill_plan")
         return wanted in self.encoder.data.tasks
 
@@ -76,13 +76,13 @@ class ScenePrompts:
     def text_block_len(self) -> int:
         return self.encoder.data.text_block_len
 
-    # Pictures.
+    # Images.
 
-    def canvas(self, picture: Picture, side: int) -> UInt8[np.ndarray, "side side 3"]:
-        """Returns a picture at the size of those the model draws."""
-        return resize(picture, (side, side))
+    def canvas(self, image: Pixels, side: int) -> UInt8[np.ndarray, "side side 3"]:
+        """Returns an image at the size of those the model draws."""
+        return resize(image, (side, side))
 
-    def erased(self, canvas: Picture, known: Grid) -> Picture:
+    def erased(self, canvas: Pixels, known: Grid) -> Pixels:
         """Returns a canvas with the cells that are not known left empty."""
         sides = canvas.shape[0] // known.shape[0], canvas.shape[1] // known.shape[1]
         keep = known.repeat(sides[0], axis=0).repeat(sides[1], axis=1)
@@ -94,24 +94,24 @@ class ScenePrompts:
         codes: Int[np.ndarray, "l g"],
         *,
         plan: str | None = None,
-        attempts: Sequence[tuple[Picture, str]] = (),
+        attempts: Sequence[tuple[Pixels, str]] = (),
     ) -> Example:
-        """Returns what draws a picture; there are no words here for earlier `attempts`."""
+        """Returns what draws an image; there are no words here for earlier `attempts`."""
         return self._fits(prompt, self.encoder.image_example(prompt, codes, plan=plan))
 
     def edit(
         self,
         instruction: str,
         codes: Int[np.ndarray, "l g"],
-        picture: Picture,
+        image: Pixels,
         *,
         plan: str | None = None,
     ) -> Example:
-        """Returns what changes a picture of these codes as told."""
-        return self.fill(instruction, codes, picture, None, plan=plan)
+        """Returns what changes an image of these codes as told."""
+        return self.fill(instruction, codes, image, None, plan=plan)
 
     def fill_words(self, task: str, prompt: str, known: Grid) -> str:
-        """Returns what asks to inpaint (the hole) or outpaint (the known rectangle) a picture."""
+        """Returns what asks to inpaint (the hole) or outpaint (the known rectangle) an image."""
         word, cells = ("fill", ~known) if task == "inpaint" else ("extend", known)
         rows, columns = np.nonzero(cells)
         (first, last) = (
@@ -124,53 +124,51 @@ class ScenePrompts:
         self,
         instruction: str,
         codes: Int[np.ndarray, "l g"],
-        picture: Picture,
+        image: Pixels,
         known: Grid | None,
         *,
         plan: str | None = None,
     ) -> Example:
-        """Returns what draws the cells of a picture that are not known."""
+        """Returns what draws the cells of an image that are not known."""
         example = self.encoder.image_example(
-            instruction, codes, plan=plan, picture=self._seen(picture), source=codes, given=known
+            instruction, codes, plan=plan, image=self._seen(image), source=codes, given=known
         )
         return self._fits(instruction, example)
 
     # Text.
 
-    def plan(self, prompt: str, picture: Picture | None = None) -> Example:
-        """Returns what lays out a picture, or the change of one."""
-        return self.ask(prompt, () if picture is None else (picture,), self.long_answer_tokens)
+    def plan(self, prompt: str, image: Pixels | None = None) -> Example:
+        """Returns what lays out an image, or the change of one."""
+        return self.ask(prompt, () if image is None else (image,), self.long_answer_tokens)
 
-    def ask(self, question: str, pictures: Sequence[Picture], tokens: int) -> Example:
+    def ask(self, question: str, images: Sequence[Pixels], tokens: int) -> Example:
         """Returns what answers a question in so many tokens, rounded up to whole text blocks.
 
         Raises:
-            RequestError: several pictures, or a prompt that is too long.
+            RequestError: several images, or a prompt that is too long.
         """
-        if len(pictures) > 1:
-            raise RequestError(
-                f"this checkpoint looks at one picture, it was given {len(pictures)}."
-            )
+        if len(images) > 1:
+            raise RequestError(f"this checkpoint looks at one image, it was given {len(images)}.")
         block = self.text_block_len
         example = self.encoder.text_example(
             question,
-            picture=self._seen(pictures[0]) if pictures else None,
+            image=self._seen(images[0]) if images else None,
             length=-(-tokens // block) * block,
         )
         return self._fits(question, example)
 
-    def caption(self, picture: Picture) -> Example:
-        return self.ask("describe the picture", (picture,), self.long_answer_tokens)
+    def caption(self, image: Pixels) -> Example:
+        return self.ask("describe the picture", (image,), self.long_answer_tokens)
 
-    def constrained_caption(self, template: Template, picture: Picture) -> Example:
-        return self._complete("describe the picture in these words", template, picture)
+    def constrained_caption(self, template: Template, image: Pixels) -> Example:
+        return self._complete("describe the picture in these words", template, image)
 
-    def infill(self, template: Template, picture: Picture | None) -> Example:
-        return self._complete("fill in the text", template, picture)
+    def infill(self, template: Template, image: Pixels | None) -> Example:
+        return self._complete("fill in the text", template, image)
 
-    def judge(self, prompt: str, picture: Picture) -> Example:
-        """Returns what says whether a picture is what was asked for."""
-        return self.ask(f"check: {prompt}", (picture,), self.answer_tokens)
+    def judge(self, prompt: str, image: Pixels) -> Example:
+        """Returns what says whether an image is what was asked for."""
+        return self.ask(f"check: {prompt}", (image,), self.answer_tokens)
 
     def accepts(self, verdict: str) -> bool:
         return verdict.strip() == rules.CORRECT
@@ -197,16 +195,16 @@ class ScenePrompts:
 
     # Boxes.
 
-    def locate(self, phrases: Sequence[str], picture: Picture) -> list[Example]:
-        """Returns what finds things in a picture: a row a phrase, all decoded together."""
+    def locate(self, phrases: Sequence[str], image: Pixels) -> list[Example]:
+        """Returns what finds things in an image: a row a phrase, all decoded together."""
         return [
-            self.ask(f"where is the {_thing(phrase)}?", (picture,), ONE_BOX_TOKENS)
+            self.ask(f"where is the {_thing(phrase)}?", (image,), ONE_BOX_TOKENS)
             for phrase in phrases
         ]
 
-    def locate_one(self, phrase: str, picture: Picture) -> Example:
+    def locate_one(self, phrase: str, image: Pixels) -> Example:
         """Returns what finds one thing."""
-        (example,) = self.locate([phrase], picture)
+        (example,) = self.locate([phrase], image)
         return example
 
     @property
@@ -220,22 +218,22 @@ class ScenePrompts:
         responses: Sequence[Int[np.ndarray, "_l 1"]],
         size: tuple[int, int],
     ) -> list[Box | None]:
-        """Returns what was found, in pixels of a picture of `size` (width, height)."""
+        """Returns what was found, in pixels of an image of `size` (width, height)."""
         return [_box(self.text(ids), size) for ids in responses]
 
     # Helpers.
 
-    def _seen(self, picture: Picture) -> UInt8[np.ndarray, "side side 3"]:
+    def _seen(self, image: Pixels) -> UInt8[np.ndarray, "side side 3"]:
         side = self.encoder.model.vision.image_size
-        return resize(picture, (side, side))
+        return resize(image, (side, side))
 
     def _template_ids(self, template: Template):
         tokenizer = self.encoder.tokenizer
         return template_ids(template, tokenizer.encode, tokenizer.end_of_text_id)
 
-    def _complete(self, prompt: str, template: Template, picture: Picture | None) -> Example:
+    def _complete(self, prompt: str, template: Template, image: Pixels | None) -> Example:
         ids, known = self._template_ids(template)
-        empty = self.ask(prompt, () if picture is None else (picture,), len(ids) + 1)
+        empty = self.ask(prompt, () if image is None else (image,), len(ids) + 1)
         response, given = empty.response.copy(), np.zeros(len(empty.response), bool)
         response[: len(ids), 0], given[: len(ids)] = ids, known
         example = dataclasses.replace(empty, response=response, given=given)
@@ -245,7 +243,7 @@ class ScenePrompts:
         return example
 
     def _fits(self, prompt: str, example: Example) -> Example:
-        """Checks the length of what a person says, with the picture."""
+        """Checks the length of what a person says, with the image."""
         seen = self.encoder.model.vision.num_tokens if example.pixels is not None else 0
         used = len(self.encoder.tokenizer.encode(prompt)) + seen
         check_context(used, self.encoder.data.max_prompt_len, prompt)

@@ -48,7 +48,7 @@ def related(relation: str, first: int, second: int) -> bool:
 
 
 def neighbour(cell: int, direction: str) -> int | None:
-    """Returns the next cell in a direction, `None` outside the picture."""
+    """Returns the next cell in a direction, `None` outside the image."""
     row, column = cell // GRID + DIRECTIONS[direction][0], cell % GRID + DIRECTIONS[direction][1]
     return row * GRID + column if 0 <= row < GRID and 0 <= column < GRID else None
 

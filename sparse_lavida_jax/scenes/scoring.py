@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exact judges of every task: pictures are read from their pixels, answers from their text."""
+"""Exact judges of every task: images are read from their pixels, answers from their text."""
 
 import dataclasses
 import re
@@ -22,7 +22,7 @@ from sparse_lavida_jax.scenes.grammar import (
     parse_box,
     words,
 )
-from sparse_lavida_jax.scenes.tasks import Sample, is_picture_task
+from sparse_lavida_jax.scenes.tasks import Sample, is_image_task
 from sparse_lavida_jax.scenes.world import EXTENT, GRID, NUM_CELLS, Object, Scene, Unreadable
 
 LEAST_OVERLAP = 0.5  # intersection over union of a box that points at an object
@@ -36,7 +36,7 @@ class Score:
         ok: all is right.
         reason: "" or what is wrong.
         attributes: objects drawn whose shape and colour were asked for, and objects drawn. Their
-            quotient over many pictures is the attribute precision. (0, 0) where nothing is drawn
+            quotient over many images is the attribute precision. (0, 0) where nothing is drawn
             to a request.
     """
 
@@ -46,20 +46,20 @@ class Score:
 
 
 def score(sample: Sample, output: UInt8[np.ndarray, "h w 3"] | str) -> Score:
-    """Judges a response: pixels for a picture task, otherwise text.
+    """Judges a response: pixels for an image task, otherwise text.
 
     A bad response scores 0 with a reason, never an exception.
 
     Raises:
         ValueError: pixels where the task asks for text or the other way round, or an unknown task.
     """
-    if is_picture_task(sample.task) == isinstance(output, str):
-        wanted = "pixels" if is_picture_task(sample.task) else "a string"
+    if is_image_task(sample.task) == isinstance(output, str):
+        wanted = "pixels" if is_image_task(sample.task) else "a string"
         raise ValueError(
             f"a response to '{sample.task}' is {wanted}, got a {type(output).__name__}."
         )
     if not isinstance(output, str):
-        return _score_picture(sample, world.read(output))
+        return _score_image(sample, world.read(output))
     if sample.task not in _TEXT_FAULTS:
         raise ValueError(f"there is no task '{sample.task}'. Text: {', '.join(_TEXT_FAULTS)}.")
     try:
@@ -69,7 +69,7 @@ def score(sample: Sample, output: UInt8[np.ndarray, "h w 3"] | str) -> Score:
     return Score(not fault, fault)
 
 
-def _score_picture(sample: Sample, result: Scene | Unreadable) -> Score:
+def _score_image(sample: Sample, result: Scene | Unreadable) -> Score:
     request = None if sample.task == "edit" else Request.parse(sample.prompt.partition(",")[0])
     attributes = (0, 0) if request is None else _attributes(request, result.cells)
     if isinstance(result, Unreadable):
@@ -107,8 +107,8 @@ def _request_fault(request: Request, result: Scene) -> str:
 
 
 def _edit_fault(sample: Sample, result: Scene) -> str:
-    assert sample.picture is not None
-    return rules.edit_fault(Edit.parse(sample.prompt), sample.picture, result) or ""
+    assert sample.image is not None
+    return rules.edit_fault(Edit.parse(sample.prompt), sample.image, result) or ""
 
 
 def _plan_fault(sample: Sample, output: str) -> str:
@@ -120,8 +120,8 @@ def _plan_fault(sample: Sample, output: str) -> str:
 
 
 def _edit_plan_fault(sample: Sample, output: str) -> str:
-    assert sample.picture is not None
-    return _edit_fault(sample, sample.picture.changed(Plan.parse(output).appearances))
+    assert sample.image is not None
+    return _edit_fault(sample, sample.image.changed(Plan.parse(output).appearances))
 
 
 def _answer_fault(sample: Sample, output: str) -> str:
@@ -139,10 +139,10 @@ def _arithmetic_fault(sample: Sample, output: str) -> str:
 
 
 def _point_fault(sample: Sample, output: str) -> str:
-    assert sample.picture is not None
+    assert sample.image is not None
     box = np.array(parse_box(output)) / STRIPS  # in cells
     phrase = Phrase.parse(sample.prompt.removeprefix("where is the ").removesuffix("?"))
-    cell, thing = rules.find(sample.picture, phrase)
+    cell, thing = rules.find(sample.image, phrase)
     row, column = divmod(cell, GRID)
     half = EXTENT[thing.size] / 32
     true = np.array([column, row, column, row]) + 0.5 + half * np.array([-1, -1, 1, 1])
@@ -159,10 +159,10 @@ def _overlap(first: np.ndarray, second: np.ndarray) -> float:
 
 def _detect_fault(sample: Sample, output: str) -> str:
     """Compares what is listed with what is shown, cell by cell."""
-    assert sample.picture is not None
+    assert sample.image is not None
     listed = world.EMPTY_SCENE.changed(Plan.parse(output).appearances)
     for cell in range(NUM_CELLS):
-        shown, said = sample.picture[cell] or "empty", listed[cell] or "empty"
+        shown, said = sample.image[cell] or "empty", listed[cell] or "empty"
         if shown != said:
             return f"{world.cell_name(cell)} is {shown}, not {said}"
     return ""
@@ -170,9 +170,9 @@ def _detect_fault(sample: Sample, output: str) -> str:
 
 def _caption_fault(sample: Sample, output: str) -> str:
     """Compares what is described with what is shown, in any order and grouping."""
-    assert sample.picture is not None
+    assert sample.image is not None
     described = Counter(Request.parse(output).phrases)
-    shown = Counter(rules.describe(sample.picture).phrases)
+    shown = Counter(rules.describe(sample.image).phrases)
     if described == shown:
         return ""
     both = (described & shown).total()
@@ -202,7 +202,7 @@ def _constrained_caption_fault(sample: Sample, output: str) -> str:
 def _infill_fault(sample: Sample, output: str) -> str:
     if fault := _given_fault(sample, output):
         return fault
-    if sample.picture is not None:
+    if sample.image is not None:
         return _caption_fault(sample, output)
     return _sentence_fault(output)
 

@@ -6,10 +6,10 @@ machine, in any order. `scenes/scoring.py` judges what a model makes of an examp
 
 **Held-out combinations.** Four of the 24 pairs of shape and colour are held out (`HELD_OUT`); each
 shape and each of four colours occurs once among them. In the splits "train" and "test" an object
-of such a pair is only ever *alone*: no picture of the example holds another object, and no text
+of such a pair is only ever *alone*: no image of the example holds another object, and no text
 names more than one. (So a model knows how a purple circle looks and what it is called, but has
 never counted, compared, related, or drawn one beside anything.) In the split "held_out" every
-example has an object of a held-out pair, in a picture or in a text, that is *not* alone. The two
+example has an object of a held-out pair, in an image or in a text, that is *not* alone. The two
 conditions exclude each other: `is_held_out` is the line between them.
 """
 
@@ -42,13 +42,13 @@ _MAKERS: dict[str, Callable[[Dice], Sample | None]] = {
     "reflect": text_tasks.reflect,
 }
 TASKS = tuple(_MAKERS)
-PICTURE_TASKS = ("draw", "edit", "inpaint", "outpaint")
+IMAGE_TASKS = ("draw", "edit", "inpaint", "outpaint")
 SPLITS = ("train", "test", "held_out")
 
 
-def is_picture_task(task: str) -> bool:
-    """Says whether the response is a picture; otherwise it is text."""
-    return task in PICTURE_TASKS
+def is_image_task(task: str) -> bool:
+    """Says whether the response is an image; otherwise it is text."""
+    return task in IMAGE_TASKS
 
 
 def sample(task: str, seed: int, index: int, split: str = "train") -> Sample:
@@ -74,7 +74,7 @@ def sample(task: str, seed: int, index: int, split: str = "train") -> Sample:
 
 def is_held_out(sample: Sample) -> bool:
     """Says whether a held-out pair occurs with company: see the top of this file."""
-    scenes = [scene for scene in (sample.picture, sample.target) if scene is not None]
+    scenes = [scene for scene in (sample.image, sample.target) if scene is not None]
     texts = [_named_pairs(text) for text in (sample.prompt, sample.answer, sample.plan) if text]
     pairs = {thing.pair for scene in scenes for _, thing in scene.objects()}
     pairs |= {pair for named in texts for pair in named}

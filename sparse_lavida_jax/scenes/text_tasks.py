@@ -78,7 +78,7 @@ def _are_there_more(dice: Dice) -> Sample:
 
 
 def quiz(dice: Dice) -> Sample | None:
-    """Asks several questions about one picture, every answer behind its question.
+    """Asks several questions about one image, every answer behind its question.
 
     As `locate` to `point`, so this to `answer`: of one word in eight of an answer something is
     learned, and here there are as many such words as questions.
@@ -182,7 +182,7 @@ def point(dice: Dice) -> Sample | None:
 def detect(dice: Dice) -> Sample:
     """Asks for every object with its cell, in raster order, in the words of a plan.
 
-    Few bits of an answer or a box depend on the picture; here all do, which is what teaches the
+    Few bits of an answer or a box depend on the image; here all do, which is what teaches the
     vision tower to see.
     """
     scene = dice.scene(high=MOST_DETECTED)

@@ -97,7 +97,7 @@ class Tokenizer:
 
     @property
     def image_id(self) -> int:
-        """Stands for the vision tokens of a picture."""
+        """Stands for the vision tokens of an image."""
         return SPECIAL_TOKENS.index("<image>")
 
     @property

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The small world: a grid of cells with objects in them, drawn as pixels and read from pixels.
 
-A picture has 6x6 cells; a cell is empty or holds one object, centred. What stands in a cell
+An image has 6x6 cells; a cell is empty or holds one object, centred. What stands in a cell
 decides its pixels and nothing else does. All drawing is integer arithmetic, so that a scene has
 the same pixels on every machine.
 """
@@ -23,8 +23,8 @@ NUM_APPEARANCES = len(SHAPES) * len(COLOURS) * len(SIZES)
 EMPTY = 0  # appearances are 1..NUM_APPEARANCES
 UNREADABLE = -1  # stands in `Unreadable.cells` for a cell that is no appearance
 
-PICTURE_SIZE = 96  # pixels a side, unless a caller asks for another
-SMALLEST_PICTURE = 48  # pixels a side; below it small shapes cannot be told apart
+IMAGE_SIZE = 96  # pixels a side, unless a caller asks for another
+SMALLEST_IMAGE = 48  # pixels a side; below it small shapes cannot be told apart
 EXTENT = {"small": 8, "large": 13}  # sixteenths of a cell's side
 BACKGROUND = (243, 243, 238)
 PAINT = {
@@ -111,14 +111,14 @@ EMPTY_SCENE = Scene((EMPTY,) * NUM_CELLS)
 
 @dataclasses.dataclass(frozen=True)
 class Unreadable:
-    """A picture that is no scene, what could be read of it, and why it is none."""
+    """An image that is no scene, what could be read of it, and why it is none."""
 
     reason: str
     cells: tuple[int, ...]  # appearances, `UNREADABLE` where there is none
 
 
 def render(
-    scene: Scene | Int[np.ndarray, "y x"], size: int = PICTURE_SIZE
+    scene: Scene | Int[np.ndarray, "y x"], size: int = IMAGE_SIZE
 ) -> UInt8[np.ndarray, "h w 3"]:
     """Draws a scene, or a grid of appearances, `size` pixels a side.
 
@@ -131,13 +131,13 @@ def render(
 
 
 def read(pixels: UInt8[np.ndarray, "h w 3"]) -> Scene | Unreadable:
-    """Reads a picture of any size that `render` can draw, cell by cell.
+    """Reads an image of any size that `render` can draw, cell by cell.
 
     A cell is the appearance whose pixels are nearest. Blur and wrong tints, as a lossy image
     tokenizer leaves them, are tolerated; a broken or mixed object is not.
 
     Raises:
-        ValueError: the picture is not square, or of a size that `render` cannot draw.
+        ValueError: the image is not square, or of a size that `render` cannot draw.
     """
     cell_size = _cell_size(*pixels.shape[:2])
     errors = _squared_errors(pixels, cell_size)
@@ -196,10 +196,10 @@ def _coverage(shape: str, extent: int, cell_size: int) -> Int[np.ndarray, "h w"]
 
 def _cell_size(height: int, width: int) -> int:
     """Returns pixels a side of a cell."""
-    if height != width or height % GRID or height < SMALLEST_PICTURE:
+    if height != width or height % GRID or height < SMALLEST_IMAGE:
         raise ValueError(
-            f"a picture of a scene is square and its side a multiple of {GRID} pixels, at least"
-            f" {SMALLEST_PICTURE}; this one is {height}x{width}. Choose {PICTURE_SIZE}."
+            f"an image of a scene is square and its side a multiple of {GRID} pixels, at least"
+            f" {SMALLEST_IMAGE}; this one is {height}x{width}. Choose {IMAGE_SIZE}."
         )
     return height // GRID
 

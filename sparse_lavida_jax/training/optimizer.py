@@ -218,7 +218,7 @@ def _matrices(params):
     """Which axes of a leaf Muon orthogonalises: matrices inside the network, stacked or not.
 
     A convolution is a matrix from its window to its channels. Left to Adam, the patches of a mostly
-    empty picture would all move by their whole size in every step.
+    empty image would all move by their whole size in every step.
     """
 
     def axes(path, leaf):

@@ -3,8 +3,8 @@
 
 It holds `config.json` (once something is saved, another config is refused), `lock` (held by the
 process that writes), `state/<step>/`, `metrics.jsonl`, and at the end `model/`, a model folder
-(described in `checkpoints/model_folder.py`). Where several processes train together the first one writes; the
-folder is one that all of them see.
+(described in `checkpoints/model_folder.py`). Where several processes train together the first one
+writes; the folder is one that all of them see.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from sparse_lavida_jax.training import states
 T = TypeVar("T")
 
 # What may differ from the config a run was started with: its length, what it reports, and how
-# pictures are sampled. Anything else would make the resumed run another experiment.
+# images are sampled. Anything else would make the resumed run another experiment.
 MAY_CHANGE = frozenset(
     {
         "train.train_steps", "train.seconds", "train.checkpoint_seconds", "train.picture_seconds",

@@ -9,7 +9,7 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
 from sparse_lavida_jax.mixture.batches import MixtureBatches
-from sparse_lavida_jax.models.codec import PictureCodec
+from sparse_lavida_jax.models.codec import ImageCodec
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.scenes.batches import GroupedBatches
@@ -18,7 +18,7 @@ from sparse_lavida_jax.training import states
 
 SHOWN_PROMPTS = 24  # of the data, drawn while training
 
-MakeCodec = Callable[[str | pathlib.Path | None, config.Model], PictureCodec]
+MakeCodec = Callable[[str | pathlib.Path | None, config.Model], ImageCodec]
 
 
 @dataclasses.dataclass(frozen=True)

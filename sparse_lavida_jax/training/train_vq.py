@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first, short stage: trains the image tokenizer on pictures of scenes.
+"""The first, short stage: trains the image tokenizer on images of scenes.
 
 Learning encoder, codebook and decoder at once from nothing is slow, so most of the steps teach
 encoder and decoder apart, through a target that lies between them: the principal components of
@@ -35,24 +35,24 @@ TARGET_NOISE = 0.05  # deviation of the noise that the decoder learns to read ta
 SAME = 0.2  # targets nearer than this are one code; a target has unit variance in each channel
 TARGET_WEIGHT = 0.3  # of the encoder's error against the decoder's
 ADAM_RATE = 0.3  # learning rate of biases, norms and codebook over that of kernels
-SURVEY_PICTURES = 96  # pictures that the components and the codebook come from
-REPORT_PICTURES = 512  # fresh pictures that the printed numbers come from
-SURVEY, TRAINING, REPORT = range(3)  # streams of random pictures
+SURVEY_IMAGES = 96  # images that the components and the codebook come from
+REPORT_IMAGES = 512  # fresh images that the printed numbers come from
+SURVEY, TRAINING, REPORT = range(3)  # streams of random images
 
 
 def train(settings: config.Config, workdir: pathlib.Path) -> None:
     """Trains `settings.vq`; writes `workdir/vq` and `workdir/reconstructions.png`.
 
     Raises:
-        ConfigError: pictures other than scenes, a length in seconds, or nothing but warm-up.
+        ConfigError: images other than scenes, a length in seconds, or nothing but warm-up.
     """
     _check(settings)
     console = rich.console.Console()
     seed, steps = settings.seed, settings.train.train_steps
-    survey = _pictures((seed, SURVEY), SURVEY_PICTURES)
+    survey = _images((seed, SURVEY), SURVEY_IMAGES)
     components = _components(survey, settings.vq)
     model = vq.VQModel(settings.vq, rngs=nnx.Rngs(seed))
-    # Most of a picture is background; the decoder need not learn that.
+    # Most of an image is background; the decoder need not learn that.
     model.decoder.conv_out.bias = nnx.Param(jnp.median(vq.to_float(survey), axis=(0, 1, 2)))
     optimizer = _optimizer(settings)
     opt_state = optimizer.init(model)  # pyright: ignore[reportArgumentType]  it is a pytree
@@ -74,10 +74,10 @@ def train(settings: config.Config, workdir: pathlib.Path) -> None:
                 )
                 used = len(np.unique(owner))
                 console.print(f"step {step}: the codebook is placed, {used} codes in use")
-            pictures = _pictures((seed, TRAINING, step), settings.train.batch_size)
+            images = _images((seed, TRAINING, step), settings.train.batch_size)
             key = jax.random.fold_in(jax.random.key(seed), step)
             run = warm_up if step < placed_at else with_codes
-            model, opt_state, terms = run(model, opt_state, owner, pictures, key)
+            model, opt_state, terms = run(model, opt_state, owner, images, key)
             if step % settings.train.log_every == 0 or step == steps - 1:
                 progress.update(bar, loss=f"pixel error {float(terms['pixels']):.4f}")
             progress.advance(bar)
@@ -89,7 +89,7 @@ def train(settings: config.Config, workdir: pathlib.Path) -> None:
 def _check(settings: config.Config) -> None:
     if settings.data.source != "scenes":
         raise config.ConfigError(
-            f"Data.source={settings.data.source!r}: the image tokenizer is trained on pictures of"
+            f"Data.source={settings.data.source!r}: the image tokenizer is trained on images of"
             " scenes; digits need none (Data.picture_codec='grey'). Set Data.source='scenes'."
         )
     if settings.train.seconds:
@@ -138,9 +138,9 @@ def _optimizer(settings: config.Config) -> optax.GradientTransformation:
 
 def _make_step(loss: Callable, optimizer: optax.GradientTransformation) -> Callable:
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(model, opt_state, owner, pictures, key):
+    def step(model, opt_state, owner, images, key):
         gradient_of = jax.value_and_grad(loss, has_aux=True)
-        (_, terms), gradient = gradient_of(model, vq.to_float(pictures), key)
+        (_, terms), gradient = gradient_of(model, vq.to_float(images), key)
         updates, opt_state = optimizer.update(gradient, opt_state, model)
         model = jax.tree.map(jnp.add, model, updates)
         # A code that stands for nothing stays a copy of another: of equals, the first is nearest.
@@ -150,19 +150,19 @@ def _make_step(loss: Callable, optimizer: optax.GradientTransformation) -> Calla
     return step
 
 
-def _warm_up_loss(model, pictures, key, *, components):
-    target = components(pictures)
+def _warm_up_loss(model, images, key, *, components):
+    target = components(images)
     noise = TARGET_NOISE * jax.random.normal(key, target.shape)
     terms = {
-        "pixels": jnp.mean(jnp.abs(model.decode_latents(target + noise) - pictures)),
-        "target": jnp.mean((model.latents(pictures) - target) ** 2),
+        "pixels": jnp.mean(jnp.abs(model.decode_latents(target + noise) - images)),
+        "target": jnp.mean((model.latents(images) - target) ** 2),
     }
     return terms["pixels"] + TARGET_WEIGHT * terms["target"], terms
 
 
-def _coded_loss(model, pictures, key):
+def _coded_loss(model, images, key):
     del key
-    return model.loss(pictures)
+    return model.loss(images)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,8 +173,8 @@ class _Components:
     projection: Float[np.ndarray, "p d"]
     factor: int
 
-    def __call__(self, pictures: Float[Array, "b h w 3"]) -> Float[Array, "b y x d"]:
-        return (_patches(pictures, self.factor) - self.mean[None, None, None]) @ self.projection
+    def __call__(self, images: Float[Array, "b h w 3"]) -> Float[Array, "b y x d"]:
+        return (_patches(images, self.factor) - self.mean[None, None, None]) @ self.projection
 
 
 def _components(survey: UInt8[np.ndarray, "n h w 3"], settings: config.VQ) -> _Components:
@@ -188,8 +188,8 @@ def _components(survey: UInt8[np.ndarray, "n h w 3"], settings: config.VQ) -> _C
     return _Components(mean, directions[:, strongest] / scale, settings.factor)
 
 
-def _patches(pictures, factor):
-    return einops.rearrange(pictures, "b (y i) (x j) c -> b y x (i j c)", i=factor, j=factor)
+def _patches(images, factor):
+    return einops.rearrange(images, "b (y i) (x j) c -> b y x (i j c)", i=factor, j=factor)
 
 
 def _place_codebook(
@@ -220,8 +220,8 @@ def _nearest(points: np.ndarray, codes: np.ndarray) -> np.ndarray:
     return np.argmin((codes**2).sum(axis=1) - 2 * points @ codes.T, axis=1)
 
 
-def _pictures(seed: tuple[int, ...], count: int) -> UInt8[np.ndarray, "n h w 3"]:
-    """Returns pictures from empty to full, the same for the same seed."""
+def _images(seed: tuple[int, ...], count: int) -> UInt8[np.ndarray, "n h w 3"]:
+    """Returns images from empty to full, the same for the same seed."""
     rng = np.random.default_rng(seed)
     shape = (count, world.GRID, world.GRID)
     filled = rng.random(shape) < rng.random((count, 1, 1)) ** 0.5
@@ -232,18 +232,18 @@ def _pictures(seed: tuple[int, ...], count: int) -> UInt8[np.ndarray, "n h w 3"]
 def _report(
     model: vq.VQModel, seed: int, workdir: pathlib.Path, console: rich.console.Console
 ) -> None:
-    """Prints how good the tokenizer is on fresh pictures, and draws some of them."""
-    pictures = _pictures((seed, REPORT), REPORT_PICTURES)
-    codes = vq.encode_pictures(model, pictures)
+    """Prints how good the tokenizer is on fresh images, and draws some of them."""
+    images = _images((seed, REPORT), REPORT_IMAGES)
+    codes = vq.encode_images(model, images)
     decoded = vq.decode_codes(model, codes)
-    error = np.abs(pictures.astype(int) - decoded).mean() / 255
-    same = (vq.encode_pictures(model, decoded) == codes).mean()
-    read = np.mean([world.read(a) == world.read(b) for a, b in zip(pictures, decoded, strict=True)])
+    error = np.abs(images.astype(int) - decoded).mean() / 255
+    same = (vq.encode_images(model, decoded) == codes).mean()
+    read = np.mean([world.read(a) == world.read(b) for a, b in zip(images, decoded, strict=True)])
     console.print(
         f"codes used {len(np.unique(codes))} of {model.settings.codebook_size};"
-        f" mean absolute pixel error {error:.4f}; pictures read back {read:.1%};"
+        f" mean absolute pixel error {error:.4f}; images read back {read:.1%};"
         f" codes that survive decoding and encoding {same:.2%}"
     )
-    rows = [np.concatenate([*row], axis=1) for row in (pictures[:6], decoded[:6])]
+    rows = [np.concatenate([*row], axis=1) for row in (images[:6], decoded[:6])]
     Image.fromarray(np.concatenate(rows)).save(workdir / "reconstructions.png")
     console.print(f"wrote {workdir / 'vq'} and {workdir / 'reconstructions.png'}")

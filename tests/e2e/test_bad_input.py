@@ -117,8 +117,8 @@ def test_a_run_directory_of_another_config_is_left_as_it_is(finished, complaint)
 def test_a_missing_checkpoint_lists_the_bundled_ones(tmp_path, monkeypatch, complaint):
     for name in ("digits", "scenes"):
         (tmp_path / "models" / name / "params").mkdir(parents=True)
-    monkeypatch.setattr(checkpoint, "BUNDLED", tmp_path / "models")
-    asked = ["--prompt=a red circle", f"--out={tmp_path / 'picture.png'}"]
+    monkeypatch.setattr(model_folder, "BUNDLED", tmp_path / "models")
+    asked = ["--prompt=a red circle", f"--out={tmp_path / 'image.png'}"]
     sentence = complaint("--mode=sample", "--checkpoint=scene", *asked)
     assert "there is no model in scene. " in sentence
     assert "bundled model (digits, scenes)" in sentence
@@ -149,11 +149,11 @@ def test_digits_are_not_judged_as_scenes(tmp_path, complaint):
 
 
 # ---------------------------------------------------------------------------------------------
-# Pictures.
+# Images.
 
 
 @pytest.mark.parametrize("kind", ["missing", "folder", "text", "cut off"])
-def test_a_picture_that_cannot_be_read_is_named(finished, tmp_path, complaint, kind):
+def test_an_image_that_cannot_be_read_is_named(finished, tmp_path, complaint, kind):
     path = tmp_path / "picture.png"
     if kind == "folder":
         path.mkdir()
@@ -167,12 +167,12 @@ def test_a_picture_that_cannot_be_read_is_named(finished, tmp_path, complaint, k
         "--mode=sample", f"--checkpoint={finished.folder}", "--task=edit", f"--picture={path}",
         "--prompt=add a circle", f"--out={out}",
     )  # fmt: skip
-    told = f"there is no picture {path}." if kind == "missing" else f"{path} is no picture that can"
+    told = f"there is no image {path}." if kind == "missing" else f"{path} is no image that can"
     assert told in sentence
     assert not out.exists()
 
 
-def test_a_picture_that_cannot_be_written_is_told(finished, tmp_path, complaint):
+def test_an_image_that_cannot_be_written_is_told(finished, tmp_path, complaint):
     (tmp_path / "file").write_text("")
     words = ["--mode=sample", f"--checkpoint={finished.folder}", "--prompt=a red circle"]
     for out in (tmp_path / "file" / "picture.png", tmp_path / "picture.unknown"):

@@ -14,6 +14,7 @@ from flax import nnx
 
 from sparse_lavida_jax import config, config_files, diffusion, orders, pipeline
 from sparse_lavida_jax.evals import scenes as exact
+from sparse_lavida_jax.models import codec as codecs
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.scenes import batches, digits, tasks, world
@@ -69,12 +70,12 @@ def test_the_model_knows_the_tokenizer(name):
 
 
 @each_denoiser
-def test_the_codes_of_the_pictures_fit_the_model(name):
+def test_the_codes_of_the_images_fit_the_model(name):
     given = read(name)
-    codec = pipeline.PictureCodec(given.data.picture_codec, given.model)  # raises if they do not
+    codec = codecs.ImageCodec(given.data.picture_codec, given.model)  # raises if they do not
     if given.data.source == "scenes":
         assert given.model.grid_size == world.GRID
-        assert codec.picture_size == given.vq.image_size
+        assert codec.image_size == given.vq.image_size
     else:
         assert (given.model.grid_size, given.model.codebook_size) == (digits.SIDE, digits.LEVELS)
 
@@ -139,7 +140,7 @@ def test_the_parameters_have_shapes_and_an_optimizer(name):
 
 @each_denoiser
 def test_batches_come_out(name, monkeypatch):
-    """One of each group, with a stand-in for the picture codec."""
+    """One of each group, with a stand-in for the image codec."""
     given = read(name)
     if given.data.source == "digits":
         pytest.importorskip("sklearn", reason="the digits come with pip install '.[digits]'")
@@ -171,5 +172,5 @@ def test_the_image_tokenizers_are_those_that_are_shipped():
         model = config.Model(
             codes_per_token=int(name[1]), codebook_size=64 if name == "g1" else 256
         )
-        shipped = pipeline.PictureCodec(f"scenes_{name}", model).vq.settings
+        shipped = codecs.ImageCodec(f"scenes_{name}", model).vq.settings
         assert shipped == read(f"scenes_vq_{name}").vq

@@ -29,7 +29,7 @@ from serving_on_loopback import served  # noqa: E402
 from sparse_lavida_jax.apps import demo, server  # noqa: E402
 from sparse_lavida_jax.apps.serving import ServedModel, Service  # noqa: E402
 
-MILLISECONDS = 60_000  # until a test gives up; the first picture is compiled
+MILLISECONDS = 60_000  # until a test gives up; the first image is compiled
 PASSED = "tokens through the network"
 # Root may run it; the canvas wants WebGL, which a machine without a GPU computes.
 ARGUMENTS = ["--no-sandbox", "--use-angle=swiftshader", "--enable-unsafe-swiftshader"]
@@ -54,7 +54,7 @@ def address(service):
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory):
     path = tmp_path_factory.mktemp("shown") / "shown.png"
-    image_files.write(path, world.render(tasks.sample("edit", 0, 0).picture))
+    image_files.write(path, world.render(tasks.sample("edit", 0, 0).image))
     return path
 
 
@@ -93,13 +93,13 @@ def opened(page, name):
     return page.get_by_role("tabpanel").filter(visible=True)
 
 
-def test_a_picture_is_drawn(page, service):
+def test_an_image_is_drawn(page, service):
     tab = opened(page, "Draw")
     tab.get_by_role("button", name="Settings").click()
     tab.get_by_label("number input for Steps").fill("3")
     tab.get_by_role("button", name="Draw", exact=True).click()
     tab.get_by_text(PASSED).wait_for()
-    drawn = tab.locator(".picture img")
+    drawn = tab.locator(".image img")
     assert drawn.evaluate("image => [image.naturalWidth, image.naturalHeight]") == [96, 96]
     assert service.counts["generate", "done"] >= 1
 
@@ -130,7 +130,7 @@ def test_a_mask_is_painted_and_drawn_anew(page, shown, masks):
     page.mouse.move(x + 20, y + 20, steps=5)
     page.mouse.up()
     page.wait_for_timeout(1500)  # the layers are sent to the server behind the stroke
-    tab.get_by_label("What the whole picture shows").fill("two blue squares")
+    tab.get_by_label("What the whole image shows").fill("two blue squares")
     tab.get_by_role("button", name="Inpaint", exact=True).click()
     tab.get_by_text(PASSED).wait_for()
     (mask,) = masks
@@ -141,7 +141,7 @@ def test_a_mask_is_painted_and_drawn_anew(page, shown, masks):
 def test_a_question_is_answered(page, shown):
     tab = opened(page, "Ask")
     tab.locator("input[type=file]").first.set_input_files(shown)
-    tab.locator(".picture img").wait_for()
+    tab.locator(".image img").wait_for()
     tab.get_by_role("button", name="Ask", exact=True).click()
     tab.get_by_text(PASSED).wait_for()
 
@@ -149,7 +149,7 @@ def test_a_question_is_answered(page, shown):
 def test_things_are_looked_for(page, shown):
     tab = opened(page, "Find")
     tab.locator("input[type=file]").first.set_input_files(shown)
-    tab.locator(".picture img").first.wait_for()
+    tab.locator(".image img").first.wait_for()
     tab.get_by_role("button", name="Find", exact=True).click()
     tab.get_by_text(PASSED).wait_for()
 
@@ -157,7 +157,7 @@ def test_things_are_looked_for(page, shown):
 @pytest.fixture
 def broken(tmp_path):
     path = tmp_path / "broken.png"
-    path.write_bytes(b"not a picture")
+    path.write_bytes(b"not an image")
     return path
 
 
@@ -165,16 +165,16 @@ def broken(tmp_path):
 def test_a_broken_upload_is_refused_with_a_sentence(page, broken, name):
     tab = opened(page, name)
     tab.locator("input[type=file]").first.set_input_files(broken)
-    page.get_by_text("broken.png is no picture that can be read").first.wait_for()
+    page.get_by_text("broken.png is no image that can be read").first.wait_for()
 
 
-def test_the_picture_just_drawn_is_taken_over_to_be_painted_on(page):
+def test_the_image_just_drawn_is_taken_over_to_be_painted_on(page):
     tab = opened(page, "Draw")
     tab.get_by_role("button", name="Draw", exact=True).click()
     tab.get_by_text(PASSED).wait_for()
-    page.get_by_role("button", name="Take the picture just drawn").click()
+    page.get_by_role("button", name="Take the image just drawn").click()
     tab = opened(page, "Inpaint")
-    tab.locator(".picture img").first.wait_for()
+    tab.locator(".image img").first.wait_for()
     tab.get_by_text("select the draw tool to start").wait_for(state="hidden")
 
 
@@ -192,16 +192,16 @@ def test_a_mistake_in_the_settings_is_a_sentence(page):
 def test_programs_use_the_page_too(address, shown):
     gradio_client = pytest.importorskip("gradio_client")
     client = gradio_client.Client(address, verbose=False)
-    picture, settings = gradio_client.handle_file(str(shown)), (1, 3, "as trained", 0)
+    image, settings = gradio_client.handle_file(str(shown)), (1, 3, "as trained", 0)
     *_, note = client.predict(
         None, "a red circle is ___ a blue square", *settings, api_name="/infill"
     )
     assert PASSED in note
-    said, note = client.predict(picture, "a ___ circle", *settings, api_name="/caption")
+    said, note = client.predict(image, "a ___ circle", *settings, api_name="/caption")
     assert PASSED in note
     assert said.startswith("a") and said.endswith(" circle")
     _, note = client.predict(
-        given=picture, words="how many squares are there?", long=True, api_name="/ask"
+        given=image, words="how many squares are there?", long=True, api_name="/ask"
     )
     assert PASSED in note
 
@@ -223,13 +223,13 @@ def test_programs_send_a_painted_layer_as_the_mask(address, shown, service, tmp_
     np.testing.assert_array_equal(masks[0], layer[..., 3] > 0)
 
 
-def test_programs_that_send_a_broken_picture_are_told(address, shown, broken):
+def test_programs_that_send_a_broken_image_are_told(address, shown, broken):
     client = pytest.importorskip("gradio_client")
     page, words = client.Client(address, verbose=False), ("squares", 2, 0, 3, "as trained", 0)
     good, bad = client.handle_file(str(shown)), client.handle_file(str(broken))
     for background, layers in ((bad, []), (good, [bad])):
         editor = {"background": background, "layers": layers, "composite": None}
-        with pytest.raises(Exception, match="is no picture that can be read"):
+        with pytest.raises(Exception, match="is no image that can be read"):
             page.predict(editor, *words, api_name="/inpaint")
 
 
@@ -255,7 +255,7 @@ def test_a_request_says_how_many_are_before_it_and_then_its_step(stages):
     assert demo._standing(third) == "waiting: 1 before this one"
 
 
-def test_a_picture_is_shown_while_it_is_drawn(stages, monkeypatch):
+def test_an_image_is_shown_while_it_is_drawn(stages, monkeypatch):
     monkeypatch.setattr(demo, "POLL_SECONDS", 0.01)
 
     async def seen():
@@ -268,11 +268,11 @@ def test_a_picture_is_shown_while_it_is_drawn(stages, monkeypatch):
         return values
 
     with concurrent.futures.ThreadPoolExecutor(1) as thread:  # the browser has a loop in this one
-        *before, (picture, note, _) = thread.submit(asyncio.run, seen()).result()
+        *before, (image, note, _) = thread.submit(asyncio.run, seen()).result()
     decoded = [one.max() for one, *_ in before if isinstance(one, np.ndarray)]
     assert decoded and set(decoded) <= {1, 2} and decoded == sorted(decoded)
-    assert any("picture: step" in said for _, said, _ in before)
-    assert PASSED in note and (picture == 9).all()
+    assert any("image: step" in said for _, said, _ in before)
+    assert PASSED in note and (image == 9).all()
 
 
 def test_a_preview_hides_what_is_not_drawn_yet(service, monkeypatch):
@@ -306,8 +306,8 @@ def test_what_is_painted_is_the_mask():
     background = np.full((4, 6, 4), 255, np.uint8)
     layer = np.zeros((4, 6, 4), np.uint8)
     layer[1, 2] = (255, 64, 192, 40)
-    picture, mask = demo._painted({"background": background, "layers": [layer], "composite": None})
-    assert picture.shape == (4, 6, 3)
+    image, mask = demo._painted({"background": background, "layers": [layer], "composite": None})
+    assert image.shape == (4, 6, 3)
     assert np.argwhere(mask).tolist() == [[1, 2]]
     with pytest.raises(gr.Error, match="give one"):
         demo._painted({"background": None, "layers": [], "composite": None})
@@ -316,5 +316,5 @@ def test_what_is_painted_is_the_mask():
 def test_boxes_are_drawn_where_the_model_named_any():
     boxes = ((1.2, 2, 3.7, 4), None)
     found = Result("ground", ("a", "b"), (0, 0), config.Sampling(), Source(), {}, boxes=boxes)
-    picture = np.zeros((6, 6, 3), np.uint8)
-    assert demo._marked(picture, found)[1] == [((1, 2, 4, 4), "a")]
+    image = np.zeros((6, 6, 3), np.uint8)
+    assert demo._marked(image, found)[1] == [((1, 2, 4, 4), "a")]

@@ -25,7 +25,7 @@ SAMPLES = CHECKOUT / "tests" / "data" / "evals"
 CONFIGS = {path.stem: path for path in sorted((CHECKOUT / "configs").glob("eval_*.py"))}
 NEEDS_PARQUET = {"mathvista", "mmmu"}
 
-# What lies in the export besides the pictures, and how many items a sample has.
+# What lies in the export besides the images, and how many items a sample has.
 QUESTIONS = {
     "chartqa": (5, {"test_human.json", "test_augmented.json"}),
     "docvqa": (5, {"val_submission.json"}),
@@ -105,10 +105,10 @@ def test_questions_are_answered_and_scored(model, name, tmp_path, capsys):
 
 @pytest.mark.usefixtures("_one_program")
 @pytest.mark.parametrize("name", ["geneval", "dpg", "mjhq", "imgedit"])
-def test_pictures_are_drawn_for_the_judges(model, name, tmp_path, capsys):
+def test_images_are_drawn_for_the_judges(model, name, tmp_path, capsys):
     changes = ("num_steps=1", "guidance=0", "guidance_image=0")
     words = [f"--config.sampling.{change}" for change in changes]
-    # Four pictures of four prompts, or one of five: batches of eight rows, one compiled program.
+    # Four images of four prompts, or one of five: batches of eight rows, one compiled program.
     count = 4 if name in ("geneval", "dpg") else 5
     words.append(f"--config.evaluate.limit={count}")
     results, export = evaluated(model, name, tmp_path / "run", *words)
@@ -127,8 +127,8 @@ def test_pictures_are_drawn_for_the_judges(model, name, tmp_path, capsys):
     side = 48 if name == "dpg" else 24
     for file in files:
         if file.endswith(".png"):
-            with Image.open(export / file) as picture:
-                assert picture.size == (side, side)
+            with Image.open(export / file) as image:
+                assert image.size == (side, side)
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ def pipe(tmp_path_factory):
     chat_tokenizer.made_tokenizer(folder / "released")
     from_torch.convert(folder / "released", folder / "model")
     loaded = SparseLaViDa.from_pretrained(folder / "model", batch_size=2)
-    # As many steps as a tiny picture has codes.
+    # As many steps as a tiny image has codes.
     return loaded.with_sampling(dataclasses.replace(loaded.settings.sampling, num_steps=4))
 
 
@@ -45,9 +45,9 @@ def shown():
 
 
 @pytest.mark.slow
-def test_pictures_of_every_size_are_drawn(pipe):
+def test_images_of_every_size_are_drawn(pipe):
     drawn = pipe.generate(["a robot", "a cat"], seed=5)
-    assert [picture.shape for picture in drawn.pixels] == [(24, 24, 3)] * 2
+    assert [image.shape for image in drawn.pixels] == [(24, 24, 3)] * 2
     small = pipe.generate("a robot", size=(16, 16))
     assert small.pixels[0].shape == (16, 16, 3)
     wide = pipe.generate("a robot", size=(8, 24))
@@ -72,14 +72,14 @@ def test_a_model_over_four_devices_answers_and_draws_what_one_device_does(pipe, 
 
 
 @pytest.mark.slow
-def test_a_drawn_picture_is_replayed(pipe):
+def test_a_drawn_image_is_replayed(pipe):
     drawn = pipe.generate(["a robot", "a cat that is longer"], seed=5)
     again = pipe.replay(drawn.records[1])
     np.testing.assert_array_equal(again.pixels[0], drawn.pixels[1])
 
 
 @pytest.mark.slow
-def test_an_edit_sees_the_picture_and_its_codes(pipe, shown, monkeypatch):
+def test_an_edit_sees_the_image_and_its_codes(pipe, shown, monkeypatch):
     kept, run = [], pipe.run
 
     def watched(examples, **more):
@@ -163,12 +163,12 @@ def test_reflection_shows_earlier_attempts(pipe, monkeypatch):
 @pytest.mark.slow
 def test_tasks_take_turns(pipe):
     talk = Conversation(pipe, seed=4)
-    with pytest.raises(RequestError, match="about a picture"):
+    with pytest.raises(RequestError, match="about an image"):
         talk.say("edit", "make it blue")
     talk.say("generate", "a robot")
-    first = talk.picture
+    first = talk.image
     talk.say("ask", "what is it?")
-    assert talk.picture is first
+    assert talk.image is first
     talk.say("edit", "make it blue")
     assert [turn.seeds for turn in talk.turns] == [(4,), (5,), (6,)]
     with pytest.raises(RequestError, match="there is no task 'paint'"):
@@ -181,7 +181,7 @@ def test_control_tokens_in_a_prompt_are_told(pipe):
 
 
 @pytest.mark.slow
-def test_a_plan_that_was_given_stands_before_the_picture(pipe, monkeypatch):
+def test_a_plan_that_was_given_stands_before_the_image(pipe, monkeypatch):
     assert pipe.generate("a robot").plans == ()
     drawn = pipe.generate("a robot", plan="robot<LOC_0><LOC_0><LOC_8><LOC_8>")
     assert drawn.plans == ("robot<LOC_0><LOC_0><LOC_8><LOC_8>",)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Preparing data from the command line: from pictures to batches, stopped and gone on."""
+"""Preparing data from the command line: from images to batches, stopped and gone on."""
 
 import json
 import os
@@ -39,15 +39,15 @@ def test_tables_become_shards_with_the_codes_of_the_tokenizer(tmp_path, capsys):
 
     index = json.loads((tmp_path / "out/mixture.json").read_text())
     (dataset,) = index["datasets"]
-    encoder = codec.PictureEncoder("scenes_g1")
+    encoder = codec.ImageEncoder("scenes_g1")
     assert index["tokenizer"]["digest"] == encoder.digest
     records = ShardedRecords(
         [(tmp_path / "out" / s["file"], s["records"], s["bytes"]) for s in dataset["shards"]]
     )
     for i in (0, 7):
-        picture = image_files.read(tmp_path / f"pictures/{i}.png")
+        image = image_files.read(tmp_path / f"pictures/{i}.png")
         ((top, left),) = records[i].crops.tolist()
-        square = images.training_crop(picture, encoder.side, top, left, encoder.factor)
+        square = images.training_crop(image, encoder.side, top, left, encoder.factor)
         (codes,) = encoder.encode(np.stack([square] * 4))[:1]
         np.testing.assert_array_equal(records[i].target, [codes])
         assert codes.shape == (6, 6) and len(set(codes.ravel().tolist())) > 1
@@ -81,10 +81,10 @@ def test_a_preparation_that_is_stopped_leaves_whole_shards_and_goes_on(tmp_path)
 
 
 def test_the_tokenizer_of_a_model_folder_is_found(tmp_path):
-    bundled = codec.PictureEncoder("scenes_g1")
+    bundled = codec.ImageEncoder("scenes_g1")
     for place in ("vq", "model/vq"):
         shutil.copytree(bundled.folder, tmp_path / place)
-        found = codec.PictureEncoder(str(tmp_path))
+        found = codec.ImageEncoder(str(tmp_path))
         assert found.folder == tmp_path / place and found.digest == bundled.digest
         shutil.rmtree(tmp_path / place)
 

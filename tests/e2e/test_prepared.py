@@ -116,7 +116,7 @@ def test_a_tokenizer_of_another_model_is_told(given, tmp_path, capsys):
 def test_what_the_data_asks_for_is_drawn(given, tokenizer, tmp_path):
     """Without a judge: a sheet, and no score."""
     asked = batches.MixtureBatches(given.data.folder, given, tokenizer).prompts(4)
-    assert len(asked) == 4 and all(prompt.startswith("picture ") for prompt in asked)
+    assert len(asked) == 4 and all(prompt.startswith("image ") for prompt in asked)
 
     class Pipe(SparseLaViDa):
         def __init__(self):

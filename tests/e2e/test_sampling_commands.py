@@ -19,27 +19,27 @@ def test_a_loaded_model_draws_what_it_drew_in_memory(finished):
     for seed in (0, 5):
         ours, theirs = loaded.draw(PROMPTS, seed=seed), finished.pipe.draw(PROMPTS, seed=seed)
         np.testing.assert_array_equal(ours, theirs)
-    pictures = [world.render(tasks.sample("answer", 0, index).picture) for index in range(2)]
+    images = [world.render(tasks.sample("answer", 0, index).image) for index in range(2)]
     asked = ["how many circles are there?", "is there a red cross?"]
-    assert loaded.write(asked, pictures) == finished.pipe.write(asked, pictures)
+    assert loaded.write(asked, images) == finished.pipe.write(asked, images)
 
 
 def drawn(path):
-    with Image.open(path) as picture:
-        return np.asarray(picture)
+    with Image.open(path) as image:
+        return np.asarray(image)
 
 
 def test_the_command_line_draws_the_same_for_the_same_seed(finished, tmp_path, capsys):
     words = ["main", "--mode=sample", f"--checkpoint={finished.folder}", "--prompt=a red circle"]
-    pictures = {}
+    images = {}
     for name, seed in (("first", 3), ("again", 3), ("other", 4)):
         path = tmp_path / "out" / f"{name}.png"
         assert main.main([*words, f"--seed={seed}", f"--out={path}"]) == 0
         assert capsys.readouterr().out == f"{path}: a red circle\n"
-        pictures[name] = drawn(path)
-    assert pictures["first"].shape == (96, 96, 3)
-    np.testing.assert_array_equal(pictures["first"], pictures["again"])
-    assert (pictures["first"] != pictures["other"]).any()
+        images[name] = drawn(path)
+    assert images["first"].shape == (96, 96, 3)
+    np.testing.assert_array_equal(images["first"], images["again"])
+    assert (images["first"] != images["other"]).any()
 
 
 def test_the_command_line_evaluates(finished, tmp_path, capsys):
@@ -68,7 +68,7 @@ def rows(monkeypatch):
     return seen
 
 
-def test_guided_drawing_takes_two_rows_a_picture(finished, rows):
+def test_guided_drawing_takes_two_rows_an_image(finished, rows):
     pipe = finished.pipe
     guided = dataclasses.replace(pipe.settings.sampling, guidance=50.0)
     without, guided = (pipe.draw(PROMPTS, sampling=chosen) for chosen in (None, guided))
@@ -81,12 +81,12 @@ def test_guided_editing_takes_three_rows_and_keeps_what_is_known(finished, rows)
     pipe = pipeline.SparseLaViDa.from_pretrained(finished.folder, batch_size=2)
     guided = dataclasses.replace(pipe.settings.sampling, guidance=1.0, guidance_image=0.5)
     filled = [tasks.sample("inpaint", 0, index) for index in range(2)]
-    shown = [world.render(sample.picture) for sample in filled]
+    shown = [world.render(sample.image) for sample in filled]
     known = [sample.known_grid for sample in filled]
-    pictures = pipe.redraw(
+    images = pipe.redraw(
         shown, [sample.prompt for sample in filled], known=known, sampling=guided, seed=1
     )
     assert rows == [(2, 6)]
-    before, after = pipe.codec.encode(np.stack(shown)), pipe.codec.encode(np.stack(pictures))
+    before, after = pipe.codec.encode(np.stack(shown)), pipe.codec.encode(np.stack(images))
     kept = np.stack(known).reshape(2, -1)
     np.testing.assert_array_equal(after[kept], before[kept])

@@ -60,7 +60,7 @@ def client(address):
 
 @pytest.fixture(scope="module")
 def shown():
-    return world.render(tasks.sample("edit", 0, 0).picture)
+    return world.render(tasks.sample("edit", 0, 0).image)
 
 
 def png(pixels) -> bytes:
@@ -74,7 +74,7 @@ def pixels(reply):
     return [np.array(Image.open(io.BytesIO(one)).convert("RGB")) for one in contents]
 
 
-def test_pictures_are_those_that_python_draws(client, service):
+def test_images_are_those_that_python_draws(client, service):
     reply = client.images.generate(
         prompt=PROMPT, n=2, size="96x96", model="tiny", response_format="b64_json", extra_body=QUICK
     )
@@ -100,7 +100,7 @@ def test_a_mask_is_transparent_where_it_is_drawn(client, service, shown):
     assert pixels(reply)[0].shape == (96, 96, 3)
 
 
-def test_a_question_about_a_picture_is_answered(client, shown, service):
+def test_a_question_about_an_image_is_answered(client, shown, service):
     uri = f"data:image/png;base64,{base64.b64encode(png(shown)).decode()}"
     content = [
         {"type": "text", "text": "how many squares are there?"},
@@ -118,7 +118,7 @@ def user(*parts):
     return {"model": "tiny", "messages": [{"role": "user", "content": list(parts)}]}
 
 
-PICTURE_THERE = {"type": "image_url", "image_url": {"url": "http://example.org/a.png"}}
+IMAGE_THERE = {"type": "image_url", "image_url": {"url": "http://example.org/a.png"}}
 REFUSED = [
     (400, "images/generations", {"prompt": " "}, "the prompt is empty"),
     (400, "images/generations", {}, "prompt: Field required"),
@@ -131,7 +131,7 @@ REFUSED = [
     (400, "images/generations", {"prompt": "a", "response_format": "url"}, "come as b64_json"),
     (404, "images/generations", {"prompt": "a", "model": "dall-e-3"}, "there is no model"),
     (400, "images/edits", {"prompt": "a"}, "send one file named image"),
-    (400, "chat/completions", user(PICTURE_THERE), "is not fetched: send the picture itself"),
+    (400, "chat/completions", user(IMAGE_THERE), "is not fetched: send the image itself"),
     (400, "chat/completions", user({"type": "audio"}), "a part of type 'audio' is not known"),
     (400, "chat/completions", user("a"), "must be a text, or a list of parts"),
     (400, "chat/completions", user({"type": "image_url", "image_url": "a.png"}), "is not fetched"),
@@ -150,8 +150,8 @@ def test_what_cannot_be_is_refused_with_a_sentence(address, code, path, asked, t
 
 
 def test_broken_and_large_uploads_are_refused(client, address, service):
-    with pytest.raises(openai.BadRequestError, match="the image is no picture that can be read"):
-        client.images.edit(image=("a.png", b"not a picture"), prompt="a")
+    with pytest.raises(openai.BadRequestError, match="the image is no image that can be read"):
+        client.images.edit(image=("a.png", b"not an image"), prompt="a")
     with pytest.raises(openai.BadRequestError, match="has 200001 bytes: at most 200000"):
         client.images.edit(image=("a.png", bytes(200_001)), prompt="a")
     reply = httpx.post(f"{address}/v1/images/generations", content=bytes(3_000_000))

@@ -29,9 +29,9 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def picture(tmp_path):
+def image(tmp_path):
     path = tmp_path / "shown.png"
-    scene = tasks.sample("edit", 0, 0).picture
+    scene = tasks.sample("edit", 0, 0).image
     image_files.write(path, world.render(scene))
     return path
 
@@ -89,26 +89,26 @@ def test_a_row_of_a_batch_is_replayed_alone(run, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_edit_shows_the_picture_and_is_replayed_with_it(run, tmp_path, picture, capsys):
+def test_edit_shows_the_image_and_is_replayed_with_it(run, tmp_path, image, capsys):
     out, again = tmp_path / "edited.png", tmp_path / "again.png"
-    run("edit", picture, "make the red circle green", f"--out={out}", "--no-plan")
+    run("edit", image, "make the red circle green", f"--out={out}", "--no-plan")
     assert cli.main(["sparse-lavida", "replay", str(out), f"--out={again}"]) == 0
     np.testing.assert_array_equal(image_files.read(again), image_files.read(out))
-    image_files.write(picture, stand_ins.EMPTY)
+    image_files.write(image, stand_ins.EMPTY)
     capsys.readouterr()
     assert cli.main(["sparse-lavida", "replay", str(out), f"--out={again}"]) == 2
-    assert "is not the picture that it was drawn after" in capsys.readouterr().err
+    assert "is not the image that it was drawn after" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_inpaint_and_outpaint_keep_what_is_known(run, tmp_path, picture, model):
+def test_inpaint_and_outpaint_keep_what_is_known(run, tmp_path, image, model):
     codec = SparseLaViDa.from_pretrained(model).codec
-    (before,) = codec.encode(image_files.read(picture)[None])
+    (before,) = codec.encode(image_files.read(image)[None])
     mask, out = tmp_path / "mask.png", tmp_path / "out.png"
     white = np.zeros((96, 96, 3), np.uint8)
     white[20:30, 40:50] = 255  # touches the cells (1, 2) and (1, 3)
     image_files.write(mask, white)
-    run("inpaint", picture, PROMPT, f"--mask={mask}", f"--out={out}")
+    run("inpaint", image, PROMPT, f"--mask={mask}", f"--out={out}")
     (after,) = codec.encode(image_files.read(out)[None])
     kept = np.ones((6, 6), bool)
     kept[1, 2:4] = False
@@ -117,7 +117,7 @@ def test_inpaint_and_outpaint_keep_what_is_known(run, tmp_path, picture, model):
     assert record["recipe"]["known"] == kept.tolist()
 
     cut = tmp_path / "cut.png"
-    image_files.write(cut, image_files.read(picture)[:64, :64])
+    image_files.write(cut, image_files.read(image)[:64, :64])
     run("outpaint", cut, PROMPT, f"--out={out}")
     (after,) = codec.encode(image_files.read(out)[None])
     np.testing.assert_array_equal(after.reshape(6, 6)[1:5, 1:5], before.reshape(6, 6)[:4, :4])
@@ -145,29 +145,29 @@ def test_reflect_draws_until_it_is_content(run, tmp_path):
     np.testing.assert_array_equal(image_files.read(again), image_files.read(out))
 
 
-def test_answers_are_printed(run, picture):
-    asked = json.loads(run("ask", picture, "how many circles are there?", "--json"))
+def test_answers_are_printed(run, image):
+    asked = json.loads(run("ask", image, "how many circles are there?", "--json"))
     assert asked["task"] == "ask"
     assert len(asked["texts"]) == 1
-    assert run("reason", picture, "how many circles plus how many crosses?").count("\n") >= 1
+    assert run("reason", image, "how many circles plus how many crosses?").count("\n") >= 1
     run("ask", "how many?")
-    assert run("caption", picture).strip() == run("caption", picture).strip()
+    assert run("caption", image).strip() == run("caption", image).strip()
 
 
 @pytest.mark.slow
-def test_given_words_come_out_as_they_went_in(run, picture):
-    said = run("caption", picture, "--template", "a ___ red circle and {2} square").strip()
+def test_given_words_come_out_as_they_went_in(run, image):
+    said = run("caption", image, "--template", "a ___ red circle and {2} square").strip()
     assert said.startswith("a")
     assert " red circle and" in said
     assert said.endswith(" square")
-    said = run("caption", picture, "--words", "red", "cross").strip()
+    said = run("caption", image, "--words", "red", "cross").strip()
     assert said.index("red") < said.index("cross")
     said = run("infill", "a red ___ above a blue square").strip()
     assert said.startswith("a red")
     assert said.endswith(" above a blue square")
 
 
-def test_boxes_are_in_pixels_of_the_picture_that_was_shown(model, run, tmp_path, monkeypatch):
+def test_boxes_are_in_pixels_of_the_image_that_was_shown(model, run, tmp_path, monkeypatch):
     shown = tmp_path / "wide.png"
     image_files.write(shown, np.zeros((48, 240, 3), np.uint8))
     told = json.loads(run("ground", shown, "red circle", "blue square", "--json"))
@@ -186,7 +186,7 @@ def test_boxes_are_in_pixels_of_the_picture_that_was_shown(model, run, tmp_path,
 
 
 @pytest.mark.slow
-def test_a_conversation_is_about_the_last_picture(run, tmp_path, monkeypatch, capsys):
+def test_a_conversation_is_about_the_last_image(run, tmp_path, monkeypatch, capsys):
     lines = [f"generate {PROMPT}", "ask how many circles are there?", "", "edit remove the circle"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines) + "\n"))
     told = run("chat", f"--out={tmp_path / 'turns'}").splitlines()
@@ -195,7 +195,7 @@ def test_a_conversation_is_about_the_last_picture(run, tmp_path, monkeypatch, ca
     assert sorted(path.name for path in (tmp_path / "turns").iterdir()) == ["1.png", "3.png"]
 
 
-def test_a_warm_pipeline_compiles_nothing_for_its_first_picture(model):
+def test_a_warm_pipeline_compiles_nothing_for_its_first_image(model):
     pipe = SparseLaViDa.from_pretrained(model)
     sampling = dataclasses.replace(pipe.settings.sampling, plan=False)
     pipe = pipe.with_sampling(sampling)
@@ -207,7 +207,7 @@ def test_a_warm_pipeline_compiles_nothing_for_its_first_picture(model):
     assert batching.sample.run_segment._cache_size() == traced
 
 
-def test_a_picture_of_another_program_is_told(tmp_path, model, capsys):
+def test_an_image_of_another_program_is_told(tmp_path, model, capsys):
     path = tmp_path / "old.png"
     image_files.write(path, stand_ins.EMPTY, {"format": "another/1"})
     words = ["replay", str(path), f"--checkpoint={model}", f"--out={tmp_path / 'new.png'}"]
@@ -216,7 +216,7 @@ def test_a_picture_of_another_program_is_told(tmp_path, model, capsys):
 
 
 @pytest.mark.slow
-def test_a_grid_is_one_picture(run, tmp_path):
+def test_a_grid_is_one_image(run, tmp_path):
     out = tmp_path / "out.png"
     assert run("generate", PROMPT, "--num-images=3", "--grid", f"--out={out}") == f"{out}\n"
     assert image_files.read(out).shape == (196, 196, 3)
@@ -249,15 +249,15 @@ def complaint(model, tmp_path, capsys):
     ("words", "part"),
     [
         ([""], "the prompt is empty"),
-        (["a red circle and " * 60], "tokens long, pictures included: at most 96 fit"),
-        (["a", "--steps=37"], "Sampling.num_steps=37 is more than there are tokens of the picture"),
+        (["a red circle and " * 60], "tokens long, images included: at most 96 fit"),
+        (["a", "--steps=37"], "Sampling.num_steps=37 is more than there are tokens of the image"),
         (["a", "--steps=0"], "Sampling.num_steps=0 is out of range"),
         (["a", "--order=spiral"], "choose one of stratified, halton"),
         (["a", "--temperature=-1"], "Sampling.temperature=-1.0 is out of range: it must be 0"),
         (["a", "--sampler=fast"], "choose one of dense, none, p"),
         (["a", "--seed=-1"], "the seed -1 is out of range: 0 to 2147483647"),
         (["a", "--num-images=0"], "num_images=0 is out of range"),
-        (["a", "--size=100x50"], "a picture of 100x50 cannot be drawn"),
+        (["a", "--size=100x50"], "an image of 100x50 cannot be drawn"),
         (["a", "--registers=-2"], "number of registers such as 64 or 64:8"),
         (["a", "--registers=2:3"], "number of registers such as 64 or 64:8"),
     ],
@@ -266,19 +266,19 @@ def test_a_request_out_of_range_is_told(complaint, words, part):
     assert part in complaint("generate", *words)
 
 
-def test_a_box_outside_and_a_mask_of_another_size_are_told(complaint, picture, tmp_path):
-    said = complaint("inpaint", picture, "a", "--box=0,0,97,10")
-    assert "the box 0,0,97,10 is not inside the picture: x1 < x2 lie in 0..96" in said
+def test_a_box_outside_and_a_mask_of_another_size_are_told(complaint, image, tmp_path):
+    said = complaint("inpaint", image, "a", "--box=0,0,97,10")
+    assert "the box 0,0,97,10 is not inside the image: x1 < x2 lie in 0..96" in said
     mask = tmp_path / "mask.png"
     image_files.write(mask, np.full((50, 96, 3), 255, np.uint8))
-    said = complaint("inpaint", picture, "a", f"--mask={mask}")
-    assert f"{mask} is 96x50 and the picture 96x96" in said
-    assert "needs a mask or a box" in complaint("inpaint", picture, "a")
-    assert "leaves nothing to draw" in complaint("outpaint", picture, "a", "--box=0,0,96,96")
+    said = complaint("inpaint", image, "a", f"--mask={mask}")
+    assert f"{mask} is 96x50 and the image 96x96" in said
+    assert "needs a mask or a box" in complaint("inpaint", image, "a")
+    assert "leaves nothing to draw" in complaint("outpaint", image, "a", "--box=0,0,96,96")
 
 
-def test_a_checkpoint_of_another_model_is_told(complaint, picture, tmp_path, finished):
-    said = complaint("edit", picture, "remove the circle", of=finished.folder)
+def test_a_checkpoint_of_another_model_is_told(complaint, image, tmp_path, finished):
+    said = complaint("edit", image, "remove the circle", of=finished.folder)
     assert "this checkpoint was not trained to edit: it was trained on answer, draw" in said
     released = tmp_path / "released"
     released.mkdir()
@@ -295,7 +295,7 @@ def test_a_record_of_another_checkpoint_is_told(run, tmp_path, finished, capsys)
     assert not (tmp_path / "x.png").exists()
 
 
-def test_a_full_disk_leaves_no_part_of_a_picture(complaint, monkeypatch):
+def test_a_full_disk_leaves_no_part_of_an_image(complaint, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 

@@ -24,7 +24,7 @@ def logged(folder):
     ]
 
 
-def test_a_run_leaves_a_model_a_report_metrics_and_pictures(finished, capsys):
+def test_a_run_leaves_a_model_a_report_metrics_and_images(finished, capsys):
     lines = logged(finished.folder)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     for line in lines:

@@ -33,7 +33,7 @@ def test_a_short_run_writes_a_tokenizer_and_says_how_good_it_is(tmp_path, capsys
 
 
 def test_targets_know_nothing_of_the_surroundings():
-    survey = train_vq._pictures((0,), 8)
+    survey = train_vq._images((0,), 8)
     components = train_vq._components(survey, SETTINGS.vq)
     grids = np.zeros((2, world.GRID, world.GRID), int)
     grids[:, 2, 2], grids[1, 2, 3] = 5, 9

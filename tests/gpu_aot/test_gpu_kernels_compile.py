@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
     or importlib.util.find_spec("jax_cuda13_plugin") is None
     or shutil.which("ptxas") is None,
     reason="compiling for GPUs without one needs jax 0.11 (Python 3.12), ptxas of CUDA 13 and,"
-    " of jax's version, pip install -e '.[aot_cuda]'",
+    " of jax's version, pip install -e '.[aot-cuda]'",
 )
 
 DEVICE = textwrap.dedent('''

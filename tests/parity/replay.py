@@ -39,8 +39,8 @@ def parts_of(ids, cutoff, names, *, vision=None, source=None):
         ids: of the spliced sequence [L].
         cutoff: guidance drops what stands before it.
         names: the case's special ids.
-        vision: the features of the pictures it shows, one after another.
-        source: the cells of its source picture.
+        vision: the features of the images it shows, one after another.
+        source: the cells of its source image.
     """
 
     def kind_of(place):
@@ -112,11 +112,11 @@ def text_request(ids, length, mask_id, draft=()):
 
 
 # ---------------------------------------------------------------------------------------------
-# Pictures.
+# Images.
 
 
 def image_sampling(variant):
-    """Returns the settings of a recorded picture or edit."""
+    """Returns the settings of a recorded image or edit."""
     policy = variant["confidence_policy"]
     assert policy in ("stratified", "mmada")
     schedule, guidance = variant["schedule"], float(variant["guidance_scale"])
@@ -151,7 +151,7 @@ def cells_of(codes, grid, side):
 
 
 def image_draws(variant, recorded, grid, side):
-    """Returns what a picture's run drew, None where that was nothing."""
+    """Returns what an image's run drew, None where that was nothing."""
     given = {}
     for ours, theirs in (("codes", "sampled_codes"), ("confidence", "confidence_gumbel")):
         if variant.get(theirs):
@@ -187,7 +187,7 @@ def history(model, request, segments, settings, draws=None):
 
 
 def image_request(parts, model, pixels=None):
-    """Returns a request for a whole picture."""
+    """Returns a request for a whole image."""
     blank = np.zeros((model.num_cells, model.codes_per_token), np.int32)
     return prompts.Request(parts, blank, np.zeros(model.num_cells, bool), pixels, 0)
 
@@ -280,10 +280,10 @@ def merged_rows(model, streams, length):
     return embeds, modality
 
 
-def assert_picture(given, cells, expected):
-    """Compares the decoded picture of cells [l g], give or take one."""
+def assert_image(given, cells, expected):
+    """Compares the decoded image of cells [l g], give or take one."""
     made = given.settings.model
     height = given.config["gen_shape"][0] // made.codes_side
     codes = np.asarray(layout.codes_from_cells(cells[None], height, made.codes_side))
-    picture = vq.decode_codes(given.vq(), codes)[0].astype(int)
-    assert np.abs(picture - expected).max() <= 1
+    image = vq.decode_codes(given.vq(), codes)[0].astype(int)
+    assert np.abs(image - expected).max() <= 1

@@ -12,7 +12,7 @@ import numpy as np
 from sparse_lavida_jax.lavida_o import chat
 from sparse_lavida_jax.layout import Response, Source, Text, Vision
 
-PICTURE = Vision(1)
+IMAGE = Vision(1)
 CONTROL = {
     chat.START: "BOS", chat.START_HEADER: "START_HEADER", chat.END_HEADER: "END_HEADER",
     chat.END_OF_TURN: "EOT", chat.END_OF_TEXT: "EOS", chat.MASK: "MASK", chat.CELL: "RES5",
@@ -62,7 +62,7 @@ def check(case, tokenizer, parts, ids, response):
             assert meaning.setdefault(ours, theirs) == theirs
 
 
-def test_prompts_of_pictures_have_the_recorded_tokens(case):
+def test_prompts_of_images_have_the_recorded_tokens(case):
     case = case("F3_t2i_trace")
     tokenizer = Words(case)
     for run in case.config["variants"].values():
@@ -84,7 +84,7 @@ def test_prompts_of_edits_have_the_recorded_tokens(case):
     assert runs
     for run in runs:
         cells = run["n_image_tokens"]
-        parts = chat.edit(tokenizer, run["prompt"], PICTURE, source, cells)
+        parts = chat.edit(tokenizer, run["prompt"], IMAGE, source, cells)
         check(case, tokenizer, parts, case.inputs["input_ids"], chat.CELL)
 
 
@@ -94,5 +94,5 @@ def test_prompts_of_boxes_have_the_recorded_tokens(case):
     runs = [run for run in case.config["variants"].values() if run.get("mode") == "refcoco"]
     assert runs
     for run in runs:
-        parts = chat.locate(tokenizer, run["expression"], PICTURE)
+        parts = chat.locate(tokenizer, run["expression"], IMAGE)
         check(case, tokenizer, parts, case.inputs[run["input_ids"]], chat.MASK)

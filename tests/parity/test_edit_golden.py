@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures edited by the released sampler in its four modes, step by step (case D)."""
+"""Images edited by the released sampler in its four modes, step by step (case D)."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ def given(case):
 
 @pytest.fixture(scope="module")
 def request_(given):
-    """The edit as a request: the picture as views and as source cells, then the instruction."""
+    """The edit as a request: the image as views and as source cells, then the instruction."""
     model, recorded = given.settings.model, given.outputs
     views = given.inputs["pixel_values"][0].transpose(0, 2, 3, 1)
     height, width = given.inputs["image_uint8"].shape[:2]
@@ -74,7 +74,7 @@ def test_edits_are_decoded_as_recorded(given, request_, name):
     np.testing.assert_array_equal(shown[:-1], before[1:])
     final = replay.cells_of(given.outputs[f"{name}.final_codes"], grid, model.codes_side)
     np.testing.assert_array_equal(last, final[0])
-    replay.assert_picture(given, last, given.outputs[f"{name}.image_uint8"])
+    replay.assert_image(given, last, given.outputs[f"{name}.image_uint8"])
 
 
 @each_mode
@@ -94,7 +94,7 @@ def test_rows_and_their_logits_are_the_recorded_ones(given, request_, name):
 
 @pytest.mark.slow
 def test_the_conditional_pass_is_the_recorded_one(given, request_):
-    """A picture known in part, layer by layer."""
+    """An image known in part, layer by layer."""
     recorded, model = given.outputs, given.model()
     plan, settings = run_of(given, request_, replay.variants(NAME, "edit_mode")[0])
     alone = dataclasses.replace(settings, guidance_rows=1)

@@ -213,7 +213,7 @@ def test_text_alone_in_a_model_of_both_branches(case):
 
 
 # ---------------------------------------------------------------------------------------------
-# C: pictures understood.
+# C: images understood.
 
 
 def views_of(pixel_values):
@@ -224,7 +224,7 @@ def views_of(pixel_values):
     return bytes_.astype(np.uint8)
 
 
-def test_pictures_become_features(case):
+def test_images_become_features(case):
     given = case("C_und")
     model = given.model()
     views = views_of(given.outputs["pixel_values"][0])
@@ -234,7 +234,7 @@ def test_pictures_become_features(case):
 
 
 def understanding_of(given, expanded, pictures):
-    """The spliced stream and its features: pictures are (views, index of each feature)."""
+    """The spliced stream and its features: images are (views, index of each feature)."""
     model = given.model()
     views = np.concatenate([views for views, _ in pictures])
     features = model.see(views[None])
@@ -250,7 +250,7 @@ def understanding_of(given, expanded, pictures):
 
 
 def shown(given, variant):
-    """The pictures that a variant shows: (views, which feature each token is)."""
+    """The images that a variant shows: (views, which feature each token is)."""
     setting = given.config["variants"][variant]
     views = {
         name: given.outputs[name.partition("[")[0]] for name in setting["images"]
@@ -261,7 +261,7 @@ def shown(given, variant):
         yield seen, images.token_index(tuple(size), given.settings.model.vision, whole=whole)
 
 
-def test_a_picture_in_a_sequence(case):
+def test_an_image_in_a_sequence(case):
     given = case("C_und")
     model, recorded = given.model(), given.outputs
     expanded = recorded["new_input_ids"]
@@ -274,7 +274,7 @@ def test_a_picture_in_a_sequence(case):
     assert_close(model.text_logits(hidden["understanding"]), recorded["logits"])
 
 
-def test_two_pictures_in_a_sequence(case):
+def test_two_images_in_a_sequence(case):
     given = case("C_und")
     model, recorded = given.model(), given.outputs
     expanded = recorded["two.new_input_ids"]
@@ -302,6 +302,6 @@ def test_boxes_are_read_off_the_masks_in_one_pass(case):
 
 
 def spliced(ids, given, tokens):
-    """Ids with every picture's place (-200) widened to its tokens."""
+    """Ids with every image's place (-200) widened to its tokens."""
     place, widths = given.config["golden_ids"]["IMAGE_INDEX"], iter(map(len, tokens))
     return np.array([[i for j in ids[0] for i in [j] * (next(widths) if j == place else 1)]])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures drawn by the released sampler, step by step (case F3)."""
+"""Images drawn by the released sampler, step by step (case F3)."""
 
 import numpy as np
 import pytest
@@ -43,7 +43,7 @@ def test_codes_are_decoded_as_recorded(given, name):
     assert (before[0] == given.settings.model.image_mask_id).all()
     final = replay.cells_of(given.outputs[f"{name}.final_codes"], variant["gen_shape"], side)
     np.testing.assert_array_equal(last, final[0])
-    replay.assert_picture(given, last, given.outputs[f"{name}.image_uint8"])
+    replay.assert_image(given, last, given.outputs[f"{name}.image_uint8"])
 
 
 @each_variant

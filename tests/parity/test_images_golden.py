@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Views, vision tokens and source pictures equal the recorded ones (cases C, C2, D, G2)."""
+"""Views, vision tokens and source images equal the recorded ones (cases C, C2, D, G2)."""
 
 import numpy as np
 import PIL
@@ -20,8 +20,8 @@ def normalised(views, case):
     return ((views.astype(np.float32) / 255 - mean) / deviation).transpose(0, 3, 1, 2)
 
 
-def seen(case, picture, num_views):
-    shown = images.see(picture, settings.vision_settings(case.config), whole=num_views == 1)
+def seen(case, image, num_views):
+    shown = images.see(image, settings.vision_settings(case.config), whole=num_views == 1)
     assert len(shown.pixels) == num_views
     return shown
 
@@ -34,14 +34,14 @@ def test_views_are_the_recorded_ones(case, name):
     np.testing.assert_allclose(normalised(shown.pixels, case), expected, atol=TOLERANCE)
 
 
-def test_a_second_picture_is_seen_whole_as_recorded(case):
+def test_a_second_image_is_seen_whole_as_recorded(case):
     case = case("C_und")
     expected = case.outputs["two.pixel_values_2"]
     shown = seen(case, case.inputs["two.image_uint8_2"], len(expected))
     np.testing.assert_allclose(normalised(shown.pixels, case), expected, atol=TOLERANCE)
 
 
-def test_a_picture_is_resized_as_the_released_processor_does_it(case):
+def test_an_image_is_resized_as_the_released_processor_does_it(case):
     case = case("G2_siglip")
     size = tuple(case.config["variants"]["preprocess"]["size"][::-1])
     view = images.resize(case.inputs["image_uint8"], size)
@@ -81,17 +81,17 @@ def test_vision_tokens_are_the_recorded_features_at_real_geometry(case):
 
 
 def test_vision_tokens_are_spliced_in_as_recorded(case):
-    """The features of each picture by `Denoiser.see`, then the newline, picture after picture."""
+    """The features of each image by `Denoiser.see`, then the newline, image after image."""
     case = case("C_und")
     features, newline = case.outputs["projected_features"], case.weights["model.image_newline"]
     features = np.concatenate([features.reshape(-1, len(newline)), newline[None]])
-    picture = seen(case, case.inputs["image_uint8"], case.outputs["pixel_values"].shape[1])
-    is_picture = case.outputs["new_input_ids"] == case.config["golden_ids"]["IMAGE_INDEX"]
-    spliced = case.outputs["inputs_embeds"][is_picture]
-    np.testing.assert_allclose(features[picture.index], spliced, atol=1e-4)
+    image = seen(case, case.inputs["image_uint8"], case.outputs["pixel_values"].shape[1])
+    is_image = case.outputs["new_input_ids"] == case.config["golden_ids"]["IMAGE_INDEX"]
+    spliced = case.outputs["inputs_embeds"][is_image]
+    np.testing.assert_allclose(features[image.index], spliced, atol=1e-4)
 
 
-def test_tokens_of_two_pictures_stand_where_recorded(case):
+def test_tokens_of_two_images_stand_where_recorded(case):
     case = case("C_und")
     image = case.config["golden_ids"]["IMAGE_INDEX"]
     views = case.config["variants"]["two"]["views"]
@@ -107,7 +107,7 @@ def test_tokens_of_two_pictures_stand_where_recorded(case):
     spliced = np.where(row.feature == layout.NO_FEATURE, row.ids, image)
     np.testing.assert_array_equal(spliced[None], case.outputs["two.new_input_ids"])
 
-    # The first picture's features are recorded, and so is the newline that both end with.
+    # The first image's features are recorded, and so is the newline that both end with.
     width = case.outputs["projected_features"].shape[-1]
     newline = case.weights["model.image_newline"][None]
     features = [case.outputs["projected_features"].reshape(-1, width), newline]

@@ -17,7 +17,7 @@ from sparse_lavida_jax.mixture import examples
 from sparse_lavida_jax.mixture.records import Record
 
 CODES = np.zeros((1, 4, 4), np.int32)
-SEEN = {"pictures": (raw_data.png(0),), "size": (48, 40)}
+SEEN = {"images": (raw_data.png(0),), "size": (48, 40)}
 DRAWN = {
     "target": CODES,
     "crops": np.zeros((1, 2), np.int32),

@@ -71,16 +71,16 @@ def test_the_logits_of_the_first_step_are_the_recorded_ones(case):
 
 
 # ---------------------------------------------------------------------------------------------
-# Text about a picture (case C).
+# Text about an image (case C).
 
-PICTURES = "C_und"
+IMAGES = "C_und"
 
 
 def seen_request(given, variant, ids, response):
-    """Returns a request that shows one picture.
+    """Returns a request that shows one image.
 
     Args:
-        ids: the prompt, one id for the picture.
+        ids: the prompt, one id for the image.
         response: places of `ids` that are decoded, the last of them; behind `ids` if there are
             more.
     """
@@ -101,8 +101,8 @@ def seen_request(given, variant, ids, response):
     return prompts.Request(parts, tokens, np.zeros(len(response), bool), (views,), 0)
 
 
-def test_an_answer_about_a_picture_is_decoded_as_recorded(case):
-    given = case(PICTURES)
+def test_an_answer_about_an_image_is_decoded_as_recorded(case):
+    given = case(IMAGES)
     for name, variant in given.config["variants"].items():
         if "max_new_tokens" not in variant:
             continue
@@ -119,7 +119,7 @@ def test_an_answer_about_a_picture_is_decoded_as_recorded(case):
 
 def boxes(case, steps):
     """Returns the ids of a box after each of `steps` steps, at the end, and as recorded."""
-    given = case(PICTURES)
+    given = case(IMAGES)
     name = "grounding_steps1"
     variant = given.config["variants"][name]
     ids = given.inputs[variant["input_ids"]][0]
@@ -141,7 +141,7 @@ def test_a_box_is_decoded_in_one_step_as_recorded(case):
 def test_a_box_decoded_in_two_steps_keeps_what_the_first_committed(case):
     """The release returns what the last step would have drawn everywhere."""
     shown, last, expected = boxes(case, 2)
-    mask_id = case(PICTURES).settings.model.text_mask_id
+    mask_id = case(IMAGES).settings.model.text_mask_id
     first = shown[0] != mask_id
     assert first.sum() == -(-len(expected) // 2)
     np.testing.assert_array_equal(shown[0][first], expected[first])

@@ -26,7 +26,7 @@ def channels_first(values):
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_pictures_become_the_recorded_codes(case, name):
+def test_images_become_the_recorded_codes(case, name):
     given = case(name)
     model, recorded = given.vq(), given.outputs
     pixels = channels_last(given.inputs["pixels"])
@@ -42,7 +42,7 @@ def test_pictures_become_the_recorded_codes(case, name):
 @pytest.mark.parametrize(
     ("codes", "decoded"), [("codes", "decoded"), ("random_codes", "decoded_random")]
 )
-def test_codes_become_the_recorded_pictures(case, name, codes, decoded):
+def test_codes_become_the_recorded_images(case, name, codes, decoded):
     given = case(name)
     model, recorded = given.vq(), given.outputs
     ids = given.inputs[codes] if codes in given.inputs else recorded[codes]
@@ -57,7 +57,7 @@ def test_codes_become_the_recorded_pictures(case, name, codes, decoded):
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_recorded_codes_decoded_in_bfloat16_are_hardly_other_pictures(case, name):
+def test_recorded_codes_decoded_in_bfloat16_are_hardly_other_images(case, name):
     given = case(name)
     model, codes = given.vq(), given.outputs["codes"]
     rows, side = given.outputs["decoded"].shape[0], given.outputs["decoded"].shape[2]

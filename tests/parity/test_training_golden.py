@@ -57,8 +57,8 @@ class Pass:
         batch: what our corruption made of the recorded sequences and random numbers.
         places: positions in the merged sequence of the tokens of both streams, padding -1.
         length: of the merged sequence.
-        codes: of the pictures to draw, [n h w].
-        pictured: rows of the batch with a picture to draw.
+        codes: of the images to draw, [n h w].
+        imaged: rows of the batch with an image to draw.
     """
 
     given: golden.Case
@@ -67,7 +67,7 @@ class Pass:
     places: dict[str, np.ndarray]
     length: int
     codes: np.ndarray
-    pictured: list[int]
+    imaged: list[int]
 
     def merge(self, values: dict, fill) -> np.ndarray:
         """Puts values [b s] of streams where their tokens stand, [b length]."""
@@ -78,12 +78,12 @@ class Pass:
                 whole[row, at[at >= 0]] = np.asarray(value)[row, at >= 0]
         return whole
 
-    def of_pictures(self, values) -> np.ndarray:
+    def of_images(self, values) -> np.ndarray:
         """Returns values [b s g] of the cells to draw as [n c], the codes in raster order."""
-        # A row's picture is the last thing in its generation stream.
+        # A row's image is the last thing in its generation stream.
         ends = (self.places["generation"] >= 0).sum(axis=1)
         tokens = self.variant["n_image_tokens"]
-        cells = np.stack([np.asarray(values)[r, ends[r] - tokens : ends[r]] for r in self.pictured])
+        cells = np.stack([np.asarray(values)[r, ends[r] - tokens : ends[r]] for r in self.imaged])
         side = self.given.settings.model.codes_side
         codes = codes_from_cells(cells, self.variant["gen_shape"][0] // side, side)
         return codes.reshape(len(cells), -1)
@@ -103,22 +103,22 @@ def run_of(name: str) -> Pass:
     codes = encoded(given, "images_gen")
     sources = iter(encoded(given, "images_gen_enc"))
     length = rand["mask_noise_text"].shape[1]
-    sequences, draws, pictured = [], [], []
+    sequences, draws, imaged = [], [], []
     for row in range(len(given.inputs["input_ids"])):
         parts, views = parts_of(given, variant, row, sources)
         parts.append(Blank(length - sum(map(num_tokens, parts))))
         if any(isinstance(part, Response) for part in parts):
-            number = len(pictured)
-            pictured.append(row)
-            picture = cells_of(given, codes[number])
+            number = len(imaged)
+            imaged.append(row)
+            image = cells_of(given, codes[number])
         else:
             number = None
             parts.append(Response(0))
-            picture = np.zeros((0, settings.model.codes_per_token), int)
+            image = np.zeros((0, settings.model.codes_per_token), int)
         weight = code_weight(given, variant, number)
-        sequences.append(diffusion.Sequence(tuple(parts), picture, weight, views))
-        draws.append(draws_of(given, variant, rand, row, number, picture))
-    assert next(sources, None) is None and len(pictured) == len(codes), "not every picture is used"
+        sequences.append(diffusion.Sequence(tuple(parts), image, weight, views))
+        draws.append(draws_of(given, variant, rand, row, number, image))
+    assert next(sources, None) is None and len(imaged) == len(codes), "not every image is used"
     shape = diffusion.RowShape(length, max(sequence.num_cells for sequence in sequences))
     batch = diffusion.batch_sequences(sequences, draws, shape, settings)
     places = {
@@ -130,8 +130,8 @@ def run_of(name: str) -> Pass:
         if of is not None
     }
     if variant["complementary_masking"]:
-        pictured += [row + len(sequences) for row in pictured]
-    return Pass(given, variant, batch, places, length, codes, pictured)
+        imaged += [row + len(sequences) for row in imaged]
+    return Pass(given, variant, batch, places, length, codes, imaged)
 
 
 def recorded_draws(given: golden.Case, variant: dict) -> dict[str, np.ndarray]:
@@ -139,10 +139,10 @@ def recorded_draws(given: golden.Case, variant: dict) -> dict[str, np.ndarray]:
     return {one["role"]: given.inputs[one["tensor"]] for one in variant["random"]}
 
 
-def draws_of(given, variant, rand, row: int, number: int | None, picture) -> diffusion.Draws:
-    """Returns the random numbers of a row; `number` is that of its picture."""
+def draws_of(given, variant, rand, row: int, number: int | None, image) -> diffusion.Draws:
+    """Returns the random numbers of a row; `number` is that of its image."""
     policy = variant["policy"]
-    time, noise = 0.5, np.full(picture.shape, 0.5)
+    time, noise = 0.5, np.full(image.shape, 0.5)
     if number is not None:
         time = as_uniform(policy, rand["t_image"][number])
         noise = cells_of(given, rand["mask_noise_image"][number].reshape(variant["gen_shape"]))
@@ -157,7 +157,7 @@ def draws_of(given, variant, rand, row: int, number: int | None, picture) -> dif
 
 
 def code_weight(given: golden.Case, variant: dict, number: int | None) -> np.ndarray | None:
-    """Returns the recorded loss weights of a picture's codes."""
+    """Returns the recorded loss weights of an image's codes."""
     if number is None or not variant["image_gen_weight"]:
         return None
     return cells_of(given, given.inputs["image_gen_weight"][number, 0])
@@ -190,7 +190,7 @@ def as_uniform(policy: str, drawn: float) -> float:
 
 
 def encoded(given: golden.Case, tensor: str) -> np.ndarray:
-    """Returns the codes [n h w] of recorded pictures."""
+    """Returns the codes [n h w] of recorded images."""
     if tensor not in given.inputs:
         return np.zeros((0, 1, 1), int)
     pixels = given.inputs[tensor].transpose(0, 2, 3, 1)
@@ -204,7 +204,7 @@ def cells_of(given: golden.Case, grid: np.ndarray) -> np.ndarray:
 
 
 def parts_of(given: golden.Case, variant: dict, row: int, sources):
-    """Reads the recorded ids of a row as parts of ours; returns them and the views of pictures."""
+    """Reads the recorded ids of a row as parts of ours; returns them and the views of images."""
     special = given.config["golden_ids"]
     drawn, source, shown = (special[key] for key in ("IMAGE_GEN_INDEX", "RES6", "IMAGE_INDEX"))
     ids, labels = (given.inputs[key][row] for key in ("input_ids", "labels"))
@@ -238,7 +238,7 @@ def parts_of(given: golden.Case, variant: dict, row: int, sources):
 
 
 def seen(given: golden.Case, row: int, num_views: int) -> Vision:
-    """Returns what stands for the recorded picture of a row."""
+    """Returns what stands for the recorded image of a row."""
     vision = given.settings.model.vision
     size = tuple(given.inputs["image_sizes_wh"][row].tolist())
     index = images.token_index(size, vision, whole=num_views == 1)
@@ -265,28 +265,28 @@ def test_the_predicted_text_is_the_recorded_one(run):
 
 def test_the_masked_codes_are_the_recorded_ones(run):
     recorded = run.given.outputs
-    if not run.pictured:
+    if not run.imaged:
         assert "gen_x_mask" not in recorded
         assert run.batch.predicts == "understanding"
         return
     mask_id = run.given.settings.model.image_mask_id
-    masked = run.of_pictures(run.batch.generation.tokens == mask_id)
+    masked = run.of_images(run.batch.generation.tokens == mask_id)
     np.testing.assert_array_equal(masked, recorded["gen_x_mask"])
-    np.testing.assert_array_equal(run.of_pictures(run.batch.image_weight > 0), masked)
+    np.testing.assert_array_equal(run.of_images(run.batch.image_weight > 0), masked)
     assert (run.batch.image_weight > 0).sum() == masked.sum()
 
 
-def test_the_codes_of_pictures_are_the_recorded_ones(run):
-    if run.pictured:
+def test_the_codes_of_images_are_the_recorded_ones(run):
+    if run.imaged:
         expected = run.given.outputs["gen_x0_gt"]
-        np.testing.assert_array_equal(run.of_pictures(run.batch.image_target), expected)
+        np.testing.assert_array_equal(run.of_images(run.batch.image_target), expected)
         codes = run.codes.reshape(len(run.codes), -1)
         np.testing.assert_array_equal(codes, expected[: len(codes)])
 
 
 def test_the_probability_of_a_mask_is_the_recorded_one(run):
     policy, rand = run.variant["policy"], recorded_draws(run.given, run.variant)
-    times = rand["t_image" if run.pictured else "t_text"]
+    times = rand["t_image" if run.imaged else "t_text"]
     ours = [diffusion.mask_probability(policy, as_uniform(policy, time)) for time in times]
     recorded = run.given.outputs["p_mask"][:, 0]
     np.testing.assert_allclose(ours, recorded, rtol=0, atol=PROBABILITIES)
@@ -365,7 +365,7 @@ def test_the_embeddings_are_the_recorded_ones(run):
 
 
 def test_the_hidden_states_and_text_logits_are_the_recorded_ones(run):
-    """Without a loss on text only those of pictures (behaviour 12)."""
+    """Without a loss on text only those of images (behaviour 12)."""
     recorded = run.given.outputs
     whole, held = merged_streams(run, computed(run.given.name).hidden)
     expected = recorded["final_hidden_ln_f"]
@@ -382,7 +382,7 @@ def test_the_likeliest_codes_are_the_recorded_ones(run):
     codes = computed(run.given.name).codes
     assert (codes is None) == ("gen_x_0_pred" not in run.given.outputs)
     if codes is not None:
-        np.testing.assert_array_equal(run.of_pictures(codes), run.given.outputs["gen_x_0_pred"])
+        np.testing.assert_array_equal(run.of_images(codes), run.given.outputs["gen_x_0_pred"])
 
 
 def test_the_losses_are_the_recorded_ones(run):

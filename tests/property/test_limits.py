@@ -23,7 +23,7 @@ TOLERANCE = 2e-5
 
 
 def full_attention_batch(model) -> diffusion.Corrupted:
-    """Two rows of prompt, source cells and picture, masked here and there, without padding."""
+    """Two rows of prompt, source cells and image, masked here and there, without padding."""
     settings = model.settings
     rng = np.random.default_rng(7)
     rows, blocks = [], []

@@ -82,7 +82,7 @@ def test_segments_tell_the_story_of_the_plan(plan_and_given, passes_clean, passe
 
 
 @hypothesis.given(image_plans())
-def test_clean_sets_and_the_last_step_rebuild_the_picture(plan_and_given):
+def test_clean_sets_and_the_last_step_rebuild_the_image(plan_and_given):
     plan, given = plan_and_given
     parts = orders.segments(plan, passes_clean="newest", passes_rest=False)
     for row, given_row in enumerate(given):

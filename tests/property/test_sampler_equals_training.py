@@ -12,12 +12,12 @@ TOLERANCE = 2e-5
 
 
 def draw(settings):
-    """Pictures from prompts of different length; two share a prompt bucket, one does not."""
+    """Images from prompts of different length; two share a prompt bucket, one does not."""
     return [tiny.request("image", settings, i, words=n) for i, n in enumerate((3, 12, 5))]
 
 
 def edit(settings):
-    """Edits with some target cells known, beside a row that has no picture to look at."""
+    """Edits with some target cells known, beside a row that has no image to look at."""
     return [
         tiny.request("image", settings, 0, words=2, vision=True, source=True, given=0.4),
         tiny.request("image", settings, 1, words=6),
@@ -26,7 +26,7 @@ def edit(settings):
 
 
 def answer(settings):
-    """Answers about a picture that is seen by the tower and as source cells."""
+    """Answers about an image that is seen by the tower and as source cells."""
     return [
         tiny.request("text", settings, i, words=n, vision=True, source=True)
         for i, n in enumerate((1, 9))

@@ -38,10 +38,10 @@ def render(grids: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def table(name: str) -> np.ndarray:
-    """The codes of each appearance, alone in the middle of a picture."""
+    """The codes of each appearance, alone in the middle of an image."""
     grids = np.zeros((APPEARANCES, world.GRID, world.GRID), int)
     grids[:, 3, 2] = np.arange(APPEARANCES)
-    return cells_of(vq.encode_pictures(vq.load(name)[0], render(grids)))[:, 3, 2]
+    return cells_of(vq.encode_images(vq.load(name)[0], render(grids)))[:, 3, 2]
 
 
 @functools.cache
@@ -51,9 +51,9 @@ def coded(name: str) -> Coded:
     filled = rng.random(shape) < rng.random((SCENES, 1, 1))
     grids = np.where(filled, rng.integers(1, APPEARANCES, shape), world.EMPTY)
     pixels = render(grids)
-    codes = vq.encode_pictures(model, pixels)
+    codes = vq.encode_images(model, pixels)
     decoded = vq.decode_codes(model, codes[:DECODED])
-    again = vq.encode_pictures(model, decoded)
+    again = vq.encode_images(model, decoded)
     return Coded(grids, pixels, cells_of(codes), decoded, cells_of(again))
 
 
@@ -73,16 +73,16 @@ def test_the_table_gives_the_codes_of_whole_scenes(name, codes_a_cell):
 
 
 @each_codec
-def test_a_picture_full_of_one_thing_has_the_codes_of_one(name, codes_a_cell):
+def test_an_image_full_of_one_thing_has_the_codes_of_one(name, codes_a_cell):
     full = np.broadcast_to(
         np.arange(APPEARANCES)[:, None, None], (APPEARANCES, world.GRID, world.GRID)
     )
-    cells = cells_of(vq.encode_pictures(vq.load(name)[0], render(full)))
+    cells = cells_of(vq.encode_images(vq.load(name)[0], render(full)))
     np.testing.assert_array_equal(cells, table(name)[full])
 
 
 @each_codec
-def test_decoded_pictures_are_close_and_can_be_read(name, codes_a_cell):
+def test_decoded_images_are_close_and_can_be_read(name, codes_a_cell):
     scene = coded(name)
     error = np.abs(scene.pixels[:DECODED].astype(int) - scene.decoded).mean() / 255
     assert error < 0.02
@@ -91,7 +91,7 @@ def test_decoded_pictures_are_close_and_can_be_read(name, codes_a_cell):
 
 
 @each_codec
-def test_a_drawn_picture_can_be_edited_as_if_it_were_rendered(name, codes_a_cell):
+def test_a_drawn_image_can_be_edited_as_if_it_were_rendered(name, codes_a_cell):
     np.testing.assert_array_equal(coded(name).coded_again, coded(name).cells[:DECODED])
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling a picture of 1024 pixels at full size, all 32 layers, on chips that are not there.
+"""Sampling an image of 1024 pixels at full size, all 32 layers, on chips that are not there.
 
 The real functions at the size of `configs/lavida_o.py`, heads over the chips. A minute a target;
-eight pictures in a batch with SLOW_TESTS=1 alone, as `.ci/run --full` has it.
+eight images in a batch with SLOW_TESTS=1 alone, as `.ci/run --full` has it.
 """
 
 import importlib.util
@@ -28,12 +28,12 @@ CASES = [
 
 @pytest.fixture(scope="module", params=CASES)
 def programs(request):
-    """Prefill and the longest segment of pictures with guidance: two rows each."""
+    """Prefill and the longest segment of images with guidance: two rows each."""
     settings = described.full_run(config_files.read(CONFIG))
-    topology, pictures = request.param
+    topology, images = request.param
     axes = described.SAMPLING[topology]
     with segment_programs.unchecked():
-        return described.sampling(settings, topology, axes, pictures)
+        return described.sampling(settings, topology, axes, images)
 
 
 def test_they_fit_with_room_to_spare_and_nothing_large_is_held_by_every_chip(programs):

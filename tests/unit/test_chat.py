@@ -12,7 +12,7 @@ from sparse_lavida_jax.lavida_o import chat
 from sparse_lavida_jax.layout import NO_FEATURE, Response, Source, Text, Vision
 from sparse_lavida_jax.scenes import tokenizer as scene_tokenizer
 
-PICTURE = Vision(2, np.array([0, 3]), 4)
+IMAGE = Vision(2, np.array([0, 3]), 4)
 SECOND = Vision(3)
 SOURCE = np.arange(8).reshape(2, 4)
 
@@ -23,7 +23,7 @@ def tokenizer(tmp_path_factory):
 
 
 def spelled(tokenizer, expected):
-    """Ids of a text by hand: control and LOC tokens, pictures `[0]`, `[1]`, and single bytes."""
+    """Ids of a text by hand: control and LOC tokens, images `[0]`, `[1]`, and single bytes."""
     ids = []
     for piece in re.findall(r"<\|\w+\|>|</?\w+>|\[\d\]|.", expected, re.DOTALL):
         if re.fullmatch(r"\[\d\]", piece):
@@ -33,14 +33,14 @@ def spelled(tokenizer, expected):
     return ids
 
 
-def flat(parts, pictures=(), placeholders=()):
-    """The parts as one list: ids, pictures as `[0]`, `[1]`, cells and responses as their names."""
+def flat(parts, images=(), placeholders=()):
+    """The parts as one list: ids, images as `[0]`, `[1]`, cells and responses as their names."""
     sequence = []
     for part in parts:
         if isinstance(part, Text):
             sequence += part.ids.tolist()
         elif isinstance(part, Vision):
-            sequence.append(f"[{next(i for i, p in enumerate(pictures) if p is part)}]")
+            sequence.append(f"[{next(i for i, p in enumerate(images) if p is part)}]")
         elif isinstance(part, Source):
             np.testing.assert_array_equal(part.codes, SOURCE)
             sequence += [placeholders[0]] * len(part.codes)
@@ -61,7 +61,7 @@ CELLS = 3 * "<|reserved_token_5|>"
 SOURCE_CELLS = 2 * "<|reserved_token_6|>"
 MASKS = 4 * "<|mdm_mask|>"
 
-# What a builder is called with, and what it spells. Where a picture `[0]` is not followed by the
+# What a builder is called with, and what it spells. Where an image `[0]` is not followed by the
 # character that the template has there, that one is lost, as released.
 IMAGES = {
     "draw": (
@@ -88,39 +88,39 @@ IMAGES = {
             "a robot",
             3,
             condition="TOP : 1",
-            attempts=[(PICTURE, "It is blue."), (SECOND, "no")],
+            attempts=[(IMAGE, "It is blue."), (SECOND, "no")],
         ),
         "Generate an image with the caption:\n a robot Please also consider past generations and"
         " their feedbacks. Do not repeat these errors Generation 1: [0] Feedback 1: It is blue.\n"
         f"Generation 2: [1] Feedback 2: no\n TOP : 1{ASSISTANT}{CELLS}{ASSISTANT}",
     ),
     "edit": (
-        lambda t: chat.edit(t, "make it blue", PICTURE, SOURCE, 3),
+        lambda t: chat.edit(t, "make it blue", IMAGE, SOURCE, 3),
         f"[0]{SOURCE_CELLS}\n make it blue{ASSISTANT}{CELLS}{ASSISTANT}",
     ),
     "edit after a plan": (
-        lambda t: chat.edit(t, "make it blue", PICTURE, SOURCE, 3, plan="Sure <LOC_0>"),
+        lambda t: chat.edit(t, "make it blue", IMAGE, SOURCE, 3, plan="Sure <LOC_0>"),
         f"[0]{SOURCE_CELLS}\n make it blue{ASSISTANT}Sure <LOC_0>{CELLS}{ASSISTANT}",
     ),
 }
 ANSWERS = {
-    "plan a picture": (
-        lambda t: chat.plan_picture(t, "a robot", 5),
+    "plan an image": (
+        lambda t: chat.plan_image(t, "a robot", 5),
         f"Generate an image with the caption: a robot {SIZE}; SCORE : 7.110;."
         " Please first think and plan the layout in LOC format.",
     ),
     "plan an edit": (
-        lambda t: chat.plan_edit(t, "make it blue", PICTURE, 5),
+        lambda t: chat.plan_edit(t, "make it blue", IMAGE, 5),
         "[0]make it blue. Please first think and plan the layout in LOC format.",
     ),
-    "ask": (lambda t: chat.ask(t, "What is it?", [PICTURE], 5), "[0]What is it?"),
-    "ask without a picture": (lambda t: chat.ask(t, "Why?", [], 5), "Why?"),
-    "ask about two pictures": (
-        lambda t: chat.ask(t, "Which?", [PICTURE, SECOND], 5),
+    "ask": (lambda t: chat.ask(t, "What is it?", [IMAGE], 5), "[0]What is it?"),
+    "ask without an image": (lambda t: chat.ask(t, "Why?", [], 5), "Why?"),
+    "ask about two images": (
+        lambda t: chat.ask(t, "Which?", [IMAGE, SECOND], 5),
         "[0][1]Which?",
     ),
     "judge": (
-        lambda t: chat.judge(t, "a robot", PICTURE, 5),
+        lambda t: chat.judge(t, "a robot", IMAGE, 5),
         "[0]Please evaluate this generated image based on the following prompt: a robot Focus on"
         " text alignment and compositionality.",
     ),
@@ -128,9 +128,9 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("build, said", IMAGES.values(), ids=IMAGES)
-def test_prompts_of_pictures_are_spelled_as_released(tokenizer, build, said):
+def test_prompts_of_images_are_spelled_as_released(tokenizer, build, said):
     placeholders = [tokenizer.id_of(token) for token in (chat.SOURCE_CELL, chat.CELL)]
-    sequence = flat(build(tokenizer), (PICTURE, SECOND), placeholders)
+    sequence = flat(build(tokenizer), (IMAGE, SECOND), placeholders)
     assert sequence == spelled(tokenizer, SYSTEM + said)
 
 
@@ -138,14 +138,14 @@ def test_prompts_of_pictures_are_spelled_as_released(tokenizer, build, said):
 def test_prompts_of_answers_end_with_the_header_and_the_answer(tokenizer, build, said):
     *asked, answer = build(tokenizer)
     assert answer == Response(5)
-    assert flat(asked, (PICTURE, SECOND)) == spelled(tokenizer, SYSTEM + said + ASSISTANT)
+    assert flat(asked, (IMAGE, SECOND)) == spelled(tokenizer, SYSTEM + said + ASSISTANT)
 
 
 def test_a_box_is_asked_for_behind_an_apostrophe_and_nothing_is_lost(tokenizer):
-    parts = chat.locate(tokenizer, "left dog", PICTURE)
+    parts = chat.locate(tokenizer, "left dog", IMAGE)
     (response,) = (part for part in parts if isinstance(part, Response))
     assert response.num_tokens == 4
-    assert flat(parts, (PICTURE,), [tokenizer.id_of(chat.MASK)]) == spelled(
+    assert flat(parts, (IMAGE,), [tokenizer.id_of(chat.MASK)]) == spelled(
         tokenizer,
         f"'{SYSTEM}[0]\n Please locate left dog in this image. Give bounding boxes in LOC format."
         f"{ASSISTANT}<LOC_BEGIN>{MASKS}<LOC_END><|eot_id|>",
@@ -153,9 +153,9 @@ def test_a_box_is_asked_for_behind_an_apostrophe_and_nothing_is_lost(tokenizer):
 
 
 def test_boxes_of_several_things_are_one_response_whose_words_are_known(tokenizer):
-    parts, known = chat.locate_all(tokenizer, ["a dog", "the cat"], PICTURE)
+    parts, known = chat.locate_all(tokenizer, ["a dog", "the cat"], IMAGE)
     (place,) = (i for i, part in enumerate(parts) if isinstance(part, Response))
-    before, behind = flat(parts[:place], (PICTURE,)), flat(parts[place + 1 :])
+    before, behind = flat(parts[:place], (IMAGE,)), flat(parts[place + 1 :])
     assert before == spelled(
         tokenizer,
         f"{SYSTEM}[0] Please describe this image with dense localized caption. Give bounding boxes"
@@ -170,7 +170,7 @@ def test_boxes_of_several_things_are_one_response_whose_words_are_known(tokenize
 
 @pytest.mark.parametrize("build, said", [*IMAGES.values(), *ANSWERS.values()])
 def test_guidance_drops_what_stands_up_to_the_end_of_the_user(tokenizer, build, said):
-    """With a plan, what stands up to the picture."""
+    """With a plan, what stands up to the image."""
     parts = build(tokenizer)
     mask, end_of_turn = tokenizer.id_of(chat.MASK), tokenizer.id_of(chat.END_OF_TURN)
     settings = {"text_mask_id": mask, "codes_per_token": 4}
@@ -187,8 +187,8 @@ def test_guidance_drops_what_stands_up_to_the_end_of_the_user(tokenizer, build, 
     assert (dropped.feature == NO_FEATURE).all()
 
 
-def test_features_of_a_second_picture_stand_behind_those_of_the_first(tokenizer):
-    parts = chat.ask(tokenizer, "Which?", [PICTURE, SECOND], 5)
+def test_features_of_a_second_image_stand_behind_those_of_the_first(tokenizer):
+    parts = chat.ask(tokenizer, "Which?", [IMAGE, SECOND], 5)
     made = layout.prompt_row(parts, text_mask_id=tokenizer.id_of(chat.MASK), codes_per_token=4)
     np.testing.assert_array_equal(made.feature[made.feature != NO_FEATURE], [0, 3, 4, 5, 6])
 
@@ -200,15 +200,15 @@ def test_features_of_a_second_picture_stand_behind_those_of_the_first(tokenizer)
         lambda t, words: chat.draw(t, words, 3),
         lambda t, words: chat.draw(t, "", 3, condition=words),
         lambda t, words: chat.draw(t, "", 3, plan=words),
-        lambda t, words: chat.draw(t, "", 3, attempts=[(PICTURE, words)]),
-        lambda t, words: chat.edit(t, words, PICTURE, SOURCE, 3),
-        lambda t, words: chat.edit(t, "", PICTURE, SOURCE, 3, plan=words),
-        lambda t, words: chat.plan_picture(t, words, 5),
-        lambda t, words: chat.plan_edit(t, words, PICTURE, 5),
-        lambda t, words: chat.ask(t, words, [PICTURE], 5),
-        lambda t, words: chat.judge(t, words, PICTURE, 5),
-        lambda t, words: chat.locate(t, words, PICTURE),
-        lambda t, words: chat.locate_all(t, ["a dog", words], PICTURE),
+        lambda t, words: chat.draw(t, "", 3, attempts=[(IMAGE, words)]),
+        lambda t, words: chat.edit(t, words, IMAGE, SOURCE, 3),
+        lambda t, words: chat.edit(t, "", IMAGE, SOURCE, 3, plan=words),
+        lambda t, words: chat.plan_image(t, words, 5),
+        lambda t, words: chat.plan_edit(t, words, IMAGE, 5),
+        lambda t, words: chat.ask(t, words, [IMAGE], 5),
+        lambda t, words: chat.judge(t, words, IMAGE, 5),
+        lambda t, words: chat.locate(t, words, IMAGE),
+        lambda t, words: chat.locate_all(t, ["a dog", words], IMAGE),
     ],
 )
 def test_nobody_says_control_tokens(tokenizer, build, token):
@@ -218,7 +218,7 @@ def test_nobody_says_control_tokens(tokenizer, build, token):
 
 def test_no_phrase_is_refused(tokenizer):
     with pytest.raises(ValueError, match="no phrase: name one thing or more"):
-        chat.locate_all(tokenizer, [], PICTURE)
+        chat.locate_all(tokenizer, [], IMAGE)
 
 
 def test_a_cleaned_plan_can_be_drawn_from(tokenizer):
@@ -273,8 +273,8 @@ def test_boxes_need_location_tokens(tmp_path):
     without = chat.ChatTokenizer(made_tokenizer(tmp_path, locations=()))
     assert chat.ask(without, "Why?", [], 5)
     for locate in (
-        lambda: chat.locate(without, "dog", PICTURE),
-        lambda: chat.locate_all(without, ["dog"], PICTURE),
+        lambda: chat.locate(without, "dog", IMAGE),
+        lambda: chat.locate_all(without, ["dog"], IMAGE),
         lambda: without.frame,
     ):
         with pytest.raises(ValueError, match=r"has no token '<LOC_\w+>': use .* LaViDa-O folder"):

@@ -16,7 +16,7 @@ from sparse_lavida_jax.mixture import examples
 from sparse_lavida_jax.mixture.records import Record, RecordError
 
 CODES = np.arange(16, dtype=np.int32).reshape(1, 4, 4)
-SEEN = {"pictures": (raw_data.png(0, 64, 64),), "size": (64, 64)}
+SEEN = {"images": (raw_data.png(0, 64, 64),), "size": (64, 64)}
 DRAWN = {
     "target": CODES,
     "crops": np.array([[0, 5]], np.int32),
@@ -71,7 +71,7 @@ class Measured(Never):
 
 
 def spelled(tokenizer, parts):
-    """Parts as one string: what is learned in {}, what is kept in (), pictures, cells, response."""
+    """Parts as one string: what is learned in {}, what is kept in (), images, cells, response."""
 
     def words(ids):
         return tokenizer._inner.decode(ids.tolist(), skip_special_tokens=False)
@@ -100,23 +100,23 @@ PREFIX = (
 )
 ASSISTANT = "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
 BEGIN, END = "<|reserved_token_126095|>", "<|reserved_token_126096|>"
-PICTURE = f"{BEGIN}}}[4 drawn]{{{END}"  # inside an answer
+IMAGE = f"{BEGIN}}}[4 drawn]{{{END}"  # inside an answer
 PLAN = "Please first think and plan the layout in LOC format."
 FEEDBACK = "Please also consider past generations and their feedbacks. Do not repeat these errors"
-TWO = {"pictures": (raw_data.png(0), raw_data.png(1)), "size": (48, 40)}
+TWO = {"images": (raw_data.png(0), raw_data.png(1)), "size": (48, 40)}
 SOURCES = {"sources": CODES, **SEEN}
 
 RELEASED = {
     "text to image": (
         record("text_to_image", "a robot", **DRAWN),
         f"Generate an image with the caption: a robot ORIGINAL WIDTH : 640; ORIGINAL HEIGHT : 480;"
-        f" TOP : 0; LEFT : 5{ASSISTANT}{{Sure {PICTURE}<|eot_id|>}}",
+        f" TOP : 0; LEFT : 5{ASSISTANT}{{Sure {IMAGE}<|eot_id|>}}",
     ),
-    "plan and picture": (
+    "plan and image": (
         record("plan", "a robot", plan="robot <LOC_1>", **DRAWN),
         "Generate an image with the caption: a robot ORIGINAL WIDTH : 640; ORIGINAL HEIGHT : 480;"
         f" TOP : 0; LEFT : 5. {PLAN}{ASSISTANT}{{Sure I should place the objects in the following"
-        f" manner robot <LOC_1> {PICTURE}<|eot_id|>}}",
+        f" manner robot <LOC_1> {IMAGE}<|eot_id|>}}",
     ),
     "plan alone": (
         record("plan", "a robot", plan="robot <LOC_1>", form="plan_only"),
@@ -127,9 +127,9 @@ RELEASED = {
         record("plan", "a robot", form="no_plan", feedback=("blue", "no arms"), **(DRAWN | TWO)),
         "Generate an image with the caption: a robot ORIGINAL WIDTH : 48; ORIGINAL HEIGHT : 40;"
         f" TOP : 0; LEFT : 5. {PLAN} {FEEDBACK} Generation 1: [seen]\n Feedback 1: blue\n"
-        f"Generation 2: [seen]\n Feedback 2: no arms{ASSISTANT}{{{PICTURE}<|eot_id|>}}",
+        f"Generation 2: [seen]\n Feedback 2: no arms{ASSISTANT}{{{IMAGE}<|eot_id|>}}",
     ),
-    "after one feedback, whose picture moves to the front": (
+    "after one feedback, whose image moves to the front": (
         record("plan", "a robot", plan="x", feedback=("blue",), form="plan_only", **SEEN),
         f"[seen]\nGenerate an image with the caption: a robot . {PLAN} {FEEDBACK} Generation 1: \n"
         f" Feedback 1: blue{ASSISTANT}{{Sure I should place the objects in the following manner x"
@@ -137,21 +137,21 @@ RELEASED = {
     ),
     "edit": (
         record("edit", "make it blue", **(DRAWN | SOURCES)),
-        f"[seen] [4 source]  make it blue{ASSISTANT}{{Sure {PICTURE}<|eot_id|>}}",
+        f"[seen] [4 source]  make it blue{ASSISTANT}{{Sure {IMAGE}<|eot_id|>}}",
     ),
     "edit of two": (
         record("edit", "join them", **(DRAWN | TWO), sources=np.repeat(CODES, 2, axis=0)),
-        f"[seen] [4 source] [seen] [4 source]  join them{ASSISTANT}{{Sure {PICTURE}<|eot_id|>}}",
+        f"[seen] [4 source] [seen] [4 source]  join them{ASSISTANT}{{Sure {IMAGE}<|eot_id|>}}",
     ),
     "edit with a difference": (
         record("edit", "blue", pixel_diff=0.5, **(DRAWN | SOURCES)),
         "[seen] [4 source]  blue ORIGINAL WIDTH : 64; ORIGINAL HEIGHT : 64; TOP : 0; LEFT : 5;"
-        f" PIXEL_DIFF : 0.500 ;{ASSISTANT}{{Sure {PICTURE}<|eot_id|>}}",
+        f" PIXEL_DIFF : 0.500 ;{ASSISTANT}{{Sure {IMAGE}<|eot_id|>}}",
     ),
     "planned edit": (
         record("edit_plan", "blue", plan="<LOC_1>", operation="adding", **(DRAWN | SOURCES)),
         f"[seen] [4 source]  blue. {PLAN}{ASSISTANT}{{Sure I should consider adding the objects in"
-        f" these locations :  <LOC_1> {PICTURE}<|eot_id|>}}",
+        f" these locations :  <LOC_1> {IMAGE}<|eot_id|>}}",
     ),
     "conversation": (
         record("understanding", "what is <image>?", "sure?", answered=("A dog.", "Yes."), **SEEN),
@@ -203,13 +203,13 @@ def test_sequences_are_spelled_as_released(mixer, tokenizer, made, said):
     assert spelled(tokenizer, sequence.parts) == (PREFIX + said) + (
         "" if made.draws else "[0 drawn]"
     )
-    assert len(sequence.views) == len(made.pictures)
+    assert len(sequence.views) == len(made.images)
     expected = [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]
     np.testing.assert_array_equal(sequence.codes, expected if made.draws else np.zeros((0, 4)))
 
 
-def test_text_of_a_planned_picture_mostly_stays_clean(mixer, tokenizer):
-    made = RELEASED["plan and picture"][0]
+def test_text_of_a_planned_image_mostly_stays_clean(mixer, tokenizer):
+    made = RELEASED["plan and image"][0]
     said = spelled(tokenizer, mixer.sequence(made, Always()).parts)
     assert "{" not in said
     kept = f"(Sure I should place the objects in the following manner robot <LOC_1> {BEGIN})"
@@ -223,8 +223,8 @@ def test_text_of_a_planned_picture_mostly_stays_clean(mixer, tokenizer):
     assert "{" in spelled(tokenizer, mixer.sequence(alone, Always()).parts)
 
 
-def test_earlier_attempts_and_several_pictures_are_seen_whole(mixer):
-    for name in ("after one feedback, whose picture moves to the front", "edit of two"):
+def test_earlier_attempts_and_several_images_are_seen_whole(mixer):
+    for name in ("after one feedback, whose image moves to the front", "edit of two"):
         sequence = mixer.sequence(RELEASED[name][0], Never())
         assert {len(views) for views in sequence.views} == {1}
         # Four features and a newline.
@@ -316,7 +316,7 @@ def test_codes_in_the_boxes_weigh_more_in_step_causal_training_too(tokenizer):
     assert heavy.sum() == pytest.approx(16)
 
 
-def test_rows_of_a_batch_have_weights_by_code_whether_or_not_a_picture_has_boxes(tokenizer):
+def test_rows_of_a_batch_have_weights_by_code_whether_or_not_an_image_has_boxes(tokenizer):
     """Or they could not be stacked."""
     settings = raw_data.settings(tokenizer, data={"edit_area_weight": 5.0})
     mixer = examples.Mixer(tokenizer, settings)
@@ -336,7 +336,7 @@ def test_codes_of_another_tokenizer_are_refused(mixer):
 # --- step-causal examples ----------------------------------------------------------------------
 
 
-def test_a_picture_is_trained_as_it_is_sampled(mixer, tokenizer):
+def test_an_image_is_trained_as_it_is_sampled(mixer, tokenizer):
     made = mixer.example(record("text_to_image", "a robot", **DRAWN), Never())
     condition = "ORIGINAL WIDTH : 640; ORIGINAL HEIGHT : 480; TOP : 0; LEFT : 5"
     sampled = chat.draw(tokenizer, "a robot", 4, condition=condition)
@@ -356,14 +356,14 @@ def test_an_edit_is_trained_as_it_is_sampled(mixer, tokenizer):
     assert "[seen][4source][seen][4source]" in spelled(tokenizer, two.parts).replace(" ", "")
 
 
-def test_a_plan_is_trained_before_the_picture_or_alone(mixer, tokenizer):
+def test_a_plan_is_trained_before_the_image_or_alone(mixer, tokenizer):
     made = record("plan", "a robot", plan="robot <LOC_1>", **DRAWN)
     words = "Sure I should place the objects in the following manner robot <LOC_1>"
     drawn, planned = mixer.example(made, Always()), mixer.example(made, Never())
     sampled = chat.draw(tokenizer, "a robot", 4, condition="", plan=words)
     assert spelled(tokenizer, drawn.parts) == spelled(tokenizer, sampled)
     condition = "ORIGINAL WIDTH : 640; ORIGINAL HEIGHT : 480; TOP : 0; LEFT : 5"
-    asked = chat.plan_picture(tokenizer, "a robot", len(planned.response), condition=condition)
+    asked = chat.plan_image(tokenizer, "a robot", len(planned.response), condition=condition)
     assert spelled(tokenizer, planned.parts) == spelled(tokenizer, asked)
     assert answer_of(tokenizer, planned) == f"{words}<|eot_id|>"
 
@@ -396,7 +396,7 @@ def test_one_turn_of_a_conversation_is_trained(mixer, tokenizer):
         said = spelled(tokenizer, example.parts)
         asked = said[len(PREFIX) :].partition("<|eot_id|>")[0]
         found.add((asked, answer_of(tokenizer, example)))
-    # Behind a picture the first character is lost, as when it is sampled.
+    # Behind an image the first character is lost, as when it is sampled.
     assert found == {
         ("[seen]what is ?", "A dog.<|eot_id|>"), ("[seen]sure?", "Yes.<|eot_id|>")
     }  # fmt: skip
@@ -424,7 +424,7 @@ def test_every_kind_is_an_example_with_one_response(mixer, made):
         example = mixer.example(made, dice)
         (response,) = (part for part in example.parts if isinstance(part, Response))
         assert num_tokens(response) == len(example.response) == len(example.given)
-        assert sum(isinstance(part, Vision) for part in example.parts) == len(made.pictures)
+        assert sum(isinstance(part, Vision) for part in example.parts) == len(made.images)
         assert (example.response != mixer.settings.model.text_mask_id).all() or (
             example.kind == "image"
         )

@@ -106,7 +106,7 @@ def test_a_model_folder_does_not_say_where_it_was_written(save):
         assert str(folder.parent).encode() not in path.read_bytes(), path
 
 
-def test_a_model_without_pictures_has_no_image_tokenizer(save):
+def test_a_model_without_images_has_no_image_tokenizer(save):
     assert load(save(vq_folder=None)).vq_folder is None
 
 
@@ -231,7 +231,7 @@ def test_a_folder_of_something_else_is_not_overwritten(save, tmp_path):
 
 def test_a_bundled_model_goes_by_its_name(save, monkeypatch):
     folder = save()
-    monkeypatch.setattr(checkpoint, "BUNDLED", folder.parent)
+    monkeypatch.setattr(model_folder, "BUNDLED", folder.parent)
     same(load("model").model, make_model())
     with pytest.raises(model_folder.CheckpointError, match=r"bundled model \(model\)"):
         load("nowhere")
@@ -336,7 +336,7 @@ def test_a_state_cut_short_falls_back_to_the_state_before(states, left, caplog):
 
 def test_a_wrong_checksum_is_damage(states, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "digest_of", lambda leaves: "0" * 64)
+        patch.setattr(model_folder, "digest_of", lambda leaves: "0" * 64)
         states.save(2, make_state(2))
     states.wait()
     for _ in range(2):  # a second start says the same, and does not begin anew

@@ -23,7 +23,7 @@ from sparse_lavida_jax.inference.results import Result, Source
 from sparse_lavida_jax.main import UsageError
 from sparse_lavida_jax.pipeline import SparseLaViDa
 
-PICTURE = np.full((4, 6, 3), 9, np.uint8)
+IMAGE = np.full((4, 6, 3), 9, np.uint8)
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def asked(monkeypatch, tmp_path):
 
         def answer(self, task, *given, **more):
             calls.append((task, given, more))
-            drawn = {"pixels": (PICTURE,), "records": ({},)} if task == "generate" else {}
+            drawn = {"pixels": (IMAGE,), "records": ({},)} if task == "generate" else {}
             return Result(
                 task, ("a",), (0,), config.Sampling(), Source(), {}, texts=("b",), **drawn
             )
@@ -114,9 +114,9 @@ def test_every_mode_of_main_is_a_command(capsys):
         (["generate", "--batch=x.csv"], "must end in .txt or .jsonl"),
         (["generate", "--batch=missing.txt"], "--batch=missing.txt cannot be read"),
         (["generate", "a", "--batch-size=0"], "--batch-size=0 is out of range"),
-        (["generate", "--replay=missing.png"], "there is no picture missing.png."),
-        (["edit", "a.png"], "needs a picture and a prompt"),
-        (["ask", __file__], f"`sparse-lavida ask` needs a question behind the picture {__file__}."),
+        (["generate", "--replay=missing.png"], "there is no image missing.png."),
+        (["edit", "a.png"], "needs an image and a prompt"),
+        (["ask", __file__], f"`sparse-lavida ask` needs a question behind the image {__file__}."),
         (["genrate", "a"], "there is no command 'genrate'. Did you mean 'generate'?"),
         (["xyz"], "there is no command 'xyz'. `sparse-lavida --help` lists what there is."),
         (["inpaint", "a.png", "b", "--box=1,x"], "invalid box such as 16,16,48,48 value: '1,x'"),
@@ -242,7 +242,7 @@ def test_a_batch_of_lines(tmp_path, asked):
 
 
 def test_a_batch_of_objects(tmp_path, asked):
-    lines = [{"prompt": "a", "picture": "1.png", "seed": 9}, {"prompt": "b", "picture": "2.png"}]
+    lines = [{"prompt": "a", "image": "1.png", "seed": 9}, {"prompt": "b", "image": "2.png"}]
     (tmp_path / "asked.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert run("ask", "--batch=asked.jsonl") == 0
     _, (_, given, more) = asked
@@ -259,9 +259,7 @@ def test_lines_of_a_batch_may_have_a_temperature_and_a_guidance_scale(tmp_path, 
     assert more["temperature"] == [0, 0, None, None]
     assert more["guidance"] == [1.5, 1.5, None, None]
     capsys.readouterr()
-    assert "draws no picture, so it takes no guidance" in complaint(
-        capsys, "ask", f"--batch={path}"
-    )
+    assert "draws no image, so it takes no guidance" in complaint(capsys, "ask", f"--batch={path}")
     path.write_text('{"prompt": "a", "temperature": 0.5}')
     for name in ("ask", "infill"):
         assert run(name, f"--batch={path}") == 0
@@ -301,10 +299,10 @@ def test_steps_are_shown_on_a_terminal_and_nowhere_else(monkeypatch, capsys):
     console = rich.console.Console(file=screen, force_terminal=True)
     monkeypatch.setattr(rich.console, "Console", lambda **_: console)
     with commands._progress(pipe):
-        pipe.on_step("picture", 0, 8)
-        pipe.on_step("picture", 8, 8)
+        pipe.on_step("image", 0, 8)
+        pipe.on_step("image", 8, 8)
     assert pipe.on_step is None
-    assert "picture" in screen.getvalue()
+    assert "image" in screen.getvalue()
 
 
 def test_the_doctor_says_what_fits(capsys):
@@ -321,8 +319,8 @@ def test_the_doctor_says_what_fits(capsys):
 def test_results_are_saved_with_what_drew_them(tmp_path):
     record = {"seed": 3}
     result = Result(
-        "generate", ("a",), (3,), config.Sampling(), Source("scenes", "ab"), {"picture": 1.0},
-        pixels=(PICTURE,), records=(record,),
+        "generate", ("a",), (3,), config.Sampling(), Source("scenes", "ab"), {"image": 1.0},
+        pixels=(IMAGE,), records=(record,),
     )  # fmt: skip
     result.save(tmp_path / "a.png")
     assert image_files.read_record(tmp_path / "a.png") == record

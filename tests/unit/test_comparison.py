@@ -15,6 +15,7 @@ from sparse_lavida_jax import config, config_files, train
 from sparse_lavida_jax.bench import comparison, record
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.models import parameters
+from sparse_lavida_jax.scenes import batches as data_batches
 from sparse_lavida_jax.scenes.batches import GroupedBatches
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
@@ -25,7 +26,7 @@ QUICKLY = {"train_steps": 2, "eval_prompts": 0, "init_from": ""}
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch, tmp_path):
-    monkeypatch.setattr(pipeline, "LENGTH_PROBE", 16)
+    monkeypatch.setattr(data_batches, "LENGTH_PROBE", 16)
     monkeypatch.setattr(train, "Denoiser", lambda settings, rngs: tiny.denoiser(settings))
     monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(comparison, "RESULTS", tmp_path / "results")
@@ -164,8 +165,8 @@ def test_a_way_is_trained_and_scored_once(tmp_path):
     (of_one_step,) = (row for row in rows if row["sampled"])
     assert of_one_step["sampling_changes"] == {"num_steps": 1}
     assert of_one_step["sampling"]["num_steps"] == 1
-    assert of_one_step["passes"]["picture"] == 1
-    assert all(row["passes"]["picture"] > 1 for row in rows if not row["sampled"])
+    assert of_one_step["passes"]["image"] == 1
+    assert all(row["passes"]["image"] > 1 for row in rows if not row["sampled"])
     # A row of another training, or of other prompts, is measured again.
     path = record.path_of(comparison.SUITE, "tried/one//draw/s3")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"training": "ablation_other_s3"}))
@@ -208,11 +209,11 @@ def test_the_table_holds_means_and_spreads():
 def test_passes_are_counted_batch_by_batch():
     passes = comparison.Passes()
     for making, done in (
-        ("layout", 0), ("layout", 1), ("layout", 3), ("picture", 0), ("picture", 6),
-        ("layout", 0), ("layout", 4), ("picture", 0), ("picture", 6),
+        ("layout", 0), ("layout", 1), ("layout", 3), ("image", 0), ("image", 6),
+        ("layout", 0), ("layout", 4), ("image", 0), ("image", 6),
     ):  # fmt: skip
         passes(making, done, 8)
-    assert passes.of_a_batch == {"layout": 3.5, "picture": 6.0}
+    assert passes.of_a_batch == {"layout": 3.5, "image": 6.0}
 
 
 def test_a_curve_is_drawn_over_passes(tmp_path):

@@ -129,10 +129,10 @@ def test_one_file_without_an_index_is_enough(tmp_path):
 
 def test_an_image_tokenizer_in_its_own_folder_stays_there(tmp_path):
     state = torch_folder.arbitrary()
-    pictures = {n: x for n, x in state.items() if n.startswith(names.VQ_PREFIX)}
-    words = {n: x for n, x in state.items() if n not in pictures}
+    images = {n: x for n, x in state.items() if n.startswith(names.VQ_PREFIX)}
+    words = {n: x for n, x in state.items() if n not in images}
     folder = torch_folder.write(tmp_path / "released", words)
-    alone = {n.removeprefix(names.VQ_PREFIX): x for n, x in pictures.items()}
+    alone = {n.removeprefix(names.VQ_PREFIX): x for n, x in images.items()}
     safetensors.numpy.save_file(alone, folder / "vqvae" / to_torch.VQ_FILE)
     from_torch.convert(folder, tmp_path / "model")
     to_torch.export(tmp_path / "model", tmp_path / "back")
@@ -477,7 +477,7 @@ def test_a_full_disk_is_noticed_before_anything_is_written(folder, complaint, mo
 @pytest.mark.parametrize("error", [OSError(28, "No space left"), ValueError("RESOURCE_EXHAUSTED")])
 def test_a_disk_that_fills_up_on_the_way_leaves_nothing(folder, complaint, monkeypatch, error):
     save, calls = model_folder.ocp.partial.save, []
-    monkeypatch.setattr(checkpoint, "BATCH_BYTES", 10_000)
+    monkeypatch.setattr(model_folder, "BATCH_BYTES", 10_000)
 
     def run_out_of_space(*args):
         calls.append(args)
@@ -507,7 +507,7 @@ def small_disk():
 def test_a_disk_that_is_really_full_is_one_sentence(
     folder, complaint, small_disk, monkeypatch, caplog, size, batch_bytes
 ):
-    monkeypatch.setattr(checkpoint, "BATCH_BYTES", batch_bytes)
+    monkeypatch.setattr(model_folder, "BATCH_BYTES", batch_bytes)
     small_disk(size)
     sentence = complaint(folder)
     assert "could not be written" in sentence
@@ -563,10 +563,10 @@ def test_a_flipped_bit_names_the_tensor(tmp_path):
 
 def test_every_tensor_has_a_digest(converted):
     store = model_folder.ParamsReader(converted / "params")
-    picture = vq.named_parameters(vq.load(converted / "vq")[0])
+    image = vq.named_parameters(vq.load(converted / "vq")[0])
     assert set(model_folder._read_digests(converted)) == {
         *store.leaves,
-        *(f"vq/params.safetensors:{name}" for name in picture),
+        *(f"vq/params.safetensors:{name}" for name in image),
     }
 
 

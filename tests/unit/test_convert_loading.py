@@ -48,7 +48,7 @@ def named(model):
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("batch_bytes", [1, 2**28])
 def test_eight_devices_hold_what_one_would(converted, mesh, dtype, batch_bytes, monkeypatch):
-    monkeypatch.setattr(checkpoint, "BATCH_BYTES", batch_bytes)
+    monkeypatch.setattr(model_folder, "BATCH_BYTES", batch_bytes)
     choose = over(mesh)
     whole = named(model_folder.load_model(converted, dtype=dtype).model)
     spread = named(model_folder.load_model(converted, sharding=choose, dtype=dtype).model)

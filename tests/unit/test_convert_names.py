@@ -93,7 +93,7 @@ def tensors_of_the_specification():
             for name, shape in layer.items():
                 found[f"model.transformer.blocks.{i}.{name}{suffix}.weight"] = shape
         found[f"model.transformer.blocks.{i}.attn_out.weight"] = (4096, 4096)
-    pictures = {
+    images = {
         "gen_embedding.0": (8448, 2048), "gen_embedding.1": (2048,),
         "gen_embedding.2": (2048, 2048), "gen_embedding_2.0": (2048,),
         "gen_embedding_2.1": (2048, 2048), "gen_predictor_2.0": (2048,),
@@ -103,7 +103,7 @@ def tensors_of_the_specification():
         "downsample_gen.downsample.conv": (2048, 2048, 2, 2),
         "upsample_gen.upsample.norm": (2048,), "upsample_gen.upsample.conv": (2048, 2048, 2, 2),
     }  # fmt: skip
-    found |= {f"model.{name}.weight": shape for name, shape in pictures.items()}
+    found |= {f"model.{name}.weight": shape for name, shape in images.items()}
 
     tower = "model.vision_tower.vision_tower.vision_model"
     weight_and_bias(f"{tower}.embeddings.patch_embedding", 1152, 3, 14, 14)
@@ -232,12 +232,12 @@ def test_names_and_parameters_are_one_to_one(made):
     ours = {name.ours: name.our_shape for name in table if name.home == "params"}
     model = model_folder.leaf_shapes(jax.eval_shape(lambda: Denoiser(made.model, rngs=nnx.Rngs(0))))
     assert ours == {name: leaf.shape for name, leaf in model.items()}
-    picture = {name.ours: name.our_shape for name in table if name.home == "vq"}
+    image = {name.ours: name.our_shape for name in table if name.home == "vq"}
     if not made.model.understanding_only:
         tokenizer = vq.named_parameters(
             jax.eval_shape(lambda: vq.VQModel(made.vq, rngs=nnx.Rngs(0)))
         )
-        assert picture == {name: leaf.shape for name, leaf in tokenizer.items()}
+        assert image == {name: leaf.shape for name, leaf in tokenizer.items()}
 
 
 # ---------------------------------------------------------------------------------------------

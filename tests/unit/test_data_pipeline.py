@@ -449,7 +449,7 @@ def test_totals_are_what_the_weights_are_divided_by(rows):
         assert 0 < row.blocks.total <= len(row.example.response)
 
 
-def test_text_and_picture_totals_are_apart(by_kind):
+def test_text_and_image_totals_are_apart(by_kind):
     text, image = (by_kind["schedule"].batch(group, 0) for group in ("answer", "draw"))
     assert (text.predicts, image.predicts) == ("understanding", "generation")
     assert text.text_total.all() and not text.image_total.any()
@@ -486,7 +486,7 @@ def test_whole_sequences_fill_the_length_of_their_group_with_end_of_text():
         batch, shape = batches.batch(group, index), batches.shapes[group]
         assert shape.understanding % batches.LENGTH_MULTIPLE == 0
         assert batch.understanding.layout.shape == (SIZE, shape.understanding)
-        is_drawn = group in batches.PICTURE_GROUPS
+        is_drawn = group in batches.IMAGE_GROUPS
         assert batch.predicts == ("both" if is_drawn else "understanding")
         cells = np.zeros((SIZE, 0))
         if is_drawn:
@@ -535,7 +535,7 @@ def test_text_without_a_loss_cannot_be_all_there_is_to_learn():
     assert batches.batch("draw", 0).predicts == "generation"
 
 
-def test_digits_need_no_picture_codec():
+def test_digits_need_no_image_codec():
     pytest.importorskip("sklearn", reason="the digits come with pip install '.[digits]'")
     model = {"vocab_size": stand_ins.tokenizer().vocab_size, "grid_size": 8, "codebook_size": 17}
     given = stand_ins.settings(

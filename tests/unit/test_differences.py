@@ -39,7 +39,7 @@ def batch_of(sequences, draws, settings):
 
 
 def an_edit(settings, seed, *, drop_source):
-    """Returns a source picture, words and a picture to draw, with its random numbers."""
+    """Returns a source image, words and an image to draw, with its random numbers."""
     rng, model = np.random.default_rng(seed), settings.model
     cells = (tiny.IMAGE_LEN, model.codes_per_token)
     source, codes = rng.integers(0, model.codebook_size, (2, *cells))
@@ -50,7 +50,7 @@ def an_edit(settings, seed, *, drop_source):
 
 
 @pytest.mark.parametrize("shorter_first", [True, False])
-def test_without_a_loss_on_text_rows_of_unequal_pictures_are_what_each_is_alone(shorter_first):
+def test_without_a_loss_on_text_rows_of_unequal_images_are_what_each_is_alone(shorter_first):
     """The release mixes up the rows behind one with fewer image tokens (behaviour 12)."""
     settings = released(text_loss=False)
     rows = [an_edit(settings, seed, drop_source=seed == 0) for seed in range(2)]
@@ -76,8 +76,8 @@ def test_without_a_loss_on_text_rows_of_unequal_pictures_are_what_each_is_alone(
         np.testing.assert_allclose(together[row][held_alone], alone[held_alone], rtol=0, atol=1e-5)
 
 
-def test_text_alone_is_learned_without_a_picture():
-    """The release fails without pictures, and shows rows that have none an empty one."""
+def test_text_alone_is_learned_without_an_image():
+    """The release fails without images, and shows rows that have none an empty one."""
     settings = released()
     sequence = diffusion.Sequence(
         (Text(np.array([2, 10, 11])), Answer(np.array([12, 13, 14, 15])), Response(0)),
@@ -92,7 +92,7 @@ def test_text_alone_is_learned_without_a_picture():
 
 
 def test_text_of_which_nothing_is_masked_has_no_loss():
-    """The release computes 0 / 0 there, and repairs it only beside pictures (behaviour 24)."""
+    """The release computes 0 / 0 there, and repairs it only beside images (behaviour 24)."""
     settings = released()
     sequence = diffusion.Sequence(
         (Text(np.array([2, 10, 11, 12])), Response(0)), np.zeros((0, 4), int), None, ()

@@ -234,7 +234,7 @@ def test_some_codes_of_the_cells_of_a_block_are_known_and_have_no_loss():
     np.testing.assert_array_equal(image.weight[slots], hidden * 0.5)
     np.testing.assert_array_equal(image.target[slots], asked.tokens[here])
     assert image.weight.sum() == hidden.sum() * 0.5
-    # A text has no codes, but shares batches with pictures that have.
+    # A text has no codes, but shares batches with images that have.
     _, asked, prompt, blocks, _ = a_row("text")
     whole = diffusion.partly_known(rng, blocks, "text", 4, half)
     answer = diffusion.corrupt(prompt, asked.tokens, "text", whole, settings)
@@ -323,7 +323,7 @@ def test_a_row_that_is_too_long_is_refused():
         diffusion.batch_rows([row], [blocks], ["text"], [None], shape, settings)
 
 
-def test_a_group_without_pictures_has_no_generation_stream():
+def test_a_group_without_images_has_no_generation_stream():
     settings = tiny.model_settings()
     asked = tiny.request("text", settings, 0, words=3)
     blocks = diffusion.uniform_blocks(np.random.default_rng(0), asked.given, config.Diffusion())
@@ -349,7 +349,7 @@ def released(codes_per_token=4, *, prompt_drop=0.0, source_drop=0.0, **diffusion
     )
 
 
-def a_sequence(settings, seed=0, *, picture=True, code_weight=None):
+def a_sequence(settings, seed=0, *, image=True, code_weight=None):
     """Returns a sequence with everything that one can hold."""
     rng, model = np.random.default_rng(seed), settings.model
     cells = (tiny.IMAGE_LEN, model.codes_per_token)
@@ -361,11 +361,11 @@ def a_sequence(settings, seed=0, *, picture=True, code_weight=None):
         Text(np.array([10, 11])),
         Answer(np.array([12, 13, 14])),
         Text(np.array([15]), keep=True),
-        Response(tiny.IMAGE_LEN if picture else 0),
+        Response(tiny.IMAGE_LEN if image else 0),
         Answer(np.array([4, 0, 0, 0])),
         Blank(2),
     )
-    codes = rng.integers(0, model.codebook_size, cells if picture else (0, cells[1]))
+    codes = rng.integers(0, model.codebook_size, cells if image else (0, cells[1]))
     return diffusion.Sequence(parts, codes, code_weight, (seen,))
 
 
@@ -437,7 +437,7 @@ def test_whole_sequences_are_masked_as_released(codes_per_token, complementary):
         codes_per_token, prompt_drop=0.4, source_drop=0.4, complementary=complementary
     )
     rng = np.random.default_rng(0)
-    sequences = [a_sequence(settings, seed, picture=seed % 4 > 0) for seed in range(16)]
+    sequences = [a_sequence(settings, seed, image=seed % 4 > 0) for seed in range(16)]
     draws = [diffusion.draw(rng, sequence) for sequence in sequences]
     batch = diffusion.batch_sequences(sequences, draws, SHAPE, settings)
     assert batch.predicts == "both"
@@ -466,8 +466,8 @@ def test_targets_are_the_clean_text_and_codes():
     clean = np.where(masked, batch.text_target[0], batch.understanding.tokens[0])[shown]
     texts = [p.ids for p in sequence.parts if isinstance(p, Text | Answer)]
     np.testing.assert_array_equal(clean[: sum(map(len, texts))], np.concatenate(texts))
-    picture = slice(tiny.IMAGE_LEN, 2 * tiny.IMAGE_LEN)
-    np.testing.assert_array_equal(batch.image_target[0, picture], sequence.codes)
+    image = slice(tiny.IMAGE_LEN, 2 * tiny.IMAGE_LEN)
+    np.testing.assert_array_equal(batch.image_target[0, image], sequence.codes)
 
 
 def test_the_lowest_number_masks_where_the_time_masks_nothing():
@@ -498,7 +498,7 @@ def test_the_probability_of_a_mask_is_the_time_squeezed_above_a_thousandth(polic
         np.testing.assert_allclose(p, 1e-3 + 0.999 * t, atol=1e-6 if t > 1e-3 else 1e-3)
 
 
-def test_weights_of_codes_have_a_mean_of_1_over_the_masked_ones_of_each_picture():
+def test_weights_of_codes_have_a_mean_of_1_over_the_masked_ones_of_each_image():
     settings = released()
     shape = (tiny.IMAGE_LEN, 4)
     rng = np.random.default_rng(0)
@@ -506,10 +506,10 @@ def test_weights_of_codes_have_a_mean_of_1_over_the_masked_ones_of_each_picture(
     sequences = [a_sequence(settings, i, code_weight=w) for i, w in enumerate(maps)]
     draws = [diffusion.draw(rng, sequence) for sequence in sequences]
     batch = diffusion.batch_sequences(sequences, draws, SHAPE, settings)
-    picture = slice(tiny.IMAGE_LEN, 2 * tiny.IMAGE_LEN)
+    image = slice(tiny.IMAGE_LEN, 2 * tiny.IMAGE_LEN)
     for row, weights in enumerate(maps):
-        masked = batch.generation.tokens[row, picture] == settings.model.image_mask_id
-        weight = batch.image_weight[row, picture]
+        masked = batch.generation.tokens[row, image] == settings.model.image_mask_id
+        weight = batch.image_weight[row, image]
         assert not weight[~masked].any()
         expected = np.ones(shape) if weights is None else weights / weights[masked].mean()
         np.testing.assert_allclose(weight[masked], expected[masked], rtol=1e-6)
@@ -525,9 +525,9 @@ def test_weights_do_nothing_where_none_is_above_1():
     np.testing.assert_array_equal(*batch.image_weight)
 
 
-def test_a_batch_without_pictures_or_without_a_loss_on_text_predicts_one_stream():
+def test_a_batch_without_images_or_without_a_loss_on_text_predicts_one_stream():
     settings = released()
-    text_alone = a_sequence(settings, picture=False)
+    text_alone = a_sequence(settings, image=False)
     whole = a_sequence(settings)
     mute = released(text_loss=False)
 
@@ -542,7 +542,7 @@ def test_a_batch_without_pictures_or_without_a_loss_on_text_predicts_one_stream(
 
 def test_draws_of_another_length_are_refused():
     settings = released()
-    long, short = a_sequence(settings), a_sequence(settings, picture=False)
+    long, short = a_sequence(settings), a_sequence(settings, image=False)
     drawn = diffusion.draw(np.random.default_rng(0), short)
     with pytest.raises(ValueError, match="draw one number for each token and one for each code"):
         diffusion.batch_sequences([long], [drawn], SHAPE, settings)
@@ -553,7 +553,7 @@ def test_draws_of_another_length_are_refused():
 
 
 def test_a_few_training_steps_lower_the_loss():
-    """Two pictures and two texts in a batch, to be known by heart."""
+    """Two images and two texts in a batch, to be known by heart."""
     settings = tiny.model_settings(codes_per_token=4)
     batch = tiny.batch(["image", "image", "text", "text"], settings)
     assert batch.predicts == "both"

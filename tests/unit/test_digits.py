@@ -26,7 +26,7 @@ def test_what_is_drawn_is_read(size):
     np.testing.assert_array_equal(digits.read(digits.render(levels, size))[:, 0], levels)
 
 
-def test_the_judge_is_right_about_98_of_100_pictures_it_never_saw():
+def test_the_judge_is_right_about_98_of_100_images_it_never_saw():
     codes, labels = digits.load("test")
     right = [digits.classify(one)[0] == label for one, label in zip(codes, labels, strict=True)]
     assert np.mean(right) == pytest.approx(0.978, abs=0.001)

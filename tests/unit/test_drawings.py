@@ -13,34 +13,34 @@ from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference import batching, requests
 from sparse_lavida_jax.inference.results import Result, Source
 
-PICTURE = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3)
+IMAGE = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3)
 
 
 def result(*shown):
     return Result("generate", (), (), config.Sampling(), Source(), {}, pixels=shown)
 
 
-def test_pictures_come_from_arrays_images_files_and_results(tmp_path):
+def test_images_come_from_arrays_images_files_and_results(tmp_path):
     path = tmp_path / "picture.png"
-    image_files.write(path, PICTURE)
-    given = [PICTURE, Image.fromarray(PICTURE), path, str(path), result(PICTURE, PICTURE)]
-    shown = requests.shown_pictures(given)
+    image_files.write(path, IMAGE)
+    given = [IMAGE, Image.fromarray(IMAGE), path, str(path), result(IMAGE, IMAGE)]
+    shown = requests.shown_images(given)
     assert len(shown) == 6
     for one in shown:
-        np.testing.assert_array_equal(one.pixels, PICTURE)
+        np.testing.assert_array_equal(one.pixels, IMAGE)
     assert [one.path for one in shown] == [None, None, path, path, None, None]
-    with pytest.raises(image_files.PictureError, match="'generate' holds no picture"):
-        requests.shown_pictures(result())
+    with pytest.raises(image_files.ImageError, match="'generate' holds no image"):
+        requests.shown_images(result())
 
 
 def test_one_of_either_goes_with_all_of_the_other():
     def rows(words, shown, copies=1, seed=5):
-        made = requests.rows_of(words, shown, copies, seed, needs_picture=False)
+        made = requests.rows_of(words, shown, copies, seed, needs_image=False)
         return [(row.words, row.shown is not None, row.seed) for row in made]
 
     assert rows("a", None) == [("a", False, 5)]
-    assert rows(["a", "b"], PICTURE) == [("a", True, 5), ("b", True, 6)]
-    assert rows("a", [PICTURE, PICTURE], seed=[9, 2]) == [("a", True, 9), ("a", True, 2)]
+    assert rows(["a", "b"], IMAGE) == [("a", True, 5), ("b", True, 6)]
+    assert rows("a", [IMAGE, IMAGE], seed=[9, 2]) == [("a", True, 9), ("a", True, 2)]
     assert rows(["a", "b"], None, copies=2) == [
         ("a", False, 5), ("a", False, 6), ("b", False, 7), ("b", False, 8),
     ]  # fmt: skip
@@ -49,15 +49,15 @@ def test_one_of_either_goes_with_all_of_the_other():
 @pytest.mark.parametrize(
     ("words", "shown", "told"),
     [
-        (["a", "b"], [PICTURE] * 3, "2 prompts and 3 pictures do not go together"),
-        ([], PICTURE, "0 prompts"),
+        (["a", "b"], [IMAGE] * 3, "2 prompts and 3 images do not go together"),
+        ([], IMAGE, "0 prompts"),
         ("\n", None, "the prompt is empty"),
-        ("a", None, "about a picture: give one"),
+        ("a", None, "about an image: give one"),
     ],
 )
 def test_rows_that_do_not_go_together_are_told(words, shown, told):
     with pytest.raises(RequestError, match=told):
-        requests.rows_of(words, shown, 1, 0, needs_picture=True)
+        requests.rows_of(words, shown, 1, 0, needs_image=True)
 
 
 def test_seeds_are_told():
@@ -70,12 +70,10 @@ def test_seeds_are_told():
 
 def test_numbers_are_those_of_all_rows_or_of_each():
     rows = requests.rows_of(
-        ["a", "b"], None, 1, 0, needs_picture=False, temperature=[0, None], guidance=1.5
+        ["a", "b"], None, 1, 0, needs_image=False, temperature=[0, None], guidance=1.5
     )
     assert [row.own for row in rows] == [batching.Own(0.0, 1.5), batching.Own(None, 1.5)]
-    assert rows[0].own.of_picture(config.Sampling()) == config.Sampling(
-        temperature=0.0, guidance=1.5
-    )
+    assert rows[0].own.of_image(config.Sampling()) == config.Sampling(temperature=0.0, guidance=1.5)
     with pytest.raises(RequestError, match="3 numbers were given as temperature of 2 rows: give"):
         batching.row_numbers(2, temperature=[0.1, 0.2, 0.3])
     for wrong in (-1, float("nan")):
@@ -111,13 +109,13 @@ def test_a_cell_is_untouched_where_no_pixel_overlaps_it(grid, height, width, dat
             assert free[row, column] == apart
 
 
-def test_a_picture_stands_in_whole_cells():
+def test_an_image_stands_in_whole_cells():
     tall = np.zeros((64, 32, 3), np.uint8)
     assert requests.inner_box(tall, None, 96, 16) == (32, 16, 64, 80)
     assert requests.inner_box(tall, (17, 30, 40, 33), 96, 16) == (16, 16, 48, 48)
     large = np.zeros((960, 480, 3), np.uint8)
     assert requests.inner_box(large, None, 96, 16) == (32, 16, 64, 64)
-    with pytest.raises(image_files.PictureError, match="leaves nothing to draw"):
+    with pytest.raises(image_files.ImageError, match="leaves nothing to draw"):
         requests.inner_box(tall, (1, 1, 95, 95), 96, 16)
     canvas, known = requests.placed(tall + 9, (32, 16, 64, 80), 96, 16)
     assert (canvas[16:80, 32:64] == 9).all()
@@ -125,14 +123,14 @@ def test_a_picture_stands_in_whole_cells():
     assert np.argwhere(known)[[0, -1]].tolist() == [[1, 2], [4, 3]]
 
 
-def test_a_picture_that_is_recorded_must_be_the_same(tmp_path):
+def test_an_image_that_is_recorded_must_be_the_same(tmp_path):
     path = tmp_path / "picture.png"
-    image_files.write(path, PICTURE)
-    (shown,) = requests.shown_pictures(path)
+    image_files.write(path, IMAGE)
+    (shown,) = requests.shown_images(path)
     record = {"picture": shown.as_json()}
-    assert requests.recorded_picture({"picture": None}, None) is None
-    np.testing.assert_array_equal(requests.recorded_picture(record, None).pixels, PICTURE)
+    assert requests.recorded_image({"picture": None}, None) is None
+    np.testing.assert_array_equal(requests.recorded_image(record, None).pixels, IMAGE)
     with pytest.raises(RequestError, match="their pixels differ"):
-        requests.recorded_picture(record, PICTURE + 1)
-    with pytest.raises(RequestError, match="a picture of no file"):
-        requests.recorded_picture({"picture": requests.ShownPicture(PICTURE).as_json()}, None)
+        requests.recorded_image(record, IMAGE + 1)
+    with pytest.raises(RequestError, match="an image of no file"):
+        requests.recorded_image({"picture": requests.ShownImage(IMAGE).as_json()}, None)

@@ -96,8 +96,8 @@ def test_everything_that_was_trained_is_evaluated(tmp_path):
     assert [row.seed for row in rows] == 3 * [exact.EVAL_SEED + i for i in range(PROMPTS)]
 
 
-def test_a_batch_of_infills_shows_pictures_to_all_rows_or_to_none(tmp_path):
-    """Those without a given word, too, of which some show a picture and some do not."""
+def test_a_batch_of_infills_shows_images_to_all_rows_or_to_none(tmp_path):
+    """Those without a given word, too, of which some show an image and some do not."""
     bench = exact.Bench(
         dataclasses.replace(
             stand_ins.settings(data={"tasks": {"infill": 1.0}}),
@@ -105,7 +105,7 @@ def test_a_batch_of_infills_shows_pictures_to_all_rows_or_to_none(tmp_path):
         )
     )
     samples = asked("infill", count=250)
-    assert {sample.picture is None for sample in samples if not sample.given} == {True, False}
+    assert {sample.image is None for sample in samples if not sample.given} == {True, False}
     pipe, seen = stand_ins.Knowing(SETTINGS, samples), set()
     for batch in bench.batches(bench.items):
         for item, output in zip(batch, bench.answer(pipe, batch, tmp_path), strict=True):
@@ -116,10 +116,10 @@ def test_a_batch_of_infills_shows_pictures_to_all_rows_or_to_none(tmp_path):
 
 
 def test_tasks_that_show_different_things_are_asked_in_their_own_way():
-    """An infill shows a picture to some rows and none to others."""
+    """An infill shows an image to some rows and none to others."""
     samples = asked("infill")
-    assert 5 < sum(sample.picture is None for sample in samples) < PROMPTS - 5
-    for first in (0, next(i for i, sample in enumerate(samples) if sample.picture)):
+    assert 5 < sum(sample.image is None for sample in samples) < PROMPTS - 5
+    for first in (0, next(i for i, sample in enumerate(samples) if sample.image)):
         chosen = samples[first:]
         outputs = exact.answer(stand_ins.Knowing(SETTINGS, chosen), chosen)
         assert outputs == [sample.answer for sample in chosen]
@@ -136,7 +136,7 @@ def test_tasks_that_show_different_things_are_asked_in_their_own_way():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("task", sorted({*tasks.TASKS} - {*tasks.PICTURE_TASKS}))
+@pytest.mark.parametrize("task", sorted({*tasks.TASKS} - {*tasks.IMAGE_TASKS}))
 def test_the_space_for_an_answer_holds_the_longest(task):
     samples = asked(task, count=300)
     longest = config.Data().max_answer_len if task in exact.LONG_ANSWERS else ANSWER_TOKENS
@@ -147,11 +147,11 @@ def test_the_space_for_an_answer_holds_the_longest(task):
 
 def test_tallies_add_up():
     samples = asked("draw")
-    pictures = [
+    images = [
         world.render(sample.target) if index % 4 else stand_ins.EMPTY
         for index, sample in enumerate(samples)
     ]
-    result = exact.tally("draw", samples, pictures)
+    result = exact.tally("draw", samples, images)
     assert (result.correct, result.total) == (30, 40)
     assert sum(hits for hits, _ in result.columns.values()) == 30
     assert sum(total for _, total in result.columns.values()) == 40

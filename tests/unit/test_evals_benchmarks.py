@@ -77,14 +77,14 @@ def read_json(path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_items_are_numbered_and_show_their_pictures(name):
+def test_items_are_numbered_and_show_their_images(name):
     bench = load(name)
     assert [item.index for item in bench.items] == list(range(len(bench.items)))
     assert len({item.key for item in bench.items}) == len(bench.items)
     for item in bench.items:
         assert item.words.strip()
-        for picture in item.load():
-            assert picture.shape == (24, 40, 3)
+        for image in item.load():
+            assert image.shape == (24, 40, 3)
     shows = isinstance(bench, benchmark.QuestionBenchmark) or name in ("imgedit", "refcoco")
     assert all(bool(item.load()) == shows for item in bench.items)
     few = load(name, limit=1)
@@ -181,13 +181,13 @@ def test_a_mark_of_byte_order_is_no_word(tmp_path):
 def test_hidden_colours_are_shown_as_lmms_eval_shows_them(tmp_path):
     path = tmp_path / "0.png"
     Image.new("RGBA", (2, 1), (9, 8, 7, 0)).save(path)
-    (shown,) = files.read_pictures(path)
+    (shown,) = files.read_images(path)
     assert shown[0, 0].tolist() == [9, 8, 7]
     assert image_files.read(path)[0, 0].tolist() == [255, 255, 255]
 
 
 # ---------------------------------------------------------------------------------------------
-# Pictures and their judges.
+# Images and their judges.
 
 
 def test_geneval_is_the_mean_of_its_groups(tmp_path):
@@ -212,14 +212,14 @@ def test_geneval_is_the_mean_of_its_groups(tmp_path):
     assert scored(bench, outputs, tmp_path) == {
         "overall, mean of the groups": ((1 + 0.75 + 0 + 0) / 4, 4),
         "- single_object": (1.0, 2), "- counting": (0.75, 4), "- colors": (0.0, 2),
-        "- two_object": (0.0, 2), "right pictures": (0.5, 10),
+        "- two_object": (0.0, 2), "right images": (0.5, 10),
     }  # fmt: skip
     judged(tmp_path, "results.jsonl", "\n".join(lines[1:]))
-    with pytest.raises(EvaluationError, match="judges 9 pictures, and 10 were drawn"):
+    with pytest.raises(EvaluationError, match="judges 9 images, and 10 were drawn"):
         scored(bench, outputs, tmp_path)
 
 
-def test_dpg_draws_four_pictures_on_a_sheet(tmp_path):
+def test_dpg_draws_four_images_on_a_sheet(tmp_path):
     bench = load("dpg", num_images=4)
     drawn = [np.full((3, 5, 3), i, np.uint8) for i in range(1, 5)]
     ((name, page),) = bench.keep(bench.items[2], drawn).items()
@@ -275,8 +275,8 @@ def test_dpg_reads_what_the_official_script_wrote(tmp_path):
     value = 100 * (4 + (1 + 1 / 3) / 2) / 5
     assert scored(bench, outputs, tmp_path) == {"DPG-Bench score": (pytest.approx(value), 5)}
     for left, told in (
-        (lines[6:], r"says nothing of 1 pictures, 0\.png"),
-        (lines[3:], r"judges 1 pictures of 0\.png, and 2 were drawn"),
+        (lines[6:], r"says nothing of 1 images, 0\.png"),
+        (lines[3:], r"judges 1 images of 0\.png, and 2 were drawn"),
         (lines[:-2], r"4\.png, part \(24, 0, 48, 24\), has 1 answers"),
     ):
         judged(tmp_path, "dpg_detail.txt", "\n".join(left))
@@ -300,12 +300,12 @@ def test_mjhq_scores_features(tmp_path):
     drawn, real = rng.normal(size=(5, 3)), rng.normal(size=(7, 3))
     np.savez(folder / "fid.npz", drawn=drawn, real=real)
     names = ["5b", "1f", "2e", "4c", "3d"]
-    pictures, texts = rng.normal(size=(2, 5, 4)).astype(np.float32)
-    np.savez(folder / "pickscore.npz", names=names, pictures=pictures, texts=texts, scale=100.0)
+    images, texts = rng.normal(size=(2, 5, 4)).astype(np.float32)
+    np.savez(folder / "pickscore.npz", names=names, images=images, texts=texts, scale=100.0)
     np.savez(folder / "hps_v3.npz", names=names, scores=np.arange(5.0))
     found = scored(bench, outputs, tmp_path)
     assert found["FID"] == (pytest.approx(metrics.frechet_distance(drawn, real)), 5)
-    cosines = metrics.cosine_scores(pictures, texts, 100.0)
+    cosines = metrics.cosine_scores(images, texts, 100.0)
     assert found["pickscore"] == (pytest.approx(cosines.mean()), 5)
     assert found["hps_v3"] == (2.0, 5)
     last = bench.scores(rows(bench, outputs), tmp_path)[1:5]  # of hps_v3, after FID
@@ -313,13 +313,13 @@ def test_mjhq_scores_features(tmp_path):
         ("hps_v3", 2.0), ("- animals", 2.5), ("- art", 1.0), ("- food", 3.0),
     ]  # fmt: skip
     np.savez(folder / "hps_v3.npz", names=names[:4], scores=np.arange(4.0))
-    with pytest.raises(EvaluationError, match="names 4 pictures, and not the 5"):
+    with pytest.raises(EvaluationError, match="names 4 images, and not the 5"):
         scored(bench, outputs, tmp_path)
     for wrong in (np.zeros((5, 2)), np.zeros(4), np.full(5, np.nan)):
         np.savez(folder / "hps_v3.npz", names=names, scores=wrong)
         with pytest.raises(EvaluationError, match="must give each of its 5 names one finite"):
             scored(bench, outputs, tmp_path)
-    np.savez(folder / "hps_v3.npz", names=names, pictures=pictures, texts=texts, scale=[1.0, 2.0])
+    np.savez(folder / "hps_v3.npz", names=names, images=images, texts=texts, scale=[1.0, 2.0])
     with pytest.raises(EvaluationError, match="scale must be a number"):
         scored(bench, outputs, tmp_path)
     np.savez(folder / "hps_v3.npz", names=np.array([{}], object))
@@ -367,7 +367,7 @@ def test_mme_adds_accuracy_and_accuracy_plus(tmp_path):
     assert found["perception, 4 of 10 categories"] == (800.0, 10)
     assert "cognition" not in "".join(found)
     always = scored(bench, ["Yes, it is."] * 10, tmp_path)
-    assert always["- color"] == (50.0, 4)  # half of them right, no picture in both
+    assert always["- color"] == (50.0, 4)  # half of them right, no image in both
     lines = (tmp_path / "export" / "color.txt").read_text().splitlines()
     assert lines[1] == "0000.png\tIs the square green? Please answer yes or no.\tNo\tYes, it is."
     mixed = [*right[:2], "Yes", "yes", "Yes", "No", *right[6:]]
@@ -542,7 +542,7 @@ def test_mathverse_takes_the_judgement(tmp_path):
         scored(bench, said, tmp_path)
 
 
-def test_pictures_of_mathverse_may_lie_beside_its_questions(tmp_path):
+def test_images_of_mathverse_may_lie_beside_its_questions(tmp_path):
     data = shutil.copytree(SAMPLES / "mathverse", tmp_path / "data")
     for folder in (data / "images").iterdir():
         folder.rename(data / folder.name)

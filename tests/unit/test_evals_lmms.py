@@ -34,8 +34,8 @@ class Pipe(pipeline.SparseLaViDa):
         assert name == "models/mine"
         return cls(batch_size)
 
-    def ask(self, words, pictures, tokens):
-        return words, [tuple(picture[0, 0].tolist()) for picture in pictures], tokens
+    def ask(self, words, images, tokens):
+        return words, [tuple(image[0, 0].tolist()) for image in images], tokens
 
     def shared_bucket(self, examples, sampling):
         return len(examples)

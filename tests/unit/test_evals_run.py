@@ -37,8 +37,8 @@ class Pipe(pipeline.SparseLaViDa):
     def check_task(self, task):
         assert task == "ask"
 
-    def ask(self, words, pictures, tokens):
-        assert len(pictures) == 1
+    def ask(self, words, images, tokens):
+        assert len(images) == 1
         return words
 
     def shared_bucket(self, examples, sampling):
@@ -212,7 +212,7 @@ class _held:
         self.close = runs.lock(folder)
 
 
-def test_half_written_pictures_are_removed_before_they_are_judged(data, asked, tmp_path):
+def test_half_written_images_are_removed_before_they_are_judged(data, asked, tmp_path):
     folder = tmp_path / "run"
     run.evaluate(settings(data), "scenes", folder, shard="0/2")
     deep = folder / "export" / "a" / "b"

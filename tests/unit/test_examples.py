@@ -38,7 +38,7 @@ def test_positions_of_both_streams_and_the_response_fill_the_sequence(encoder, t
         np.testing.assert_array_equal(np.sort(every), np.arange(row.length))
 
 
-@pytest.mark.parametrize("task", sorted({*tasks.TASKS} - {*tasks.PICTURE_TASKS}))
+@pytest.mark.parametrize("task", sorted({*tasks.TASKS} - {*tasks.IMAGE_TASKS}))
 def test_a_text_response_is_whole_blocks_and_ends(encoder, task):
     block, end = encoder.data.text_block_len, encoder.tokenizer.end_of_text_id
     for extra, sample in enumerate(samples(task)):
@@ -91,11 +91,11 @@ def test_known_cells_are_given(encoder, task):
     for sample in samples(task):
         example = encoder.scene_example(sample)
         np.testing.assert_array_equal(example.given, sample.known)
-        known = np.array(sample.picture.cells)[example.given]
+        known = np.array(sample.image.cells)[example.given]
         np.testing.assert_array_equal(example.response[example.given, 0], known)
 
 
-def test_an_image_example_holds_picture_source_prompt_plan_and_response_in_order(encoder):
+def test_an_image_example_holds_image_source_prompt_plan_and_response_in_order(encoder):
     (sample,) = samples("edit", 1)
     example = encoder.scene_example(sample)
     t = encoder.tokenizer
@@ -110,9 +110,9 @@ def test_an_image_example_holds_picture_source_prompt_plan_and_response_in_order
     ]  # fmt: skip
     assert example.kind == "image"
     np.testing.assert_array_equal(example.response[:, 0], sample.target.cells)
-    np.testing.assert_array_equal(example.parts[2].codes[:, 0], sample.picture.cells)
+    np.testing.assert_array_equal(example.parts[2].codes[:, 0], sample.image.cells)
     side = encoder.model.vision.image_size
-    np.testing.assert_array_equal(example.pixels, world.render(sample.picture, side))
+    np.testing.assert_array_equal(example.pixels, world.render(sample.image, side))
     without = encoder.scene_example(sample, with_plan=False)
     assert [type(part).__name__ for part in without.parts] == [*kinds[:5], "Response", "Text"]
 

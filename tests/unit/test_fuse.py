@@ -58,15 +58,15 @@ def test_hidden_states_and_logits_are_those_of_the_unfused_model(model):
 
 
 def test_what_was_left_out_is_told(model):
-    picture, text = (fuse.for_inference(model, task=task) for task in ("image", "text"))
-    assert not hasattr(picture, "text_head") and not hasattr(text, "image_head")
+    image, text = (fuse.for_inference(model, task=task) for task in ("image", "text"))
+    assert not hasattr(image, "text_head") and not hasattr(text, "image_head")
     hidden = jnp.zeros((1, 1, SETTINGS.width))
     with pytest.raises(ValueError, match="made for the task 'image' and cannot predict text"):
-        picture.text_logits(hidden)
+        image.text_logits(hidden)
     asked = tiny.batch(["image"], SETTINGS)
     embedded = fuse.for_inference(model, by_layer=True)
     embedded.joint_layers = text.joint_layers
     with pytest.raises(ValueError, match="no generation branch: call for_inference"):
         embedded(asked.understanding, asked.generation, wanted="both")
     with pytest.raises(ValueError, match="fused already, for the task 'image'"):
-        fuse.for_inference(picture)
+        fuse.for_inference(image)

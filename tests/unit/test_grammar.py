@@ -88,7 +88,7 @@ def test_a_bad_request_is_refused_with_a_reason(text, reason):
         (" red circle<LOC_0><LOC_0><LOC_4><LOC_4>", "lacks a size"),
         (" small red circle<LOC_1><LOC_0><LOC_5><LOC_4>", "not one cell"),
         (" small red circle<LOC_4><LOC_0><LOC_0><LOC_4>", "without an area"),
-        (" small red circle<LOC_24><LOC_0><LOC_28><LOC_4>", "without an area inside the picture"),
+        (" small red circle<LOC_24><LOC_0><LOC_28><LOC_4>", "without an area inside the image"),
         (" nothing<LOC_0><LOC_0><LOC_4><LOC_4>, nothing<LOC_0><LOC_0><LOC_4><LOC_4>", "twice"),
     ],
 )

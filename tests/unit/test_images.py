@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Views, tokens, crops and boxes of pictures."""
+"""Views, tokens, crops and boxes of images."""
 
 import dataclasses
 
@@ -49,7 +49,7 @@ def filled(width, height, value=255):
         ((384, 384), (384, 768), 365),
     ],
 )
-def test_released_pictures_become_as_many_tokens_as_the_specification_counts(size, grid, tokens):
+def test_released_images_become_as_many_tokens_as_the_specification_counts(size, grid, tokens):
     assert images.choose_grid(size, RELEASED.grid_sizes) == grid
     assert len(images.token_index(size, RELEASED)) == tokens
     assert len(images.token_index(size, RELEASED, whole=True)) == 170
@@ -65,7 +65,7 @@ def test_the_released_arithmetic_cuts_a_fraction_off():
 
 
 @hypothesis.given(SIZES)
-def test_tokens_are_the_whole_picture_then_rows_that_end_with_a_newline(size):
+def test_tokens_are_the_whole_image_then_rows_that_end_with_a_newline(size):
     width, height = images.choose_grid(size, SMALL.grid_sizes)
     newline = SMALL.num_tokens * (1 + width * height // SMALL.image_size**2)
     index = images.token_index(size, SMALL)
@@ -73,7 +73,7 @@ def test_tokens_are_the_whole_picture_then_rows_that_end_with_a_newline(size):
     behind = index[SMALL.num_tokens :]
     rows = np.split(behind, np.flatnonzero(behind == newline) + 1)
     assert len(rows.pop()) == 0
-    assert len({len(row) for row in rows}) <= 1  # a very long picture may have no row
+    assert len({len(row) for row in rows}) <= 1  # a very long image may have no row
     tokens = behind[behind != newline]
     assert len(set(tokens)) == len(tokens)
     assert ((SMALL.num_tokens <= tokens) & (tokens < newline)).all()
@@ -83,7 +83,7 @@ def test_tokens_are_the_whole_picture_then_rows_that_end_with_a_newline(size):
 def test_tokens_that_are_left_out_show_padding(size):
     """Half a feature on either side may go with it, and one row of padding may stay.
 
-    A picture many times longer than wide may lose all: as released.
+    An image many times longer than wide may lose all: as released.
     """
     hypothesis.assume(max(size) <= 4 * min(size))
     seen = images.see(filled(*size), SMALL)
@@ -97,17 +97,17 @@ def test_tokens_that_are_left_out_show_padding(size):
     assert (~shown[rows].any(axis=0)).sum() <= 1
 
 
-def test_a_picture_as_large_as_its_grid_is_cut_into_squares():
-    picture = noise(24, 8)
-    cut = images.tiles(picture, (24, 8), 8)
-    np.testing.assert_array_equal(cut, [picture[:, :8], picture[:, 8:16], picture[:, 16:]])
-    picture = noise(16, 16)
-    cut = images.tiles(picture, (16, 16), 8)
-    np.testing.assert_array_equal(cut[1], picture[:8, 8:])
-    np.testing.assert_array_equal(cut[2], picture[8:, :8])
+def test_an_image_as_large_as_its_grid_is_cut_into_squares():
+    image = noise(24, 8)
+    cut = images.tiles(image, (24, 8), 8)
+    np.testing.assert_array_equal(cut, [image[:, :8], image[:, 8:16], image[:, 16:]])
+    image = noise(16, 16)
+    cut = images.tiles(image, (16, 16), 8)
+    np.testing.assert_array_equal(cut[1], image[:8, 8:])
+    np.testing.assert_array_equal(cut[2], image[8:, :8])
 
 
-def test_tiles_show_the_picture_in_the_middle_of_black():
+def test_tiles_show_the_image_in_the_middle_of_black():
     top, bottom = images.tiles(filled(4, 4), (8, 16), 8)
     np.testing.assert_array_equal(top, np.concatenate([filled(8, 4, 0), filled(8, 4)]))
     np.testing.assert_array_equal(bottom, np.concatenate([filled(8, 4), filled(8, 4, 0)]))
@@ -115,13 +115,13 @@ def test_tiles_show_the_picture_in_the_middle_of_black():
     np.testing.assert_array_equal(wide[0, :, 0], [0, 0, 255, 255, 255, 255, 0, 0])
 
 
-def test_the_whole_view_has_grey_above_and_below_a_wide_picture():
+def test_the_whole_view_has_grey_above_and_below_a_wide_image():
     view = images.whole_view(filled(8, 4), 8)
     np.testing.assert_array_equal(view[:, 0, 0], [127, 127, 255, 255, 255, 255, 127, 127])
     view = images.whole_view(filled(5, 8), 8)  # three columns do not divide: one left, two right
     np.testing.assert_array_equal(view[0, :, 0], [127, *[255] * 5, 127, 127])
-    picture = noise(8, 8)
-    np.testing.assert_array_equal(images.whole_view(picture, 8), picture)
+    image = noise(8, 8)
+    np.testing.assert_array_equal(images.whole_view(image, 8), image)
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -135,14 +135,14 @@ def test_features_are_those_of_all_views_and_the_newline(whole, newline):
     assert (seen.part.num_tokens, seen.part.feature_count) == (len(seen.index), seen.num_features)
 
 
-def test_a_model_without_tiles_sees_a_picture_whole():
+def test_a_model_without_tiles_sees_an_image_whole():
     settings = dataclasses.replace(SMALL, grid_sizes=(), newline=False)
     seen = images.see(noise(9, 4), settings)
     np.testing.assert_array_equal(seen.pixels, images.whole_view(noise(9, 4), 8)[None])
     np.testing.assert_array_equal(seen.index, np.arange(settings.num_tokens))
 
 
-def test_an_empty_picture_is_refused():
+def test_an_empty_image_is_refused():
     with pytest.raises(ValueError, match="5x0 pixels is empty: give it pixels"):
         images.see(filled(5, 0), SMALL)
 
@@ -159,7 +159,7 @@ def test_the_source_of_an_edit_is_padded_with_black():
 
 
 @pytest.mark.parametrize("side", [24, 0])
-def test_pictures_that_do_not_divide_into_codes_are_refused(side):
+def test_images_that_do_not_divide_into_codes_are_refused(side):
     message = f"{side}x{side} pixels do not divide into codes of 16x16 pixels: use a multiple of 16"
     with pytest.raises(ValueError, match=message):
         images.source_view(noise(8, 8), side, 16)
@@ -175,11 +175,11 @@ def test_the_shortest_side_becomes_the_side_of_the_crop(size, resized):
 
 
 def test_a_crop_is_taken_where_it_is_asked_for():
-    picture = noise(24, 16)
-    crop = images.training_crop(picture, 16, 0, 5, 16)
-    np.testing.assert_array_equal(crop, picture[:, 5:21])
-    crop = images.training_crop(picture.transpose(1, 0, 2), 16, 8, 0, 16)
-    np.testing.assert_array_equal(crop, picture.transpose(1, 0, 2)[8:])
+    image = noise(24, 16)
+    crop = images.training_crop(image, 16, 0, 5, 16)
+    np.testing.assert_array_equal(crop, image[:, 5:21])
+    crop = images.training_crop(image.transpose(1, 0, 2), 16, 8, 0, 16)
+    np.testing.assert_array_equal(crop, image.transpose(1, 0, 2)[8:])
 
 
 @pytest.mark.parametrize(("top", "left"), [(1, 0), (0, 9), (-1, 0), (0, -1)])
@@ -189,18 +189,18 @@ def test_a_crop_over_the_edge_is_refused(top, left):
 
 
 def test_the_centre_crop_is_the_middle():
-    picture = noise(24, 16)
-    np.testing.assert_array_equal(images.centre_crop(picture, 16), picture[:, 4:20])
-    assert images.centre_crop(picture, 32).shape == (32, 32, 3)
+    image = noise(24, 16)
+    np.testing.assert_array_equal(images.centre_crop(image, 16), image[:, 4:20])
+    assert images.centre_crop(image, 32).shape == (32, 32, 3)
 
 
 def test_crops_for_training_are_bilinear_and_those_of_the_benchmark_lanczos():
-    picture = noise(40, 40)
+    image = noise(40, 40)
     for crop, kernel in (
-        (images.training_crop(picture, 16, 0, 0, 16), Image.Resampling.BILINEAR),
-        (images.centre_crop(picture, 16), Image.Resampling.LANCZOS),
+        (images.training_crop(image, 16, 0, 0, 16), Image.Resampling.BILINEAR),
+        (images.centre_crop(image, 16), Image.Resampling.LANCZOS),
     ):
-        expected = np.asarray(Image.fromarray(picture).resize((16, 16), kernel))
+        expected = np.asarray(Image.fromarray(image).resize((16, 16), kernel))
         np.testing.assert_array_equal(crop, expected)
 
 
@@ -214,17 +214,17 @@ def test_luminance_of_green_and_contrast_of_black_and_white():
 # --- boxes -----------------------------------------------------------------------------------
 
 
-def test_boxes_are_in_the_frame_of_the_padded_picture():
+def test_boxes_are_in_the_frame_of_the_padded_image():
     assert images.box_to_locations((0, 0, 640, 480), (640, 480), 1024) == (0, 128, 1024, 896)
     assert images.box_to_locations((0, 0, 480, 640), (480, 640), 1024) == (128, 0, 896, 1024)
     assert images.locations_to_box((0, 128, 512, 512), (640, 480), 1024) == (0, 0, 320, 240)
 
 
 def test_locations_are_those_of_what_the_model_sees():
-    picture = filled(20, 12, 0)
-    picture[2:6, 5:15] = 255
+    image = filled(20, 12, 0)
+    image[2:6, 5:15] = 255
     x1, y1, x2, y2 = images.box_to_locations((5, 2, 15, 6), (20, 12), 40)
-    rows, columns = np.nonzero(images.whole_view(picture, 40)[..., 0] > 192)
+    rows, columns = np.nonzero(images.whole_view(image, 40)[..., 0] > 192)
     assert (columns.min(), rows.min(), columns.max() + 1, rows.max() + 1) == (x1, y1, x2, y2)
 
 

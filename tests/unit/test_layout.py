@@ -124,13 +124,13 @@ def test_dropped_source_cells_become_text_masks_at_their_positions():
     assert made.codes.shape == (0, 4)
 
 
-def test_features_are_counted_on_over_several_pictures():
+def test_features_are_counted_on_over_several_images():
     made = row((Vision(2), Text(np.array([9])), Vision(3), Response(1)))
     np.testing.assert_array_equal(made.feature, [0, 1, -1, 2, 3, 4])
 
 
-def test_tokens_of_a_picture_may_be_any_of_its_features():
-    """The second picture's features stand behind all of the first one's, used or not."""
+def test_tokens_of_an_image_may_be_any_of_its_features():
+    """The second image's features stand behind all of the first one's, used or not."""
     parts = (Vision(4, np.array([0, 2, 5, 5]), 6), Vision(2), Vision(1, np.array([1]), 2))
     made = row((*parts, Response(1)))
     np.testing.assert_array_equal(made.feature, [0, 2, 5, 5, 6, 7, 9])
@@ -142,9 +142,9 @@ def test_tokens_of_a_picture_may_be_any_of_its_features():
     ("num_tokens", "index", "num_features"),
     [(2, [0, 1, 2], 3), (2, [0, 3], 3), (2, [-1, 0], 3), (3, None, 2)],
 )
-def test_features_that_a_picture_does_not_have_are_refused(num_tokens, index, num_features):
+def test_features_that_an_image_does_not_have_are_refused(num_tokens, index, num_features):
     index = None if index is None else np.array(index)
-    with pytest.raises(ValueError, match="name one for each token, all of the picture"):
+    with pytest.raises(ValueError, match="name one for each token, all of the image"):
         Vision(num_tokens, index, num_features)
 
 
@@ -177,12 +177,12 @@ def test_sorting_by_block_keeps_the_order_inside_a_block():
     np.testing.assert_array_equal(layout.sort_by_block(block), [1, 4, 3, 0, 2, 5])
 
 
-def test_a_row_without_a_picture_gets_a_blank_one():
-    picture = np.full((2, 2, 3), 9, np.uint8)
+def test_a_row_without_an_image_gets_a_blank_one():
+    image = np.full((2, 2, 3), 9, np.uint8)
     np.testing.assert_array_equal(
-        layout.stack_pictures([None, picture]), np.stack([np.zeros_like(picture), picture])
+        layout.stack_images([None, image]), np.stack([np.zeros_like(image), image])
     )
-    assert layout.stack_pictures([None, None]) is None
+    assert layout.stack_images([None, None]) is None
 
 
 # ---------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ def test_views_are_filled_up_to_those_of_the_longest_row():
 
 @pytest.mark.parametrize("newline", [False, True])
 def test_stacked_features_are_those_of_the_same_place_in_the_same_view(newline):
-    """The oracle writes out what stands where: (picture, view, place), and the newlines."""
+    """The oracle writes out what stands where: (image, view, place), and the newlines."""
     views, most, per_view = (2, 1, 3), 8, 4
     own, seen, view = [], [], 0
     for count in views:

@@ -102,7 +102,7 @@ def test_a_config_file_with_a_mistake_names_it(folder, capsys):
 
 def test_sampling_without_a_model_lists_the_bundled_ones(folder, capsys, monkeypatch):
     (folder / "models" / "scenes" / "params").mkdir(parents=True)
-    monkeypatch.setattr(checkpoint, "BUNDLED", folder / "models")
+    monkeypatch.setattr(model_folder, "BUNDLED", folder / "models")
     assert "bundled model (scenes)" in complaint(capsys, "--mode=sample", "--prompt=x")
     message = complaint(capsys, "--mode=sample", "--checkpoint=nowhere", "--prompt=x")
     assert "there is no model in nowhere" in message
@@ -205,7 +205,7 @@ def test_help_is_printed(capsys):
     assert "--config=configs/scenes.py" in capsys.readouterr().out
 
 
-def test_sampling_writes_a_picture_with_the_settings_of_the_checkpoint(folder, monkeypatch):
+def test_sampling_writes_an_image_with_the_settings_of_the_checkpoint(folder, monkeypatch):
     """The pipeline is replaced: what matters here is what it is asked."""
     asked = {}
 

@@ -91,10 +91,10 @@ def test_on_a_terminal_progress_is_a_bar():
     where = console(force_terminal=True)
     with metrics.Progress("toy", 10, done=4, console=where) as bar:
         bar.update(5, loss=2.0)
-        bar.say("a sheet of pictures is in pictures/000005.png")
+        bar.say("a sheet of images is in images/000005.png")
     shown = where.file.getvalue()
     assert "step 5/10, loss 2" in shown
-    assert "a sheet of pictures" in shown
+    assert "a sheet of images" in shown
 
 
 def test_a_meter_tells_how_fast_a_run_is(monkeypatch):

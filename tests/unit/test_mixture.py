@@ -34,7 +34,7 @@ def tokenizer(tmp_path_factory):
 def folder(tmp_path_factory):
     """Prepared: 10 captions and 7 plans to draw, 12 texts, 5 edits."""
     folder = tmp_path_factory.mktemp("mixture")
-    names = raw_data.pictures(folder / "pictures")
+    names = raw_data.images(folder / "pictures")
     tables = {
         "captions": [{"image": name, "caption": f"caption {name}"} for name in names],
         "plans": [
@@ -171,7 +171,7 @@ def test_an_iterator_goes_on_where_it_was_saved(mixed):
 
 
 def test_a_model_learns_from_the_batches(mixed):
-    """Of a group of pictures and texts, and under the released objective of edits."""
+    """Of a group of images and texts, and under the released objective of edits."""
     group = "change" if mixed.released else "draw"
     batch = mixed.batch(group, 0)
     assert batch.predicts == "both"
@@ -180,8 +180,8 @@ def test_a_model_learns_from_the_batches(mixed):
     assert set(logged) == {"text_nll", "image_nll"}
 
 
-def test_pictures_are_seen_where_they_stand(folder, tokenizer):
-    """What the tokens of a picture point at are features of its own views, none of them blank."""
+def test_images_are_seen_where_they_stand(folder, tokenizer):
+    """What the tokens of an image point at are features of its own views, none of them blank."""
     for more in ({}, {"diffusion": RELEASED}):
         mixed = batches(folder, tokenizer, **more, **NO_WORDS)
         batch, vision = mixed.batch("understand", 0), mixed.settings.model.vision
@@ -260,7 +260,7 @@ def test_sequences_longer_than_allowed_are_told(folder, tokenizer):
 
 
 def test_packed_rows_hold_the_records_that_rows_of_their_own_would(folder, tokenizer):
-    """Token by token, and each record looks at its own pictures."""
+    """Token by token, and each record looks at its own images."""
     words = {"prompt_drop": 0.0, "text_block_len": 8}
     alone = batches(folder, tokenizer, data=words)
     packed = batches(folder, tokenizer, data=words | {"packing": 2})

@@ -32,7 +32,7 @@ def found(settings, ways):
     return {name: objectives.batches(way, make_example, COUNT, ROWS) for name, way in ways.items()}
 
 
-def test_all_ways_see_the_same_pictures(found):
+def test_all_ways_see_the_same_images(found):
     cells = {}
     for name, batches in found.items():
         for number, batch in enumerate(batches):

@@ -159,7 +159,7 @@ def test_segment_without_truncation_passes_what_is_still_masked():
     assert segment.rest[:, 0].tolist() == [[1, 2, 3], [2, 3, -1], [3, -1, -1], [-1, -1, -1]]
 
 
-def test_the_largest_picture_takes_few_segments_with_little_padding():
+def test_the_largest_image_takes_few_segments_with_little_padding():
     plan = orders.image_plan(
         orders.order("stratified", 32, 32, 42), schedule="shift", num_steps=64, shift=5.0
     )
@@ -352,7 +352,7 @@ def test_every_step_passes_all_cells_and_commits_the_codes_of_the_plan(h, w, sid
     assert all(part.clean.shape[-1] == 0 for part in parts)
 
 
-def test_the_largest_picture_predicts_few_of_the_cells_it_passes():
+def test_the_largest_image_predicts_few_of_the_cells_it_passes():
     plan = orders.image_plan(
         orders.order("stratified", 64, 64, 42), schedule="shift", num_steps=64, shift=5.0
     )

@@ -38,7 +38,7 @@ def batches(**changes):
 
 @pytest.mark.parametrize("group", [pytest.param("answer", marks=pytest.mark.slow), "draw"])
 def test_a_packed_batch_has_the_loss_and_the_gradient_of_its_examples(group):
-    """Of answers about pictures and without any, and of pictures that are drawn."""
+    """Of answers about images and without any, and of images that are drawn."""
     alone, packed = batches(), batches(packing=SHARED)
     model = tiny.denoiser(alone.settings.model)
     gradient = tiny.quick_jit(train.gradient)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures are read as they look, refused with a reason, and written whole or not at all."""
+"""Images are read as they look, refused with a reason, and written whole or not at all."""
 
 import struct
 import zlib
@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from sparse_lavida_jax.data import image_files
-from sparse_lavida_jax.data.image_files import PictureError
+from sparse_lavida_jax.data.image_files import ImageError
 
 NOISE = np.random.default_rng(0).integers(0, 256, (6, 5, 3), dtype=np.uint8)
 
@@ -26,7 +26,7 @@ def png_header(width, height):
 
 
 @pytest.mark.parametrize("suffix", [".png", ".webp", ".jpg"])
-def test_a_picture_comes_back(tmp_path, suffix):
+def test_an_image_comes_back(tmp_path, suffix):
     path = tmp_path / f"picture{suffix}"
     flat = np.full((8, 9, 3), 90, np.uint8)
     image_files.write(path, flat)
@@ -73,17 +73,17 @@ def test_a_photograph_on_its_side_is_put_upright(tmp_path):
     [
         ((40_000, 40_000), "more than 67108864 pixels"),
         ((10_000, 10_000), "is 10000x10000: more than 67108864 pixels"),
-        ((0, 0), "is no picture that can be read"),
+        ((0, 0), "is no image that can be read"),
     ],
 )
 def test_a_size_is_refused_before_anything_is_decoded(tmp_path, size, told):
     path = tmp_path / "bomb.png"
     path.write_bytes(png_header(*size))
-    with pytest.raises(PictureError, match=told):
+    with pytest.raises(ImageError, match=told):
         image_files.read(path)
 
 
-def test_what_is_no_picture_is_named(tmp_path):
+def test_what_is_no_image_is_named(tmp_path):
     broken = tmp_path / "broken.png"
     image_files.write(
         broken, np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
@@ -91,10 +91,10 @@ def test_what_is_no_picture_is_named(tmp_path):
     broken.write_bytes(broken.read_bytes()[:2000])
     text = tmp_path / "text.png"
     text.write_text("a red circle")
-    with pytest.raises(PictureError, match=r"^there is no picture .*missing.png\.$"):
+    with pytest.raises(ImageError, match=r"^there is no image .*missing.png\.$"):
         image_files.read(tmp_path / "missing.png")
     for path in (broken, text, tmp_path):
-        with pytest.raises(PictureError, match=f"{path} is no picture that can be read: "):
+        with pytest.raises(ImageError, match=f"{path} is no image that can be read: "):
             image_files.read(path)
 
 
@@ -102,11 +102,11 @@ def test_an_animation_is_refused(tmp_path):
     path = tmp_path / "moving.webp"
     frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
     frames[0].save(path, save_all=True, append_images=frames[1:], lossless=True)
-    with pytest.raises(PictureError, match="is animated, 2 frames"):
+    with pytest.raises(ImageError, match="is animated, 2 frames"):
         image_files.read(path)
 
 
-def test_of_a_jpeg_that_holds_several_pictures_the_first_is_read(tmp_path):
+def test_of_a_jpeg_that_holds_several_images_the_first_is_read(tmp_path):
     path = tmp_path / "phone.jpg"
     first, second = (Image.new("RGB", (8, 8), colour) for colour in ("red", "blue"))
     first.save(path, "MPO", save_all=True, append_images=[second])
@@ -125,12 +125,12 @@ def test_of_a_jpeg_that_holds_several_pictures_the_first_is_read(tmp_path):
         (np.zeros((0, 2, 3), np.uint8), r"the shape \(0, 2, 3\)"),
     ],
 )
-def test_an_array_that_is_no_picture_is_told(given, told):
-    with pytest.raises(PictureError, match=told):
+def test_an_array_that_is_no_image_is_told(given, told):
+    with pytest.raises(ImageError, match=told):
         image_files.check(given)
 
 
-def test_a_pillow_image_is_a_picture():
+def test_a_pillow_image_is_an_image():
     np.testing.assert_array_equal(image_files.check(Image.fromarray(NOISE)), NOISE)
 
 
@@ -148,22 +148,22 @@ def test_a_mask_is_where_it_is_white(tmp_path):
 
 
 def test_a_mask_that_does_not_fit_is_told(tmp_path):
-    with pytest.raises(PictureError, match="the mask is 6x5 and the picture 5x6: make them one"):
+    with pytest.raises(ImageError, match="the mask is 6x5 and the image 5x6: make them one"):
         image_files.check_mask(np.ones((5, 6), bool), NOISE)
-    with pytest.raises(PictureError, match="black everywhere"):
+    with pytest.raises(ImageError, match="black everywhere"):
         image_files.check_mask(np.zeros((6, 5), bool), NOISE)
 
 
 @pytest.mark.parametrize("box", [(0, 0, 6, 1), (-1, 0, 2, 2), (3, 0, 3, 2), (0, 4, 2, 3)])
 def test_a_box_outside_is_told(box):
-    with pytest.raises(PictureError, match=r"x1 < x2 lie in 0..5, y1 < y2 in 0..6"):
+    with pytest.raises(ImageError, match=r"x1 < x2 lie in 0..5, y1 < y2 in 0..6"):
         image_files.check_box(box, (5, 6))
 
 
 def test_a_box_is_four_numbers():
     assert image_files.check_box((0, 0.5, 5, 6), (5, 6)) == (0, 0.5, 5, 6)
     for box in ((0, 1, 2), (0, 0, float("nan"), 1)):
-        with pytest.raises(PictureError, match="not four numbers"):
+        with pytest.raises(ImageError, match="not four numbers"):
             image_files.check_box(box, (5, 6))
 
 
@@ -181,20 +181,20 @@ def test_a_png_says_how_it_was_drawn(tmp_path):
 def test_a_png_that_does_not_say_is_told(tmp_path):
     path = tmp_path / "picture.png"
     image_files.write(path, NOISE)
-    with pytest.raises(PictureError, match="does not say how it was drawn"):
+    with pytest.raises(ImageError, match="does not say how it was drawn"):
         image_files.read_record(path)
 
 
 @pytest.mark.parametrize("name", ["picture.unknown", "picture", "picture.gif"])
 def test_a_name_says_the_format(tmp_path, name):
-    with pytest.raises(PictureError, match=r"its name must end in \.png, \.jpg"):
+    with pytest.raises(ImageError, match=r"its name must end in \.png, \.jpg"):
         image_files.write(tmp_path / name, NOISE)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_picture_is_not_written_over_a_folder(tmp_path):
+def test_an_image_is_not_written_over_a_folder(tmp_path):
     (tmp_path / "picture.png").mkdir()
-    with pytest.raises(PictureError, match="that is a folder"):
+    with pytest.raises(ImageError, match="that is a folder"):
         image_files.write(tmp_path / "picture.png", NOISE)
 
 
@@ -219,9 +219,9 @@ def test_frames_become_an_animation(tmp_path):
     image_files.write_animation(path, frames)
     with Image.open(path) as animation:
         assert animation.n_frames == 3
-    with pytest.raises(PictureError, match="no step to show"):
+    with pytest.raises(ImageError, match="no step to show"):
         image_files.write_animation(path, [])
-    with pytest.raises(PictureError, match=r"must end in \.gif"):
+    with pytest.raises(ImageError, match=r"must end in \.gif"):
         image_files.write_animation(tmp_path / "steps.png", frames)
 
 

@@ -11,6 +11,7 @@ import tiny
 
 from sparse_lavida_jax import config, layout, pipeline
 from sparse_lavida_jax.inference import batching
+from sparse_lavida_jax.models import codec as codecs
 from sparse_lavida_jax.models import fuse
 from sparse_lavida_jax.scenes import digits, tasks, world
 from sparse_lavida_jax.scenes.tokenizer import Tokenizer
@@ -25,12 +26,12 @@ def _quick():
 
 
 # ---------------------------------------------------------------------------------------------
-# Pictures as cells of codes.
+# Images as cells of codes.
 
 
 def test_digits_are_their_grey_levels():
     pytest.importorskip("sklearn", reason="the digits come with pip install '.[digits]'")
-    codec = pipeline.PictureCodec("grey", config.Model(grid_size=8, codebook_size=17))
+    codec = codecs.ImageCodec("grey", config.Model(grid_size=8, codebook_size=17))
     codes = digits.load("test")[0][:3, :, None]
     np.testing.assert_array_equal(codec.encode(codec.decode(codes)), codes)
     assert codec.appearance_codes() is None
@@ -40,13 +41,13 @@ def test_digits_are_their_grey_levels():
 def test_the_cells_of_a_scene_are_in_the_table_of_appearances():
     """Four codes a cell, in the order of the shipped tokenizer's grid."""
     model = config.Model(codes_per_token=4, codebook_size=256)
-    codec = pipeline.PictureCodec("scenes_g4", model)
-    scene = next(s for i in range(99) if len(s := tasks.sample("edit", 0, i).picture) == 6)
+    codec = codecs.ImageCodec("scenes_g4", model)
+    scene = next(s for i in range(99) if len(s := tasks.sample("edit", 0, i).image) == 6)
     (cells,) = codec.encode(world.render(scene)[None])
     np.testing.assert_array_equal(cells, codec.appearance_codes()[np.array(scene.cells)])
     (decoded,) = codec.decode(cells[None])
     assert world.read(decoded) == scene
-    assert codec.picture_size == decoded.shape[0] == 96
+    assert codec.image_size == decoded.shape[0] == 96
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_the_cells_of_a_scene_are_in_the_table_of_appearances():
 )
 def test_a_codec_that_does_not_fit_the_model_is_told(name, changes, told):
     with pytest.raises(config.ConfigError, match=told):
-        pipeline.PictureCodec(name, config.Model(**changes))
+        codecs.ImageCodec(name, config.Model(**changes))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -75,7 +76,7 @@ def test_a_codec_that_does_not_fit_the_model_is_told(name, changes, told):
 def pipe(monkeypatch):
     """Returns a pipeline that decodes the `responses` it is told, and keeps what it was asked.
 
-    Without a response told for a text, it is empty; without one for a picture, it is blank.
+    Without a response told for a text, it is empty; without one for an image, it is blank.
     """
 
     def make(trained, **sections):
@@ -110,10 +111,10 @@ def texts_in(made, example):
     ]
 
 
-def test_a_picture_is_laid_out_before_it_is_drawn(pipe):
+def test_an_image_is_laid_out_before_it_is_drawn(pipe):
     made = pipe(PLANS)
     made.texts_told = [" a plan", " another"]
-    pictures = made.draw(["one", "two"])
+    images = made.draw(["one", "two"])
     planned, drawn = made.asked
     assert [texts_in(made, example) for example in planned] == [["one"], ["two"]]
     assert [texts_in(made, example) for example in drawn] == [
@@ -121,10 +122,10 @@ def test_a_picture_is_laid_out_before_it_is_drawn(pipe):
         ["two", " another"],
     ]
     assert [len(example.response) for example in planned] == [40, 40]
-    assert [picture.shape for picture in pictures] == [(96, 96, 3)] * 2
+    assert [image.shape for image in images] == [(96, 96, 3)] * 2
 
 
-def test_a_picture_is_not_laid_out_where_that_was_not_learned_or_not_wanted(pipe):
+def test_an_image_is_not_laid_out_where_that_was_not_learned_or_not_wanted(pipe):
     untrained = pipe({"draw": 1.0})
     untrained.draw(["one"])
     unwanted = pipe(PLANS)
@@ -137,18 +138,18 @@ def test_a_picture_is_not_laid_out_where_that_was_not_learned_or_not_wanted(pipe
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_an_edit_shows_picture_and_source_and_keeps_what_is_known(pipe, known):
+def test_an_edit_shows_image_and_source_and_keeps_what_is_known(pipe, known):
     made = pipe(PLANS)
     made.texts_told = [" a plan"]
     sample = tasks.sample("inpaint" if known else "edit", 0, 0)
-    shown = world.render(sample.picture)
+    shown = world.render(sample.image)
     (edited,) = made.redraw([shown], [sample.prompt], known=[sample.known_grid] if known else None)
     (planned,), (changed,) = made.asked
     for example in (planned, changed):
         assert example.pixels.shape == (48, 48, 3)
         assert sum(isinstance(part, layout.Vision) for part in example.parts) == 1
     (source,) = [part for part in changed.parts if isinstance(part, layout.Source)]
-    np.testing.assert_array_equal(source.codes[:, 0], sample.picture.cells)
+    np.testing.assert_array_equal(source.codes[:, 0], sample.image.cells)
     assert texts_in(made, changed)[1] == " a plan"
     np.testing.assert_array_equal(changed.given, sample.known if known else [False] * 36)
     np.testing.assert_array_equal(edited, shown)
@@ -163,9 +164,9 @@ def test_which_plan_an_edit_needs_depends_on_what_is_known(pipe):
     assert len(made.asked) == 3
 
 
-def test_a_picture_of_another_size_is_brought_to_ours(pipe):
+def test_an_image_of_another_size_is_brought_to_ours(pipe):
     made = pipe({"edit": 1.0, "answer": 1.0})
-    scene = tasks.sample("edit", 0, 3).picture
+    scene = tasks.sample("edit", 0, 3).image
     large = world.render(scene, 240)
     (edited,) = made.redraw([large], ["x"])
     assert world.read(edited) == scene
@@ -228,7 +229,7 @@ def test_examples_of_one_length_are_decoded_together_and_come_back_in_order(batc
 
 @pytest.mark.slow
 def test_a_row_with_settings_of_its_own_is_what_it_is_alone():
-    """Pictures cold without guidance beside hot with it, and answers; as are their records."""
+    """Images cold without guidance beside hot with it, and answers; as are their records."""
     given = stand_ins.settings(sampling={"temperature": 0.7, "text_temperature": 0.3})
     made = pipeline.SparseLaViDa(
         tiny.denoiser(given.model), given, Tokenizer(), stand_ins.Codec(), batch_size=2
@@ -288,15 +289,15 @@ def test_another_model_is_put_into_the_same_pipeline():
 # Parameters of one task.
 
 
-def test_a_model_that_is_loaded_for_pictures_keeps_what_they_read_and_writes_no_text():
+def test_a_model_that_is_loaded_for_images_keeps_what_they_read_and_writes_no_text():
     whole, drawing = (
         pipeline.SparseLaViDa.from_pretrained("scenes", task=task) for task in ("both", "image")
     )
     sizes = [fuse.parameter_bytes(pipe.model) for pipe in (whole, drawing)]
     assert sizes[1] < 0.9 * sizes[0]
     sampling = dataclasses.replace(whole.settings.sampling, num_steps=1, plan=False)
-    (picture,) = drawing.draw(["a red circle"], sampling=sampling)
-    assert picture.shape[-1] == 3
+    (image,) = drawing.draw(["a red circle"], sampling=sampling)
+    assert image.shape[-1] == 3
     with pytest.raises(ValueError, match="these parameters no understanding branch"):
         drawing.write(["what is it?"])
 

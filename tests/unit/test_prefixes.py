@@ -89,7 +89,7 @@ def test_shapes_follow_the_bucket_and_not_who_shares_it():
         assert shapes[0] == shapes[1]
 
 
-def test_pictures_without_guidance_and_pairs_of_one_shape_are_one_part():
+def test_images_without_guidance_and_pairs_of_one_shape_are_one_part():
     requests = [tiny.request("image", SETTINGS, 0, words=3)]
     for rows in (1, 2):
         (part,) = prompts.parted(laid_out(requests, rows), rows, keeping=False)
@@ -179,7 +179,7 @@ def test_a_prefix_is_computed_once_for_each_length_and_what_stands_behind():
     assert passed_of([asked(3)], Prefixes()) == [1, 1]  # of another model, or another process
 
 
-def test_one_prompt_is_kept_apart_for_pictures_and_for_text():
+def test_one_prompt_is_kept_apart_for_images_and_for_text():
     """The split layers write the keys of the stream that is decoded."""
     model, kept = tiny.denoiser(SETTINGS), Prefixes()
     prompt = laid_out([tiny.request("image", SETTINGS, 0, words=3)], 1)

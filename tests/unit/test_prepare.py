@@ -32,15 +32,15 @@ def codes_of(squares) -> np.ndarray:
 # --- rows to records ---------------------------------------------------------------------------
 
 
-def test_a_captioned_picture_is_cropped_where_the_record_says(tmp_path):
+def test_a_captioned_image_is_cropped_where_the_record_says(tmp_path):
     source = raw_data.captioned(tmp_path)
     assert raw_data.prepared(source, tmp_path / "out", crops=3).records == raw_data.ROWS
     places = set()
     for i, record in enumerate(read(tmp_path / "out")):
-        picture = image_files.read(tmp_path / f"pictures/{i}.png")
-        assert record.asked == (f"picture {i}.png",) and record.size == (48, 40)
+        image = image_files.read(tmp_path / f"pictures/{i}.png")
+        assert record.asked == (f"image {i}.png",) and record.size == (48, 40)
         assert record.target.dtype == np.int32 and record.crops.shape == (3, 2)
-        squares = [images.training_crop(picture, 32, *at, 8) for at in record.crops.tolist()]
+        squares = [images.training_crop(image, 32, *at, 8) for at in record.crops.tolist()]
         np.testing.assert_array_equal(record.target, codes_of(squares))
         light = [images.luminance_and_contrast(square) for square in squares]
         np.testing.assert_allclose(record.light, light, rtol=1e-6)
@@ -53,7 +53,7 @@ def test_a_captioned_picture_is_cropped_where_the_record_says(tmp_path):
 @pytest.fixture
 def one_row(tmp_path):
     """Prepares one row; returns its record, or the reason why there is none."""
-    raw_data.pictures(tmp_path / "pictures", 3)
+    raw_data.images(tmp_path / "pictures", 3)
 
     def made(function, row, **fields):
         raw_data.lines(tmp_path / "table.jsonl", [row])
@@ -71,8 +71,8 @@ def one_row(tmp_path):
 
 
 def padded(tmp_path, number):
-    picture = image_files.read(tmp_path / f"pictures/{number}.png")
-    return codes_of([images.source_view(picture, 32, 8)])[0]
+    image = image_files.read(tmp_path / f"pictures/{number}.png")
+    return codes_of([images.source_view(image, 32, 8)])[0]
 
 
 def contents(tmp_path, number):
@@ -86,7 +86,7 @@ def test_an_edit_has_its_sources_seen_and_as_codes(tmp_path, one_row):
     }  # fmt: skip
     record = one_row("process_gpt_edit", row)
     assert record.kind == "edit" and record.asked == ("blue",) and record.pixel_diff == 0.25
-    assert record.pictures == (contents(tmp_path, 0), contents(tmp_path, 1))
+    assert record.images == (contents(tmp_path, 0), contents(tmp_path, 1))
     np.testing.assert_array_equal(record.sources, [padded(tmp_path, i) for i in (0, 1)])
     np.testing.assert_array_equal(record.target, [padded(tmp_path, 2)])
     np.testing.assert_array_equal(record.boxes, [[0, 0, 10, 10]])
@@ -106,31 +106,31 @@ def test_a_planned_edit_says_what_it_does(tmp_path, one_row):
     assert "operation is 'paint'" in one_row("edit_plan", row | {"operation": "paint"})
 
 
-def test_a_planned_picture_is_padded_and_may_have_feedback(tmp_path, one_row):
+def test_a_planned_image_is_padded_and_may_have_feedback(tmp_path, one_row):
     row = {"image": "0.png", "caption": "x", "loc": "<LOC_1>", "fltLaionAesthScore": 6,
            "hpsv2": 0.25, "feedback": ["bad"], "feedback_images": ["1.png"]}  # fmt: skip
     record = one_row("preproces_text_to_image_generation_s3_loc", row)
     assert (record.score, record.hps) == (6.0, 2.5)
-    assert record.feedback == ("bad",) and record.pictures == (contents(tmp_path, 1),)
+    assert record.feedback == ("bad",) and record.images == (contents(tmp_path, 1),)
     np.testing.assert_array_equal(record.target, [padded(tmp_path, 0)])
     assert "1 feedback and 0 feedback_images" in one_row("plan", row | {"feedback_images": []})
 
 
-def test_a_conversation_has_turns_and_pictures(tmp_path, one_row):
+def test_a_conversation_has_turns_and_images(tmp_path, one_row):
     said = [
         {"from": "human", "value": "<image>\nwhat?"}, {"from": "gpt", "value": "a dog"},
         {"from": "human", "value": "sure?"}, {"from": "gpt", "value": "yes"},
     ]  # fmt: skip
     record = one_row("vw_instruct", {"image": "0.png", "conversations": said})
     assert record.asked == ("<image>\nwhat?", "sure?") and record.answered == ("a dog", "yes")
-    assert record.pictures == (contents(tmp_path, 0),) and record.size == (48, 40)
+    assert record.images == (contents(tmp_path, 0),) and record.size == (48, 40)
     asked = {"image": ["0.png", "1.png"], "question": "which?", "answer": "both"}
     assert one_row("understanding", asked).asked == ("<image> <image>\nwhich?",)
-    assert one_row("understanding", {"question": "why?", "answer": "x"}).pictures == ()
+    assert one_row("understanding", {"question": "why?", "answer": "x"}).images == ()
     for turns, why in (
         (said[:3], "do not end with an answer"),
         (said[1:], "turn 0 of its conversations is not of the user"),
-        ([{"from": "human", "value": "<image><image>"}, said[1]], "speaks of 2 pictures"),
+        ([{"from": "human", "value": "<image><image>"}, said[1]], "speaks of 2 images"),
     ):
         assert why in one_row("vw_instruct", {"image": "0.png", "conversations": turns})
 
@@ -144,7 +144,7 @@ def test_boxes_come_in_pixels_or_in_words(one_row):
     assert one_row("grandf", dense).phrases == ("a", "b")
     assert one_row("grandf", {"image": "0.png", "loc_caption": "x"}).answered == ("x",)
     said = one_row("refcoco_rec", {"image": "0.png", "label": "dog", "box": [1, 2, 300, 40]})
-    assert said == "a box leaves the picture of 48x40 pixels"
+    assert said == "a box leaves the image of 48x40 pixels"
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_boxes_come_in_pixels_or_in_words(one_row):
         ({"image": "9.png", "caption": "x"}, "9.png cannot be read"),
         ({"image": "0.png", "caption": "x <|eot_id|>"}, "holds the control token <|eot_id|>"),
         ({"image": "0.png", "caption": "an <image>"}, "holds the control token <image>"),
-        ({"image": ["0.png", "1.png"], "caption": "x"}, "2 pictures as image, where one is"),
+        ({"image": ["0.png", "1.png"], "caption": "x"}, "2 images as image, where one is"),
         ({"image": "0.png", "caption": "x", "hpsv2": "nan"}, "hpsv2 is 'nan', which is no number"),
     ],
 )
@@ -164,9 +164,9 @@ def test_a_bad_row_says_why(one_row, row, said):
     assert said in one_row("text_to_image", row)
 
 
-def test_a_damaged_picture_is_bad(tmp_path, one_row):
+def test_a_damaged_image_is_bad(tmp_path, one_row):
     (tmp_path / "pictures/0.png").write_bytes(raw_data.png(0)[:500])
-    assert "no picture that can be read" in one_row("piat_hash", {"image": "0.png", "caption": "x"})
+    assert "no image that can be read" in one_row("piat_hash", {"image": "0.png", "caption": "x"})
 
 
 def test_rows_are_left_out_by_the_rules_of_their_dataset(one_row):
@@ -299,7 +299,7 @@ def test_only_what_changed_is_made_again(tmp_path):
 
 @pytest.fixture
 def two_bad(tmp_path):
-    names = raw_data.pictures(tmp_path / "pictures")
+    names = raw_data.images(tmp_path / "pictures")
     rows = [{"image": name, "caption": "x"} for name in names]
     return raw_data.captioned(tmp_path, [rows[0], "{broken", *rows[1:5], {"caption": "x"}])
 

@@ -15,7 +15,7 @@ datasets:
   - name: a
     json_path: tables/a.parquet
     preprocess_fn: preproces_text_to_image_generation_s3
-    image_root: pictures
+    image_root: images
     sampling_strategy: first:5%
     length_group: t2i
     min_size: 512
@@ -126,7 +126,7 @@ def test_a_wrong_file_is_told(tmp_path, contents, said):
     assert said in str(caught.value)
 
 
-def test_a_planned_picture_is_learned_in_one_form(tmp_path):
+def test_a_planned_image_is_learned_in_one_form(tmp_path):
     both = {"plan_only": True, "no_plan": True}
     with pytest.raises(RecipeError, match="both plan_only and no_plan"):
         read(

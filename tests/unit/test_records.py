@@ -25,7 +25,7 @@ def record(number=0, **changes):
         operation="adding",
         form="plan_only",
         feedback=("no",),
-        pictures=(b"\x89PNG\x00", b""),
+        images=(b"\x89PNG\x00", b""),
         target=np.arange(12, dtype=np.int32).reshape(1, 3, 4) + number,
         crops=np.array([[3, 4]], np.int32),
         light=np.array([[0.25, 0.5]], np.float32),
@@ -135,7 +135,7 @@ def files_no_larger_than(num_bytes):
 
 def test_a_shard_that_the_disk_cannot_hold_is_not_there(tmp_path):
     noise = np.random.default_rng(0)
-    large = [record(pictures=(noise.bytes(40_000),)) for _ in range(6)]
+    large = [record(images=(noise.bytes(40_000),)) for _ in range(6)]
     path = tmp_path / "a.arrayrecord"
     records.write_shard(path, [record()])
     before = path.read_bytes()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sheets show pictures with captions, the report has its sections, and counts are those by hand."""
+"""Sheets show images with captions, the report has its sections, and counts are those by hand."""
 
 import dataclasses
 
@@ -23,28 +23,28 @@ def asked(count, *names):
 
 
 def pixels_of(path):
-    with Image.open(path) as picture:
-        return np.asarray(picture.convert("RGB"))
+    with Image.open(path) as image:
+        return np.asarray(image.convert("RGB"))
 
 
-def test_a_sheet_shows_every_picture_and_writes_in_the_colour_of_the_judgement():
-    pictures = [world.render(sample.target) for sample in asked(4, "draw")]
+def test_a_sheet_shows_every_image_and_writes_in_the_colour_of_the_judgement():
+    images = [world.render(sample.target) for sample in asked(4, "draw")]
     tiles = [
         report.Tile(pixels, "a very long caption that needs more than one line", ok)
-        for pixels, ok in zip(pictures, (None, True, False, None), strict=True)
+        for pixels, ok in zip(images, (None, True, False, None), strict=True)
     ]
     page = np.asarray(report.sheet(tiles, columns=3))
-    side = world.PICTURE_SIZE
+    side = world.IMAGE_SIZE
     height = side + report.CAPTION_HEIGHT + 8
     assert page.shape == (2 * height, 3 * (side + 8), 3)
-    for i, pixels in enumerate(pictures):
+    for i, pixels in enumerate(images):
         y, x = i // 3 * height + 4, i % 3 * (side + 8) + 4
         np.testing.assert_array_equal(page[y : y + side, x : x + side], pixels)
         below = page[y + side : y + side + report.CAPTION_HEIGHT, x : x + side].astype(int)
         darkest = below[np.unravel_index(below.sum(axis=2).argmin(), below.shape[:2])]
         expected = {None: (0, 0, 0), True: (0, 100, 0), False: (178, 34, 34)}[tiles[i].ok]
         assert abs(darkest - expected).max() < 60
-        # The caption keeps to its own picture.
+        # The caption keeps to its own image.
         assert (below[:, -1] == 255).all()
     assert (page[height:, 2 * (side + 8) :] == 255).all()
 
@@ -53,7 +53,7 @@ def test_a_check_scores_prompts_and_saves_a_sheet(tmp_path):
     pipe = stand_ins.Knowing(stand_ins.settings(), asked(report.CHECK_PROMPTS, "draw"))
     scores = report.check(pipe, tmp_path / "pictures" / "000007.png")
     assert scores == {"draw": 1.0, "single": 1.0, "attribute_precision": 1.0}
-    rows = 4 * (world.PICTURE_SIZE + report.CAPTION_HEIGHT + 8)
+    rows = 4 * (world.IMAGE_SIZE + report.CAPTION_HEIGHT + 8)
     assert pixels_of(tmp_path / "pictures" / "000007.png").shape[0] == rows
     ignorant = stand_ins.Knowing(stand_ins.settings(), [], ignorant=True)
     assert report.check(ignorant, tmp_path / "empty.png") == {
@@ -115,7 +115,7 @@ def test_the_report_has_a_score_for_every_task(written):
         assert f"| {task} | 14 | 14 | 1.00 |" in written[0]
 
 
-def test_the_pictures_of_the_report_are_there(written):
+def test_the_images_of_the_report_are_there(written):
     text, folder = written
     for name in ("drawn", "edited", "answered", "pointed"):
         assert f"![{name}](pictures/{name}.png)" in text
@@ -130,7 +130,7 @@ def test_the_report_says_how_fast_sparse_is(written):
 
 def test_without_checks_the_report_says_so(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 20, "loss": 3.0}\n')
-    assert "No picture was scored" in report._curve(tmp_path / "metrics.jsonl")
+    assert "No image was scored" in report._curve(tmp_path / "metrics.jsonl")
 
 
 def test_a_box_is_drawn_around_what_was_pointed_at():
@@ -174,8 +174,8 @@ def test_passed_tokens_are_counted_as_by_hand(counted, preset, passed):
     assert len(counted.tokenizer.encode("a red circle")) == 3
     sampling = dataclasses.replace(counted.settings.sampling, preset=preset)
     assert passed_by(counted, sampling, drawn) == passed(1 + 3 + 2 + 1)
-    picture = stand_ins.EMPTY[::2, ::2]
-    edited = counted.encoder.image_example("remove the", blank, picture=picture, source=blank)
+    image = stand_ins.EMPTY[::2, ::2]
+    edited = counted.encoder.image_example("remove the", blank, image=image, source=blank)
     vision = counted.settings.model.vision.num_tokens
     words = len(counted.tokenizer.encode("remove the"))
     assert passed_by(counted, sampling, edited) == passed(1 + words + 2 + 1 + vision + 36)

@@ -16,6 +16,7 @@ from flax import nnx
 
 from sparse_lavida_jax import config, layout, orders, pipeline, sample
 from sparse_lavida_jax.layout import GIVEN_BLOCK, NO_FEATURE, PROMPT_BLOCK
+from sparse_lavida_jax.models import codec as codecs
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.sampling import choose, options, presets, prompts
 from sparse_lavida_jax.visibility import PAD_BLOCK
@@ -265,7 +266,7 @@ def text_requests(*words_and_given):
     ]
 
 
-def test_compiled_loops_take_the_same_steps_and_callbacks_keep_their_pictures():
+def test_compiled_loops_take_the_same_steps_and_callbacks_keep_their_images():
     """`sample.sample` as it is, donated state and all, against its steps one by one."""
     # Two layers: this one is compiled as for use.
     model = tiny.denoiser(dataclasses.replace(SETTINGS, num_layers=2, dual_tower_layers=0))
@@ -397,7 +398,7 @@ def test_a_text_that_ends_early_does_not_know_of_one_that_does_not():
     assert min(passes for _, passes in alone) < most < tiny.TEXT_LEN
 
 
-def test_a_picture_does_not_know_that_another_has_given_cells():
+def test_an_image_does_not_know_that_another_has_given_cells():
     model = tiny.denoiser(SETTINGS)
     requests = [*image_requests(3), tiny.request("image", SETTINGS, 1, words=3, given=0.4)]
     settings, options = image_settings(), {"buckets": (4,)}
@@ -710,7 +711,7 @@ def merged_run(sampling, shares):
 
 
 @pytest.mark.parametrize("name", ["registers", "temperature", "guidance", "guided"])
-def test_where_steps_are_merged_they_change_as_those_of_a_whole_picture(name):
+def test_where_steps_are_merged_they_change_as_those_of_a_whole_image(name):
     """Those of the longest row would tell a row what its neighbours have given."""
     alone, beside = (
         np.concatenate([getattr(part, name) for part in merged_run(MERGED, shares)[1]]).tolist()
@@ -818,8 +819,8 @@ def test_the_second_row_pushes_or_is_averaged_with(edit_guidance):
 
 
 @pytest.mark.slow
-def test_pictures_may_be_given_as_views():
-    """A row with two views beside one with a plain picture, and that one alone."""
+def test_images_may_be_given_as_views():
+    """A row with two views beside one with a plain image, and that one alone."""
     model = tiny.denoiser(SETTINGS)
     plain = tiny.request("image", SETTINGS, 0, words=3, vision=True)
     rng = np.random.default_rng(0)
@@ -930,10 +931,10 @@ def test_a_request_runs_a_prefill_and_a_program_a_segment_and_asks_the_host_noth
 
 
 @pytest.mark.parametrize("guidance", [0.0, 1.0])
-def test_a_picture_of_the_pipeline_runs_these_programs_and_one_that_decodes_it(guidance, ran):
+def test_an_image_of_the_pipeline_runs_these_programs_and_one_that_decodes_it(guidance, ran):
     """Guided: the dropped row and the full one are passed apart, and the first of them is kept."""
     given = stand_ins.settings(sampling={"num_steps": 8, "guidance": guidance})
-    codec = pipeline.PictureCodec("scenes_g1", given.model)
+    codec = codecs.ImageCodec("scenes_g1", given.model)
     codec.appearance_codes = stand_ins.Codec().appearance_codes  # takes an encoder
     model = tiny.denoiser(given.model)
     pipe = pipeline.SparseLaViDa(model, given, stand_ins.tokenizer(), codec)
@@ -984,7 +985,7 @@ def test_registers_that_fall_are_those_that_training_knows():
         np.testing.assert_allclose(moment.logits, trained, rtol=0, atol=2e-5)
 
 
-def test_every_picture_may_have_an_order_of_its_own_seed():
+def test_every_image_may_have_an_order_of_its_own_seed():
     model, requests = tiny.denoiser(SETTINGS), image_requests(3, 12)
     sampling = config.Sampling(num_steps=9, order_seed=-1)
     settings = presets.step_settings(sampling, SETTINGS, "image")
@@ -1103,7 +1104,7 @@ def test_the_steps_of_a_text_block_may_be_a_share_of_its_tokens():
 
 
 def seen_texts():
-    """Answers about a picture that is seen and stands in the prompt, with and without gaps."""
+    """Answers about an image that is seen and stands in the prompt, with and without gaps."""
     return [
         tiny.request("text", SETTINGS, i, words=n, vision=True, source=True, given=share)
         for i, (n, share) in enumerate(((3, 0.0), (5, 0.3)))

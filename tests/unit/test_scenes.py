@@ -42,7 +42,7 @@ def test_what_is_drawn_is_read(cells, size):
     assert world.read(pixels) == scene
 
 
-def test_a_blurred_tinted_noisy_picture_is_read():
+def test_a_blurred_tinted_noisy_image_is_read():
     rng = np.random.default_rng(0)
     for _ in range(10):
         for scene in everything():
@@ -107,7 +107,7 @@ def test_noise_is_refused():
 
 
 @pytest.mark.parametrize("shape", [(100, 100, 3), (96, 48, 3), (6, 6, 3)])
-def test_a_picture_of_a_wrong_size_is_an_error_that_says_the_sizes(shape):
+def test_an_image_of_a_wrong_size_is_an_error_that_says_the_sizes(shape):
     with pytest.raises(ValueError, match=r"multiple of 6 pixels, at least 48"):
         world.read(np.zeros(shape, np.uint8))
 

@@ -23,8 +23,8 @@ def judge(sample, result):
     return scoring.score(sample, world.render(result) if isinstance(result, Scene) else result)
 
 
-def of_prompt(task, prompt, picture=None, **fields):
-    return Sample(task, prompt, picture, **fields)
+def of_prompt(task, prompt, image=None, **fields):
+    return Sample(task, prompt, image, **fields)
 
 
 @pytest.mark.parametrize("task", tasks.TASKS)
@@ -37,7 +37,7 @@ def test_the_true_response_is_right(task, split):
             assert judged.attributes == (len(sample.target), len(sample.target))
 
 
-@pytest.mark.parametrize("task", tasks.PICTURE_TASKS)
+@pytest.mark.parametrize("task", tasks.IMAGE_TASKS)
 def test_noise_and_emptiness_are_wrong(task):
     rng = np.random.default_rng(0)
     for sample in examples(task):
@@ -47,7 +47,7 @@ def test_noise_and_emptiness_are_wrong(task):
             assert not judge(sample, world.EMPTY_SCENE).ok
 
 
-@pytest.mark.parametrize("task", tasks.PICTURE_TASKS)
+@pytest.mark.parametrize("task", tasks.IMAGE_TASKS)
 def test_one_object_more_or_less_or_other_is_wrong(task):
     for sample in examples(task):
         whole = sample.target

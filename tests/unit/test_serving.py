@@ -134,26 +134,26 @@ def png(colour=(9, 8, 7)) -> bytes:
     return file.getvalue()
 
 
-def test_a_picture_in_a_data_uri_is_read(service):
+def test_an_image_in_a_data_uri_is_read(service):
     uri = "data:image/png;base64," + base64.b64encode(png()).decode()
-    np.testing.assert_array_equal(service.picture_of_uri(uri), np.full((3, 4, 3), (9, 8, 7)))
+    np.testing.assert_array_equal(service.image_of_uri(uri), np.full((3, 4, 3), (9, 8, 7)))
 
 
 @pytest.mark.parametrize(
     ("uri", "told"),
     [
-        ("https://example.org/a.png", "is not fetched: send the picture itself"),
+        ("https://example.org/a.png", "is not fetched: send the image itself"),
         ("file:///etc/passwd", "is not fetched"),
         ("/etc/passwd", "is not fetched"),
         ("data:text/html;base64,aGk=", "is not fetched"),
         ("data:image/png;base64,@@", "is no base64"),
-        ("data:image/png;base64,aGk=", "the picture is no picture that can be read"),
+        ("data:image/png;base64,aGk=", "the image is no image that can be read"),
         (f"data:image/png;base64,{'A' * 800}", "has 600 bytes: at most 400"),
     ],
 )
-def test_other_addresses_and_broken_pictures_are_refused(service, uri, told):
-    with pytest.raises(image_files.PictureError, match=told) as caught:
-        service.picture_of_uri(uri)
+def test_other_addresses_and_broken_images_are_refused(service, uri, told):
+    with pytest.raises(image_files.ImageError, match=told) as caught:
+        service.image_of_uri(uri)
     assert "0x" not in str(caught.value)  # no address of an object
 
 

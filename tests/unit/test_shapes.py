@@ -53,12 +53,12 @@ def test_tags_are_frozen_sorted_and_as_dense_as_they_were(name):
 def test_the_packed_row_is_what_training_makes():
     """The first of four rows of six text-to-image examples, prompts of 32 to 256 tokens.
 
-    A joint layer has all prompts before all pictures; sorted, a segment lies in one piece, as
+    A joint layer has all prompts before all images; sorted, a segment lies in one piece, as
     cuDNN's packed rows need it.
     """
     settings = config_files.read(CHECKOUT / "configs" / "sft_1024.py")
     rng, examples, cells = np.random.default_rng(SEED), 24, settings.model.grid_size**2
-    made = [rows.laid_out(picture(rng, cells), settings, rng) for _ in range(examples)]
+    made = [rows.laid_out(image(rng, cells), settings, rng) for _ in range(examples)]
     lengths = [packing.length_of(row) for row, _ in made]
     shared = packing.deal(lengths, 6)
     shape = packing.longest_of([packing.longest(lengths, shared)], batches.LENGTH_MULTIPLE)
@@ -83,7 +83,7 @@ def test_the_packed_row_is_what_training_makes():
         np.testing.assert_array_equal(found[0][by_block], expected)
 
 
-def picture(rng, cells) -> Example:
+def image(rng, cells) -> Example:
     """An example of text to image; what it says and shows has no part in its tags."""
     prompt = layout.Text(np.zeros(int(rng.integers(32, 257)), np.int32))
     return Example(

@@ -20,7 +20,7 @@ def table(monkeypatch):
         "TPU of a test": {"128": {"1024x2048": {"sizes": MEASURED}}},
         "GPU of a test": {"64": {"1024x1024": {"sizes": {"dq_keys": 128, "dq_stages": 3}}}},
     }
-    monkeypatch.setattr(sizes, "_table", lambda: held)
+    monkeypatch.setattr(devices, "_table", lambda: held)
     return held
 
 

@@ -71,12 +71,12 @@ def test_a_missed_bar_comes_with_what_the_time_goes_to():
     assert not any(line.startswith("* ") for line in table.speed_bars([]).splitlines())
 
 
-def test_a_picture_of_a_batch_takes_no_longer_than_one_alone():
+def test_an_image_of_a_batch_takes_no_longer_than_one_alone():
     rows = [
         row("t2i1024/sparse/b1", 0.3), row("t2i1024/sparse/b2", 0.5, batch=2),
         row("t2i1024/sparse/b8", 3.0, batch=8),
     ]  # fmt: skip
-    found, name = held(rows), "times faster a picture: t2i1024/sparse"
+    found, name = held(rows), "times faster an image: t2i1024/sparse"
     assert found[f"{name}/b2 over t2i1024/sparse/b1"] == ("1.2", "met")
     assert found[f"{name}/b8 over t2i1024/sparse/b1"] == ("0.8", "not met")
 

@@ -39,7 +39,7 @@ def made(text, size, *, but=()):
     return {shape for shape in shapes if shape[-1] == size and len(shape) > 1} - set(but)
 
 
-def test_a_picture_makes_no_text_logits_and_a_text_no_codes():
+def test_an_image_makes_no_text_logits_and_a_text_no_codes():
     head = (SETTINGS.width, VOCABULARY)
     assert not made(program("image")[0], VOCABULARY, but=[head])
     assert made(program("text")[0], VOCABULARY, but=[head])

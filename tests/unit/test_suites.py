@@ -30,7 +30,7 @@ def case_of(suite, row_id, settings=FULL):
 def work_of(case, settings=FULL, **options):
     how = dataclasses.replace(
         presets.step_settings(
-            case.sampling, settings.model, case.example.kind, has_source=case.picture is not None
+            case.sampling, settings.model, case.example.kind, has_source=case.image is not None
         ),
         discards=case.discards,
     )
@@ -122,7 +122,7 @@ def test_work_of_the_release_is_what_its_sizes_make():
 
 
 def test_little_is_padding():
-    """Of pictures at most 15 %; a dense step, and one of text, has none."""
+    """Of images at most 15 %; a dense step, and one of text, has none."""
     assert work.padding(work_of(case_of("headline", "t2i1024/sparse/b1"))) < 0.15
     assert work.padding(work_of(case_of("headline", "t2i1024/dense_lean/b1"))) == 0
     assert work.padding(work_of(case_of("reasoning", "reasoning/sparse/b1/k8"))) < 0.01
@@ -143,13 +143,13 @@ def test_rows_of_an_edit_have_little_padding_and_a_kept_prefix_is_not_passed_aga
     assert work.padding(whole) < 0.10
     assert [one.slots for one in whole.prefills] == [2032, 2 * (1008 + 1024)]
     assert [one.slots for one in kept.prefills] == [2 * (1008 + 1024)]
-    picture = case_of("headline", "t2i1024/sparse/b1")
-    assert [one.slots for one in work_of(picture).prefills] == [2 * 128]
-    assert [one.slots for one in work_of(picture, kept=True).prefills] == [128]
+    image = case_of("headline", "t2i1024/sparse/b1")
+    assert [one.slots for one in work_of(image).prefills] == [2 * 128]
+    assert [one.slots for one in work_of(image, kept=True).prefills] == [128]
 
 
 def test_the_dense_edit_has_little_padding_and_costs_what_its_sizes_make():
-    """999 tokens of words and pictures seen, 1,024 cells given and as many to decode, 3 rows.
+    """999 tokens of words and images seen, 1,024 cells given and as many to decode, 3 rows.
 
     The dropped row has the given cells among the words. The arithmetic that the bars come from has
     4,416 TF.
@@ -258,7 +258,7 @@ def test_the_page_counts_what_the_plan_makes(name, suite, row_id):
 @pytest.mark.parametrize(
     ("name", "row_id", "kept"),
     [
-        ("sparse picture", "t2i1024/sparse/b1", False),
+        ("sparse image", "t2i1024/sparse/b1", False),
         ("the same, prefix kept", "t2i1024/sparse/b1", True),
         ("sparse edit", "edit1024/sparse/b1", False),
         ("the same, prefix kept", "edit1024/sparse/b1", True),
@@ -303,7 +303,7 @@ def test_the_page_counts_programs():
         found = set()
         for case in suite_cases.cases(suite, FULL):
             how = presets.step_settings(
-                case.sampling, FULL.model, case.example.kind, has_source=case.picture is not None
+                case.sampling, FULL.model, case.example.kind, has_source=case.image is not None
             )
             plan = suites._plan(case, how, range(case.batch), FULL.model)
             plan = [suites._middle(plan, case.steps_timed)] if case.steps_timed else plan
@@ -319,7 +319,7 @@ def test_the_page_counts_programs():
     assert f"{number('ablation', trips=True)} of\n`ablation`" in PAGE
 
 
-def test_the_page_counts_what_pictures_read_alone():
+def test_the_page_counts_what_images_read_alone():
     sizes = []
     for task in ("image", "both"):
         make = functools.partial(suite_model, task)

@@ -141,7 +141,7 @@ def test_a_pattern_names_several_tables(tmp_path):
         tables.find(f"{tmp_path}/c*")
 
 
-# --- pictures ----------------------------------------------------------------------------------
+# --- images ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -156,28 +156,28 @@ def root(tmp_path):
 
 @pytest.mark.parametrize("name", ["pictures", "pictures.tar"])
 @pytest.mark.parametrize("value", ["a.png", "./a.png", {"path": "a.png", "bytes": None}])
-def test_a_picture_is_found_by_its_name(root, name, value):
+def test_an_image_is_found_by_its_name(root, name, value):
     with tables.Reader(str(root / name)) as reader:
-        assert reader.picture(value) == b"a"
+        assert reader.image(value) == b"a"
 
 
-def test_a_picture_may_lie_in_the_table():
+def test_an_image_may_lie_in_the_table():
     with tables.Reader() as reader:
-        assert reader.picture(b"a") == b"a"
-        assert reader.picture({"bytes": b"a", "path": "x"}) == b"a"
+        assert reader.image(b"a") == b"a"
+        assert reader.image({"bytes": b"a", "path": "x"}) == b"a"
 
 
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
         ("pictures", "b.png", "b.png cannot be read: No such file"),
-        ("pictures.tar", "b.png", "no picture b.png in"),
+        ("pictures.tar", "b.png", "no image b.png in"),
         ("pictures", "../secret", "lies outside image_root"),
         ("pictures", "/etc/hostname", "lies outside image_root"),
         ("pictures", "https://x.org/a.png", "not on this machine: download it first"),
-        ("pictures", 7, "7 is neither a picture nor the name of one"),
+        ("pictures", 7, "7 is neither an image nor the name of one"),
     ],
 )
-def test_a_picture_that_is_not_there_is_told(root, name, value, said):
+def test_an_image_that_is_not_there_is_told(root, name, value, said):
     with tables.Reader(str(root / name)) as reader, pytest.raises(RecordError, match=said):
-        reader.picture(value)
+        reader.image(value)

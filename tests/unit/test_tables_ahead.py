@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of attention of all steps of a picture are made before the loop, and are right."""
+"""Tables of attention of all steps of an image are made before the loop, and are right."""
 
 import dataclasses
 import functools

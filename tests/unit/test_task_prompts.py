@@ -27,7 +27,7 @@ def parts(example):
 
 def first(task):
     sample = tasks.sample(task, 0, 0)
-    return sample, None if sample.picture is None else world.render(sample.picture)
+    return sample, None if sample.image is None else world.render(sample.image)
 
 
 @pytest.mark.parametrize("text", ["a ___ b", "___", "{3} a", "a {2} {3}", "__ __ a"])
@@ -51,16 +51,16 @@ def test_a_text_without_gaps_is_told():
 @pytest.mark.parametrize(
     "task", ["caption", "constrained_caption", "infill", "reflect", "point", "answer"]
 )
-def test_words_and_picture_are_those_of_training(prompts, task):
-    sample, picture = first(task)
+def test_words_and_image_are_those_of_training(prompts, task):
+    sample, image = first(task)
     trained = prompts.encoder.scene_example(sample)
     asked = {
-        "caption": lambda: prompts.caption(picture),
-        "constrained_caption": lambda: prompts.constrained_caption((3,), picture),
-        "infill": lambda: prompts.infill((3,), picture),
-        "reflect": lambda: prompts.judge(sample.prompt.removeprefix("check: "), picture),
-        "point": lambda: prompts.locate([sample.prompt[len("where is the ") : -1]], picture)[0],
-        "answer": lambda: prompts.ask(sample.prompt, [picture], 1),
+        "caption": lambda: prompts.caption(image),
+        "constrained_caption": lambda: prompts.constrained_caption((3,), image),
+        "infill": lambda: prompts.infill((3,), image),
+        "reflect": lambda: prompts.judge(sample.prompt.removeprefix("check: "), image),
+        "point": lambda: prompts.locate([sample.prompt[len("where is the ") : -1]], image)[0],
+        "answer": lambda: prompts.ask(sample.prompt, [image], 1),
     }[task]()
     assert parts(asked) == parts(trained)
 
@@ -73,7 +73,7 @@ def test_holes_are_told_as_in_training(prompts, task):
         assert prompts.fill_words(task, wanted, sample.known_grid) == sample.prompt
         whole = world.render(sample.target)
         erased = prompts.erased(whole, sample.known_grid)
-        np.testing.assert_array_equal(erased, world.render(sample.picture))
+        np.testing.assert_array_equal(erased, world.render(sample.image))
 
 
 def test_a_template_is_given_where_it_is_known(prompts):
@@ -115,5 +115,5 @@ def test_what_was_not_learned_is_told(prompts):
 def test_a_prompt_that_is_too_long_is_told(prompts):
     with pytest.raises(RequestError, match="at most 96 fit"):
         prompts.ask("red " * 95, [stand_ins.EMPTY], 8)
-    with pytest.raises(RequestError, match="one picture, it was given 2"):
+    with pytest.raises(RequestError, match="one image, it was given 2"):
         prompts.ask("what?", [stand_ins.EMPTY] * 2, 8)

@@ -26,8 +26,8 @@ def texts(sample):
     return [words for words in (sample.prompt, sample.answer, sample.plan) if words is not None]
 
 
-def pictures(sample):
-    return [scene for scene in (sample.picture, sample.target) if scene is not None]
+def images(sample):
+    return [scene for scene in (sample.image, sample.target) if scene is not None]
 
 
 def test_the_first_thousand_examples_are_pinned():
@@ -36,7 +36,7 @@ def test_the_first_thousand_examples_are_pinned():
         task = tasks.TASKS[number % len(tasks.TASKS)]
         sample = tasks.sample(task, 0, number // len(tasks.TASKS))
         digest.update(json.dumps(dataclasses.asdict(sample), sort_keys=True).encode())
-        for scene in pictures(sample):
+        for scene in images(sample):
             digest.update(world.render(scene).tobytes())
     assert digest.hexdigest() == FIRST_THOUSAND
 
@@ -72,7 +72,7 @@ def pairs_named(words):
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_a_held_out_pair_is_never_in_company_in_training(task, split):
     for sample in examples(task, 150, split):
-        shown = [[thing.pair for _, thing in scene.objects()] for scene in pictures(sample)]
+        shown = [[thing.pair for _, thing in scene.objects()] for scene in images(sample)]
         mentioned = [pairs_named(words) for words in texts(sample)]
         everything = {pair for pairs in shown + mentioned for pair in pairs}
         if everything & {*dice.HELD_OUT}:
@@ -83,7 +83,7 @@ def test_a_held_out_pair_is_never_in_company_in_training(task, split):
 @pytest.mark.parametrize("task", tasks.TASKS)
 def test_a_held_out_pair_is_always_in_company_in_the_held_out_split(task):
     for sample in examples(task, 150, "held_out"):
-        shown = [[thing.pair for _, thing in scene.objects()] for scene in pictures(sample)]
+        shown = [[thing.pair for _, thing in scene.objects()] for scene in images(sample)]
         mentioned = [pairs_named(words) for words in texts(sample)]
         everything = {pair for pairs in shown + mentioned for pair in pairs}
         assert everything & {*dice.HELD_OUT}
@@ -108,11 +108,11 @@ def test_texts_are_short_and_scenes_small(task):
             assert len(tokenizer.encode(sample.prompt)) <= 48
             for words in (sample.answer, sample.plan):
                 assert words is None or len(tokenizer.encode(words)) < 40
-            assert (sample.target is not None) == tasks.is_picture_task(task)
-            assert (sample.answer is None) == tasks.is_picture_task(task)
+            assert (sample.target is not None) == tasks.is_image_task(task)
+            assert (sample.answer is None) == tasks.is_image_task(task)
             most = 6 if sample.known is None else 4
             low = 1 if sample.known is None else 0
-            assert sample.picture is None or low <= len(sample.picture) <= most
+            assert sample.image is None or low <= len(sample.image) <= most
 
 
 def test_answers_are_balanced():
@@ -154,7 +154,7 @@ def test_binding_prompts_share_neither_shape_nor_colour():
 def test_known_cells_are_shown_and_the_others_are_empty(task):
     for sample in examples(task, 150):
         known = np.array(sample.known)
-        shown, whole = np.array(sample.picture.cells), np.array(sample.target.cells)
+        shown, whole = np.array(sample.image.cells), np.array(sample.target.cells)
         np.testing.assert_array_equal(shown, np.where(known, whole, 0))
         assert whole[~known].any()
         ys, xs = np.nonzero(sample.known_grid == (task == "outpaint"))

@@ -126,7 +126,7 @@ def test_codes_may_have_weights_of_their_own():
 @pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [2, 4])
 def test_a_batch_in_parts_has_the_gradient_of_the_whole(microbatches):
-    """Texts and pictures of different lengths, so that every part has sums of its own."""
+    """Texts and images of different lengths, so that every part has sums of its own."""
     model = tiny.model_settings(codes_per_token=4)
     params = tiny.denoiser(model)
     batch = tiny.batch(["text", "image", "image", "text"], model)
@@ -220,7 +220,7 @@ def test_a_step_over_a_mesh_is_that_of_one_device():
 
 
 @pytest.mark.slow
-def test_the_released_objective_is_learned_text_and_pictures_together():
+def test_the_released_objective_is_learned_text_and_images_together():
     released = {"corruption": "released", "attention": "full", "weighting": "mean"}
     settings = stand_ins.settings(diffusion=released, data={"tasks": {"draw": 1.0}})
     batch = stand_ins.batches(settings).batch("draw", 0)
@@ -238,7 +238,7 @@ def test_the_released_objective_is_learned_text_and_pictures_together():
 def test_a_step_counts_and_changes_every_parameter_that_was_used(steps):
     _, states, _ = steps
     assert [int(state.step) for state in states] == list(range(13))
-    unused = {"text_head", "vision", "seen"}  # drawing predicts no text and sees no picture
+    unused = {"text_head", "vision", "seen"}  # drawing predicts no text and sees no image
     for (path, before), after in zip(
         jax.tree.leaves_with_path(states[0].params), jax.tree.leaves(states[1].params), strict=True
     ):
@@ -417,7 +417,7 @@ def loop(monkeypatch, tmp_path):
     `loop.losses` are by step, 1.0 where there is none; `loop.before_step` is called with each
     step's number; `loop.batches` and `loop.rates` are what the steps were given.
     """
-    ours = types.SimpleNamespace(losses={}, batches=[], rates=[], pictures=[], written=[])
+    ours = types.SimpleNamespace(losses={}, batches=[], rates=[], images=[], written=[])
     ours.before_step = lambda step: None
 
     def step(state, batch, learning_rate, *, settings, microbatches, loss_chunk):
@@ -431,7 +431,7 @@ def loop(monkeypatch, tmp_path):
         return state.replace(step=jnp.int32(done), skipped=skipped), logged
 
     def check(pipe, path, prompts):
-        ours.pictures.append(path.name)
+        ours.images.append(path.name)
         return {"draw": 0.25}
 
     def write(pipe, folder, *, step, seconds):
@@ -643,24 +643,24 @@ def test_seconds_that_have_passed_are_remembered(loop, clock):
     assert loop.rates[12] == pytest.approx(loop.rates[11], rel=0.2)
 
 
-def test_pictures_are_drawn_in_between_and_at_the_end(loop, clock, capsys):
+def test_images_are_drawn_in_between_and_at_the_end(loop, clock, capsys):
     loop.run(train_steps=10, picture_seconds=3.5)
-    assert loop.pictures[-1] == "000010.png"
-    assert 2 <= len(loop.pictures) < 6
+    assert loop.images[-1] == "000010.png"
+    assert 2 <= len(loop.images) < 6
     lines = [json.loads(line) for line in (loop.folder / "metrics.jsonl").read_text().splitlines()]
     checks = [line for line in lines if "draw" in line]
-    assert [f"{line['step']:06d}.png" for line in checks] == loop.pictures
+    assert [f"{line['step']:06d}.png" for line in checks] == loop.images
     assert all(line["draw"] == 0.25 and line["seconds"] > 0 for line in checks)
     assert "step 10: draw 0.25" in capsys.readouterr().err
 
 
-def test_pictures_are_drawn_every_so_many_steps_and_at_the_end(loop):
+def test_images_are_drawn_every_so_many_steps_and_at_the_end(loop):
     loop.run(train_steps=5, eval_every=2)
-    assert loop.pictures == ["000002.png", "000004.png", "000005.png"]
+    assert loop.images == ["000002.png", "000004.png", "000005.png"]
     loop.run(train_steps=6, eval_every=3)  # the last step once
-    assert loop.pictures[3:] == ["000006.png"]
+    assert loop.images[3:] == ["000006.png"]
 
 
-def test_without_picture_seconds_none_are_drawn(loop):
+def test_without_image_seconds_none_are_drawn(loop):
     loop.run(train_steps=3)
-    assert loop.pictures == []
+    assert loop.images == []

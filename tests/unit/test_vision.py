@@ -26,26 +26,26 @@ def tiny(**changes) -> vision.VisionEncoder:
 run = jax.jit(lambda model, pixels: model(pixels))
 
 
-def pictures(count: int, size: int = 20) -> jax.Array:
+def images(count: int, size: int = 20) -> jax.Array:
     return jax.random.randint(jax.random.key(0), (count, size, size, 3), 0, 256).astype(jnp.uint8)
 
 
 def test_tokens_are_as_many_as_the_config_says():
     # 5x5 patches: the last row and column fill no window of the pool and are dropped.
-    assert run(tiny(), pictures(3)).shape == (3, SETTINGS.num_tokens, 12) == (3, 4, 12)
+    assert run(tiny(), images(3)).shape == (3, SETTINGS.num_tokens, 12) == (3, 4, 12)
     default = config.Vision()
     features = jax.eval_shape(
-        lambda pixels: vision.VisionEncoder(default, 8, rngs=nnx.Rngs(0))(pixels), pictures(1, 96)
+        lambda pixels: vision.VisionEncoder(default, 8, rngs=nnx.Rngs(0))(pixels), images(1, 96)
     )
     assert features.shape == (1, default.num_tokens, 8) == (1, 36, 8)
 
 
 def test_a_tower_of_no_layers_has_as_many_tokens():
-    assert run(tiny(num_layers=0), pictures(1)).shape == (1, 4, 12)
+    assert run(tiny(num_layers=0), images(1)).shape == (1, 4, 12)
 
 
 def test_numbers_between_minus_1_and_1_are_taken_as_they_are():
-    seen = pictures(2)
+    seen = images(2)
     numbers = np.asarray(seen, np.float64) / 127.5 - 1
     expected = run(tiny(), seen)
     np.testing.assert_allclose(run(tiny(), jnp.asarray(numbers)), expected, atol=1e-5)
@@ -57,8 +57,8 @@ def test_tokens_know_where_they_are():
     assert np.abs(tokens[0] - tokens[1:]).max(axis=-1).min() > 1e-4
 
 
-def test_every_token_sees_the_whole_picture():
-    pixels = pictures(1)
+def test_every_token_sees_the_whole_image():
+    pixels = images(1)
     changed = pixels.at[0, 0, 0].set(255 - pixels[0, 0, 0])
     moved = np.abs(np.asarray(run(tiny(), pixels) - run(tiny(), changed)))[0].max(axis=-1)
     assert (moved > 0).all()
@@ -69,7 +69,7 @@ def test_every_token_sees_the_whole_picture():
 
 
 def test_rows_of_a_batch_are_independent():
-    pixels = pictures(3)
+    pixels = images(3)
     together, alone = run(tiny(), pixels), run(tiny(), pixels[1:2])
     np.testing.assert_allclose(together[1:2], alone, atol=2e-6)
 
@@ -82,13 +82,13 @@ def test_the_pool_starts_as_an_average():
 
 
 def test_every_parameter_has_a_gradient():
-    gradient = jax.jit(jax.grad(lambda m, x: jnp.sum(m(x) ** 2)))(tiny(), pictures(1))
+    gradient = jax.jit(jax.grad(lambda m, x: jnp.sum(m(x) ** 2)))(tiny(), images(1))
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
         name = jax.tree_util.keystr(path)
         if not name.endswith("k.bias.value"):  # softmax does not see it
             assert float(jnp.abs(leaf).max()) > 0, name
 
 
-def test_a_wrong_picture_size_says_the_right_one():
+def test_a_wrong_image_size_says_the_right_one():
     with pytest.raises(ValueError, match="16x16 pixels; it takes 20x20"):
-        run(tiny(), pictures(1, 16))
+        run(tiny(), images(1, 16))

@@ -13,7 +13,7 @@ from flax import nnx
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.models import vq
-from sparse_lavida_jax.models.codec import PictureCodec
+from sparse_lavida_jax.models.codec import ImageCodec
 from sparse_lavida_jax.scenes import tasks, world
 
 SETTINGS = config.VQ(
@@ -35,27 +35,27 @@ def tiny(**changes) -> vq.VQModel:
     )
 
 
-def pictures(*shape: int) -> np.ndarray:
+def images(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, (*shape, 3), np.uint8)
 
 
 @pytest.mark.parametrize("changes", [{}, {"mid_attention": True}, {"upsampling": "shuffle"}])
 def test_decoding_codes_gives_the_size_that_was_encoded(changes):
-    model, pixels = tiny(**changes), pictures(3, 8, 16)
-    codes = vq.encode_pictures(model, pixels, batch=2)
+    model, pixels = tiny(**changes), images(3, 8, 16)
+    codes = vq.encode_images(model, pixels, batch=2)
     assert codes.shape == (3, 4, 8)
     decoded = vq.decode_codes(model, codes, batch=2)
     assert decoded.shape == pixels.shape and decoded.dtype == np.uint8
 
 
-def test_no_pictures_are_no_codes():
-    assert vq.encode_pictures(tiny(), pictures(0, 8, 8)).shape == (0, 4, 4)
+def test_no_images_are_no_codes():
+    assert vq.encode_images(tiny(), images(0, 8, 8)).shape == (0, 4, 4)
 
 
 def test_batches_do_not_change_codes():
-    model, pixels = tiny(), pictures(5, 8, 8)
-    alone = np.concatenate([vq.encode_pictures(model, picture[None]) for picture in pixels])
-    np.testing.assert_array_equal(vq.encode_pictures(model, pixels, batch=2), alone)
+    model, pixels = tiny(), images(5, 8, 8)
+    alone = np.concatenate([vq.encode_images(model, image[None]) for image in pixels])
+    np.testing.assert_array_equal(vq.encode_images(model, pixels, batch=2), alone)
 
 
 def test_the_nearest_code_is_the_nearest_by_definition():
@@ -75,14 +75,14 @@ def test_of_equal_codes_the_first_is_taken():
 
 def test_the_gradient_reaches_the_encoder_through_the_codes():
     model = tiny(commitment=0.0)  # leaves the straight-through path alone
-    pixels = vq.to_float(jnp.asarray(pictures(1, 8, 8)))
+    pixels = vq.to_float(jnp.asarray(images(1, 8, 8)))
     gradient = jax.jit(jax.grad(lambda m, x: m.loss(x)[0]))(model, pixels)
     for name, leaf in vq.named_parameters(gradient).items():
         if not name.endswith("bias"):
             assert float(jnp.abs(leaf).max()) > 0, name
 
 
-def test_pixel_norm_sees_one_position_and_group_norm_the_picture():
+def test_pixel_norm_sees_one_position_and_group_norm_the_image():
     x = jax.random.normal(jax.random.key(0), (1, 4, 4, 8))
     changed = x.at[0, 0, 0].add(jnp.arange(8.0))
     for norm, moves in (("pixel", False), ("group", True)):
@@ -123,8 +123,8 @@ def test_a_decoder_in_bfloat16_moves_few_grey_levels(changes):
 
 
 def test_a_scene_decoded_in_bfloat16_shows_the_same():
-    codec = PictureCodec("scenes_g4", config.Model(codes_per_token=4, codebook_size=256))
-    scene = tasks.sample("edit", 0, 0).picture
+    codec = ImageCodec("scenes_g4", config.Model(codes_per_token=4, codebook_size=256))
+    scene = tasks.sample("edit", 0, 0).image
     cells = codec.encode(world.render(scene)[None])
     (plain,), (moved,) = (codec.decode(cells, dtype=dtype) for dtype in config.VQ_DTYPES)
     assert world.read(moved) == world.read(plain) == scene
@@ -137,9 +137,9 @@ def test_another_dtype_of_the_decoder_lists_those_there_are():
         config.Sampling(vq_dtype="float16")
 
 
-def test_a_wrong_picture_size_says_which_are_right():
+def test_a_wrong_image_size_says_which_are_right():
     with pytest.raises(ValueError, match="8x9 pixels; both sides must be multiples of 2"):
-        vq.encode_pictures(tiny(), pictures(1, 8, 9))
+        vq.encode_images(tiny(), images(1, 8, 9))
 
 
 def test_codes_outside_the_codebook_are_refused():
