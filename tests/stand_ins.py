@@ -125,7 +125,6 @@ def batches(given: config.Config) -> GroupedBatches:
 def without_waiting(monkeypatch) -> None:
     """Puts the exact codec in the place of the trained one; looks at few examples for shapes."""
     monkeypatch.setattr(train, "ImageCodec", Codec)
-    monkeypatch.setattr(pipelines, "ImageCodec", Codec)
     monkeypatch.setattr(data_batches, "LENGTH_PROBE", 16)
 
 

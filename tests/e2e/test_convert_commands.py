@@ -159,12 +159,13 @@ def test_a_terminated_conversion_leaves_nothing(tmp_path, folder):
     """The signal comes from within, at the first tensor: a moment that is sure to be there."""
     program = (
         "import os, signal, sys\n"
-        "from sparse_lavida_jax import checkpoint, main\n"
-        "add = checkpoint.ParamsWriter.add\n"
+        "from sparse_lavida_jax import main\n"
+        "from sparse_lavida_jax.checkpoints import model_folder\n"
+        "add = model_folder.ParamsWriter.add\n"
         "def stop(*given):\n"
         "    add(*given)\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
-        "checkpoint.ParamsWriter.add = stop\n"
+        "model_folder.ParamsWriter.add = stop\n"
         "sys.exit(main.main())\n"
     )
     ended = subprocess.run(

@@ -106,7 +106,7 @@ KERNELS = DEVICE + textwrap.dedent("""
 
     import jax.numpy as jnp
 
-    from sparse_lavida_jax.kernels import pallas_gpu, sizes
+    from sparse_lavida_jax.kernels import devices, pallas_gpu
     from sparse_lavida_jax.kernels.tables import GpuSizes
 
     heads, length = 32, 4096
@@ -116,7 +116,7 @@ KERNELS = DEVICE + textwrap.dedent("""
         # Of one kernel, as fields of `GpuSizes`.
         found = [
             {name: n for name, n in dataclasses.asdict(c).items() if name.startswith(kernel)}
-            for c in sizes.gpu_candidates(head_dim)[direction]
+            for c in devices.gpu_candidates(head_dim)[direction]
         ]
         return [choice for i, choice in enumerate(found) if choice not in found[:i]]
 

@@ -72,7 +72,7 @@ def test_bad_values_are_explained():
 def test_without_scikit_learn_the_error_says_what_to_install():
     script = (
         "import sys; sys.modules['sklearn'] = sys.modules['sklearn.datasets'] = None\n"
-        "from sparse_lavida_jax.data import digits\n"
+        "from sparse_lavida_jax.scenes import digits\n"
         "digits.sample(0, 0)"
     )
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

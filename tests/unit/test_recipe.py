@@ -42,7 +42,7 @@ def test_a_released_file_is_understood(tmp_path):
     first, second = made.datasets
     assert (first.kind, first.group, first.form) == ("text_to_image", "t2i", "")
     assert first.json_path == str(tmp_path / "tables/a.parquet")
-    assert first.image_root == str(tmp_path / "pictures")
+    assert first.image_root == str(tmp_path / "images")
     assert (first.min_size, first.aes_cutoff) == (512, 5.0)
     assert first.columns == ("image", "caption")
     assert (second.kind, second.group, second.form) == ("edit_plan", "edit_plan", "plan_only")

@@ -127,7 +127,8 @@ def test_the_second_interrupt_is_obeyed_at_once(tmp_path, interruptible):
 KILLED_WHILE_SAVING = """
 import os, signal, sys
 import numpy as np
-from sparse_lavida_jax import config, runs
+from sparse_lavida_jax import config
+from sparse_lavida_jax.training import runs
 
 run = runs.Run(sys.argv[1], config.Config()).__enter__()
 run.save(1, {"x": np.full(2_000_000, 1.0)})

@@ -35,7 +35,9 @@ def test_the_first_thousand_examples_are_pinned():
     for number in range(1000):
         task = tasks.TASKS[number % len(tasks.TASKS)]
         sample = tasks.sample(task, 0, number // len(tasks.TASKS))
-        digest.update(json.dumps(dataclasses.asdict(sample), sort_keys=True).encode())
+        fields = dataclasses.asdict(sample)
+        fields["picture"] = fields.pop("image")  # its name when the digest was taken
+        digest.update(json.dumps(fields, sort_keys=True).encode())
         for scene in images(sample):
             digest.update(world.render(scene).tobytes())
     assert digest.hexdigest() == FIRST_THOUSAND
