@@ -18,7 +18,8 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Bool, Float, Int, Shaped
 
-from sparse_lavida_jax.layout import GIVEN_BLOCK, cells_from_codes
+from sparse_lavida_jax.layout import GIVEN_BLOCK
+from sparse_lavida_jax.sequence import cells_from_codes
 
 ORDERS = ("stratified", "halton", "random", "raster")
 SCHEDULES = ("shift", "cosine", "cosine2", "exp", "logit_normal", "linear")

@@ -14,19 +14,8 @@ import traces
 
 from sparse_lavida_jax import config, diffusion, orders
 from sparse_lavida_jax.diffusion import ABSENT
-from sparse_lavida_jax.layout import (
-    GIVEN_BLOCK,
-    NO_CELL,
-    NO_EMBEDDING,
-    NO_FEATURE,
-    PROMPT_BLOCK,
-    Answer,
-    Blank,
-    Response,
-    Source,
-    Text,
-    Vision,
-)
+from sparse_lavida_jax.layout import GIVEN_BLOCK, NO_CELL, NO_EMBEDDING, NO_FEATURE, PROMPT_BLOCK
+from sparse_lavida_jax.sequence import Answer, Blank, Response, Source, Text, VisionTokens
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 LENGTH = 16
@@ -356,7 +345,7 @@ def a_sequence(settings, seed=0, *, image=True, code_weight=None):
     seen = rng.integers(0, 256, (1, tiny.VISION.image_size, tiny.VISION.image_size, 3), np.uint8)
     parts = (
         Text(np.array([2])),
-        Vision(tiny.VISION.num_tokens),
+        VisionTokens(tiny.VISION.num_tokens),
         Source(rng.integers(0, model.codebook_size, cells)),
         Text(np.array([10, 11])),
         Answer(np.array([12, 13, 14])),
@@ -408,7 +397,7 @@ def by_hand(sequence, drawn, settings, *, inverse=False):
                 elif isinstance(part, Text):
                     text[at] = (part.ids[i], NO_FEATURE, 0)
                 else:
-                    text[at] = (mask, i if isinstance(part, Vision) else NO_EMBEDDING, 0)
+                    text[at] = (mask, i if isinstance(part, VisionTokens) else NO_EMBEDDING, 0)
                 at += 1
     return text, image
 
@@ -562,9 +551,7 @@ def test_a_few_training_steps_lower_the_loss():
     def loss(model, batch):
         text, image = traces.training_pass(model, batch)
         codes = jnp.broadcast_to(batch.image_weight[..., None], batch.image_target.shape)
-        of_text, _ = weighted_cross_entropy(
-            text[:, :, 0], batch.text_target, batch.text_weight
-        )
+        of_text, _ = weighted_cross_entropy(text[:, :, 0], batch.text_target, batch.text_weight)
         of_image, _ = weighted_cross_entropy(image, batch.image_target, codes)
         num_codes = batch.image_total.sum() * settings.codes_per_token
         return of_text / batch.text_total.sum() + of_image / num_codes
