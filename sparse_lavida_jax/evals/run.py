@@ -22,6 +22,7 @@ from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.data import markdown
 from sparse_lavida_jax.evals import benchmark
 from sparse_lavida_jax.evals.benchmark import EXPORT, JUDGED, Benchmark, Row, Score
+from sparse_lavida_jax.evals.circumstances import circumstances, commit
 from sparse_lavida_jax.evals.files import EvaluationError
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.training import runs
@@ -158,7 +159,7 @@ def _digest(items: Sequence[benchmark.Item]) -> str:
 def _tell_circumstances(path: pathlib.Path) -> None:
     """Adds device, software and commit to a file, unless its last entry has the same."""
     before = json.loads(path.read_text()) if path.exists() else []
-    now = json.loads(json.dumps({**record.circumstances(), **record.commit()}))
+    now = json.loads(json.dumps({**circumstances(), **commit()}))
     if not before or _without_times(before[-1]) != _without_times(now):
         record.write_json(path, [*before, now])
 
@@ -262,7 +263,7 @@ def _finish(
         "schema": SCHEMA,
         "benchmark": settings.evaluate.benchmark,
         "title": bench.title,
-        "scored": record.circumstances()["created"],
+        "scored": circumstances()["created"],
         "made_with": made,
         "checkpoint": source,
         "items": len(rows),
