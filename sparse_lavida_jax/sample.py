@@ -3,8 +3,8 @@
 
 A host-side plan (`sampling/plans.py`) says which positions a step passes; consecutive steps of one
 width form a segment, and a segment is one compiled program: `lax.fori_loop` over `step`. Nothing
-returns to Python inside a segment and no shape changes. Image and text, every preset and every ablation row
-run this same `step`; which tokens the plan passes and which are committed is data
+returns to Python inside a segment and no shape changes. Image and text, every preset and every
+ablation row run this same `step`; which tokens the plan passes and which are committed is data
 (`sampling/presets.py`).
 
 A plan decodes whole cells, or single codes of cells that are then known in part: what is masked
