@@ -17,8 +17,9 @@ from typing import Any
 
 import jax
 
+from sparse_lavida_jax.data import files
+
 SCHEMA = "sparse-lavida-bench/1"
-WRITING = ".writing"  # ends the name of a file that is not whole yet
 RESULTS = pathlib.Path(__file__).parent / "results"
 PACKAGE = pathlib.Path(__file__).parents[1]
 
@@ -55,8 +56,7 @@ class Bench:
             **values,
         }
         path = path_of(self.suite, name or row_id, row["device"]["kind"])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, row)
+        files.write_json(path, row)
         return path
 
 
@@ -115,18 +115,6 @@ def compiled() -> Compiled:
     jax.monitoring.register_event_duration_secs_listener(listen)
     jax.monitoring.register_event_listener(hit)
     return found
-
-
-def write_json(path: pathlib.Path, values: Any) -> None:
-    """Writes a file as a whole or not at all, whoever else is writing it."""
-    write_text(path, json.dumps(values, indent=1) + "\n")
-
-
-def write_text(path: pathlib.Path, text: str) -> None:
-    """Writes a file as a whole or not at all, whoever else is writing it."""
-    fresh = path.with_name(f"{path.name}.{os.getpid()}{WRITING}")
-    fresh.write_text(text)
-    os.replace(fresh, path)
 
 
 def read_rows(suite: str) -> list[dict[str, Any]]:
