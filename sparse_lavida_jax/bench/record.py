@@ -2,22 +2,18 @@
 """One row of a benchmark: where and with what it was measured, and the file it goes to."""
 
 import dataclasses
-import datetime
 import functools
 import hashlib
-import importlib.metadata
 import json
-import os
 import pathlib
-import platform
 import re
-import subprocess
 import uuid
 from typing import Any
 
 import jax
 
 from sparse_lavida_jax.data import files
+from sparse_lavida_jax.evals.circumstances import circumstances, commit, device
 
 SCHEMA = "sparse-lavida-bench/1"
 RESULTS = pathlib.Path(__file__).parent / "results"
@@ -60,26 +56,10 @@ class Bench:
         return path
 
 
-def circumstances() -> dict[str, Any]:
-    """Returns when, on what device and with what software this process runs."""
-    return {
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": _device(),
-        "software": {
-            "python": platform.python_version(),
-            "jax": jax.__version__,
-            "jaxlib": _version("jaxlib"),
-            "xla_flags": os.environ.get("XLA_FLAGS", ""),
-            "tokamax": _version("tokamax"),
-            "torch": _version("torch"),
-        },
-    }
-
-
 def path_of(suite: str, name: str, kind: str = "") -> pathlib.Path:
     """Returns where a row of a kind of device is written, by default of this one."""
-    device = re.sub(r"[^a-z0-9]+", "-", (kind or _device()["kind"]).lower()).strip("-")
-    return RESULTS / device / suite / f"{name.replace('/', '.')}.json"
+    folder = re.sub(r"[^a-z0-9]+", "-", (kind or device()["kind"]).lower()).strip("-")
+    return RESULTS / folder / suite / f"{name.replace('/', '.')}.json"
 
 
 def differing(row: dict[str, Any], expected: dict[str, Any]) -> list[str]:
@@ -123,25 +103,6 @@ def read_rows(suite: str) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in paths]
 
 
-def _version(package: str) -> str | None:
-    """Of a package, None where it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _device() -> dict[str, Any]:
-    device = jax.devices()[0]
-    return {
-        "kind": device.device_kind,
-        "count": jax.device_count(),
-        "cores": getattr(device, "core_count", None),
-        "memory_bytes": (device.memory_stats() or {}).get("bytes_limit"),
-        "host_cores": os.cpu_count(),
-    }
-
-
 def code() -> str:
     """Returns a digest of what rows are measured with: the package's code, but for the tables."""
     paths = [*PACKAGE.rglob("*.py"), *PACKAGE.glob("kernels/*.json")]
@@ -149,16 +110,3 @@ def code() -> str:
     for path in sorted(set(paths) - {PACKAGE / "bench" / "table.py"}):
         digest.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]
-
-
-def commit() -> dict[str, Any]:
-    """Returns the commit of the code, and whether it was changed since."""
-
-    def git(*words):
-        return subprocess.run(
-            ["git", *words], cwd=RESULTS.parent, capture_output=True, text=True, check=False
-        ).stdout.strip()
-
-    results = RESULTS.relative_to(RESULTS.parents[2]).as_posix()
-    changed = git("status", "--short", "--", ":/", f":(top,exclude){results}")
-    return {"commit": git("rev-parse", "--short", "HEAD"), "dirty": bool(changed)}

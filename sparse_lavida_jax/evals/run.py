@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench import record
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.data import files, markdown
 from sparse_lavida_jax.evals import benchmark
 from sparse_lavida_jax.evals.benchmark import EXPORT, JUDGED, Benchmark, Row, Score
+from sparse_lavida_jax.evals.circumstances import circumstances, commit
 from sparse_lavida_jax.evals.files import EvaluationError
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.training import runs
@@ -158,7 +158,7 @@ def _digest(items: Sequence[benchmark.Item]) -> str:
 def _tell_circumstances(path: pathlib.Path) -> None:
     """Adds device, software and commit to a file, unless its last entry has the same."""
     before = json.loads(path.read_text()) if path.exists() else []
-    now = json.loads(json.dumps({**record.circumstances(), **record.commit()}))
+    now = json.loads(json.dumps({**circumstances(), **commit()}))
     if not before or _without_times(before[-1]) != _without_times(now):
         files.write_json(path, [*before, now])
 
@@ -261,7 +261,7 @@ def _finish(
         "schema": SCHEMA,
         "benchmark": settings.evaluate.benchmark,
         "title": bench.title,
-        "scored": record.circumstances()["created"],
+        "scored": circumstances()["created"],
         "made_with": made,
         "checkpoint": source,
         "items": len(rows),

@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from sparse_lavida_jax import config, processes
+from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.data import files
 from sparse_lavida_jax.training import states
@@ -86,8 +86,8 @@ class Run:
 
     def __enter__(self) -> "Run":
         with contextlib.ExitStack() as undo:
-            processes.check_same(self.config)
-            unlock = processes.first_does(self._claim)
+            runtime.check_same(self.config)
+            unlock = runtime.first_does(self._claim)
             if unlock is not None:
                 undo.callback(unlock)
             self.states = states.States(
@@ -126,7 +126,7 @@ class Run:
 
     def is_asked_to_stop(self, step: int) -> bool:
         """Whether a signal came; asked behind every step, it is the same in all processes."""
-        if processes.told_to_stop(step):
+        if runtime.is_asked_to_stop(step):
             self.stop_signal = signal.SIGTERM
         return self.stop_signal is not None
 
@@ -198,13 +198,13 @@ class Run:
 
         def ask_to_stop(number: int, frame: types.FrameType | None):
             restore_handlers()
-            if processes.are_several():
-                processes.pass_on(number)
+            if runtime.are_several():
+                runtime.pass_signal_on(number)
             else:
                 self.stop_signal = number
 
         # With several processes jax itself listens for SIGTERM, and tells them all.
-        ours = (signal.SIGINT,) if processes.are_several() else (signal.SIGINT, signal.SIGTERM)
+        ours = (signal.SIGINT,) if runtime.are_several() else (signal.SIGINT, signal.SIGTERM)
         # Python allows handlers in the main thread only.
         if threading.current_thread() is threading.main_thread():
             for number in ours:

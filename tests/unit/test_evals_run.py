@@ -174,7 +174,7 @@ def test_a_start_that_was_killed_or_raced_does_no_harm(data, asked, tmp_path):
 def test_every_machine_that_took_part_is_told(data, asked, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     commits = iter(["aaaa", "aaaa", "bbbb"])
-    monkeypatch.setattr(run.record, "commit", lambda: {"commit": next(commits), "dirty": False})
+    monkeypatch.setattr(run, "commit", lambda: {"commit": next(commits), "dirty": False})
     for shard in ("0/3", "1/3", "2/3"):
         told = run.evaluate(settings(data), "scenes", folder, shard=shard)
     assert "; commit aaaa, " in told and "; commit bbbb, " in told
@@ -183,7 +183,7 @@ def test_every_machine_that_took_part_is_told(data, asked, tmp_path, monkeypatch
     # A shard that goes on with another commit has two entries, with the same one has one.
     path = folder / "shards" / "0-of-3" / "items.jsonl"
     for commit in ("aaaa", "cccc"):
-        monkeypatch.setattr(run.record, "commit", lambda c=commit: {"commit": c, "dirty": False})
+        monkeypatch.setattr(run, "commit", lambda c=commit: {"commit": c, "dirty": False})
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
         run.evaluate(settings(data), "scenes", folder, shard="0/3")
     entries = json.loads(path.with_name("made_with.json").read_text())
