@@ -17,10 +17,9 @@ import numpy as np
 from flax import nnx
 
 from sparse_lavida_jax import config, train
-from sparse_lavida_jax.data import packing
 from sparse_lavida_jax.data.example import Example
-from sparse_lavida_jax.data.rows import laid_out
-from sparse_lavida_jax.diffusion import Corrupted, batch_rows
+from sparse_lavida_jax.data.batch import GroupShape, longest_of, make_batch, make_row
+from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.kernels import attention
 from sparse_lavida_jax.models import lora
 from sparse_lavida_jax.models.denoiser import Denoiser
