@@ -35,7 +35,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from sparse_lavida_jax import config, config_files, runtime
-from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.checkpoints import manifest, model_folder
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.evals.files import EvaluationError
@@ -217,7 +217,7 @@ def _export(command: Command) -> int:
 
 def _verify(command: Command) -> int:
     folder = model_folder.find_model(command.src)
-    print(f"{folder}: {model_folder.verify(folder)} files, all as they were written")
+    print(f"{folder}: {manifest.verify(folder)} files, all as they were written")
     return 0
 
 
