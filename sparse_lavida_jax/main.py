@@ -33,7 +33,7 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from sparse_lavida_jax import config, config_files, processes, programs
+from sparse_lavida_jax import config, config_files, runtime
 from sparse_lavida_jax.apps.errors import MISTAKES, UsageError
 from sparse_lavida_jax.apps.terminal import progress, say
 from sparse_lavida_jax.checkpoints import model_folder
@@ -78,7 +78,7 @@ def run(argv: list[str]) -> int:
         return 0
     asked, settings = parsed
     if asked.compilation_cache:
-        programs.keep(asked.compilation_cache)
+        runtime.keep_programs(asked.compilation_cache)
     try:
         if done := MODES[asked.mode](asked, settings):
             print(done)
@@ -264,17 +264,17 @@ def _refuse_addresses(given: dict[str, str]) -> None:
             )
 
 
-def _together(asked: flags.FlagValues) -> processes.Together | None:
+def _together(asked: flags.FlagValues) -> runtime.Together | None:
     """Returns where the processes of a run meet; None where there is one."""
     explicit = (asked.coordinator, asked.num_processes, asked.process_id)
     if explicit != ("", 0, -1):
         if asked.coordinator and asked.num_processes > 0 and asked.process_id >= 0:
-            return processes.Together(*explicit)
+            return runtime.Together(*explicit)
         raise UsageError(
             "--coordinator=ADDRESS:PORT, --num_processes=N and --process_id=0..N-1 go together;"
             " with --distributed alone the environment tells all three."
         )
-    return processes.Together() if asked.distributed else None
+    return runtime.Together() if asked.distributed else None
 
 
 def _steps(words: str) -> range:
@@ -323,7 +323,7 @@ def _define(asked: flags.FlagValues) -> None:
     ):
         flags.DEFINE_enum(name, choices[0], choices, meaning, flag_values=asked)
     meaning = "Keeps compiled programs; empty: nothing is kept."
-    usual = str(programs.usual_folder())
+    usual = str(runtime.usual_folder())
     flags.DEFINE_string("compilation_cache", usual, meaning, flag_values=asked)
     meaning = (
         "Of training that SIGTERM stopped with everything saved: a launcher that starts it again"

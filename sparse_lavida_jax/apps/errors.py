@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mistakes that a person can correct: every face tells them in a sentence, without a traceback."""
 
-from sparse_lavida_jax import config, processes
+from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.data.image_files import ImageError
 from sparse_lavida_jax.data.templates import RequestError
@@ -22,5 +22,5 @@ REFUSED = (RequestError, ImageError, config.ConfigError)
 # What can be wrong with a command.
 MISTAKES = (
     *REFUSED, UsageError, model_folder.CheckpointError, runs.RunError, PrepareError, RecordError,
-    EvaluationError, processes.ProcessError,
+    EvaluationError, runtime.ProcessError,
 )  # fmt: skip
