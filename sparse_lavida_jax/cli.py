@@ -170,7 +170,8 @@ def _option(*names: str, excludes: str = "", **more: Any) -> Option:
     return Option(names, more, excludes)
 
 
-_FILE, _IMAGE = {"type": pathlib.Path}, "PNG, JPEG or WebP"
+_FILE: dict[str, Any] = {"type": pathlib.Path}
+_IMAGE = "PNG, JPEG or WebP"
 OPTIONS = {
     # What a task is about.
     "prompt": _option("prompt", nargs="?", help="in words"),

@@ -323,7 +323,7 @@ def _define(asked: flags.FlagValues) -> None:
     ):
         flags.DEFINE_enum(name, choices[0], choices, meaning, flag_values=asked)
     meaning = "Keeps compiled programs; empty: nothing is kept."
-    usual = str(runtime.usual_folder())
+    usual = str(runtime.programs_folder())
     flags.DEFINE_string("compilation_cache", usual, meaning, flag_values=asked)
     meaning = (
         "Of training that SIGTERM stopped with everything saved: a launcher that starts it again"
