@@ -51,7 +51,7 @@ TOUR = (
     "caption out.png",
     "caption out.png --words red square",
     'caption out.png --template "a ___ red circle and a ___ blue square"',
-    'infill "a red circle is ___ a blue square" --picture out.png',
+    'infill "a red circle is ___ a blue square" --image out.png',
     'generate "three green triangles" --sampler=dense --steps=12 --out dense.png',
     f'generate "a red circle" --plan "{LAYOUT}" --out planned.png',
     "chat --out turns",
