@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool
@@ -69,6 +69,7 @@ class GroupShape:
     rows: tuple[RowShape, ...]
 
 
+@runtime_checkable
 class Row(Protocol):
     """What a batch is made of: a `TrainingRow`, or a row of another objective."""
 

@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Callable
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.checkpoints import folder as model_folder
+from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.data.batches import Batches
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
 from sparse_lavida_jax.mixture.batches import MixtureBatches
@@ -29,6 +29,7 @@ class TrainingData:
 
     Attributes:
         settings: the whole configuration.
+        model: the denoiser before training, or its shapes.
         batches: the data.
         tokenizer, tokenizer_path: of the text, and its file.
         codec: of images; None where prepared data has no image tokenizer.
@@ -37,6 +38,7 @@ class TrainingData:
     """
 
     settings: config.Config
+    model: Denoiser
     batches: Batches
     tokenizer: Tokenizer | ChatTokenizer
     tokenizer_path: pathlib.Path
@@ -50,11 +52,17 @@ class TrainingData:
 
 
 def open_source(
-    settings: config.Config, make_codec: MakeCodec, *, index: int = 0, count: int = 1
+    settings: config.Config,
+    model: Denoiser,
+    make_codec: MakeCodec,
+    *,
+    index: int = 0,
+    count: int = 1,
 ) -> TrainingData:
     """Opens the data of a configuration.
 
     Args:
+        model: the denoiser, or its shapes.
         index, count: the share of every batch that this process makes.
 
     Raises:
@@ -67,7 +75,7 @@ def open_source(
         codec, tokenizer = make_codec(settings.data.picture_codec, settings.model), Tokenizer()
         encoder = Encoder(tokenizer, settings.data, settings.model, codec.appearance_codes())
         batches = SceneBatches(settings, encoder, **share)
-        return TrainingData(settings, batches, tokenizer, SHIPPED, codec, (), readme)
+        return TrainingData(settings, model, batches, tokenizer, SHIPPED, codec, (), readme)
     base = model_folder.find_model(settings.train.init_from)
     path, vq = base / "tokenizer.json", base / "vq"
     try:
@@ -81,7 +89,7 @@ def open_source(
     batches = MixtureBatches(settings.data.folder, settings, tokenizer, **share)
     codec = make_codec(vq, settings.model) if vq.is_dir() else None
     prompts = () if codec is None else tuple(batches.prompts(SHOWN_PROMPTS))
-    return TrainingData(settings, batches, tokenizer, path, codec, prompts, readme)
+    return TrainingData(settings, model, batches, tokenizer, path, codec, prompts, readme)
 
 
 def _base_readme(settings: config.Config) -> str:

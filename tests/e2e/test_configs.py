@@ -145,7 +145,7 @@ def test_batches_come_out(name, monkeypatch):
     if given.data.source == "digits":
         pytest.importorskip("sklearn", reason="the digits come with pip install '.[digits]'")
     table = np.zeros((world.NUM_APPEARANCES + 1, given.model.codes_per_token), int)
-    made = batches.GroupedBatches(
+    made = batches.SceneBatches(
         given,
         dataclasses.replace(stand_ins.encoder(given), appearance_codes=table),
     )
