@@ -14,10 +14,9 @@ from sparse_lavida_jax.evals.benchmark import EXPORT, Benchmark, Item, Score
 from sparse_lavida_jax.evals.files import EvaluationError
 from sparse_lavida_jax.evals.metrics import wilson_interval
 from sparse_lavida_jax.pipeline import ANSWER_TOKENS, SparseLaViDa
-from sparse_lavida_jax.scenes import scoring, tasks, world
+from sparse_lavida_jax.scenes import tasks, world
 
 Output = np.ndarray | str
-LONG_ANSWERS = ("plan", "edit_plan", "caption", "detect", "locate", "name")
 EVAL_SEED = 2026  # of the prompts; the test stream is disjoint from training whatever the seed
 
 
@@ -66,11 +65,12 @@ def answer(
     # These all show an image, or none does; so with cells that are given.
     shown = [world.render(s.image, size) for s in samples if s.image is not None]
     known = [s.known_grid for s in samples if s.known_grid is not None]
-    if task in ("edit", "inpaint", "outpaint"):
+    if shown and tasks.TABLE[task].is_image:
         return list(pipe.redraw(shown, prompts, known=known or None, sampling=sampling, seed=seed))
-    if task == "draw":
+    if tasks.TABLE[task].is_image:
         return list(pipe.draw(prompts, sampling=sampling, seed=seed))
-    length = pipe.settings.data.max_answer_len if task in LONG_ANSWERS else ANSWER_TOKENS
+    short = tasks.TABLE[task].group == "answer"
+    length = ANSWER_TOKENS if short else pipe.settings.data.max_answer_len
     return list(
         pipe.write(prompts, shown or None, max_new_tokens=length, sampling=sampling, seed=seed)
     )
@@ -101,7 +101,7 @@ def tally(name: str, samples: Sequence[tasks.Sample], outputs: Sequence[Output])
     reasons: collections.Counter[str] = collections.Counter()
     correct = right = drawn = 0
     for sample, output in zip(samples, outputs, strict=True):
-        score = scoring.score(sample, output)
+        score = tasks.score(sample, output)
         correct += score.ok
         right += score.attributes[0]
         drawn += score.attributes[1]

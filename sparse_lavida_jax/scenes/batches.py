@@ -14,27 +14,14 @@ from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.lavida_o.objective import SequenceRow
 from sparse_lavida_jax.scenes import digits, tasks
 from sparse_lavida_jax.scenes.encoder import Encoder
+from sparse_lavida_jax.scenes.task import IMAGE_GROUPS, TEXT_GROUPS
 
 LENGTH_PROBE = 512  # examples whose lengths decide the static shape of a group
-# Tasks whose sequences have about the same length share a group.
 GROUPS = {
-    "write": ("plan",),
-    "answer": ("answer", "arithmetic", "point", "reflect"),
-    "tell": (
-        "caption",
-        "constrained_caption",
-        "infill",
-        "detect",
-        "locate",
-        "name",
-        "quiz",
-        "edit_plan",
-        "fill_plan",
-    ),
-    "draw": ("draw", "digit"),
-    "edit": ("edit", "inpaint", "outpaint"),
+    group: [name for name, task in tasks.TABLE.items() if task.group == group]
+    for group in (*TEXT_GROUPS, *IMAGE_GROUPS)
 }
-IMAGE_GROUPS = {"draw", "edit"}  # whose responses are images
+GROUPS["draw"].append(DIGIT := "digit")
 
 
 class SceneBatches(Batches):
@@ -73,7 +60,7 @@ class SceneBatches(Batches):
         }
         self.groups = {group: members for group, members in groups.items() if members}
         check_shared(f"train.batch_size={size}", size, process_count, settings.data)
-        mute = [t for group in sorted(set(self.groups) - IMAGE_GROUPS) for t in self.groups[group]]
+        mute = [name for group in TEXT_GROUPS for name in self.groups.get(group, ())]
         if mute and not settings.diffusion.text_loss:
             raise config.ConfigError(
                 f"Diffusion.text_loss=False leaves the tasks {', '.join(mute)} nothing to learn:"
@@ -117,18 +104,12 @@ class SceneBatches(Batches):
         return make_row(example, self.settings, rng)
 
     def _example(self, task: str, index: int, rng: np.random.Generator) -> Example:
-        data = self.settings.data
-        if task == "digit":
+        if task == DIGIT:
             return self.encoder.digit_example(digits.sample(self.settings.seed, index))
-        if task == "fill_plan":
-            drawn = tasks.sample(("inpaint", "outpaint")[index % 2], self.settings.seed, index)
-            filled = dataclasses.replace(drawn, answer=drawn.plan, target=None, plan=None)
-            return self.encoder.scene_example(filled, extra_blocks=int(rng.integers(4)))
-        return self.encoder.scene_example(
-            tasks.sample(task, self.settings.seed, index),
-            extra_blocks=int(rng.integers(4)),
-            with_plan=rng.random() >= data.plan_drop,
-        )
+        sample, extra_blocks = tasks.sample(task, self.settings.seed, index), int(rng.integers(4))
+        # Tasks that are made of others have never drawn this number.
+        with_plan = bool(tasks.TABLE[task].made_of) or rng.random() >= self.settings.data.plan_drop
+        return self.encoder.scene_example(sample, extra_blocks=extra_blocks, with_plan=with_plan)
 
 
 def _generator(seed: int, group: str, index: int, attempt: int) -> np.random.Generator:

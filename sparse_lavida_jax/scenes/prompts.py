@@ -14,7 +14,7 @@ from jaxtyping import Bool, Int, UInt8
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.images import resize
 from sparse_lavida_jax.data.templates import RequestError, Template, check_context, template_ids
-from sparse_lavida_jax.scenes import rules, world
+from sparse_lavida_jax.scenes import rules, tasks, world
 from sparse_lavida_jax.scenes.encoder import Encoder
 from sparse_lavida_jax.scenes.grammar import LOCATIONS, GrammarError, box_text, cell_box, parse_box
 
@@ -22,10 +22,6 @@ Pixels = UInt8[np.ndarray, "_h _w 3"]
 Box = tuple[int | float, int | float, int | float, int | float]  # x1, y1, x2, y2 in pixels
 Grid = Bool[np.ndarray, "y x"]
 
-# What a checkpoint must have been trained on to be asked for a task.
-TRAINED_ON = {
-    "generate": "draw", "ask": "answer", "reason": "arithmetic", "ground": "point",
-}  # fmt: skip
 ANSWER_TOKENS = 16  # of a short answer
 ONE_BOX_TOKENS = 8
 
@@ -54,7 +50,7 @@ class ScenePrompts:
             RequestError: it was not.
         """
         trained = self.encoder.data.tasks
-        if TRAINED_ON.get(task, task) not in trained:
+        if tasks.COMMANDS.get(task, task) not in trained:
             raise RequestError(
                 f"this checkpoint was not trained to {task}: it was trained on"
                 f" {', '.join(trained)}."

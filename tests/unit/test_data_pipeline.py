@@ -22,6 +22,7 @@ from sparse_lavida_jax.data.batch import given_of
 from sparse_lavida_jax.data.feed import Feed
 from sparse_lavida_jax.layout import GIVEN_BLOCK, PROMPT_BLOCK
 from sparse_lavida_jax.scenes import batches as scene_batches
+from sparse_lavida_jax.scenes.task import IMAGE_GROUPS
 from sparse_lavida_jax.sequence import prompt_row
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
@@ -494,7 +495,7 @@ def test_whole_sequences_fill_the_length_of_their_group_with_end_of_text():
         batch, shape = batches.batch(group, index), batches.shape_of(group).example
         assert shape.understanding % batches.multiple == 0
         assert batch.understanding.layout.shape == (SIZE, shape.understanding)
-        is_drawn = group in scene_batches.IMAGE_GROUPS
+        is_drawn = group in IMAGE_GROUPS
         assert batch.predicts == ("both" if is_drawn else "understanding")
         cells = np.zeros((SIZE, 0))
         if is_drawn:

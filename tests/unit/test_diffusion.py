@@ -18,6 +18,7 @@ from sparse_lavida_jax.diffusion import ABSENT
 from sparse_lavida_jax.lavida_o import objective
 from sparse_lavida_jax.layout import GIVEN_BLOCK, NO_CELL, NO_EMBEDDING, NO_FEATURE, PROMPT_BLOCK
 from sparse_lavida_jax.sequence import Answer, Blank, Response, Source, Text, VisionTokens
+from sparse_lavida_jax.training.loss import weighted_cross_entropy
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 LENGTH = 16
