@@ -769,6 +769,9 @@ class Config:
 
     name: str = "unnamed"  # the run directory is runs/<name> unless --workdir says otherwise
     seed: int = 0
+    # The language of prompts (`data/templates.py: PromptLanguage`): scenes | chat, that of a
+    # LaViDa-O. "": found from the rest, as for model folders that were written without it.
+    prompts: str = ""
     model: Model = dataclasses.field(default_factory=Model)
     vq: VQ = dataclasses.field(default_factory=VQ)
     data: Data = dataclasses.field(default_factory=Data)
@@ -781,6 +784,11 @@ class Config:
     evaluate: Evaluate = dataclasses.field(default_factory=Evaluate)
 
     def __post_init__(self):
+        if not self.prompts:
+            released = self.model.vision.newline or self.model.understanding_only
+            chat = released or self.data.source == "prepared"
+            object.__setattr__(self, "prompts", "chat" if chat else "scenes")
+        _check_choice(self, "prompts", ("scenes", "chat"))
         if self.train.stage == "vq" and (self.lora.rank or self.optimizer.groups):
             raise ConfigError(
                 "Train.stage='vq' trains the whole image tokenizer: it takes neither Lora.rank nor"
