@@ -12,7 +12,6 @@ Every task takes one thing or a list of them, and returns one `Result` with an e
 
 import contextlib
 import dataclasses
-import hashlib
 import logging
 import math
 import pathlib
@@ -25,8 +24,8 @@ import numpy as np
 from jaxtyping import Int
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.checkpoints import model_folder
-from sparse_lavida_jax.data.examples import Encoder, Example
+from sparse_lavida_jax.checkpoints import manifest, model_folder
+from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.templates import (
     PromptLanguage,
     RequestError,
@@ -34,7 +33,7 @@ from sparse_lavida_jax.data.templates import (
     words_template,
 )
 from sparse_lavida_jax.inference import regions
-from sparse_lavida_jax.inference.engine import Bucket, Callback, Engine
+from sparse_lavida_jax.inference.engine import Bucket, Engine
 from sparse_lavida_jax.inference.requests import (
     LARGEST_SEED,
     ROUNDS,
@@ -58,7 +57,9 @@ from sparse_lavida_jax.lavida_o.prompts import ChatPrompts
 from sparse_lavida_jax.models import fuse, sharding
 from sparse_lavida_jax.models.codec import ImageCodec
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.sample import Callback
 from sparse_lavida_jax.sampling import options, presets
+from sparse_lavida_jax.scenes.encoder import Encoder
 from sparse_lavida_jax.scenes.prompts import ANSWER_TOKENS, ScenePrompts
 from sparse_lavida_jax.scenes.tokenizer import Tokenizer
 
@@ -137,7 +138,7 @@ class SparseLaViDa:
         tokenizer: of the text.
         codec: of images; None for a model that knows none.
         batch_size: most rows that are decoded together.
-        origin: the checkpoint it came from.
+        source: the checkpoint it came from.
 
     Attributes:
         engine: the model and the sampler.
@@ -152,12 +153,12 @@ class SparseLaViDa:
         tokenizer: Tokenizer | ChatTokenizer,
         codec: ImageCodec | None,
         batch_size: int = 16,
-        origin: Origin | None = None,
+        source: Origin | None = None,
     ):
         self.settings = settings
         self.tokenizer = tokenizer
         self.codec = codec
-        self.origin = origin or Origin()
+        self.source = source or Origin()
         self.prompts = _prompts(settings, tokenizer, codec)
         self.engine = Engine(model, batch_size, self.prompts.text_block_len)
         self.warned = False
@@ -202,11 +203,10 @@ class SparseLaViDa:
             raise model_folder.CheckpointError(str(error)) from error
         textual = settings.model.understanding_only
         codec = None if textual else ImageCodec(loaded.vq_folder, settings.model)
-        manifest = (folder / model_folder.MANIFEST).read_bytes()
-        origin = Origin(str(folder_or_name), hashlib.sha256(manifest).hexdigest())
+        source = Origin(str(folder_or_name), manifest.digest(folder))
         fused = mesh is None and (jax.default_backend() == "gpu" or task != "both")
         model = fuse.for_inference(loaded.model, task=task) if fused else loaded.model
-        return cls(model, settings, tokenizer, codec, batch_size, origin)
+        return cls(model, settings, tokenizer, codec, batch_size, source)
 
     @property
     def model(self) -> Denoiser:
@@ -233,7 +233,7 @@ class SparseLaViDa:
         """Returns the same pipeline with other default sampling settings."""
         settings = dataclasses.replace(self.settings, sampling=sampling)
         return type(self)(
-            self.model, settings, self.tokenizer, self.codec, self.batch_size, self.origin
+            self.model, settings, self.tokenizer, self.codec, self.batch_size, self.source
         )
 
     def warmup(self, prompt: Words = "a") -> None:
@@ -447,7 +447,13 @@ class SparseLaViDa:
         """
         return self.run(self.requests("ground", phrases, shown, **options), callback)
 
-    def replay(self, record: dict[str, Any], shown: Shown | None = None) -> Result:
+    def replay(
+        self,
+        record: dict[str, Any],
+        shown: Shown | None = None,
+        *,
+        callback: Callback | None = None,
+    ) -> Result:
         """Draws an image again, bit for bit on the same device and software.
 
         Args:
@@ -460,10 +466,10 @@ class SparseLaViDa:
         if record.get("format") != FORMAT:
             raise RequestError(f"the record has format {record.get('format')!r}, not {FORMAT!r}.")
         theirs = record["checkpoint"]["sha256"]
-        if theirs != self.origin.sha256:
+        if theirs != self.source.sha256:
             raise RequestError(
                 f"it was drawn by another checkpoint: {record['checkpoint']['name']} with SHA-256"
-                f" {theirs[:12]}, this is {self.origin.name} with {self.origin.sha256[:12]}."
+                f" {theirs[:12]}, this is {self.source.name} with {self.source.sha256[:12]}."
             )
         task, recipe = record["task"], dict(record["recipe"])
         if task != "reflect":
@@ -478,7 +484,7 @@ class SparseLaViDa:
         bucket = record["bucket"] and Bucket(
             record["bucket"]["rows"], tuple(record["bucket"]["prompt_len"])
         )
-        return self.run(made, bucket=bucket)
+        return self.run(made, callback, bucket=bucket)
 
     # -- requests in, results out ---------------------------------------------------------
 
@@ -575,6 +581,7 @@ class SparseLaViDa:
         seed: int | Sequence[int] = 0,
         sampling: config.Sampling | None = None,
         shared: bool = False,
+        callback: Callback | None = None,
     ) -> list[Int[np.ndarray, "_l g"]]:
         """Decodes the responses of examples of one kind, for training and benchmarks.
 
@@ -583,13 +590,15 @@ class SparseLaViDa:
         Args:
             seed: of the first row, from which the others count on; or one for each.
             shared: whether to pad to shapes that many batches share.
+            callback: see `run`.
 
         Raises:
             ConfigError: more steps than there are tokens.
         """
         rows = [Request(task="", seed=one) for one in row_seeds(seed, len(examples))]
         how = sampling or self.settings.sampling
-        return self.engine.decode(examples, rows, how, shared=shared).responses
+        done = self.engine.decode(examples, rows, how, shared=shared, callback=callback)
+        return done.responses
 
     def texts(self, responses: Sequence[Int[np.ndarray, "_l 1"]]) -> list[str]:
         """Returns the text of responses, up to the first end-of-text."""
@@ -628,7 +637,7 @@ class SparseLaViDa:
         sampling = options.changed(sampling, draws=draws, **shared)
         preset = presets.untrained(sampling, self.settings.model)
         if preset and not self.warned:
-            log.warning("%s", untrained_warning(self.origin.name or "this model", preset))
+            log.warning("%s", untrained_warning(self.source.name or "this model", preset))
             self.warned = True
         return sampling, columns
 
@@ -918,7 +927,7 @@ class _Work:
             tuple(request.words for request in requests),
             tuple(request.seed for request in requests),
             self.sampling,
-            self.pipe.origin,
+            self.pipe.source,
             self.seconds,
             records=records,
             tokens_passed=self.tokens,
@@ -946,7 +955,7 @@ class _Work:
             "picture": request.images[0].as_json() if request.images else None,
             "bucket": bucket,
             "sampling": config.to_dict(of_row(self.sampling, request)),
-            "checkpoint": dataclasses.asdict(self.pipe.origin),
+            "checkpoint": dataclasses.asdict(self.pipe.source),
             "software": {"jax": jax.__version__, "device": jax.devices()[0].device_kind},
         }
 

@@ -3,12 +3,12 @@
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Int, UInt8
 
-from sparse_lavida_jax.data.examples import Example
+from sparse_lavida_jax.data.example import Example
 
 Pixels = UInt8[np.ndarray, "_h _w 3"]
 Grid = Bool[np.ndarray, "y x"]
@@ -91,6 +91,7 @@ def too_long(text: str, tokens: int, most: int) -> RequestError:
     )
 
 
+@runtime_checkable
 class PromptLanguage(Protocol):
     """How every task is put to a model: `scenes/prompts.py` and `lavida_o/prompts.py` do it.
 

@@ -17,7 +17,7 @@ from sparse_lavida_jax import config, evals
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.evals import metrics
 from sparse_lavida_jax.evals.files import EvaluationError, Pixels, Record
-from sparse_lavida_jax.inference.batching import LARGEST_SEED
+from sparse_lavida_jax.inference.requests import LARGEST_SEED
 from sparse_lavida_jax.pipeline import SparseLaViDa
 
 MACHINERY = ("benchmark", "circumstances", "files", "lmms", "metrics", "report", "run")
@@ -220,8 +220,7 @@ class QuestionBenchmark(Benchmark):
         tokens = self.settings.max_new_tokens
         examples = [pipe.prompts.ask(item.words, item.load(), tokens) for item in items]
         seeds = [self.seed_of(item) for item in items]
-        bucket = pipe.shared_bucket(examples, self.sampling)
-        said = pipe.run(examples, sampling=self.sampling, seed=seeds, bucket=bucket)
+        said = pipe.decode(examples, sampling=self.sampling, seed=seeds, shared=True)
         # The released evaluation drops exclamation marks in front of an answer (spec Sec. 6).
         return [{"text": text.strip().lstrip("!").strip()} for text in pipe.texts(said)]
 

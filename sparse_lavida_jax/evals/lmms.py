@@ -123,8 +123,7 @@ class SparseLaViDaLmms(lmms):
     def _answers(self, asked: Sequence["_Asked"], places: Sequence[int]) -> list[str]:
         examples = [self.pipe.prompts.ask(one.words, one.images, one.tokens) for one in asked]
         seeds = [self.seed + place for place in places]
-        bucket = self.pipe.shared_bucket(examples, self.sampling)
-        said = self.pipe.run(examples, sampling=self.sampling, seed=seeds, bucket=bucket)
+        said = self.pipe.decode(examples, sampling=self.sampling, seed=seeds, shared=True)
         answers = []
         for one, text in zip(asked, self.pipe.texts(said), strict=True):
             text = text.strip().lstrip("!").strip()  # as `QuestionBenchmark` does

@@ -10,7 +10,7 @@ import pathlib
 import pickletools
 from typing import Any
 
-from sparse_lavida_jax.bench.record import write_json
+from sparse_lavida_jax.data.files import write_json
 from sparse_lavida_jax.evals.benchmark import Benchmark, Item, mean, share
 from sparse_lavida_jax.evals.files import (
     EvaluationError,
@@ -86,8 +86,7 @@ class Bench(Benchmark):
             for item, image in zip(items, shown, strict=True)
         ]
         seeds = [self.seed_of(item) for item in items]
-        bucket = pipe.shared_bucket(examples, self.sampling)
-        said = pipe.run(examples, sampling=self.sampling, seed=seeds, bucket=bucket)
+        said = pipe.decode(examples, sampling=self.sampling, seed=seeds, shared=True)
         outputs = []
         for item, image, ids in zip(items, shown, said, strict=True):
             height, width = image.shape[:2]

@@ -14,6 +14,7 @@ from sparse_lavida_jax.evals.benchmark import EXPORT, Benchmark, Item, Score
 from sparse_lavida_jax.evals.files import EvaluationError
 from sparse_lavida_jax.evals.metrics import wilson_interval
 from sparse_lavida_jax.pipeline import ANSWER_TOKENS, SparseLaViDa
+from sparse_lavida_jax.sample import Callback
 from sparse_lavida_jax.scenes import scoring, tasks, world
 
 Output = np.ndarray | str
@@ -56,24 +57,29 @@ def answer(
     *,
     sampling: config.Sampling | None = None,
     seed: int | Sequence[int] = 0,
+    callback: Callback | None = None,
 ) -> list[Output]:
     """Returns the model's output for samples of one task: images or text."""
+    task, prompts = samples[0].task, [sample.prompt for sample in samples]
+    how = {"sampling": sampling, "seed": seed, "callback": callback}
     if any(sample.given for sample in samples):
         examples = [pipe.encoder.scene_example(sample) for sample in samples]
-        return list(pipe.texts(pipe.run(examples, sampling=sampling, seed=seed)))
-    task, prompts = samples[0].task, [sample.prompt for sample in samples]
-    size = pipe.settings.vq.image_size
+        return list(pipe.texts(pipe.decode(examples, **how)))
     # These all show an image, or none does; so with cells that are given.
+    size = pipe.settings.vq.image_size
     shown = [world.render(s.image, size) for s in samples if s.image is not None]
-    known = [s.known_grid for s in samples if s.known_grid is not None]
-    if task in ("edit", "inpaint", "outpaint"):
-        return list(pipe.redraw(shown, prompts, known=known or None, sampling=sampling, seed=seed))
     if task == "draw":
-        return list(pipe.draw(prompts, sampling=sampling, seed=seed))
+        return list(pipe.generate(prompts, **how).pixels)
+    if task == "edit":
+        return list(pipe.edit(shown, prompts, **how).pixels)
+    if task in ("inpaint", "outpaint"):
+        known = [s.known_grid for s in samples if s.known_grid is not None]
+        return list(pipe.inpaint(shown, prompts, known=known, **how).pixels)
     length = pipe.settings.data.max_answer_len if task in LONG_ANSWERS else ANSWER_TOKENS
-    return list(
-        pipe.write(prompts, shown or None, max_new_tokens=length, sampling=sampling, seed=seed)
-    )
+    examples = [
+        pipe.prompts.ask(prompt, shown[i : i + 1], length) for i, prompt in enumerate(prompts)
+    ]
+    return list(pipe.texts(pipe.decode(examples, **how)))
 
 
 def evaluate(
@@ -84,14 +90,16 @@ def evaluate(
     split: str = "test",
     sampling: config.Sampling | None = None,
     seed: int = EVAL_SEED,
+    callback: Callback | None = None,
 ) -> TaskResult:
     """Scores `prompts` samples of a task.
 
     Args:
         split: "test", or "held_out" for attribute combinations that training never showed.
+        callback: see `SparseLaViDa.run`.
     """
     samples = [tasks.sample(task, seed, index, split) for index in range(prompts)]
-    outputs = answer(pipe, samples, sampling=sampling, seed=seed)
+    outputs = answer(pipe, samples, sampling=sampling, seed=seed, callback=callback)
     return tally(task if split == "test" else f"{task}/{split}", samples, outputs)
 
 

@@ -3,22 +3,21 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Int
 
-from sparse_lavida_jax import config, layout, sample
-from sparse_lavida_jax.data.examples import Example
+from sparse_lavida_jax import config, sample, sequence
+from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.inference.requests import Request as Asked
 from sparse_lavida_jax.models import quantize
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.sample import Progress
+from sparse_lavida_jax.sample import Callback
 from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.sampling.prefixes import Prefixes
 from sparse_lavida_jax.sampling.prompts import Request, prepare
 
-Callback = Callable[[Progress], None]
 SHARED_PROMPT = 128  # tokens
 
 
@@ -90,7 +89,7 @@ class Engine:
         model, block = self.model.settings, self.text_block_len
         for example in examples:
             check_steps(example, sampling, model, block)
-        most = _of_all(sampling, requests)
+        most = of_all(sampling, requests)
         if bucket is None:
             bucket = bucket_of(examples, most, model, self.batch_size)
         if shared:
@@ -182,7 +181,7 @@ def tokens_passed(
     return presets.tokens_passed(segments, settings, prompt_tokens)
 
 
-def _of_all(sampling: config.Sampling, requests: Sequence[Asked]) -> config.Sampling:
+def of_all(sampling: config.Sampling, requests: Sequence[Asked]) -> config.Sampling:
     """Returns the settings of a batch: it is guided if one of its rows is."""
     most = {
         name: max(
@@ -212,24 +211,15 @@ def _segments(requests, settings, sampling, model: config.Model, text_block_len:
 def _step_settings(
     example: Example, sampling: config.Sampling, model: config.Model
 ) -> presets.StepSettings:
-    has_source = any(isinstance(part, layout.Source) for part in example.parts)
+    has_source = any(isinstance(part, sequence.Source) for part in example.parts)
     return presets.step_settings(sampling, model, example.kind, has_source=has_source)
 
 
-def _request(
-    example: Example, asked: Asked, sampling: config.Sampling = config.Sampling()
-) -> Request:
+def _request(example: Example, asked: Asked, sampling: config.Sampling | None = None) -> Request:
     shown = example.views or example.pixels
     scales = (
-        getattr(sampling, name) if (own := getattr(asked, name)) is None else own
+        getattr(sampling, name, None) if (own := getattr(asked, name)) is None else own
         for name in ("guidance", "guidance_image")
     )
-    return Request(
-        example.parts,
-        example.response,
-        example.given,
-        shown,
-        asked.seed,
-        asked.temperature,
-        *scales,
-    )
+    rows = example.parts, example.response, example.given, shown
+    return Request(*rows, asked.seed, asked.temperature, *scales)

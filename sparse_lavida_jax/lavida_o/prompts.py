@@ -13,7 +13,7 @@ from jaxtyping import Bool, Int, UInt8
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import images
-from sparse_lavida_jax.data.examples import Example
+from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.templates import (
     Grid,
     Pixels,
@@ -24,7 +24,7 @@ from sparse_lavida_jax.data.templates import (
     too_long,
 )
 from sparse_lavida_jax.lavida_o import chat
-from sparse_lavida_jax.layout import Kind, Part, Response, num_tokens
+from sparse_lavida_jax.sequence import Kind, Part, Response, num_tokens
 
 TEXT_BLOCK_LEN = 32  # tokens, as the paper samples
 ANSWER_TOKENS = 64

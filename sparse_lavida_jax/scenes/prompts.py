@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Bool, Int, UInt8
 
-from sparse_lavida_jax.data.examples import Encoder, Example
+from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.images import resize
 from sparse_lavida_jax.data.templates import (
     Box,
@@ -21,6 +21,7 @@ from sparse_lavida_jax.data.templates import (
     too_long,
 )
 from sparse_lavida_jax.scenes import rules, world
+from sparse_lavida_jax.scenes.encoder import Encoder
 from sparse_lavida_jax.scenes.grammar import LOCATIONS, GrammarError, box_text, cell_box, parse_box
 
 # What a checkpoint must have been trained on to be asked for a task.
