@@ -34,7 +34,7 @@ import rich.progress
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from sparse_lavida_jax import config, config_files, processes, programs
+from sparse_lavida_jax import config, config_files, runtime
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.data.templates import RequestError
@@ -63,7 +63,7 @@ class UsageError(Exception):
 MISTAKES = (
     config.ConfigError, model_folder.CheckpointError, runs.RunError, image_files.ImageError,
     RequestError, UsageError, PrepareError, RecordError, EvaluationError,
-    processes.ProcessError,
+    runtime.ProcessError,
 )  # fmt: skip
 # OSError: a full disk, a file that is not there, a folder that may not be written.
 OURS = (*MISTAKES, OSError)
@@ -85,7 +85,7 @@ class Command:
     src: str
     dst: str
     dtype: str | None
-    together: processes.Together | None
+    together: runtime.Together | None
     profile_steps: range
     compilation_cache: str
     shard: str
@@ -116,7 +116,7 @@ def run(argv: list[str]) -> int:
     if command is None:
         return 0
     if command.compilation_cache:
-        programs.keep(command.compilation_cache)
+        runtime.keep_programs(command.compilation_cache)
     try:
         return RUN[command.mode](command)
     except runs.Interrupted as stop:
@@ -146,7 +146,7 @@ def _train(command: Command) -> int:
 
 
 @contextlib.contextmanager
-def _together_with(others: processes.Together | None) -> Iterator[None]:
+def _together_with(others: runtime.Together | None) -> Iterator[None]:
     """Connects this process with the others, if there are any, for as long as it trains."""
     if others is None:
         yield
@@ -344,17 +344,17 @@ def _refuse_addresses(given: dict[str, str]) -> None:
             )
 
 
-def _together(values: flags.FlagValues) -> processes.Together | None:
+def _together(values: flags.FlagValues) -> runtime.Together | None:
     """Returns where the processes of a run meet; None where there is one."""
     explicit = (values.coordinator, values.num_processes, values.process_id)
     if explicit != ("", 0, -1):
         if values.coordinator and values.num_processes > 0 and values.process_id >= 0:
-            return processes.Together(*explicit)
+            return runtime.Together(*explicit)
         raise UsageError(
             "--coordinator=ADDRESS:PORT, --num_processes=N and --process_id=0..N-1 go together;"
             " with --distributed alone the environment tells all three."
         )
-    return processes.Together() if values.distributed else None
+    return runtime.Together() if values.distributed else None
 
 
 def _steps(words: str) -> range:
@@ -398,7 +398,7 @@ def _define(values: flags.FlagValues) -> None:
         flag_values=values,
     )  # fmt: skip
     flags.DEFINE_string(
-        "compilation_cache", str(programs.usual_folder()),
+        "compilation_cache", str(runtime.programs_folder()),
         "Keeps compiled programs; empty: nothing is kept.",
         flag_values=values,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from sparse_lavida_jax import config, processes
+from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.evals import report
@@ -188,11 +188,11 @@ def _train(
             now = time.monotonic()
             is_late = now - last_saved > settings.train.checkpoint_seconds
             is_to_draw = 0 < settings.train.picture_seconds < now - last_drawn
-            if not processes.are_several():
+            if not runtime.are_several():
                 seconds = now - clock
             elif step % settings.train.log_every == 0:
                 # Clocks differ; what follows is done in all processes or in none.
-                seconds, is_late, is_to_draw = processes.agreed_on_first(
+                seconds, is_late, is_to_draw = runtime.agreed_on_first(
                     now - clock, is_late, is_to_draw
                 )
             else:
@@ -230,20 +230,20 @@ def _finish(
 ) -> None:
     """Writes the model folder, the adapters and the report."""
     pipe, trained = source.pipe.with_model(averaged(state)), _averaged_part(state)
-    if processes.are_several():
-        pipe = pipe.with_model(processes.on_host(pipe.model))
-        trained = processes.on_host(trained)
+    if runtime.are_several():
+        pipe = pipe.with_model(runtime.on_host(pipe.model))
+        trained = runtime.on_host(trained)
         mesh = None
     if settings.diffusion.attention == "full" and state.frozen is None:
         with _inside(mesh):
             pipe.model.set_registers()  # for who goes on sparsely
-    if processes.is_first():
+    if runtime.is_first():
         with _inside(mesh):
             dtype = "float32"
             if state.frozen is not None:
                 dtype = optimizer.frozen_dtype(settings.optimizer)
             _write_results(settings, run, source, pipe, trained, step, seconds, dtype)
-    processes.wait_for_all("the end")
+    runtime.wait_for_all("the end")
 
 
 def _write_results(settings, run, source, pipe, trained, step: int, seconds, dtype: str) -> None:
@@ -270,7 +270,7 @@ def _write_results(settings, run, source, pipe, trained, step: int, seconds, dty
 
 
 def _mesh(settings: config.Config) -> Mesh | None:
-    sizes = settings.train.mesh or ({"data": -1} if processes.are_several() else {})
+    sizes = settings.train.mesh or ({"data": -1} if runtime.are_several() else {})
     try:
         return sharding.make_mesh(sizes)
     except ValueError as error:
@@ -286,7 +286,7 @@ def _check_rows(sizes: dict[str, int], per_row: int, mesh: Mesh | None) -> None:
     parts = 1 if mesh is None else sharding.row_parts(mesh)
     for group, examples in sizes.items():
         rows = examples // per_row
-        if processes.are_several() and rows % parts:
+        if runtime.are_several() and rows % parts:
             raise config.ConfigError(
                 f"a batch of group {group} has {rows} rows, which do not divide over the {parts}"
                 " parts of data and fsdp of train.mesh: change train.batch_size or the mesh."
@@ -336,7 +336,7 @@ def _reporters(
 ) -> tuple[metrics.MetricsFile | metrics.NoMetrics, metrics.Progress]:
     """Returns what writes metrics and what shows progress: in the first process alone."""
     log = metrics.NoMetrics()
-    if processes.is_first():
+    if runtime.is_first():
         board = run.folder / "tensorboard"
         log = metrics.MetricsFile(run.metrics_path, resume_at=start, tensorboard=board)
     bar = metrics.Progress(
@@ -344,7 +344,7 @@ def _reporters(
         settings.train.train_steps,
         done=start,
         seconds=max(settings.train.seconds - seconds, 0.0),
-        console=None if processes.is_first() else rich.console.Console(quiet=True),
+        console=None if runtime.is_first() else rich.console.Console(quiet=True),
     )
     return log, bar
 
@@ -361,9 +361,9 @@ def _count(
 def _check(source, state, run, log, bar, step: int, seconds: float, mesh) -> float | None:
     """Draws in the first process; returns the score in all of them, None where there is none."""
     model, scores = averaged(state), {}
-    if processes.are_several():
-        model, mesh = processes.on_host(model), None
-    if processes.is_first():
+    if runtime.are_several():
+        model, mesh = runtime.on_host(model), None
+    if runtime.is_first():
         path = run.folder / f"pictures/{step:06d}.png"
         with _inside(mesh):
             scores = report.check(source.pipe.with_model(model), path, source.prompts)
@@ -371,7 +371,7 @@ def _check(source, state, run, log, bar, step: int, seconds: float, mesh) -> flo
         told = ", ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in scores.items())
         if scores or path.is_file():
             bar.say(f"step {step}: {told or 'drawn'} ({path})")
-    (score,) = processes.agreed_on_first(scores.get("draw", -1.0))
+    (score,) = runtime.agreed_on_first(scores.get("draw", -1.0))
     return None if score < 0 else score
 
 

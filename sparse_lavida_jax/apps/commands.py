@@ -15,7 +15,7 @@ import jax
 import rich.console
 import rich.progress
 
-from sparse_lavida_jax import config, programs
+from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.apps import doctor
 from sparse_lavida_jax.apps.conversation import DRAWING, Conversation
 from sparse_lavida_jax.data import image_files
@@ -168,7 +168,7 @@ def _check_files(name: str, asked: argparse.Namespace) -> None:
 def _load(asked: argparse.Namespace, name: str) -> SparseLaViDa:
     if asked.batch_size < 1:
         raise UsageError(f"--batch-size={asked.batch_size} is out of range: 1 or more.")
-    programs.keep()
+    runtime.keep_programs()
     return SparseLaViDa.from_pretrained(name, batch_size=asked.batch_size)
 
 

@@ -8,7 +8,7 @@ import ipaddress
 import socket
 import sys
 
-from sparse_lavida_jax import programs
+from sparse_lavida_jax import runtime
 from sparse_lavida_jax.apps.serving import Limits, ServedModel, Service
 from sparse_lavida_jax.main import DEFAULT_MODEL, UsageError
 
@@ -32,7 +32,7 @@ def run(name: str, asked: argparse.Namespace) -> int:
 
         from sparse_lavida_jax.apps import server
 
-        programs.keep()
+        runtime.keep_programs()
         pipe = ServedModel.from_pretrained(asked.checkpoint or DEFAULT_MODEL)
         service = Service(pipe, Limits(waiting=asked.max_waiting))
         host, port = door.getsockname()[:2]

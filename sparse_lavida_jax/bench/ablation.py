@@ -19,7 +19,7 @@ import sys
 
 from absl import app, flags, logging
 
-from sparse_lavida_jax import config, programs
+from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.bench import comparison
 from sparse_lavida_jax.bench.record import Bench, read_rows
 from sparse_lavida_jax.checkpoints import model_folder
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> None:
     """Trains and scores, or writes the report."""
     del argv
     logging.set_verbosity(logging.WARNING)  # of the array store
-    programs.keep()
+    runtime.keep_programs()
     try:
         if REPORT.value:
             print(f"{comparison.write_report(pathlib.Path(REPORT.value))}: every ablation")

@@ -35,7 +35,7 @@ import numpy as np
 from absl import app, flags, logging
 from flax import nnx
 
-from sparse_lavida_jax import config, config_files, programs, sample
+from sparse_lavida_jax import config, config_files, runtime, sample
 from sparse_lavida_jax.bench import running, suite_cases, suites, table
 from sparse_lavida_jax.bench.record import Bench, read_rows
 from sparse_lavida_jax.checkpoints import model_folder
@@ -186,7 +186,7 @@ def main(argv: list[str]) -> None:
     """
     del argv
     logging.set_verbosity(logging.WARNING)  # of the array store
-    programs.keep()
+    runtime.keep_programs()
     known = (*config.PRESETS, *config.TEXT_PRESETS)
     if unknown := [name for name in PRESETS.value if name not in known]:
         sys.exit(f"bench.sampling: there is no preset {unknown[0]!r}: {', '.join(known)}.")

@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from sparse_lavida_jax import config, layout, orders, sample
+from sparse_lavida_jax import config, layout, sample
 from sparse_lavida_jax.bench import record, work
 from sparse_lavida_jax.bench.suite_cases import WORDS, Case, sizes
 from sparse_lavida_jax.layout import Text
 from sparse_lavida_jax.models import fuse, quantize, vq
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.sampling import presets, prompts
+from sparse_lavida_jax.sampling import plans, presets, prompts
 from sparse_lavida_jax.sampling.prefixes import Prefixes
 from sparse_lavida_jax.sampling.prompts import Request
 
@@ -251,7 +251,7 @@ def _requests(case: Case, seeds, turn: int = 0) -> list[Request]:
     return [Request(parts, example.response, example.given, shown, seed) for seed in seeds]
 
 
-def _plan(case: Case, settings, seeds, model: config.Model) -> list[orders.Segment]:
+def _plan(case: Case, settings, seeds, model: config.Model) -> list[plans.Segment]:
     given = np.stack([case.example.given] * case.batch)
     return presets.plan(case.sampling, settings, model, given, case.text_block_len, list(seeds))
 
@@ -272,7 +272,7 @@ def _bucket(prompt: prompts.Prompt) -> tuple[int, int]:
     return prompt.understanding.index.shape[1], generation
 
 
-def _middle(plan: list[orders.Segment], number: int) -> orders.Segment:
+def _middle(plan: list[plans.Segment], number: int) -> plans.Segment:
     longest = max(plan, key=lambda part: part.num_steps)
     start = max(longest.num_steps - number, 0) // 2
     return longest.steps(start, start + number)

@@ -20,7 +20,7 @@ from sparse_lavida_jax.evals.files import EvaluationError, Pixels, Record
 from sparse_lavida_jax.inference.batching import LARGEST_SEED
 from sparse_lavida_jax.pipeline import SparseLaViDa
 
-MACHINERY = ("benchmark", "files", "lmms", "metrics", "report", "run")
+MACHINERY = ("benchmark", "circumstances", "files", "lmms", "metrics", "report", "run")
 EXPORT, JUDGED = "export", "judged"  # folders: what scorers read, and what they leave
 
 

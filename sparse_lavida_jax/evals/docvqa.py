@@ -7,7 +7,7 @@ model was evaluated.
 
 import functools
 
-from sparse_lavida_jax.bench.record import write_json
+from sparse_lavida_jax.data.files import write_json
 from sparse_lavida_jax.evals.benchmark import Item, QuestionBenchmark, mean
 from sparse_lavida_jax.evals.files import (
     check_fields,

@@ -8,7 +8,7 @@ compares it; the only rule of the official script, equal text, is given as a low
 
 import functools
 
-from sparse_lavida_jax.bench.record import write_json
+from sparse_lavida_jax.data.files import write_json
 from sparse_lavida_jax.evals.benchmark import JUDGED, Item, QuestionBenchmark, share, shares
 from sparse_lavida_jax.evals.files import (
     EvaluationError,

@@ -10,7 +10,7 @@ import functools
 import re
 from collections.abc import Mapping
 
-from sparse_lavida_jax.bench.record import write_json
+from sparse_lavida_jax.data.files import write_json
 from sparse_lavida_jax.evals.benchmark import (
     JUDGED,
     Item,

@@ -13,7 +13,7 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 
-from sparse_lavida_jax.bench.record import write_json
+from sparse_lavida_jax.data.files import write_json
 from sparse_lavida_jax.evals.benchmark import Item, QuestionBenchmark, are_answered, share, shares
 from sparse_lavida_jax.evals.files import EvaluationError, Parquet, matching
 

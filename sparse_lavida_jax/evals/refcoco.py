@@ -10,7 +10,7 @@ import pathlib
 import pickletools
 from typing import Any
 
-from sparse_lavida_jax.bench.record import write_json
+from sparse_lavida_jax.data.files import write_json
 from sparse_lavida_jax.evals.benchmark import Benchmark, Item, mean, share
 from sparse_lavida_jax.evals.files import (
     EvaluationError,

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench import record
 from sparse_lavida_jax.checkpoints import model_folder
-from sparse_lavida_jax.data import markdown
+from sparse_lavida_jax.data import files, markdown
 from sparse_lavida_jax.evals import benchmark
 from sparse_lavida_jax.evals.benchmark import EXPORT, JUDGED, Benchmark, Row, Score
+from sparse_lavida_jax.evals.circumstances import circumstances, commit
 from sparse_lavida_jax.evals.files import EvaluationError
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.training import runs
@@ -124,12 +124,12 @@ def _claim(folder: pathlib.Path, settings: config.Config, bench: Benchmark, chec
     now = json.loads(json.dumps(now))  # tuples become lists, as in the file
     if not path.exists():
         if folder.exists() and not (folder / "shards").is_dir():
-            if not folder.is_dir() or any(one.suffix != record.WRITING for one in folder.iterdir()):
+            if not folder.is_dir() or any(p.suffix != files.UNFINISHED for p in folder.iterdir()):
                 raise runs.RunError(
                     f"{folder} holds files but no settings.json, so it is no evaluation. Choose"
                     " another --workdir."
                 )
-        record.write_json(_made(folder) / path.name, now)
+        files.write_json(_made(folder) / path.name, now)
     # Of shards that start together each may write; they go on if they wrote the same.
     try:
         before = dict(_flat(json.loads(path.read_text())))
@@ -158,9 +158,9 @@ def _digest(items: Sequence[benchmark.Item]) -> str:
 def _tell_circumstances(path: pathlib.Path) -> None:
     """Adds device, software and commit to a file, unless its last entry has the same."""
     before = json.loads(path.read_text()) if path.exists() else []
-    now = json.loads(json.dumps({**record.circumstances(), **record.commit()}))
+    now = json.loads(json.dumps({**circumstances(), **commit()}))
     if not before or _without_times(before[-1]) != _without_times(now):
-        record.write_json(path, [*before, now])
+        files.write_json(path, [*before, now])
 
 
 def _without_times(entry: dict[str, Any]) -> dict[str, Any]:
@@ -249,8 +249,7 @@ def _finish(
 ) -> str:
     """Writes the export, `results.json` and `table.md`, and returns the table."""
     _made(folder / JUDGED)
-    for part in folder.glob(f"{EXPORT}/**/.*.png-*"):  # of images that a killed process wrote
-        part.unlink(missing_ok=True)  # another shard may be about the same
+    files.remove_unfinished(folder / EXPORT)
     bench.export(rows, _made(folder / EXPORT))
     scores = bench.scores(rows, folder)
     made = [
@@ -262,7 +261,7 @@ def _finish(
         "schema": SCHEMA,
         "benchmark": settings.evaluate.benchmark,
         "title": bench.title,
-        "scored": record.circumstances()["created"],
+        "scored": circumstances()["created"],
         "made_with": made,
         "checkpoint": source,
         "items": len(rows),
@@ -272,9 +271,9 @@ def _finish(
         "seconds": round(sum(row.seconds for row in rows), 2),
         "scores": [score.as_json() for score in scores],
     }
-    record.write_json(folder / "results.json", results)
+    files.write_json(folder / "results.json", results)
     text = _table(bench, scores, results, folder)
-    record.write_text(folder / "table.md", text + "\n")
+    files.write_text(folder / "table.md", text + "\n")
     return text
 
 

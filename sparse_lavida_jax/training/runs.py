@@ -8,8 +8,6 @@ writes; the folder is one that all of them see.
 """
 
 import contextlib
-import fcntl
-import os
 import pathlib
 import signal
 import threading
@@ -17,8 +15,9 @@ import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from sparse_lavida_jax import config, processes
+from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.data import files
 from sparse_lavida_jax.training import states
 
 T = TypeVar("T")
@@ -87,8 +86,8 @@ class Run:
 
     def __enter__(self) -> "Run":
         with contextlib.ExitStack() as undo:
-            processes.check_same(self.config)
-            unlock = processes.first_does(self._claim)
+            runtime.check_same(self.config)
+            unlock = runtime.first_does(self._claim)
             if unlock is not None:
                 undo.callback(unlock)
             self.states = states.States(
@@ -127,7 +126,7 @@ class Run:
 
     def is_asked_to_stop(self, step: int) -> bool:
         """Whether a signal came; asked behind every step, it is the same in all processes."""
-        if processes.told_to_stop(step):
+        if runtime.is_asked_to_stop(step):
             self.stop_signal = signal.SIGTERM
         return self.stop_signal is not None
 
@@ -157,7 +156,8 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunError(f"{self.folder} cannot be made: {error.strerror}.") from error
-        names = {path.name for path in self.folder.iterdir()} - {"lock"}
+        names = {path.name for path in self.folder.iterdir() if path.suffix != files.UNFINISHED}
+        names -= {"lock"}
         if names and "config.json" not in names:
             raise RunError(
                 f"{self.folder} holds files but no config.json, so it is no run directory. Choose"
@@ -198,13 +198,13 @@ class Run:
 
         def ask_to_stop(number: int, frame: types.FrameType | None):
             restore_handlers()
-            if processes.are_several():
-                processes.pass_on(number)
+            if runtime.are_several():
+                runtime.pass_signal_on(number)
             else:
                 self.stop_signal = number
 
         # With several processes jax itself listens for SIGTERM, and tells them all.
-        ours = (signal.SIGINT,) if processes.are_several() else (signal.SIGINT, signal.SIGTERM)
+        ours = (signal.SIGINT,) if runtime.are_several() else (signal.SIGINT, signal.SIGTERM)
         # Python allows handlers in the main thread only.
         if threading.current_thread() is threading.main_thread():
             for number in ours:
@@ -228,27 +228,13 @@ def _settings(settings: config.Config) -> dict[str, Any]:
 
 
 def lock(folder: pathlib.Path) -> Callable[[], None]:
-    """Makes this process the only writer of the folder; returns what gives that up.
-
-    The operating system drops the lock of a process that dies, however it dies; the number in the
-    file is for the message.
-    """
-    path = folder / "lock"
+    """Makes this process the only writer of the folder; returns a function that releases it."""
     try:
-        file = path.open("a+")
+        return files.lock(folder / "lock").release
     except OSError as error:
         raise RunError(f"{folder} cannot be written to: {error.strerror}.") from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        owner = file.read().strip() or "unknown"
-        file.close()
+    except files.LockedError as owner:
         raise RunError(
             f"{folder} is being written by process {owner}. Wait for it, stop it, or choose"
             " another --workdir."
         ) from None
-    file.truncate(0)
-    file.write(str(os.getpid()))
-    file.flush()
-    return file.close

@@ -18,7 +18,7 @@ import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 from jaxtyping import Array, UInt32
 
-from sparse_lavida_jax import config, processes
+from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.models import parameters
 
@@ -85,10 +85,10 @@ class States:
         self._checkpointer = self._open()
 
     def _open(self) -> ocp.training.Checkpointer:
-        if processes.is_first() and not self.read_only:
+        if runtime.is_first() and not self.read_only:
             for half_written in self.folder.glob("*.orbax-checkpoint-tmp*"):
                 shutil.rmtree(half_written)
-        processes.wait_for_all("states swept")
+        runtime.wait_for_all("states swept")
         policies = ocp.training.preservation_policies
         kept: list[Any] = [
             policies.LatestN(self.keep),
@@ -126,12 +126,12 @@ class States:
         leaves: Any = {
             name: leaf for name, leaf in parameters.by_name(state).items() if np.size(leaf)
         }
-        if processes.are_several():
+        if runtime.are_several():
             leaves = _shared_arrays(leaves)
         else:  # copies, for the next step donates its buffers
             leaves = {name: _to_host(leaf) for name, leaf in leaves.items()}
         size = sum(leaf.nbytes for leaf in leaves.values())
-        processes.first_does(lambda: model_folder.check_free_space(self.folder, size))
+        runtime.first_does(lambda: model_folder.check_free_space(self.folder, size))
         metadata: Any = {"sha256": _known(leaves), "note": note}
         with self._writing():
             self._checkpointer.save_checkpointables_async(
@@ -185,17 +185,17 @@ class States:
                 raise model_folder.CheckpointError(str(error)) from error
             except Exception as error:  # the store raises whatever its layers raise
                 leaves, trouble = {}, error
-            if processes.all_of_them(trouble is None):
+            if runtime.holds_everywhere(trouble is None):
                 self._put_aside(damaged)
                 return step, leaves
             said = "another process says" if trouble is None else _first_cause(trouble)
-            if not processes.all_of_them(trouble is None or _is_damage(trouble)):
+            if not runtime.holds_everywhere(trouble is None or _is_damage(trouble)):
                 raise model_folder.CheckpointError(
                     f"the state of step {step} in {self.folder} cannot be read just now ({said})."
                     " It was left as it is: see to the memory or the file system, or take the"
                     " train.mesh that it was saved with, and run the same command again."
                 ) from trouble
-            if processes.is_first():
+            if runtime.is_first():
                 log.warning(
                     "The state of step %d in %s is damaged (%s); trying the one before it.",
                     step, self.folder, said,
@@ -241,7 +241,7 @@ class States:
         except Exception as error:  # the store raises whatever its layers raise
             # It would count a step whose writing failed as saved, so begin afresh. Of several
             # processes the others know nothing of it yet: they cannot do this together.
-            if not processes.are_several():
+            if not runtime.are_several():
                 self._checkpointer = self._open()
             raise model_folder.WriteError(
                 f"a state could not be written to {self.folder} ({error}). Intact are those of"
@@ -256,7 +256,7 @@ class States:
         """Returns leaves by name, of one of the groups that `only` names if it names any."""
         metadata: Any = self._checkpointer.checkpointables_metadata(step)
         known = (metadata.custom_metadata or {}).get("sha256")
-        whole = not only and not processes.are_several()
+        whole = not only and not runtime.are_several()
         if whole and not _is_of_several(known):
             tree = self._checkpointer.load_checkpointables(step, {"state": None})["state"]
             leaves = {name: np.asarray(leaf) for name, leaf in parameters.by_name(tree).items()}
@@ -291,12 +291,12 @@ class States:
     def _put_aside(self, steps: list[int]) -> None:
         if self.read_only or not steps:
             return
-        if processes.is_first():
+        if runtime.is_first():
             self._aside.mkdir(exist_ok=True)
             for step in steps:
                 shutil.rmtree(self._aside / str(step), ignore_errors=True)
                 (self.folder / str(step)).rename(self._aside / str(step))
-        processes.wait_for_all("put aside")
+        runtime.wait_for_all("put aside")
         self._checkpointer.reload()
 
 
@@ -393,7 +393,7 @@ def _known(leaves: Mapping[str, Any]) -> dict[str, str]:
 
     Training waits for it, since the store takes what goes with a state before it writes anything.
     """
-    if processes.are_several():
+    if runtime.are_several():
         return {name: f"sums {digest}" for name, digest in _sum_digests(leaves).items()}
     # Hashing lets go of the interpreter's lock, so every core takes an array.
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -418,7 +418,7 @@ def _check_known(known: dict[str, str] | str | None, leaves: Mapping[str, Any]) 
     else:
         found = {
             name: model_folder.digest_of({name: whole})
-            for name, whole in processes.on_host(dict(leaves)).items()
+            for name, whole in runtime.on_host(dict(leaves)).items()
         }
     wrong = [name for name in found if known.get(name) != found[name]]
     if wrong:
@@ -434,7 +434,7 @@ def _is_of_several(known: dict[str, str] | str | None) -> bool:
 
 
 def _sum_digests(leaves: Mapping[str, Any]) -> dict[str, str]:
-    sums = processes.on_host(_sums(dict(leaves)))
+    sums = runtime.on_host(_sums(dict(leaves)))
     return {
         name: hashlib.sha256(
             f"{name} {leaves[name].dtype} {leaves[name].shape} {total.tolist()}".encode()

@@ -16,7 +16,7 @@ import traces
 from sparse_lavida_jax import config, layout, orders, sample
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.sampling import choose, prompts
+from sparse_lavida_jax.sampling import choose, plans, prompts
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 REMASKING = {"low_confidence": "probability", "entrophy": "entropy"}  # released name -> ours
@@ -165,7 +165,7 @@ def image_draws(variant, recorded, grid, side):
 # Runs.
 
 
-def one_by_one(segments: list[orders.Segment]) -> list[orders.Segment]:
+def one_by_one(segments: list[plans.Segment]) -> list[plans.Segment]:
     """Returns the same steps, each a segment of its own."""
     return [part.steps(i, i + 1) for part in segments for i in range(part.num_steps)]
 

@@ -562,9 +562,7 @@ def test_a_few_training_steps_lower_the_loss():
     def loss(model, batch):
         text, image = traces.training_pass(model, batch)
         codes = jnp.broadcast_to(batch.image_weight[..., None], batch.image_target.shape)
-        of_text, _ = weighted_cross_entropy(
-            text[:, :, 0], batch.text_target, batch.text_weight
-        )
+        of_text, _ = weighted_cross_entropy(text[:, :, 0], batch.text_target, batch.text_weight)
         of_image, _ = weighted_cross_entropy(image, batch.image_target, codes)
         num_codes = batch.image_total.sum() * settings.codes_per_token
         return of_text / batch.text_total.sum() + of_image / num_codes

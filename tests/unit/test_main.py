@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import sparse_lavida_jax
-from sparse_lavida_jax import config, main, processes, programs
+from sparse_lavida_jax import config, main, runtime
 from sparse_lavida_jax.checkpoints import model_folder
 
 CONFIG = """
@@ -250,14 +250,14 @@ def test_steps_to_trace_that_are_none_are_told(folder, capsys, words):
 
 def test_processes_are_told_of_each_other_or_not_at_all(folder, capsys, monkeypatch):
     met = []
-    monkeypatch.setattr(processes.Together, "start", lambda self: met.append(self))
-    monkeypatch.setattr(processes.Together, "end", lambda self: None)
+    monkeypatch.setattr(runtime.Together, "start", lambda self: met.append(self))
+    monkeypatch.setattr(runtime.Together, "end", lambda self: None)
     fake = types.SimpleNamespace(train=lambda settings, run, profile: None)
     monkeypatch.setattr(sparse_lavida_jax, "train", fake, raising=False)
     whole = ["--coordinator=10.0.0.2:8476", "--num_processes=2", "--process_id=1"]
     for words in ([], ["--distributed"], whole):
         assert main.main(["main", "--config=configs/toy.py", *words]) == 0
-    assert met == [processes.Together(), processes.Together("10.0.0.2:8476", 2, 1)]
+    assert met == [runtime.Together(), runtime.Together("10.0.0.2:8476", 2, 1)]
     for missing in whole:
         words = [word for word in whole if word != missing]
         assert "go together" in complaint(capsys, "--config=configs/toy.py", *words)
@@ -271,7 +271,7 @@ def test_processes_that_do_not_meet_are_a_sentence(folder, capsys, monkeypatch):
     def initialize(**_):
         raise ValueError("coordinator_address should be defined.")
 
-    monkeypatch.setattr(processes.jax.distributed, "initialize", initialize)
+    monkeypatch.setattr(runtime.jax.distributed, "initialize", initialize)
     told = complaint(capsys, "--config=configs/toy.py", "--distributed")
     assert "do not find each other: coordinator_address should be defined" in told
     assert "--coordinator=ADDRESS:PORT" in told
@@ -281,11 +281,10 @@ def test_compiled_programs_are_kept_unless_told_otherwise(folder, monkeypatch):
     fake = types.SimpleNamespace(train=lambda settings, run, profile: None)
     monkeypatch.setattr(sparse_lavida_jax, "train", fake, raising=False)
     updates = {}
-    settings = types.SimpleNamespace(update=updates.__setitem__)
-    monkeypatch.setattr(programs, "jax", types.SimpleNamespace(config=settings))
+    monkeypatch.setattr(runtime.jax.config, "update", updates.__setitem__)
     assert main.main(["main", "--config=configs/toy.py", "--compilation_cache="]) == 0
     assert updates == {}
     assert main.main(["main", "--config=configs/toy.py"]) == 0
     cache = os.environ["XDG_CACHE_HOME"]
     assert updates["jax_compilation_cache_dir"] == f"{cache}/sparse-lavida-jax"
-    assert updates["jax_compilation_cache_max_size"] == programs.MOST_BYTES
+    assert updates["jax_compilation_cache_max_size"] == runtime.MOST_BYTES

@@ -18,7 +18,7 @@ from sparse_lavida_jax import config, layout, orders, pipeline, sample
 from sparse_lavida_jax.layout import GIVEN_BLOCK, NO_FEATURE, PROMPT_BLOCK
 from sparse_lavida_jax.models import codec as codecs
 from sparse_lavida_jax.models import vq
-from sparse_lavida_jax.sampling import choose, options, presets, prompts
+from sparse_lavida_jax.sampling import choose, options, plans, presets, prompts
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 SETTINGS = tiny.model_settings(num_registers=2)
@@ -233,7 +233,7 @@ def test_least_lengths_let_batches_share_their_programs():
 def test_capacity_is_the_furthest_slot_that_any_step_writes():
     for settings, segments in (
         (image_settings(), image_plan(image_requests(2, 5), 4)),
-        (text_settings(), orders.text_plan(tiny.TEXT_LEN, tiny.TEXT_BLOCK_LEN, 3)),
+        (text_settings(), plans.text_plan(tiny.TEXT_LEN, tiny.TEXT_BLOCK_LEN, 3)),
     ):
         requests = image_requests(2, 5) if settings.kind == "image" else text_requests((3, 0.0))
         prompt = prompts.prepare(requests, settings.kind, SETTINGS)
@@ -272,7 +272,7 @@ def test_compiled_loops_take_the_same_steps_and_callbacks_keep_their_images():
     model = tiny.denoiser(dataclasses.replace(SETTINGS, num_layers=2, dual_tower_layers=0))
     requests = image_requests(3, 6)
     segments = [
-        orders.Segment(*(getattr(s, f.name)[i : i + 2] for f in dataclasses.fields(s)))
+        plans.Segment(*(getattr(s, f.name)[i : i + 2] for f in dataclasses.fields(s)))
         for s in image_plan(requests)
         for i in (0, 2)
     ]

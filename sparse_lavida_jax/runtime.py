@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several processes that train one model together: what they share, and what they must agree on.
+"""The processes of a run, and the folder in which compiled programs are kept.
 
-Each process runs the same program on devices of its own; arrays lie over all of them, and every
-process takes part in every computation on such an array. The first process alone writes what is
-not an array. With one process nothing here communicates.
+Where several processes train one model together, each runs the same program on its own devices.
+Arrays lie over the devices of all, and every process takes part in every computation on such an
+array. The first process alone writes what is not an array. With one process nothing here
+communicates.
 """
 
 import dataclasses
 import hashlib
 import json
 import os
+import pathlib
 import signal
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -23,9 +25,11 @@ from sparse_lavida_jax.version import __version__
 
 T = TypeVar("T")
 
+MOST_BYTES = 5 * 2**30  # of compiled programs; beyond it the oldest are deleted
+
 
 class ProcessError(Exception):
-    """Processes that do not find each other, or disagree."""
+    """Processes that do not find each other, or that disagree."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,9 +38,9 @@ class Together:
 
     Attributes:
         coordinator: address and port of the first process, such as `10.0.0.2:8476`; empty where
-            the environment tells it: TPU pods, SLURM, Open MPI, Kubernetes.
+            the environment gives it: TPU pods, SLURM, Open MPI, Kubernetes.
         count: how many processes there are; 0: as the environment says.
-        index: of this one, from 0; -1: as the environment says.
+        index: of this process, from 0; -1: as the environment says.
     """
 
     coordinator: str = ""
@@ -44,7 +48,7 @@ class Together:
     index: int = -1
 
     def start(self) -> None:
-        """Connects this process with the others. No device may have been used before.
+        """Connects this process to the others. No device may have been used before.
 
         Raises:
             ProcessError: the environment does not say where they are, or they do not answer.
@@ -63,7 +67,7 @@ class Together:
             ) from error
 
     def end(self) -> None:
-        """Lets go of the others, who wait for each other here."""
+        """Disconnects, after every process has come here."""
         jax.distributed.shutdown()
 
 
@@ -78,20 +82,16 @@ def are_several() -> bool:
 
 
 def wait_for_all(place: str) -> None:
-    """Waits until every process has come here.
-
-    Args:
-        place: a name that all of them give.
-    """
+    """Waits until every process has come here; all of them give the same name of the place."""
     if are_several():
         multihost_utils.sync_global_devices(place)
 
 
 def first_does(action: Callable[[], T]) -> T | None:
-    """Lets the first process do something, and the others wait for it; returns its result there.
+    """Lets the first process do something while the others wait; returns its result there.
 
     Raises:
-        ProcessError: it failed there; the first process raises what was the matter.
+        ProcessError: it failed in the first process, which raises the error itself.
     """
     if not are_several():
         return action()
@@ -99,7 +99,7 @@ def first_does(action: Callable[[], T]) -> T | None:
     if is_first():
         try:
             result = action()
-        except Exception as error:  # told to the others before it is raised
+        except Exception as error:  # the others hear of it before it is raised
             failure = error
     if any(agreed_on_first(failure is not None)):
         if failure is not None:
@@ -109,13 +109,13 @@ def first_does(action: Callable[[], T]) -> T | None:
 
 
 def agreed_on_first(*values: float) -> tuple[float, ...]:
-    """Returns what the first process has for these numbers, in all of them."""
+    """Returns, in every process, the numbers that the first one has."""
     if not are_several():
         return values
     return tuple(multihost_utils.broadcast_one_to_all(np.array(values, np.float32)).tolist())
 
 
-def all_of_them(holds: bool) -> bool:
+def holds_everywhere(holds: bool) -> bool:
     """Whether something holds in every process."""
     if not are_several():
         return holds
@@ -123,15 +123,15 @@ def all_of_them(holds: bool) -> bool:
 
 
 def check_same(settings: config.Config) -> None:
-    """Compares the settings and the version of this program over all processes.
+    """Checks that all processes have the same settings and the same version of this program.
 
     Raises:
         ProcessError: names the processes that differ from the first.
     """
     if not are_several():
         return
-    told = json.dumps([__version__, jax.__version__, config.to_dict(settings)], sort_keys=True)
-    own = np.frombuffer(hashlib.sha256(told.encode()).digest(), np.uint8)
+    described = json.dumps([__version__, jax.__version__, config.to_dict(settings)], sort_keys=True)
+    own = np.frombuffer(hashlib.sha256(described.encode()).digest(), np.uint8)
     found = multihost_utils.process_allgather(own)
     different = np.flatnonzero((found != found[0]).any(axis=1)).tolist()
     if different:
@@ -153,15 +153,40 @@ def on_host(tree: T) -> T:
     return jax.tree.map(whole, tree)
 
 
-def told_to_stop(step: int) -> bool:
-    """Whether all processes stop behind this step, because one of them was sent SIGTERM.
+def is_asked_to_stop(step: int) -> bool:
+    """Whether all processes stop after this step, because one of them was sent SIGTERM.
 
-    It is asked behind every step, in every process; the answer is the same in all of them.
+    Asked after every step, in every process; the answer is the same in all of them.
     """
     return are_several() and multihost_utils.reached_preemption_sync_point(step)
 
 
-def pass_on(number: int) -> None:
-    """Lets all processes know of a signal: JAX listens for SIGTERM where there are several."""
+def pass_signal_on(number: int) -> None:
+    """Passes a signal on to all processes: where there are several, JAX listens for SIGTERM."""
     if number != signal.SIGTERM:
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+# ---------------------------------------------------------------------------------------------
+# Compiled programs.
+
+
+def programs_folder() -> pathlib.Path:
+    """Returns where compiled programs are kept by default: a folder of the user's cache."""
+    cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    return cache / "sparse-lavida-jax"
+
+
+def keep_programs(folder: pathlib.Path | str | None = None) -> None:
+    """Keeps compiled programs, so that the next process does not compile them again.
+
+    Only commands call it: a library changes no setting of its process.
+
+    Args:
+        folder: by default that of `JAX_COMPILATION_CACHE_DIR`, otherwise `programs_folder()`.
+    """
+    if folder is None and os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return  # jax reads it itself
+    folder = pathlib.Path(folder or programs_folder()).expanduser()
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)

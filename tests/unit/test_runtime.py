@@ -4,7 +4,7 @@
 import jax
 import pytest
 
-from sparse_lavida_jax import programs
+from sparse_lavida_jax import runtime
 
 
 @pytest.fixture
@@ -17,14 +17,14 @@ def updated(monkeypatch):
 
 def test_compiled_programs_are_kept_in_the_users_cache(updated, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    programs.keep()
+    runtime.keep_programs()
     assert updated == {
         "jax_compilation_cache_dir": str(tmp_path / "sparse-lavida-jax"),
-        "jax_compilation_cache_max_size": programs.MOST_BYTES,
+        "jax_compilation_cache_max_size": runtime.MOST_BYTES,
     }
 
 
 def test_a_folder_that_is_asked_for_stays(updated, monkeypatch):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/elsewhere")
-    programs.keep()
+    runtime.keep_programs()
     assert updated == {}
