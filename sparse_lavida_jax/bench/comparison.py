@@ -338,7 +338,7 @@ def write_report(folder: pathlib.Path) -> pathlib.Path:
             "## What do cache and truncation bring?",
             "`python -m sparse_lavida_jax.bench.sampling --batch=1`, 2 and 4: the bundled model,"
             " medians of rows timed in turn; tokens are those of one response, padding left out.",
-            speed_tables.sampling_table(speed),
+            speed_tables.table("sampling", speed),
             "![how many times faster than dense](ablation_speed.png)",
         ]
     path = folder / "ablations.md"
