@@ -30,7 +30,6 @@ from sparse_lavida_jax.layout import (
     NO_CELL,
     NO_FEATURE,
     AnyArray,
-    Kind,
     Stream,
     TokenLayout,
     concatenate,
@@ -54,6 +53,7 @@ from sparse_lavida_jax.sampling.prompts import (
     parted,
     prepare,
 )
+from sparse_lavida_jax.sequence import Kind
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 NOT_DECODED = PAD_BLOCK  # in `decoded_at`: no step has decoded the position yet

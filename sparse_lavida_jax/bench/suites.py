@@ -11,12 +11,12 @@ from jaxtyping import UInt8
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import images
-from sparse_lavida_jax.data.examples import Example, Kind
+from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.kernels import attention
-from sparse_lavida_jax.layout import Response, Source, Text
 from sparse_lavida_jax.models import fuse, text_head
 from sparse_lavida_jax.sampling import plans, presets, prompts
 from sparse_lavida_jax.sampling.prompts import Prompt, Request
+from sparse_lavida_jax.sequence import Kind, Response, Source, Text
 
 PRESETS_SUITE = "sampling"  # every preset of one model: `by_preset`
 # Suites whose parameters are those of one task; the others write text, or make its logits.
