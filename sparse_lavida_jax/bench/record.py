@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import os
 import pathlib
 import re
 import uuid
@@ -13,10 +12,10 @@ from typing import Any
 
 import jax
 
+from sparse_lavida_jax.data import files
 from sparse_lavida_jax.evals.circumstances import circumstances, commit, device
 
 SCHEMA = "sparse-lavida-bench/1"
-WRITING = ".writing"  # ends the name of a file that is not whole yet
 RESULTS = pathlib.Path(__file__).parent / "results"
 PACKAGE = pathlib.Path(__file__).parents[1]
 
@@ -53,8 +52,7 @@ class Bench:
             **values,
         }
         path = path_of(self.suite, name or row_id, row["device"]["kind"])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, row)
+        files.write_json(path, row)
         return path
 
 
@@ -97,18 +95,6 @@ def compiled() -> Compiled:
     jax.monitoring.register_event_duration_secs_listener(listen)
     jax.monitoring.register_event_listener(hit)
     return found
-
-
-def write_json(path: pathlib.Path, values: Any) -> None:
-    """Writes a file as a whole or not at all, whoever else is writing it."""
-    write_text(path, json.dumps(values, indent=1) + "\n")
-
-
-def write_text(path: pathlib.Path, text: str) -> None:
-    """Writes a file as a whole or not at all, whoever else is writing it."""
-    fresh = path.with_name(f"{path.name}.{os.getpid()}{WRITING}")
-    fresh.write_text(text)
-    os.replace(fresh, path)
 
 
 def read_rows(suite: str) -> list[dict[str, Any]]:

@@ -14,8 +14,6 @@ import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-import numpy as np
-
 from sparse_lavida_jax import config, evals
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.evals import scorers
@@ -29,7 +27,7 @@ EXPORT, JUDGED = "export", "judged"  # folders: what scorers read, and what they
 TOKEN_BY_TOKEN = {"text_temperature": 0.0, "text_step_ratio": 1.0}
 
 Load = Callable[[], list[Pixels]]
-Asked = tuple[str, str, Record] | tuple[str, str, Record, Load]  # an `Item` without its number
+Asked = tuple[str, str, Record, Load]  # an `Item` without its number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,14 +39,14 @@ class Item:
         key: its official name.
         words: the prompt.
         record: its entry in the official file.
-        load: returns the images that are shown with it.
+        load: returns the images that are shown with it; `list` where there are none.
     """
 
     index: int
     key: str
     words: str
     record: Record
-    load: Load = list
+    load: Load
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +138,7 @@ def written(
     examples: Sequence[Any],
     sampling: config.Sampling,
     seeds: Sequence[int],
-) -> list[np.ndarray]:
+) -> Sequence[Any]:
     """Returns the tokens that answer each example; all run in one compiled program."""
     bucket = pipe.shared_bucket(examples, sampling)
     return pipe.run(examples, sampling=sampling, seed=seeds, bucket=bucket)

@@ -5,7 +5,9 @@ Files: `ChartQA Dataset` of github.com/vis-nlp/ChartQA. The wording is that of l
 the base model was evaluated.
 """
 
-from sparse_lavida_jax.bench.record import write_json
+from typing import ClassVar
+
+from sparse_lavida_jax.data.files import write_json
 from sparse_lavida_jax.evals.benchmark import QuestionBenchmark, shares
 from sparse_lavida_jax.evals.files import read_json, records
 from sparse_lavida_jax.evals.scorers import relaxed_match
@@ -24,7 +26,7 @@ class Bench(QuestionBenchmark):
         " holds test/test_human.json, test/test_augmented.json and test/png. evaluate.split names"
         " the split."
     )
-    configs = {"chartqa": {"split": "test", "max_new_tokens": 16}}
+    configs: ClassVar = {"chartqa": {"split": "test", "max_new_tokens": 16}}
 
     def read(self):
         """Yields an item for each question, those of people first."""

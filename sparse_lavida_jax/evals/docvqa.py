@@ -5,7 +5,9 @@ Files: task 1 of rrc.cvc.uab.es, challenge 17. The wording is that of lmms-eval,
 model was evaluated.
 """
 
-from sparse_lavida_jax.bench.record import write_json
+from typing import ClassVar
+
+from sparse_lavida_jax.data.files import write_json
 from sparse_lavida_jax.evals.benchmark import QuestionBenchmark, mean
 from sparse_lavida_jax.evals.files import check_fields, of_kind, read_json, records
 from sparse_lavida_jax.evals.scorers import anls
@@ -26,7 +28,7 @@ class Bench(QuestionBenchmark):
         " and put them into the folder as val_v1.0.json (or val_v1.0_withQT.json, test_v1.0.json)"
         " and documents/*.png. evaluate.split is val or test."
     )
-    configs = {"docvqa": {"split": "val", "max_new_tokens": 32}}
+    configs: ClassVar = {"docvqa": {"split": "val", "max_new_tokens": 32}}
 
     def read(self):
         """Yields an item for each question."""

@@ -8,6 +8,7 @@ questions about each image; from its answers on, the score is a formula.
 import dataclasses
 import re
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 
@@ -52,7 +53,7 @@ class Bench(ImageBenchmark):
         f" evaluate.num_images, --res-path to {JUDGED}/dpg.txt next to it."
     )
 
-    configs = {"dpg": {"num_images": 4}}
+    configs: ClassVar = {"dpg": {"num_images": 4}}
 
     def read(self):
         """Yields an item for each text file."""
@@ -65,7 +66,7 @@ class Bench(ImageBenchmark):
         for path in self.files("prompts/*.txt"):
             if path.stem not in questions:
                 raise EvaluationError(f"dpg_bench.csv asks nothing of {path}. {self.source}")
-            yield path.stem, read_text(path).strip(), {}
+            yield path.stem, read_text(path).strip(), {}, list
 
     def _questions(self) -> dict[str, list[Question]]:
         """Returns the questions of each prompt, in the order of the file."""

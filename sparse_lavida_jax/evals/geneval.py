@@ -6,6 +6,7 @@ Files and layout: github.com/djghosh13/geneval. The judge is its mask2former det
 
 import json
 import pathlib
+from typing import ClassVar
 
 from sparse_lavida_jax.evals.benchmark import JUDGED, ImageBenchmark, mean, shares
 from sparse_lavida_jax.evals.files import EvaluationError, of_kind, read_lines, records
@@ -28,13 +29,13 @@ class Bench(ImageBenchmark):
         "run evaluation/evaluate_images.py of github.com/djghosh13/geneval on that folder, with"
         f" --outfile set to {JUDGED}/{RESULTS} next to it."
     )
-    configs = {"geneval": {"num_images": 4, "prefix": "a realistic image, 4k. "}}
+    configs: ClassVar = {"geneval": {"num_images": 4, "prefix": "a realistic image, 4k. "}}
 
     def read(self):
         """Yields an item for each line."""
         path = self.file("evaluation_metadata.jsonl")
         for key, record, _ in records(read_lines(path), ("tag", "prompt"), path):
-            yield key.zfill(5), record["prompt"], record
+            yield key.zfill(5), record["prompt"], record, list
 
     def keep(self, item, drawn):
         """Returns 00000.png and so on, in the folder of the prompt."""

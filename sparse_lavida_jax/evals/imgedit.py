@@ -4,6 +4,8 @@
 Files and layout: github.com/PKU-YuanGroup/ImgEdit, Benchmark/Basic. The judge is GPT-4o.
 """
 
+from typing import ClassVar
+
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.data.images import centre_crop
 from sparse_lavida_jax.evals.benchmark import EXPORT, JUDGED, Benchmark, mean, share
@@ -28,7 +30,7 @@ class Bench(Benchmark):
         f" --origin_img_root to {ORIGINALS} and --prompts_json to prompts.json of there, and put"
         f" the result.json that it writes into {JUDGED} next to it."
     )
-    configs = {"imgedit": {}}
+    configs: ClassVar = {"imgedit": {}}
 
     def read(self):
         """Yields an item for each edit."""

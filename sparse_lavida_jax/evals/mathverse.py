@@ -6,7 +6,9 @@ github.com/ZrrSkywalker/MathVerse. The judge is GPT-4, which finds the answer in
 compares it; the only rule of the official script, equal text, is given as a lower bound.
 """
 
-from sparse_lavida_jax.bench.record import write_json
+from typing import ClassVar
+
+from sparse_lavida_jax.data.files import write_json
 from sparse_lavida_jax.evals.benchmark import JUDGED, QuestionBenchmark, share, shares
 from sparse_lavida_jax.evals.files import EvaluationError, image_name, read_json, records
 
@@ -32,7 +34,7 @@ class Bench(QuestionBenchmark):
         f" github.com/ZrrSkywalker/MathVerse on its {OUTPUT}, and put what the second writes into"
         f" {JUDGED}/{SCORES} next to it."
     )
-    configs = {"mathverse": {"max_new_tokens": 1024}}
+    configs: ClassVar = {"mathverse": {"max_new_tokens": 1024}}
 
     def read(self):
         """Yields an item for each version of a problem."""
@@ -56,9 +58,7 @@ class Bench(QuestionBenchmark):
             return [bound]
         judged = {
             str(record["sample_index"]): record["judgement"]
-            for _, record, _ in records(
-                read_json(path, list), ("sample_index", "judgement"), path
-            )
+            for _, record, _ in records(read_json(path, list), ("sample_index", "judgement"), path)
         }
         if missing := [item.key for item in self.items if judged.get(item.key) not in (0, 1)]:
             raise EvaluationError(

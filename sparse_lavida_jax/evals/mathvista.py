@@ -9,8 +9,9 @@ answer is wrong, and the table says how many there are.
 import functools
 import re
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
-from sparse_lavida_jax.bench.record import write_json
+from sparse_lavida_jax.data.files import write_json
 from sparse_lavida_jax.evals.benchmark import (
     JUDGED,
     Metric,
@@ -45,7 +46,7 @@ class Bench(QuestionBenchmark):
         " next to it."
     )
 
-    configs = {"mathvista": {"split": "testmini", "max_new_tokens": 1024}}
+    configs: ClassVar = {"mathvista": {"split": "testmini", "max_new_tokens": 1024}}
 
     def read(self):
         """Yields an item for each question."""

@@ -8,6 +8,7 @@ features that other people's encoders give; HPS v3 is a score that another model
 import json
 import pathlib
 import zipfile
+from typing import ClassVar
 
 import numpy as np
 
@@ -41,7 +42,7 @@ class Bench(ImageBenchmark):
         f" {JUDGED}/hps_v3.npz (names, scores), next to it; docs/evaluation.md shows how."
     )
 
-    configs = {"mjhq": {"num_images": 1}}
+    configs: ClassVar = {"mjhq": {"num_images": 1}}
 
     def read(self):
         """Yields an item for each prompt."""
@@ -49,7 +50,7 @@ class Bench(ImageBenchmark):
         fields = ("category", "prompt")
         for key, record, where in records(read_json(path, dict), fields, path):
             image_name(_file(record, key), where)
-            yield key, record["prompt"], record
+            yield key, record["prompt"], record, list
 
     def keep(self, item, drawn):
         """Returns one image in the folder of its category, as the real ones lie."""
@@ -60,8 +61,7 @@ class Bench(ImageBenchmark):
     def export(self, answers, folder):
         """Writes which image goes with which prompt."""
         lines = [
-            {"name": one.item.key, "file": one.output["files"][0], **one.record}
-            for one in answers
+            {"name": one.item.key, "file": one.output["files"][0], **one.record} for one in answers
         ]
         (folder / PAIRS).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
@@ -118,7 +118,7 @@ def _arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
     try:
         with np.load(path, allow_pickle=False) as file:
             # "pictures" is an older name of "images".
-            return {{"pictures": "images"}.get(name, name): file[name] for name in file.files}
+            return {name.replace("pictures", "images"): file[name] for name in file.files}
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         raise EvaluationError(f"{path} is no .npz of plain arrays: {error}.") from error
 

@@ -11,6 +11,7 @@ import binascii
 import csv
 import functools
 import string
+from typing import ClassVar
 
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.evals.benchmark import Item, QuestionBenchmark, share, shares
@@ -24,7 +25,7 @@ ENDING = "\nAnswer with the option's letter from the given choices directly."
 
 
 class Bench(QuestionBenchmark):
-    """1164 questions, each in up to four orders of its options, dev, English (table 5 of the paper).
+    """1164 questions in up to four orders of their options, dev, English (table 5 of the paper).
 
     Room for an answer: ours; lmms-eval gives 1024 tokens for what is one letter.
     """
@@ -36,7 +37,7 @@ class Bench(QuestionBenchmark):
         " .tsv."
     )
 
-    configs = {"mmbench": {"split": "MMBench_DEV_EN", "max_new_tokens": 32}}
+    configs: ClassVar = {"mmbench": {"split": "MMBench_DEV_EN", "max_new_tokens": 32}}
 
     def read(self):
         """Yields an item for each row."""
@@ -113,7 +114,7 @@ def words_of(row: dict[str, str]) -> str:
 
 
 def letter_of(said: str, options: dict[str, str]) -> str | None:
-    """Returns the option that an answer names by the official rule; None unless it names exactly one.
+    """Returns the option that an answer names by the official rule; None if not exactly one.
 
     A letter that stands alone, or between marks such as "(A)." or "A:"; else the words of exactly
     one option. "A" in more than three words may be an article, and is not taken.

@@ -9,6 +9,7 @@ question is that of lmms-eval, with which the base model was evaluated.
 import collections
 import functools
 import pathlib
+from typing import ClassVar
 
 from sparse_lavida_jax.evals.benchmark import Metric, QuestionBenchmark
 from sparse_lavida_jax.evals.files import EvaluationError, read_image, read_text
@@ -39,7 +40,7 @@ class Bench(QuestionBenchmark):
         "Awesome-Multimodal-Large-Language-Models, branch Evaluation) and unpack it; the folder is"
         " MME_Benchmark_release_version, which holds existence, count and so on."
     )
-    configs = {"mme": {"max_new_tokens": 16}}
+    configs: ClassVar = {"mme": {"max_new_tokens": 16}}
 
     def read(self):
         """Yields an item for each question."""

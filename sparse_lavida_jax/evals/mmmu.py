@@ -12,8 +12,9 @@ import functools
 import random
 import re
 from collections.abc import Mapping
+from typing import ClassVar
 
-from sparse_lavida_jax.bench.record import write_json
+from sparse_lavida_jax.data.files import write_json
 from sparse_lavida_jax.evals.benchmark import QuestionBenchmark, has_solutions, shares
 from sparse_lavida_jax.evals.files import EvaluationError, Parquet
 
@@ -46,7 +47,7 @@ class Bench(QuestionBenchmark):
         " such as Accounting/validation-00000-of-00001.parquet. evaluate.split names the split."
     )
 
-    configs = {"mmmu": {"split": "validation", "max_new_tokens": 128}}
+    configs: ClassVar = {"mmmu": {"split": "validation", "max_new_tokens": 128}}
 
     def read(self):
         """Yields an item for each question."""

@@ -7,9 +7,9 @@ of COCO train2014. The prompt and the one step are those of the released evaluat
 
 import pathlib
 import pickle
-from typing import Any
+from typing import Any, ClassVar
 
-from sparse_lavida_jax.bench.record import write_json
+from sparse_lavida_jax.data.files import write_json
 from sparse_lavida_jax.evals.benchmark import Benchmark, mean, share, written
 from sparse_lavida_jax.evals.files import (
     EvaluationError,
@@ -38,12 +38,12 @@ class Bench(Benchmark):
         " refcoco/val, refcoco+/testA, refcocog/test."
     )
 
-    configs = {
+    configs: ClassVar = {
         "refcoco": {"split": "refcoco/val", "batch_size": 16},
         "refcoco_plus": {"split": "refcoco+/val", "batch_size": 16},
         "refcocog": {"split": "refcocog/val", "batch_size": 16},
     }
-    sampled_with = {"text_steps": 1, "text_step_ratio": 0.0, "text_commit": "count"}
+    sampled_with: ClassVar = {"text_steps": 1, "text_step_ratio": 0.0, "text_commit": "count"}
 
     def read(self):
         """Yields an item for each phrase; a thing has several."""

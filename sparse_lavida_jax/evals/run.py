@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench import record
 from sparse_lavida_jax.checkpoints import model_folder
-from sparse_lavida_jax.data import markdown
+from sparse_lavida_jax.data import files, markdown
 from sparse_lavida_jax.evals import benchmark
 from sparse_lavida_jax.evals.benchmark import EXPORT, JUDGED, Answer, Benchmark, Metric
 from sparse_lavida_jax.evals.circumstances import circumstances, commit
@@ -124,12 +123,12 @@ def _claim(folder: pathlib.Path, settings: config.Config, bench: Benchmark, chec
     now = json.loads(json.dumps(now))  # tuples become lists, as in the file
     if not path.exists():
         if folder.exists() and not (folder / "shards").is_dir():
-            if not folder.is_dir() or any(one.suffix != record.WRITING for one in folder.iterdir()):
+            if not folder.is_dir() or any(p.suffix != files.UNFINISHED for p in folder.iterdir()):
                 raise runs.RunError(
                     f"{folder} holds files but no settings.json, so it is no evaluation. Choose"
                     " another --workdir."
                 )
-        record.write_json(_made(folder) / path.name, now)
+        files.write_json(_made(folder) / path.name, now)
     # Of shards that start together each may write; they go on if they wrote the same.
     try:
         before = dict(_flat(json.loads(path.read_text())))
@@ -175,7 +174,7 @@ def _note_circumstances(path: pathlib.Path) -> None:
     before = json.loads(path.read_text()) if path.exists() else []
     now = json.loads(json.dumps({**circumstances(), **commit()}))
     if not before or before[-1] | {"created": ""} != now | {"created": ""}:
-        record.write_json(path, [*before, now])
+        files.write_json(path, [*before, now])
 
 
 def _made(folder: pathlib.Path) -> pathlib.Path:
@@ -233,8 +232,7 @@ def _finish(
 ) -> str:
     """Writes the export, `results.json` and `table.md`, and returns the table."""
     _made(folder / JUDGED)
-    for part in folder.glob(f"{EXPORT}/**/.*.png-*"):  # of images that a killed process wrote
-        part.unlink(missing_ok=True)  # another shard may delete the same
+    files.remove_unfinished(folder / EXPORT)
     bench.export(answers, _made(folder / EXPORT))
     scores = bench.scores(answers, folder)
     made_with = sorted(folder.glob(f"shards/*/{MADE_WITH}"))
@@ -251,9 +249,9 @@ def _finish(
         "seconds": round(sum(answer.seconds for answer in answers), 2),
         "scores": [score.as_json() for score in scores],
     }
-    record.write_json(folder / "results.json", results)
+    files.write_json(folder / "results.json", results)
     text = _table(bench, scores, results, folder)
-    record.write_text(folder / "table.md", text + "\n")
+    files.write_text(folder / "table.md", text + "\n")
     return text
 
 

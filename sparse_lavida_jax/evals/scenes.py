@@ -5,6 +5,7 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 import numpy as np
 
@@ -162,7 +163,7 @@ class Bench(Benchmark):
 
     title = "Scenes"
     source = "The package makes its prompts itself."
-    configs = {"scenes": {"checkpoint": "scenes", "limit": 100, "batch_size": 32}}
+    configs: ClassVar = {"scenes": {"checkpoint": "scenes", "limit": 100, "batch_size": 32}}
 
     def read(self):
         """Yields the prompts of each task."""
@@ -179,7 +180,7 @@ class Bench(Benchmark):
             for number in range(self.settings.limit or max(self.config.train.eval_prompts, 1)):
                 words = tasks.sample(task, EVAL_SEED, number, split).prompt
                 record = {"task": task, "split": split, "number": number}
-                yield f"{task}/{split}/{number:05}", words, record
+                yield f"{task}/{split}/{number:05}", words, record, list
 
     def first(self, items):
         """Returns all: `limit` is of each task."""
@@ -223,9 +224,7 @@ class Bench(Benchmark):
             for one in members:
                 samples.append(_sample(one.item))
                 files = one.output.get("files")
-                outputs.append(
-                    image_files.read(folder / EXPORT / files[0]) if files else one.text
-                )
+                outputs.append(image_files.read(folder / EXPORT / files[0]) if files else one.text)
             found += tally(name, samples, outputs).metrics
         return found
 

@@ -25,7 +25,7 @@ def wilson_interval(correct: int, total: int, z: float = 1.96) -> tuple[float, f
 
 
 def edit_distance(one: str, other: str) -> int:
-    """Returns the least number of insertions, deletions and substitutions (V. Levenshtein, 1966)."""
+    """Returns the least number of insertions, deletions, substitutions (V. Levenshtein, 1966)."""
     before = list(range(len(other) + 1))
     for i, a in enumerate(one, 1):
         now = [i]

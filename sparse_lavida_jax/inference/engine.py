@@ -16,7 +16,7 @@ from jaxtyping import Bool, Int, UInt8
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import model_folder
-from sparse_lavida_jax.data.examples import Encoder, Example
+from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.inference.batching import (
     NOTHING,
     Bucket,
@@ -36,6 +36,7 @@ from sparse_lavida_jax.models.codec import ImageCodec
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.sample import OnSegment
 from sparse_lavida_jax.sampling.prefixes import Prefixes
+from sparse_lavida_jax.scenes.encoder import Encoder
 from sparse_lavida_jax.scenes.prompts import ANSWER_TOKENS, ScenePrompts
 from sparse_lavida_jax.scenes.tokenizer import Tokenizer
 

@@ -163,7 +163,7 @@ def test_other_questions_under_the_same_names_are_another_evaluation(data, asked
 def test_a_start_that_was_killed_or_raced_does_no_harm(data, asked, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
-    (folder / "settings.json.7.writing").touch()  # left by a process that was killed
+    (folder / ".settings.json-0a1b2c3d.tmp").touch()  # left by a process that was killed
     run.evaluate(settings(data), "scenes", folder, shard="0/2")
     path = folder / "settings.json"
     path.write_text("{")
@@ -217,7 +217,7 @@ def test_half_written_images_are_removed_before_they_are_judged(data, asked, tmp
     run.evaluate(settings(data), "scenes", folder, shard="0/2")
     deep = folder / "export" / "a" / "b"
     deep.mkdir(parents=True)
-    for name in (".0.png-x1y2", "0.png"):
+    for name in (".0.png-0a1b2c3d.tmp", "0.png"):
         (deep / name).touch()
     run.evaluate(settings(data), "scenes", folder, shard="1/2")
     assert [path.name for path in deep.iterdir()] == ["0.png"]
