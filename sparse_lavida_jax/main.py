@@ -36,7 +36,7 @@ from ml_collections import ConfigDict, config_flags
 from sparse_lavida_jax import config, config_files, runtime
 from sparse_lavida_jax.apps.errors import MISTAKES, UsageError
 from sparse_lavida_jax.apps.terminal import progress, say
-from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.checkpoints import manifest, model_folder
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.training import runs
 
@@ -171,7 +171,7 @@ def _export(asked: flags.FlagValues, settings: config.Config) -> str:
 
 def _verify(asked: flags.FlagValues, settings: config.Config) -> str:
     folder = model_folder.find_model(asked.src)
-    return f"{folder}: {model_folder.verify(folder)} files, all as they were written"
+    return f"{folder}: {manifest.verify(folder)} files, all as they were written"
 
 
 def _prepare(asked: flags.FlagValues, settings: config.Config) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.checkpoints import manifest, model_folder
 from sparse_lavida_jax.data import files, markdown
 from sparse_lavida_jax.evals import benchmark
 from sparse_lavida_jax.evals.benchmark import EXPORT, JUDGED, Answer, Benchmark, Metric
@@ -97,13 +97,7 @@ def _shard(words: str) -> tuple[int, int]:
 
 def _checksum(name: str) -> str:
     """Returns the SHA-256 of the manifest of a model, which holds those of all its files."""
-    manifest = model_folder.find_model(name) / model_folder.MANIFEST
-    try:
-        return hashlib.sha256(manifest.read_bytes()).hexdigest()
-    except OSError as error:
-        raise model_folder.CheckpointError(
-            f"{manifest} cannot be read: {error.strerror}."
-        ) from error
+    return manifest.digest(model_folder.find_model(name))
 
 
 def _claim(folder: pathlib.Path, settings: config.Config, bench: Benchmark, checksum: str) -> None:

@@ -14,7 +14,7 @@ import torch_folder
 from PIL import Image
 
 from sparse_lavida_jax import cli, config, config_files, main
-from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.checkpoints import manifest, model_folder
 from sparse_lavida_jax.convert import from_torch, stand_in
 from sparse_lavida_jax.evals import benchmark
 from sparse_lavida_jax.lavida_o import chat
@@ -148,12 +148,12 @@ def test_another_checkpoint_needs_another_folder(model, tmp_path, capsys):
     shutil.copytree(model, other)
     settings = model_folder.read_config(other)
     model_folder.write_config(other, dataclasses.replace(settings, name="other"))
-    manifest = other / model_folder.MANIFEST
+    path = other / manifest.MANIFEST
     line = ["main", "--mode=evaluate", f"--config={EVALUATE}:docvqa",
             f"--config.evaluate.data={SAMPLES / 'docvqa'}", f"--workdir={tmp_path / 'run'}",
             "--shard=5/6"]  # fmt: skip
     assert main.main([*line, f"--checkpoint={model}"]) == 0  # the shard has no item
-    manifest.write_text(manifest.read_text() + "\n")
+    path.write_text(path.read_text() + "\n")
     assert main.main([*line, f"--checkpoint={other}"]) == 2
     assert "is another evaluation: checkpoint was" in capsys.readouterr().err
 
