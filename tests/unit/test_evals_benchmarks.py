@@ -48,9 +48,7 @@ def load(name, data=None, **changes):
 def answers(bench, outputs):
     """Answers with these outputs; a text stands for itself."""
     made = [{"text": one} if isinstance(one, str) else one for one in outputs]
-    return [
-        Answer(item, 0, output, 0.0) for item, output in zip(bench.items, made, strict=True)
-    ]
+    return [Answer(item, 0, output, 0.0) for item, output in zip(bench.items, made, strict=True)]
 
 
 def scored(bench, outputs, folder):
