@@ -7,7 +7,7 @@ r"""Trains, samples and evaluates from the command line.
     python -m sparse_lavida_jax.main --mode=sample --checkpoint=scenes --task=ask \
         --image=image.png --prompt="how many red circles are there?"
     python -m sparse_lavida_jax.main --mode=evaluate --checkpoint=runs/scenes
-    python -m sparse_lavida_jax.main --mode=evaluate --config=configs/eval_geneval.py \
+    python -m sparse_lavida_jax.main --mode=evaluate --config=configs/evaluate.py:geneval \
         --checkpoint=models/lavida-o --config.evaluate.data=benchmarks/geneval --shard=0/4
     python -m sparse_lavida_jax.main --mode=convert --src=LaViDa-O-v1.0 --dst=models/lavida-o
     python -m sparse_lavida_jax.main --mode=verify --src=models/lavida-o
