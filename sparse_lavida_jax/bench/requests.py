@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from sparse_lavida_jax import config, layout, sample
+from sparse_lavida_jax import config, sample, sequence
 from sparse_lavida_jax.bench import record, suites, timing, work
 from sparse_lavida_jax.bench.suites import RequestCase
 from sparse_lavida_jax.models import fuse, quantize, vq
@@ -187,7 +187,7 @@ def _request(
     decoder = subject.codec if case.without == "vq_dtype" else subject.decoder
     if how.kind == "image" and decoder is not None:
         known = np.minimum(canvas, settings.codebook_size - 1)  # of steps not timed
-        grid = layout.codes_from_cells(known, settings.grid_size, settings.codes_side)
+        grid = sequence.codes_from_cells(known, settings.grid_size, settings.codes_side)
         vq.decode_codes(decoder, np.asarray(grid), batch=1)
         split["vq_decode"] = clock()
     return split, canvas
