@@ -13,7 +13,7 @@ r"""Trains, samples and evaluates from the command line.
     python -m sparse_lavida_jax.main --mode=verify --src=models/lavida-o
     python -m sparse_lavida_jax.main --mode=export --src=runs/mine --dst=for-pytorch
     python -m sparse_lavida_jax.main --mode=prepare --src=mixture.yaml --dst=prepared \
-        --config.data.picture_codec=models/lavida-o --config.prepare.workers=4
+        --config.data.image_codec=models/lavida-o --config.prepare.workers=4
     srun python -m sparse_lavida_jax.main --config=configs/sft_1024.py --distributed
 
 A config file is a Python program that is run: use only your own. Exit codes: 0 done, or training
@@ -34,7 +34,7 @@ import rich.progress
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from sparse_lavida_jax import config, config_files, runtime
+from sparse_lavida_jax import config, runtime, schema
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.data.templates import RequestError
@@ -225,7 +225,7 @@ def _prepare(command: Command) -> int:
     from sparse_lavida_jax.mixture import prepare
     from sparse_lavida_jax.models import codec
 
-    load_encoder = functools.partial(codec.ImageEncoder, command.config.data.picture_codec)
+    load_encoder = functools.partial(codec.ImageEncoder, command.config.data.image_codec)
     title = f"{command.src} -> {command.dst}"
     with _progress(title, rich.progress.MofNCompleteColumn) as on_progress:
         done = prepare.prepare(command.src, command.dst, command.config, load_encoder, on_progress)
@@ -421,13 +421,13 @@ def _base_config(values: flags.FlagValues) -> config.Config:
                 given = "FILE" if meaning.startswith("a mixture") else "FOLDER"
                 raise UsageError(f"--mode={values.mode} needs --{name}={given}, {meaning}.")
         if values.mode == "prepare" and values.config:
-            return config_files.read(pathlib.Path(values.config))
+            return config.read(pathlib.Path(values.config))
         return config.Config()
     if values.mode == "train":
         if not values.config:
-            known = config_files.listed(pathlib.Path("configs"))
+            known = schema.listed(pathlib.Path("configs"))
             raise UsageError(f"training needs --config=FILE. {known}")
-        return config_files.read(pathlib.Path(values.config))
+        return config.read(pathlib.Path(values.config))
     if values.mode == "evaluate" and values.config:
         return _evaluate_config(values.checkpoint, pathlib.Path(values.config))
     if not values.checkpoint:
@@ -440,7 +440,7 @@ def _base_config(values: flags.FlagValues) -> config.Config:
     if values.mode == "sample" and values.task != "draw" and not values.image:
         raise UsageError(f"--task={values.task} needs --image=FILE, the image it is about.")
     if values.config:
-        return config_files.read(pathlib.Path(values.config))
+        return config.read(pathlib.Path(values.config))
     settings = model_folder.read_config(model_folder.find_model(values.checkpoint))
     if values.mode == "evaluate":  # its results have a folder of their own
         return dataclasses.replace(settings, name=f"eval_{settings.name}")
@@ -449,18 +449,19 @@ def _base_config(values: flags.FlagValues) -> config.Config:
 
 def _evaluate_config(name: str, path: pathlib.Path) -> config.Config:
     """Returns the settings of a checkpoint with those of a config file in their place."""
-    name = name or config_files.read(path).evaluate.checkpoint
+    name = name or config.read(path).evaluate.checkpoint
     if not name:
         raise UsageError(
             f"--config={path} needs --checkpoint: a model folder, a run directory, or the name of a"
             f" bundled model ({', '.join(model_folder.bundled_models()) or 'none'})."
         )
-    return config_files.read(path, model_folder.read_config(model_folder.find_model(name)))
+    return config.read(path, model_folder.read_config(model_folder.find_model(name)))
 
 
 def _override(base: config.Config, words: list[str]) -> config.Config:
     """Returns the config with settings like `--config.train.train_steps=200` put in."""
     settings = config.to_dict(base)
+    words = [schema.renamed(word) for word in words]
     for word in words:
         _check_name(word, settings)
     values, argv = flags.FlagValues(), ["main", *words]

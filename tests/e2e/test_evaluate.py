@@ -13,7 +13,7 @@ import pytest
 import torch_folder
 from PIL import Image
 
-from sparse_lavida_jax import cli, config_files, main
+from sparse_lavida_jax import cli, config, main
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.convert import from_torch, stand_in
 from sparse_lavida_jax.evals import benchmark
@@ -159,7 +159,7 @@ def test_another_checkpoint_needs_another_folder(model, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_config_says_how_to_run_it_and_names_a_benchmark(name):
-    settings = config_files.read(CONFIGS[name])
+    settings = config.read(CONFIGS[name])
     assert settings.name == name
     docstring = ast.get_docstring(ast.parse(CONFIGS[name].read_text())) or ""
     assert f"main --mode=evaluate --config=configs/{name}.py" in docstring
@@ -167,5 +167,5 @@ def test_every_config_says_how_to_run_it_and_names_a_benchmark(name):
 
 
 def test_every_benchmark_has_a_config():
-    named = {config_files.read(path).evaluate.benchmark for path in CONFIGS.values()}
+    named = {config.read(path).evaluate.benchmark for path in CONFIGS.values()}
     assert named == {*benchmark.names()}
