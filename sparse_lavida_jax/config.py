@@ -588,13 +588,13 @@ class Config(Section):
 def read(path: pathlib.Path, base: Config | None = None) -> Config:
     """Runs a config file and returns what its `get_config` gave, checked.
 
-    It may import the config files next to it: `import scenes`.
+    It may import the config files next to it: `import scenes`. `configs/evaluate.py:mme` gives its
+    `get_config` an argument.
 
     Args:
         base: where everything comes from that the file does not set; None: the defaults.
 
     Raises:
-        ConfigError: there is no such file, it cannot be run, or it sets what does not exist or is
-            out of range.
+        ConfigError: there is no such file, it cannot be run, or a setting is wrong.
     """
     return changed(base or Config(), schema.run(path, "get_config"))

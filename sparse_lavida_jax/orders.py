@@ -1,63 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unmasking orders, schedules, and the plans the sampler and the training blocks follow.
+"""Unmasking orders and schedules: what the sampler's plans and the training blocks follow.
 
 Paper Sec. 3.2: which tokens C_k are decoded in step k is fixed before the first step. An order is
-a permutation of the cells of an image, a schedule says how many of them each step takes, and a
-plan holds both for every row of a batch. NumPy on the host: nothing here is traced.
+a permutation of the cells of an image, and a schedule says how many of them each step takes. Each
+is one function, registered by name in `ORDERS`, `SCHEDULES` or `COOLING`. NumPy on the host.
 """
 
-import bisect
-import dataclasses
 import functools
-import itertools
 import math
 import random
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Int
 
-from sparse_lavida_jax.layout import GIVEN_BLOCK, cells_from_codes
 
-ORDERS = ("stratified", "halton", "random", "raster")
-SCHEDULES = ("shift", "cosine", "cosine2", "exp", "logit_normal", "linear")
-COOLING = ("constant", "linear", "cosine2", "shift", "exp")  # how a temperature falls
-FIRST_BLOCK = GIVEN_BLOCK + 1  # of decoding, whether or not anything is given
-PAD_POSITION = -1  # fills a step of a row that has fewer tokens than the widest one
-
-# Widths a segment may have: powers of two and the halves between them, so that rounding up adds
-# at most a half and on average a fifth.
-BUCKETS = tuple(sorted({2**i for i in range(17)} | {3 * 2**i for i in range(16)}))
-
-PassesClean = Literal["newest", "all"]
+def _registered(table: Mapping[str, Any], name: str, what: str) -> Any:
+    if name not in table:
+        raise ValueError(f"{what} {name!r}; choose one of {', '.join(table)}.")
+    return table[name]
 
 
 # ---------------------------------------------------------------------------------------------
 # Orders: a permutation of the cells of a grid of `h` rows and `w` columns, raster indices.
-
-
-@functools.lru_cache(maxsize=256)
-def order(name: str, h: int, w: int, seed: int) -> Int[np.ndarray, " l"]:
-    """Returns the order called `name` over a grid of h x w cells, read-only.
-
-    Raises:
-        ValueError: an unknown name, or an empty grid.
-    """
-    if name not in ORDERS:
-        raise ValueError(f"there is no order {name!r}; choose one of {', '.join(ORDERS)}.")
-    if h < 1 or w < 1:
-        raise ValueError(f"an order needs at least one cell, got a grid of {h} x {w}.")
-    if name == "stratified":
-        cells = stratified(h, w, seed)
-    elif name == "halton":
-        cells = halton(h, w)
-    elif name == "random":
-        cells = random_order(h, w, seed)
-    else:
-        cells = raster(h, w)
-    cells.setflags(write=False)  # the cache hands the same array to everybody
-    return cells
 
 
 def stratified(h: int, w: int, seed: int, *, shuffle: bool = True) -> Int[np.ndarray, " l"]:
@@ -102,8 +68,12 @@ def _stratified_square(side: int, seed: int, shuffle: bool) -> Int[np.ndarray, "
     return np.array(cells, np.int32)
 
 
-def halton(h: int, w: int) -> Int[np.ndarray, " l"]:
-    """Returns the cells as the 2-D Halton sequence first hits them: x in base 2, y in base 3."""
+def halton(h: int, w: int, seed: int = 0) -> Int[np.ndarray, " l"]:
+    """Returns the cells as the 2-D Halton sequence first hits them: x in base 2, y in base 3.
+
+    Args:
+        seed: has no effect.
+    """
     num_points = 4 * h * w
     while True:
         # Point 0 is the corner; the sequence proper starts at 1.
@@ -130,13 +100,72 @@ def random_order(h: int, w: int, seed: int) -> Int[np.ndarray, " l"]:
     return np.random.default_rng(seed).permutation(h * w).astype(np.int32)
 
 
-def raster(h: int, w: int) -> Int[np.ndarray, " l"]:
-    """Returns reading order: left to right, then top to bottom."""
+def raster(h: int, w: int, seed: int = 0) -> Int[np.ndarray, " l"]:
+    """Returns reading order, whatever the seed: left to right, then top to bottom."""
     return np.arange(h * w, dtype=np.int32)
+
+
+ORDERS: dict[str, Callable[[int, int, int], Int[np.ndarray, " l"]]] = {
+    "stratified": stratified,
+    "halton": halton,
+    "random": random_order,
+    "raster": raster,
+}
+
+
+@functools.lru_cache(maxsize=256)
+def order(name: str, h: int, w: int, seed: int) -> Int[np.ndarray, " l"]:
+    """Returns the order called `name` over a grid of h x w cells, read-only.
+
+    Raises:
+        ValueError: an unknown name, or an empty grid.
+    """
+    function = _registered(ORDERS, name, "there is no order")
+    if h < 1 or w < 1:
+        raise ValueError(f"an order needs at least one cell, got a grid of {h} x {w}.")
+    cells = function(h, w, seed)
+    cells.setflags(write=False)  # every caller gets the same cached array
+    return cells
 
 
 # ---------------------------------------------------------------------------------------------
 # Schedules: how many tokens each step decodes.
+
+
+def _shift(t: np.ndarray, shift: float) -> np.ndarray:
+    # Both factors are rounded to float32 by themselves, as released: shift 1/3 shows it.
+    return shift * t / (1 + (shift - 1) * t)
+
+
+def _exp(t: np.ndarray, _: float) -> np.ndarray:
+    return np.clip((1 - np.exp(-5 * t.astype(float))) / (1 - math.exp(-5)), 1e-4, 1)
+
+
+def _logit_normal(t: np.ndarray, _: float) -> np.ndarray:
+    erf = [math.erf(math.log(x / (1 - x)) / math.sqrt(2)) for x in t[1:-1].astype(float)]
+    return 0.5 * (1 + np.array([-1, *erf, 1][: len(t)]))
+
+
+# The cumulated share of tokens as a function of the share t of steps, in float32, and of the shift;
+# `counts` reverses it. Cosines and exponentials are taken in float64: the last bit of a float32
+# cosine depends on the machine.
+SCHEDULES: dict[str, Callable[[np.ndarray, float], np.ndarray]] = {
+    "shift": _shift,
+    "cosine": lambda t, _: 1 - 0.5 * (1 + np.cos(np.pi * t.astype(float))),
+    "cosine2": lambda t, _: np.cos(np.pi * (1 - t.astype(float)) / 2),
+    "exp": _exp,
+    "logit_normal": _logit_normal,
+    "linear": lambda t, _: t,
+}
+
+# The share of a temperature that is left after a share t of the steps.
+COOLING: dict[str, Callable[[np.ndarray, float], np.ndarray]] = {
+    "constant": lambda t, _: np.ones_like(t),
+    "linear": lambda t, _: 1 - t,
+    "cosine2": lambda t, _: np.cos(np.pi * t / 2),
+    "shift": lambda t, shift: _shift(1 - t, shift),
+    "exp": lambda t, _: _exp(1 - t, _),
+}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -146,16 +175,13 @@ def counts(schedule: str, num_steps: int, length: int, shift: float) -> Int[np.n
     Every step decodes at least one token, so there are min(num_steps, length) of them.
 
     Args:
-        schedule: the cumulated share of tokens as a function of the share of steps, before the
-            reversal; see `SCHEDULES`.
+        schedule: a name in `SCHEDULES`.
         shift: of the schedule "shift" only; above 1 the first steps decode less.
 
     Raises:
         ValueError: an unknown schedule, or a number out of range.
     """
-    if schedule not in SCHEDULES:
-        known = ", ".join(SCHEDULES)
-        raise ValueError(f"there is no schedule {schedule!r}; choose one of {known}.")
+    cumulated_share = _registered(SCHEDULES, schedule, "there is no schedule")
     if num_steps < 1 or length < 0 or shift <= 0:
         raise ValueError(
             f"a schedule needs num_steps >= 1, length >= 0 and shift > 0, got {num_steps=},"
@@ -164,7 +190,7 @@ def counts(schedule: str, num_steps: int, length: int, shift: float) -> Int[np.n
     steps = min(num_steps, length)
     # The release truncates a float32 product: in float64 other steps would get the odd token.
     time = np.linspace(0, 1, steps + 1, dtype=np.float32)
-    share = _cumulated_share(schedule, time, shift).astype(np.float32)
+    share = cumulated_share(time, shift).astype(np.float32)
     cumulated = (share * np.float32(length)).astype(np.int64)
     per_step = np.maximum(np.diff(cumulated), 1)
     surplus = per_step.sum() - length
@@ -179,24 +205,6 @@ def counts(schedule: str, num_steps: int, length: int, shift: float) -> Int[np.n
     per_step = per_step[::-1].astype(np.int32)
     per_step.setflags(write=False)
     return per_step
-
-
-def _cumulated_share(schedule: str, t: np.ndarray, shift: float) -> np.ndarray:
-    if schedule == "shift":
-        # Both factors are rounded to float32 by themselves, as released: shift 1/3 shows it.
-        return shift * t / (1 + (shift - 1) * t)
-    if schedule == "linear":
-        return t
-    # Rounded to float32 only at the end: the last bit of a float32 cosine depends on the machine.
-    t = t.astype(np.float64)
-    if schedule == "cosine":
-        return 1 - 0.5 * (1 + np.cos(np.pi * t))
-    if schedule == "cosine2":
-        return np.cos(np.pi * (1 - t) / 2)
-    if schedule == "exp":
-        return np.clip((1 - np.exp(-5 * t)) / (1 - math.exp(-5)), 1e-4, 1)
-    erf = [math.erf(math.log(x / (1 - x)) / math.sqrt(2)) for x in t[1:-1]]  # "logit_normal"
-    return 0.5 * (1 + np.array([-1, *erf, 1][: len(t)]))
 
 
 def merged(per_step: Int[np.ndarray, " k"], least: int) -> Int[np.ndarray, " k2"]:
@@ -219,23 +227,16 @@ def cooling(name: str, num_steps: int, least: float, shift: float) -> Float[np.n
     """Returns the share of a temperature in each step, from 1 down to `least` (spec Sec. 7.3).
 
     Args:
-        name: see `COOLING`; "shift" and "exp" fall as those schedules rise.
+        name: a name in `COOLING`; "shift" and "exp" fall as those schedules rise.
         num_steps: steps asked for, even where `counts` makes fewer (as released).
         shift: of "shift" only.
 
     Raises:
         ValueError: an unknown name.
     """
-    if name not in COOLING:
-        raise ValueError(f"no temperature falls like {name!r}; choose one of {', '.join(COOLING)}.")
+    left = _registered(COOLING, name, "no temperature falls like")
     time = np.arange(num_steps) / max(num_steps - 1, 1)
-    if name == "constant":
-        left = np.ones(num_steps)
-    elif name == "cosine2":
-        left = np.cos(np.pi * time / 2)
-    else:
-        left = _cumulated_share(name, 1 - time, shift)
-    return (left * (1 - least) + least).astype(np.float32)
+    return (left(time, shift) * (1 - least) + least).astype(np.float32)
 
 
 def guided_steps(interval: tuple[float, float], num_steps: int) -> Bool[np.ndarray, " k"]:
@@ -260,492 +261,3 @@ def register_counts(first: int, last: int, num_steps: int) -> Int[np.ndarray, " 
     if first > last:
         levels.append(last)
     return np.array(levels, np.int32)[np.arange(num_steps) * len(levels) // num_steps]
-
-
-# ---------------------------------------------------------------------------------------------
-# Plans: which position is decoded in which step, for every row.
-
-
-@dataclasses.dataclass(frozen=True)
-class SamplingPlan:
-    """Which positions of an image response each step decodes, known before the first step.
-
-    Attributes:
-        decode: positions decoded in each step, `PAD_POSITION` where a row has fewer.
-        decoded_at: the block in which each position is decoded; `GIVEN_BLOCK` for given ones.
-        first_block: block of step 0. Step i is block `first_block + i`.
-    """
-
-    decode: Int[np.ndarray, "k b w"]
-    decoded_at: Int[np.ndarray, "b l"]
-    first_block: int
-
-    @property
-    def num_steps(self) -> int:
-        return len(self.decode)
-
-
-def image_plan(
-    cells: Int[np.ndarray, "*b l"],
-    *,
-    schedule: str,
-    num_steps: int,
-    shift: float,
-    given: Bool[np.ndarray, "b l"] | None = None,
-    merge: int = 0,
-) -> SamplingPlan:
-    """Returns the plan that decodes `cells` in order, without the given ones.
-
-    Every row gets the counts of its own number of cells. A row with fewer cells than `num_steps`
-    is done earlier than the others: its last steps are padding.
-
-    Args:
-        cells: an order; one for all rows or one a row. Without `given`, one means one row.
-        given: cells known beforehand. If any row has one, decoding starts at block 2 in all.
-        merge: cells that every step decodes at least (`merged`).
-    """
-    if given is None:
-        given = np.zeros((len(cells) if cells.ndim == 2 else 1, cells.shape[-1]), bool)
-    batch, length = given.shape
-    cells = np.broadcast_to(cells, (batch, length))
-    first_block = FIRST_BLOCK
-    per_row = [
-        merged(counts(schedule, num_steps, int(n), shift), merge) for n in (~given).sum(axis=1)
-    ]
-    steps = max((len(row) for row in per_row), default=0)
-    width = max((int(row.max(initial=0)) for row in per_row), default=0)
-    decode = np.full((steps, batch, width), PAD_POSITION, np.int32)
-    decoded_at = np.full((batch, length), GIVEN_BLOCK, np.int32)
-    for row, per_step in enumerate(per_row):
-        wanted = cells[row][~given[row, cells[row]]]
-        step = np.repeat(np.arange(len(per_step)), per_step)
-        slot = np.arange(len(wanted)) - (np.cumsum(per_step) - per_step)[step]
-        decode[step, row, slot] = wanted
-        decoded_at[row, wanted] = first_block + step
-    return SamplingPlan(decode, decoded_at, first_block)
-
-
-# ---------------------------------------------------------------------------------------------
-# Segments: consecutive steps of one width, which is what the sampler compiles.
-
-
-@dataclasses.dataclass(frozen=True)
-class Segment:
-    """Consecutive steps whose arrays have the same widths: one compiled loop.
-
-    All positions count within the response; `PAD_POSITION` fills up. Every field has an entry for
-    each step.
-
-    Attributes:
-        block: block of each step.
-        clean: positions that each step passes as clean tokens.
-        decode: positions that each step may decode (images: does decode).
-        candidates: which codes of `decode` a step may commit; with one entry a token, all codes of
-            the token are committed together.
-        rest: positions that each step passes besides: masked, or known in part.
-        count: how many candidates each row commits. For a text row whose block holds fewer masked
-            tokens than there are steps, 0 at the end.
-        refresh: whether the step passes the prompt and fills the cache anew; one value a segment.
-        guided: whether guidance acts; one value a segment.
-        noise: scale of the noise on the confidence.
-        temperature: share of the temperature.
-        guidance: share of the guidance scales.
-        registers: how many registers are passed, one value a segment; -1: as many as trained.
-    """
-
-    block: Int[np.ndarray, " n"]
-    clean: Int[np.ndarray, "n b wc"]
-    decode: Int[np.ndarray, "n b w"]
-    candidates: Bool[np.ndarray, "n b w u"]
-    rest: Int[np.ndarray, "n b wr"]
-    count: Int[np.ndarray, "n b"]
-    refresh: Bool[np.ndarray, " n"]
-    guided: Bool[np.ndarray, " n"]
-    noise: Float[np.ndarray, " n"]
-    temperature: Float[np.ndarray, " n"]
-    guidance: Float[np.ndarray, " n"]
-    registers: Int[np.ndarray, " n"]
-
-    @property
-    def num_steps(self) -> int:
-        return len(self.block)
-
-    def steps(self, start: int, stop: int) -> "Segment":
-        """Returns some of the steps."""
-        fields = dataclasses.fields(self)
-        return Segment(**{field.name: getattr(self, field.name)[start:stop] for field in fields})
-
-
-def _segment(
-    block: Int[np.ndarray, " n"],
-    clean: Int[np.ndarray, "n b wc"],
-    decode: Int[np.ndarray, "n b w"],
-    rest: Int[np.ndarray, "n b wr"],
-    count: Int[np.ndarray, "n b"],
-    candidates: Bool[np.ndarray, "n b w u"] | None = None,
-) -> Segment:
-    """Returns a segment that is guided throughout and without noise on confidences."""
-    steps = len(block)
-    if candidates is None:
-        candidates = np.ones((*decode.shape, 1), bool)
-    return Segment(
-        block.astype(np.int32),
-        clean,
-        decode,
-        candidates,
-        rest,
-        count,
-        refresh=np.zeros(steps, bool),
-        guided=np.ones(steps, bool),
-        noise=np.zeros(steps, np.float32),
-        temperature=np.ones(steps, np.float32),
-        guidance=np.ones(steps, np.float32),
-        registers=np.full(steps, -1, np.int32),
-    )
-
-
-def with_steps(parts: list[Segment], **of_steps: Shaped[np.ndarray, " k"]) -> list[Segment]:
-    """Returns the segments with what changes from step to step.
-
-    They are cut where guidance sets in or out and where the number of registers changes.
-
-    Args:
-        of_steps: guided, noise, temperature, guidance, registers; see `Segment`. Steps beyond them
-            have the last ones.
-    """
-    number = sum(part.num_steps for part in parts)
-    of_steps = {
-        name: values[np.minimum(np.arange(number), len(values) - 1)]
-        for name, values in of_steps.items()
-    }
-    result, start = [], 0
-    for part in parts:
-        stop = start + part.num_steps
-        whole = dataclasses.replace(
-            part, **{name: values[start:stop] for name, values in of_steps.items()}
-        )
-        turns = np.flatnonzero(np.diff(whole.guided) | np.diff(whole.registers)) + 1
-        bounds = [0, *turns.tolist(), part.num_steps]
-        result += [whole.steps(i, j) for i, j in itertools.pairwise(bounds)]
-        start = stop
-    return result
-
-
-def segments(
-    plan: SamplingPlan,
-    *,
-    passes_clean: PassesClean,
-    passes_rest: bool,
-    buckets: Sequence[int] = BUCKETS,
-    max_segments: int = 7,
-    padding: float = 0.125,
-) -> list[Segment]:
-    """Groups the steps of an image plan into few segments of bucketed widths.
-
-    The trade: a segment is a program to compile and a launch, a token of padding is work in every
-    layer. Of all ways to cut the steps into at most `max_segments`, the one with the fewest
-    segments is taken that passes at most a share `padding` more tokens than the cut that passes
-    fewest. 64 steps over 1024 cells at shift 5 become 5 segments.
-
-    Args:
-        passes_clean: "newest": what the step before decoded (the cache holds the rest); "all":
-            everything decoded so far. Given cells are in the prompt's pass, never here.
-        passes_rest: whether masked positions outside the step are passed too (no truncation).
-        buckets: allowed widths besides 0, ascending.
-        padding: share of tokens.
-    """
-    # [k b l] each; a plan on the host is small.
-    at, last = plan.decoded_at[None], plan.first_block + plan.num_steps
-    block = np.arange(plan.first_block, last)[:, None, None]
-    if passes_clean == "newest":
-        is_clean = (at == block - 1) & (at >= plan.first_block)
-    else:
-        is_clean = (at < block) & (at >= plan.first_block)
-    clean = _positions(is_clean)
-    rest = _positions((at > block) & passes_rest)
-    widths = np.stack([_used(part).max(axis=1) for part in (clean, plan.decode, rest)], axis=1)
-
-    def cut(part: np.ndarray, start: int, stop: int) -> np.ndarray:
-        return _fit(part[start:stop], _bucket(int(_used(part[start:stop]).max()), buckets))
-
-    return [
-        _segment(
-            block[start:stop, 0, 0],
-            cut(clean, start, stop),
-            cut(plan.decode, start, stop),
-            cut(rest, start, stop),
-            _used(plan.decode[start:stop]),
-        )
-        for start, stop in _cuts(widths, buckets, max_segments, padding)
-    ]
-
-
-def code_segments(
-    plan: SamplingPlan,
-    h: int,
-    w: int,
-    side: int,
-    *,
-    by_confidence: bool = False,
-    buckets: Sequence[int] = BUCKETS,
-    max_segments: int = 7,
-    padding: float = 0.125,
-) -> list[Segment]:
-    """Groups the steps of a plan over the codes of an image; every step passes all its cells.
-
-    This is LaViDa-O's sampler: a step commits single codes, and a cell may be known in part. The
-    cells that hold a code of the step stand in `decode`, filled up with others to the width of the
-    segment, so that nothing is padded and the head is computed for few cells. Given cells are in
-    the prompt's pass.
-
-    Args:
-        plan: of the `h * side` x `w * side` codes, in raster order.
-        h, w: grid of cells.
-        side: codes along one side of a cell; 1 makes a plan over whole cells of it.
-        by_confidence: the step chooses after its pass among all masked codes; of the plan, only
-            how many it commits counts.
-        buckets, max_segments, padding: as of `segments`; here padding is work of the head alone.
-    """
-    batch = len(plan.decoded_at)
-    at = cells_from_codes(plan.decoded_at.reshape(batch, h * side, w * side), side)
-    block = np.arange(plan.first_block, plan.first_block + plan.num_steps)
-    is_open = (at != GIVEN_BLOCK).any(axis=-1)
-    passed = _positions(is_open[None])
-    if by_confidence:
-        decode = np.broadcast_to(passed, (plan.num_steps, *passed.shape[1:]))
-        candidates = np.ones((*decode.shape, at.shape[-1]), bool)
-        rest = np.zeros((*decode.shape[:2], 0), np.int32)
-        whole = _segment(block, rest, decode, rest, _used(plan.decode), candidates)
-        return [whole] if plan.num_steps else []
-    now = at[None] == block[:, None, None, None]  # [k b l g]
-    touched = now.any(axis=-1)
-    # The touched cells of each step, then the others, then the given ones.
-    sorted_cells = np.argsort(np.where(is_open, 1, 2)[None] - touched, axis=-1, kind="stable")
-    sorted_cells = sorted_cells[..., : passed.shape[-1]].astype(np.int32)
-    is_open = np.take_along_axis(np.broadcast_to(is_open, touched.shape), sorted_cells, axis=-1)
-    positions = np.where(is_open, sorted_cells, np.int32(PAD_POSITION))
-    widths = np.zeros((plan.num_steps, 3), int)
-    widths[:, 1] = touched.sum(axis=-1).max(axis=1, initial=0)
-    result = []
-    for start, stop in _cuts(widths, buckets, max_segments, padding):
-        width = min(_bucket(int(widths[start:stop].max()), buckets), positions.shape[-1])
-        decode, rest = np.split(positions[start:stop], [width], axis=-1)
-        candidates = np.take_along_axis(
-            now[start:stop], sorted_cells[start:stop, :, :width, None], axis=2
-        )
-        count = candidates.sum(axis=(-1, -2)).astype(np.int32)
-        nothing = rest[..., :0]
-        result.append(_segment(block[start:stop], nothing, decode, rest, count, candidates))
-    return result
-
-
-def in_passes(parts: list[Segment], passes: int, side: int, *, clean_once: bool) -> list[Segment]:
-    """Returns segments over whole cells with every step cut into passes over codes of its cells.
-
-    The passes of a step have its block: what the first ones decode is in the input of the others,
-    and nothing of it is stored before the next step. Codes on a diagonal come first.
-
-    Args:
-        passes: a divisor of the codes of a cell.
-        side: codes along one side of a cell.
-        clean_once: whether clean tokens are stored, so that the first pass alone has them.
-    """
-    if passes == 1:
-        return parts
-    y, x = np.divmod(np.arange(side**2), side)
-    rank = np.argsort(np.argsort((y + x) % 2, kind="stable"))
-    result = []
-    for part in parts:
-        names = [field.name for field in dataclasses.fields(part)]
-        again = {name: np.repeat(getattr(part, name), passes, axis=0) for name in names}
-        now = np.tile(np.arange(passes), part.num_steps)[:, None, None]
-        again["candidates"] = again["candidates"] & (now[..., None] == rank * passes // side**2)
-        if clean_once:
-            again["clean"] = np.where(now == 0, again["clean"], np.int32(PAD_POSITION))
-        result.append(Segment(**again))
-    return result
-
-
-def _cuts(
-    widths: Int[np.ndarray, "k 3"], buckets: Sequence[int], max_segments: int, padding: float
-) -> list[tuple[int, int]]:
-    """Returns the bounds of the segments, by dynamic programming over the last cut."""
-    steps = len(widths)
-    cost = np.full((steps + 1, steps + 1), np.inf)  # of a segment from step i up to step j
-    for i in range(steps):
-        widest = np.maximum.accumulate(widths[i:], axis=0)
-        width = [sum(_bucket(int(part), buckets) for part in step) for step in widest]
-        cost[i, i + 1 :] = np.arange(1, steps - i + 1) * width
-    best = np.full(steps + 1, np.inf)  # of the first j steps in s segments
-    best[0] = 0
-    totals, starts = [], []
-    for _ in range(min(max_segments, steps)):
-        by_start = best[:, None] + cost
-        starts.append(by_start.argmin(axis=0))
-        best = by_start.min(axis=0)
-        totals.append(best[steps])
-    if not totals:
-        return []
-    fewest = next(s for s, total in enumerate(totals) if total <= min(totals) * (1 + padding))
-    bounds, stop = [], steps
-    for start_of in reversed(starts[: fewest + 1]):
-        bounds.append((int(start_of[stop]), stop))
-        stop = int(start_of[stop])
-    return bounds[::-1]
-
-
-def _bucket(width: int, buckets: Sequence[int]) -> int:
-    """Returns the smallest allowed width; 0 stays 0."""
-    if width == 0:
-        return 0
-    if width > buckets[-1]:
-        raise ValueError(f"a step holds {width} tokens, the widest bucket {buckets[-1]}: add one.")
-    return buckets[bisect.bisect_left(buckets, width)]
-
-
-def _positions(chosen: Bool[np.ndarray, "n b l"]) -> Int[np.ndarray, "n b w"]:
-    """Returns the indices of the chosen positions of each row, ascending, padded at the end."""
-    order_of = np.argsort(~chosen, axis=-1, kind="stable").astype(np.int32)
-    used = chosen.sum(axis=-1, keepdims=True)
-    packed = np.where(np.arange(chosen.shape[-1]) < used, order_of, np.int32(PAD_POSITION))
-    return packed[..., : used.max(initial=0)]
-
-
-def _used(part: Int[np.ndarray, "n b w"]) -> Int[np.ndarray, "n b"]:
-    return (part != PAD_POSITION).sum(axis=-1).astype(np.int32)
-
-
-def _fit(part: Int[np.ndarray, "n b w"], width: int) -> Int[np.ndarray, "n b w2"]:
-    """Returns `part` with its last axis cut or padded to `width`."""
-    short = max(width - part.shape[-1], 0)
-    padded = np.pad(part, ((0, 0), (0, 0), (0, short)), constant_values=PAD_POSITION)
-    return padded[..., :width]
-
-
-def text_plan(
-    length: int,
-    block_len: int,
-    steps_per_block: int,
-    given: Bool[np.ndarray, "b l"] | None = None,
-    *,
-    schedule: str = "even",
-    shift: float = 1.0,
-    passes_clean: PassesClean = "newest",
-    passes_rest: bool = False,
-    passes_given: bool = False,
-    refreshes: bool = False,
-    leftovers: bool = False,
-    block_order: Sequence[int] | None = None,
-) -> list[Segment]:
-    """Returns the segments of a text response: its text blocks, from left to right by default.
-
-    Which tokens of the text block a step commits is known only after its forward pass; the plan
-    says how many: an even split, the remainder to the earliest steps, or those of a schedule, as
-    released (spec Sec. 6). Steps are numbered on from text block to text block. A text block in
-    which no row has anything masked is left out.
-
-    With `passes_clean="newest"` the positions of the text block decoded before are passed in the
-    first step of a text block and in no other, so that step is a segment of its own: two segments
-    a text block. (The first text block has the same two shapes, with padding for clean tokens, so
-    that nothing more is compiled for it.) Clean tokens of the current text block are in `decode`
-    and computed anew by every step.
-
-    Args:
-        length: tokens of the response, a whole number of text blocks.
-        steps_per_block: at most this many; fewer where fewer tokens are masked.
-        given: tokens known beforehand; without it nothing is given, in one row.
-        schedule: "even", or one of `SCHEDULES` with its `shift`.
-        passes_clean: "newest": the text block decoded before; "all": all those, every step.
-        passes_rest: whether text blocks to be decoded later are passed too, masked.
-        passes_given: whether given tokens are passed as all others are; otherwise they are in the
-            prompt's pass.
-        refreshes: Fast-dLLM's caches. The first step of a text block is a segment of its own that
-            passes everything; what it has in `clean` stays in the cache for the others. That is
-            the text blocks decoded before, and without `passes_rest` also those decoded later.
-        leftovers: every step passes and predicts the whole response, and may commit all that is
-            masked in this text block and in those before it: as released, where a draw may be the
-            mask token.
-        block_order: the text blocks in the order of their decoding; by default 0, 1, ...
-
-    Raises:
-        ValueError: `length` is not a whole number of text blocks, a number is below 1, or
-            `block_order` does not hold every text block once.
-    """
-    if min(length, block_len, steps_per_block) < 1 or length % block_len:
-        raise ValueError(
-            f"a text response is a whole number of text blocks, got {length=}, {block_len=},"
-            f" {steps_per_block=}. Pad the response with end-of-text to a multiple of block_len."
-        )
-    num_blocks = length // block_len
-    visited = list(range(num_blocks) if block_order is None else block_order)
-    if sorted(visited) != list(range(num_blocks)):
-        raise ValueError(
-            f"a block order holds each of the {num_blocks} text blocks once, counted from 0, got"
-            f" {visited}."
-        )
-    masked = ~given if given is not None else np.ones((1, length), bool)
-    passed = masked | passes_given
-    turn = np.argsort(visited)[np.arange(length) // block_len]  # of each position's text block
-    plan: list[Segment] = []
-    newest = np.zeros_like(masked)  # decoded in the text block before
-    for i in range(num_blocks):
-        # Numbered whatever is given, so that a row's noise does not depend on the other rows.
-        block = FIRST_BLOCK + i * steps_per_block
-        before, inside, later = turn < i, turn == i, turn > i
-        start = i * block_len  # how many positions are `before`
-        count = _text_counts((masked & inside).sum(axis=1), steps_per_block, schedule, shift)
-        steps = len(count)
-        if steps == 0:
-            continue
-        blocks = np.arange(block, block + steps)
-        if leftovers:
-            decode = _repeat(passed, steps, length)
-            nothing = decode[..., :0]
-            candidates = ~later[decode][..., None]
-            plan.append(_segment(blocks, nothing, decode, nothing, count, candidates))
-            continue
-        rest_len = (length - start - block_len) * passes_rest
-        rest = _repeat(passed & later & passes_rest, steps, rest_len)
-        decode = _repeat(passed & inside, steps, block_len)
-        clean = passed & before if passes_clean == "all" else newest
-        if refreshes and not passes_rest:
-            clean = passed & ~inside
-        width = length - block_len if refreshes and not passes_rest else start
-        whole = _segment(blocks, _repeat(clean, steps, width), decode, rest, count)
-        if refreshes:
-            plan += _first_step_apart(whole, width, refresh=True)
-        elif passes_clean == "all" or length == block_len:
-            plan.append(whole)
-        else:
-            plan += _first_step_apart(whole, block_len)
-        newest = masked & inside
-    return plan
-
-
-def _text_counts(
-    masked: Int[np.ndarray, " b"], most: int, schedule: str, shift: float
-) -> Int[np.ndarray, "n b"]:
-    """Returns how many tokens each step commits in each row of a text block."""
-    steps = min(most, int(masked.max()))
-    if schedule == "even":
-        step = np.arange(steps)[:, None]
-        return (masked // max(steps, 1) + (step < masked % max(steps, 1))).astype(np.int32)
-    per_row = [counts(schedule, steps, int(n), shift) for n in masked] if steps else []
-    count = np.zeros((steps, len(masked)), np.int32)
-    for row, per_step in enumerate(per_row):
-        count[: len(per_step), row] = per_step
-    return count
-
-
-def _repeat(chosen: Bool[np.ndarray, "b l"], steps: int, width: int) -> Int[np.ndarray, "n b w"]:
-    return np.repeat(_fit(_positions(chosen[None]), width), steps, axis=0)
-
-
-def _first_step_apart(whole: Segment, clean_width: int, *, refresh: bool = False) -> list[Segment]:
-    """Splits off the first step, the only one that passes clean tokens."""
-    first, others = whole.steps(0, 1), whole.steps(1, whole.num_steps)
-    first = dataclasses.replace(
-        first, clean=_fit(first.clean, clean_width), refresh=np.full(1, refresh)
-    )
-    others = dataclasses.replace(others, clean=others.clean[..., :0])
-    return [first, others] if others.num_steps else [first]

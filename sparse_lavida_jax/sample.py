@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sampler: prefill once, then one jitted loop a segment (paper Sec. 3.2).
 
-A host-side plan (`orders.py`) says which positions a step passes; consecutive steps of one width
-form a segment, and a segment is one compiled program: `lax.fori_loop` over `step`. Nothing returns
-to Python inside a segment and no shape changes. Image and text, every preset and every ablation row
-run this same `step`; which tokens the plan passes and which are committed is data
+A host-side plan (`sampling/plans.py`) says which positions a step passes; consecutive steps of one
+width form a segment, and a segment is one compiled program: `lax.fori_loop` over `step`. Nothing
+returns to Python inside a segment and no shape changes. Image and text, every preset and every
+ablation row run this same `step`; which tokens the plan passes and which are committed is data
 (`sampling/presets.py`).
 
 A plan decodes whole cells, or single codes of cells that are then known in part: what is masked
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from sparse_lavida_jax import config, orders
+from sparse_lavida_jax import config
 from sparse_lavida_jax.kernels import sharded
 from sparse_lavida_jax.kernels.attention import slot_multiple
 from sparse_lavida_jax.layout import (
@@ -30,7 +30,6 @@ from sparse_lavida_jax.layout import (
     NO_CELL,
     NO_FEATURE,
     AnyArray,
-    Kind,
     Stream,
     TokenLayout,
     concatenate,
@@ -41,7 +40,7 @@ from sparse_lavida_jax.models import text_head
 from sparse_lavida_jax.models.cache import KVCache, StreamName
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.stack import STREAMS, StepTables
-from sparse_lavida_jax.sampling import choose
+from sparse_lavida_jax.sampling import choose, plans
 from sparse_lavida_jax.sampling.prefixes import Prefixes
 from sparse_lavida_jax.sampling.presets import Choice, StepSettings, num_registers
 from sparse_lavida_jax.sampling.prompts import (
@@ -54,6 +53,7 @@ from sparse_lavida_jax.sampling.prompts import (
     parted,
     prepare,
 )
+from sparse_lavida_jax.sequence import Kind
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 NOT_DECODED = PAD_BLOCK  # in `decoded_at`: no step has decoded the position yet
@@ -118,7 +118,7 @@ class SamplerState:
 
 @flax.struct.dataclass
 class StepTokens:
-    """What one step passes; positions in the response, -1 pads (see `orders.Segment`).
+    """What one step passes; positions in the response, -1 pads (see `plans.Segment`).
 
     Attributes:
         block: number of the step.
@@ -753,7 +753,7 @@ def _tables_ahead(
 def sample(
     model: Denoiser,
     requests: list[Request],
-    segments: list[orders.Segment],
+    segments: list[plans.Segment],
     *,
     settings: StepSettings,
     prompt_len: tuple[int, int] = (0, 0),
@@ -841,7 +841,7 @@ class Begun:
 def begin(
     model: Denoiser,
     requests: list[Request],
-    segments: list[orders.Segment],
+    segments: list[plans.Segment],
     *,
     settings: StepSettings,
     prompt_len: tuple[int, int] = (0, 0),
@@ -929,7 +929,7 @@ def advance(
     model: Denoiser,
     begun: Begun,
     state: SamplerState,
-    segment: orders.Segment,
+    segment: plans.Segment,
     *,
     draws: Draws | None = None,
     in_trips: bool | None = None,
@@ -958,7 +958,7 @@ def advance(
     return state
 
 
-def trips(segment: orders.Segment) -> list[orders.Segment]:
+def trips(segment: plans.Segment) -> list[plans.Segment]:
     """Returns a segment in parts of `TRIPS` steps, the long ones first."""
     parts, start = [], 0
     for length in TRIPS:
@@ -969,7 +969,7 @@ def trips(segment: orders.Segment) -> list[orders.Segment]:
 
 
 def capacity(
-    prompt: Prompt, segments: list[orders.Segment], settings: StepSettings, multiple: int = 1
+    prompt: Prompt, segments: list[plans.Segment], settings: StepSettings, multiple: int = 1
 ) -> tuple[int, int]:
     """Returns the cache slots that a run needs: understanding and generation region.
 

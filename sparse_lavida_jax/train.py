@@ -16,13 +16,13 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from sparse_lavida_jax import config, runtime
-from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.checkpoints import adapters, model_folder
+from sparse_lavida_jax.data.feed import Feed
 from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.evals import report
 from sparse_lavida_jax.models import lora, parameters, quantize, sharding
 from sparse_lavida_jax.models.codec import ImageCodec
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.scenes import batches
 from sparse_lavida_jax.training import flops, metrics, optimizer, runs, sources, states
 from sparse_lavida_jax.training.step import Denominators, TrainState, gradient, loss, train_step
 
@@ -128,7 +128,7 @@ def train(settings: config.Config, run: runs.Run, profile: range = range(0)) -> 
 def _train(
     settings: config.Config,
     run: runs.Run,
-    source: sources.Source,
+    source: sources.TrainingData,
     mesh: Mesh | None,
     share: tuple[int, int],
     profile: range,
@@ -163,7 +163,7 @@ def _train(
     pending = None
     meter = metrics.Meter(_peak())
     log, bar = _reporters(settings, run, start, seconds)
-    feed = batches.Feed(source.batches.dataset(), start, settings.data.workers, note.get("data"))
+    feed = Feed(source.batches.dataset(), start, settings.data.workers, note.get("data"))
     trace = _Profile(run.folder / "profile", profile)
     with log, bar, trace, contextlib.closing(feed):
         while progress() < 1:
@@ -222,7 +222,7 @@ def _train(
 def _finish(
     settings: config.Config,
     run: runs.Run,
-    source: sources.Source,
+    source: sources.TrainingData,
     state: TrainState,
     step: int,
     seconds: float,
@@ -258,9 +258,9 @@ def _write_results(settings, run, source, pipe, trained, step: int, seconds, dty
     )
     print(f"{run.model_folder}: the trained model")
     if settings.lora.rank:
-        adapters = run.folder / "adapters"
-        model_folder.save_adapters(adapters, trained, settings, base=settings.train.init_from)
-        print(f"{adapters}: what was trained of it")
+        folder = run.folder / "adapters"
+        adapters.save(folder, trained, settings, base=settings.train.init_from)
+        print(f"{folder}: what was trained of it")
     if settings.train.eval_prompts:
         print(f"{report.write(pipe, run.folder, step=step, seconds=seconds)}: what it can do")
 

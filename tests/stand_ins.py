@@ -13,12 +13,12 @@ import tiny
 from sparse_lavida_jax import config, train
 from sparse_lavida_jax import pipeline as pipelines
 from sparse_lavida_jax.checkpoints import model_folder
-from sparse_lavida_jax.data.examples import Encoder
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.models.codec import ImageCodec
 from sparse_lavida_jax.scenes import batches as data_batches
 from sparse_lavida_jax.scenes import tasks, world
 from sparse_lavida_jax.scenes.batches import GroupedBatches
+from sparse_lavida_jax.scenes.encoder import Encoder
 from sparse_lavida_jax.scenes.prompts import ScenePrompts
 from sparse_lavida_jax.scenes.tokenizer import SHIPPED, Tokenizer
 

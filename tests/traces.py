@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import tiny
 
-from sparse_lavida_jax import config, diffusion, layout, orders, sample
-from sparse_lavida_jax.sampling import presets, prompts
+from sparse_lavida_jax import config, diffusion, orders, sample, sequence
+from sparse_lavida_jax.sampling import plans, presets, prompts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Moment:
 
 
 def settings_of(
-    preset: str, kind: layout.Kind, model: config.Model, *, has_source=False, **changes
+    preset: str, kind: sequence.Kind, model: config.Model, *, has_source=False, **changes
 ) -> presets.StepSettings:
     """Returns step settings at temperature 0.8, so that draws are not the modes."""
     asked = config.Sampling(preset=preset, temperature=0.8, text_temperature=0.8, **changes)
@@ -54,7 +54,7 @@ def plan(
     block_len: int = tiny.TEXT_BLOCK_LEN,
     cell_passes: int = 1,
     **options,
-) -> list[orders.Segment]:
+) -> list[plans.Segment]:
     """Returns the segments that the preset asks for; images: a stratified order of each row's own.
 
     For text, `num_steps` steps a text block.
@@ -65,12 +65,12 @@ def plan(
         "passes_rest": not settings.preset.truncate,
     }
     if settings.kind == "text":
-        return orders.text_plan(tiny.TEXT_LEN, block_len, num_steps, given, **passes)
+        return plans.text_plan(tiny.TEXT_LEN, block_len, num_steps, given, **passes)
     cells = np.stack([orders.order("stratified", 3, 3, request.seed) for request in requests])
-    whole = orders.image_plan(cells, schedule="shift", num_steps=num_steps, shift=3.0, given=given)
-    parts = orders.segments(whole, **passes, **({"max_segments": 1} | options))
+    whole = plans.image_plan(cells, schedule="shift", num_steps=num_steps, shift=3.0, given=given)
+    parts = plans.segments(whole, **passes, **({"max_segments": 1} | options))
     stored = settings.preset.cache_response
-    return orders.in_passes(parts, cell_passes, side=2, clean_once=stored)
+    return plans.in_passes(parts, cell_passes, side=2, clean_once=stored)
 
 
 _prefill = tiny.quick_jit(
@@ -87,7 +87,7 @@ _run_segment = tiny.quick_jit(functools.partial(sample.run_segment), static_argn
 def finished(
     model,
     requests: list[prompts.Request],
-    segments: list[orders.Segment],
+    segments: list[plans.Segment],
     settings: presets.StepSettings,
     **options,
 ) -> np.ndarray:
@@ -99,7 +99,7 @@ def finished(
 def moments(
     model,
     requests: list[prompts.Request],
-    segments: list[orders.Segment],
+    segments: list[plans.Segment],
     settings: presets.StepSettings,
     **options,
 ) -> tuple[list[Moment], np.ndarray]:
@@ -260,7 +260,7 @@ forward = tiny.quick_jit(training_pass)
 
 
 def spread_logits(
-    model, batch: diffusion.Corrupted, kind: layout.Kind, starts: list[int], length: int
+    model, batch: diffusion.Corrupted, kind: sequence.Kind, starts: list[int], length: int
 ) -> np.ndarray:
     """Returns logits [rows l g v] at the response tokens whose weight is not 0, 0 elsewhere.
 

@@ -12,9 +12,9 @@ import numpy as np
 from jaxtyping import Bool
 from PIL import Image, ImageDraw, ImageFont
 
-from sparse_lavida_jax import config, orders
+from sparse_lavida_jax import config
 from sparse_lavida_jax.layout import TokenLayout
-from sparse_lavida_jax.sampling import presets
+from sparse_lavida_jax.sampling import plans, presets
 from sparse_lavida_jax.visibility import visible
 
 PAPER, INK, FAINT = (255, 255, 255), (30, 30, 30), (222, 222, 226)
@@ -52,7 +52,7 @@ PARTS = {
 
 def plan_of(
     sampling: config.Sampling, model: config.Model
-) -> tuple[list[orders.Segment], presets.StepSettings]:
+) -> tuple[list[plans.Segment], presets.StepSettings]:
     """Returns the plan of one image of the model's own size, and the settings of its steps."""
     settings = presets.step_settings(sampling, model, "image")
     given = np.zeros((1, model.grid_size**2), bool)
@@ -71,7 +71,7 @@ def costs(sampling: config.Sampling, model: config.Model, prompt_tokens: int) ->
         again = part.refresh[0] or not preset.cache_prompt
         for step in range(part.num_steps):
             newest, decode, rest = (
-                int((positions[step] != orders.PAD_POSITION).sum())
+                int((positions[step] != plans.PAD_POSITION).sum())
                 for positions in (part.clean, part.decode, part.rest)
             )
             registers = presets.num_registers(part, settings)
@@ -101,12 +101,12 @@ def visibility_matrix(layout: TokenLayout, names: Sequence[str] = ()) -> Image.I
     return _matrix(sees, names, colours)
 
 
-def order_grid(segments: Sequence[orders.Segment], rows: int) -> Image.Image:
+def order_grid(segments: Sequence[plans.Segment], rows: int) -> Image.Image:
     """Draws the step that decodes each cell of the first row of a plan: dark first, light last."""
     first = {}
     for part in segments:
         for block, positions in zip(part.block, part.decode[:, 0], strict=True):
-            for cell in positions[positions != orders.PAD_POSITION]:
+            for cell in positions[positions != plans.PAD_POSITION]:
                 first.setdefault(int(cell), int(block))
     steps, earliest = sorted(set(first.values())), min(first.values())
     columns = len(first) // rows

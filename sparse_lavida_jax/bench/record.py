@@ -2,23 +2,20 @@
 """One row of a benchmark: where and with what it was measured, and the file it goes to."""
 
 import dataclasses
-import datetime
 import functools
 import hashlib
-import importlib.metadata
 import json
-import os
 import pathlib
-import platform
 import re
-import subprocess
 import uuid
 from typing import Any
 
 import jax
 
+from sparse_lavida_jax.data import files
+from sparse_lavida_jax.evals.circumstances import circumstances, commit, device
+
 SCHEMA = "sparse-lavida-bench/1"
-WRITING = ".writing"  # ends the name of a file that is not whole yet
 RESULTS = pathlib.Path(__file__).parent / "results"
 PACKAGE = pathlib.Path(__file__).parents[1]
 
@@ -55,31 +52,14 @@ class Bench:
             **values,
         }
         path = path_of(self.suite, name or row_id, row["device"]["kind"])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, row)
+        files.write_json(path, row)
         return path
-
-
-def circumstances() -> dict[str, Any]:
-    """Returns when, on what device and with what software this process runs."""
-    return {
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": _device(),
-        "software": {
-            "python": platform.python_version(),
-            "jax": jax.__version__,
-            "jaxlib": _version("jaxlib"),
-            "xla_flags": os.environ.get("XLA_FLAGS", ""),
-            "tokamax": _version("tokamax"),
-            "torch": _version("torch"),
-        },
-    }
 
 
 def path_of(suite: str, name: str, kind: str = "") -> pathlib.Path:
     """Returns where a row of a kind of device is written, by default of this one."""
-    device = re.sub(r"[^a-z0-9]+", "-", (kind or _device()["kind"]).lower()).strip("-")
-    return RESULTS / device / suite / f"{name.replace('/', '.')}.json"
+    folder = re.sub(r"[^a-z0-9]+", "-", (kind or device()["kind"]).lower()).strip("-")
+    return RESULTS / folder / suite / f"{name.replace('/', '.')}.json"
 
 
 def differing(row: dict[str, Any], expected: dict[str, Any]) -> list[str]:
@@ -117,41 +97,10 @@ def compiled() -> Compiled:
     return found
 
 
-def write_json(path: pathlib.Path, values: Any) -> None:
-    """Writes a file as a whole or not at all, whoever else is writing it."""
-    write_text(path, json.dumps(values, indent=1) + "\n")
-
-
-def write_text(path: pathlib.Path, text: str) -> None:
-    """Writes a file as a whole or not at all, whoever else is writing it."""
-    fresh = path.with_name(f"{path.name}.{os.getpid()}{WRITING}")
-    fresh.write_text(text)
-    os.replace(fresh, path)
-
-
 def read_rows(suite: str) -> list[dict[str, Any]]:
     """Returns all rows of a suite, all devices."""
     paths = sorted(RESULTS.glob(f"*/{suite}/*.json"))
     return [json.loads(path.read_text()) for path in paths]
-
-
-def _version(package: str) -> str | None:
-    """Of a package, None where it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _device() -> dict[str, Any]:
-    device = jax.devices()[0]
-    return {
-        "kind": device.device_kind,
-        "count": jax.device_count(),
-        "cores": getattr(device, "core_count", None),
-        "memory_bytes": (device.memory_stats() or {}).get("bytes_limit"),
-        "host_cores": os.cpu_count(),
-    }
 
 
 def code() -> str:
@@ -161,16 +110,3 @@ def code() -> str:
     for path in sorted(set(paths) - {PACKAGE / "bench" / "table.py"}):
         digest.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]
-
-
-def commit() -> dict[str, Any]:
-    """Returns the commit of the code, and whether it was changed since."""
-
-    def git(*words):
-        return subprocess.run(
-            ["git", *words], cwd=RESULTS.parent, capture_output=True, text=True, check=False
-        ).stdout.strip()
-
-    results = RESULTS.relative_to(RESULTS.parents[2]).as_posix()
-    changed = git("status", "--short", "--", ":/", f":(top,exclude){results}")
-    return {"commit": git("rev-parse", "--short", "HEAD"), "dirty": bool(changed)}

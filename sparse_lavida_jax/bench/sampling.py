@@ -39,14 +39,14 @@ from sparse_lavida_jax import config, runtime, sample
 from sparse_lavida_jax.bench import running, suite_cases, suites, table
 from sparse_lavida_jax.bench.record import Bench, read_rows
 from sparse_lavida_jax.checkpoints import model_folder
-from sparse_lavida_jax.data.examples import Example, Kind
+from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.inference.batching import tokens_passed
-from sparse_lavida_jax.layout import Response, Text
 from sparse_lavida_jax.models import fuse, vq
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.sampling.prompts import Request
+from sparse_lavida_jax.sequence import Kind, Response, Text
 
 CHECKPOINT = flags.DEFINE_string(
     "checkpoint", "scenes", "A model folder, a run, or a bundled name."

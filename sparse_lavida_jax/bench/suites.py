@@ -16,15 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from sparse_lavida_jax import config, layout, orders, sample
+from sparse_lavida_jax import config, sample, sequence
 from sparse_lavida_jax.bench import record, work
 from sparse_lavida_jax.bench.suite_cases import WORDS, Case, sizes
-from sparse_lavida_jax.layout import Text
 from sparse_lavida_jax.models import fuse, quantize, vq
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.sampling import presets, prompts
+from sparse_lavida_jax.sampling import plans, presets, prompts
 from sparse_lavida_jax.sampling.prefixes import Prefixes
 from sparse_lavida_jax.sampling.prompts import Request
+from sparse_lavida_jax.sequence import Text
 
 SPLIT = ("host", "prefill", "loop", "vq_encode", "vq_decode")
 # Step settings of rows that take a change back (`suite_cases.changes`).
@@ -222,7 +222,7 @@ def _request(
     if settings.kind == "image" and decoder is not None:
         side = model.settings.codes_side
         known = np.minimum(canvas, model.settings.codebook_size - 1)  # of steps not timed
-        grid = layout.codes_from_cells(known, model.settings.grid_size, side)
+        grid = sequence.codes_from_cells(known, model.settings.grid_size, side)
         vq.decode_codes(decoder, np.asarray(grid), batch=1)
         split["vq_decode"] = clock()
     return split, canvas
@@ -251,7 +251,7 @@ def _requests(case: Case, seeds, turn: int = 0) -> list[Request]:
     return [Request(parts, example.response, example.given, shown, seed) for seed in seeds]
 
 
-def _plan(case: Case, settings, seeds, model: config.Model) -> list[orders.Segment]:
+def _plan(case: Case, settings, seeds, model: config.Model) -> list[plans.Segment]:
     given = np.stack([case.example.given] * case.batch)
     return presets.plan(case.sampling, settings, model, given, case.text_block_len, list(seeds))
 
@@ -272,7 +272,7 @@ def _bucket(prompt: prompts.Prompt) -> tuple[int, int]:
     return prompt.understanding.index.shape[1], generation
 
 
-def _middle(plan: list[orders.Segment], number: int) -> orders.Segment:
+def _middle(plan: list[plans.Segment], number: int) -> plans.Segment:
     longest = max(plan, key=lambda part: part.num_steps)
     start = max(longest.num_steps - number, 0) // 2
     return longest.steps(start, start + number)

@@ -18,7 +18,8 @@ import jax
 
 from sparse_lavida_jax.bench import methods
 from sparse_lavida_jax.bench.cases import HEAD_DIM, Case
-from sparse_lavida_jax.bench.record import commit, write_json
+from sparse_lavida_jax.bench.record import commit
+from sparse_lavida_jax.data.files import write_json
 from sparse_lavida_jax.kernels import attention, devices, shapes
 from sparse_lavida_jax.kernels.tables import GpuSizes, TileSizes
 

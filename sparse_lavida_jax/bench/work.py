@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_lavida_jax import config, orders
-from sparse_lavida_jax.sampling import presets
+from sparse_lavida_jax import config
+from sparse_lavida_jax.sampling import plans, presets
 from sparse_lavida_jax.sampling.prompts import Prompt, parted
 
 
@@ -61,7 +61,7 @@ class Work:
 def of_request(
     model: config.Model,
     settings: presets.StepSettings,
-    plan: list[orders.Segment],
+    plan: list[plans.Segment],
     prompt: Prompt,
     *,
     weight_bytes: int = 0,

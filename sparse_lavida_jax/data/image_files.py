@@ -8,9 +8,7 @@ import contextlib
 import io
 import json
 import math
-import os
 import pathlib
-import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,6 +16,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, UInt8
 from PIL import Image, ImageDraw, ImageOps, PngImagePlugin, UnidentifiedImageError
+
+from sparse_lavida_jax.data import files
 
 Pixels = UInt8[np.ndarray, "_h _w 3"]  # each of its own size
 Box = tuple[int | float, int | float, int | float, int | float]  # x1, y1, x2, y2 in pixels
@@ -228,8 +228,7 @@ def write(path: pathlib.Path | str, image: Pixels, record: dict[str, Any] | None
         notes = PngImagePlugin.PngInfo()
         notes.add_itxt(RECORD, json.dumps(record, ensure_ascii=False))
         more["pnginfo"] = notes
-    with replacing(path) as file:
-        Image.fromarray(image).save(file, format, **more)
+    _save(path, Image.fromarray(image), format, **more)
 
 
 def write_animation(path: pathlib.Path | str, frames: Sequence[Pixels]) -> None:
@@ -244,8 +243,7 @@ def write_animation(path: pathlib.Path | str, frames: Sequence[Pixels]) -> None:
         raise ImageError(f"{path}: there is no step to show, so no animation.")
     first, *rest = map(Image.fromarray, frames)
     durations = [FRAME_MILLISECONDS] * len(rest) + [LAST_FRAME_MILLISECONDS]
-    with replacing(path) as file:
-        first.save(file, "GIF", save_all=True, append_images=rest, duration=durations, loop=0)
+    _save(path, first, "GIF", save_all=True, append_images=rest, duration=durations, loop=0)
 
 
 def check_writable(
@@ -266,35 +264,13 @@ def check_writable(
     return path
 
 
-@contextlib.contextmanager
-def replacing(path: pathlib.Path) -> Iterator[Any]:
-    """Yields a binary file that becomes `path` if everything goes well, and vanishes otherwise.
-
-    Raises:
-        WriteError: the disk is full, or the place cannot be written to.
-    """
-    scratch = None
+def _save(path: pathlib.Path, image: Image.Image, format: str, **options: Any) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-        scratch = pathlib.Path(name)
-        with os.fdopen(descriptor, "wb") as file:
-            yield file
-        scratch.chmod(0o666 & ~_umask())
-        os.replace(scratch, path)
-        scratch = None
+        with files.replacing(path) as new:
+            image.save(new, format, **options)
     except OSError as error:
         reason = error.strerror or error
         raise WriteError(f"the image cannot be written to {path}: {reason}.") from error
-    finally:
-        if scratch is not None:
-            scratch.unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def sheet(images: Sequence[Pixels]) -> Pixels:

@@ -8,7 +8,7 @@ import pathlib
 import numpy as np
 from jaxtyping import Int, UInt8
 
-from sparse_lavida_jax import config, layout
+from sparse_lavida_jax import config, sequence
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.scenes import digits, world
 
@@ -52,7 +52,7 @@ class ImageCodec:
         if self.vq is None:
             return np.stack([digits.read(image) for image in pixels])
         codes = vq.encode_images(self.vq, pixels, batch=1)
-        return np.asarray(layout.cells_from_codes(codes, self.side))
+        return np.asarray(sequence.cells_from_codes(codes, self.side))
 
     def decode(
         self, cells: Int[np.ndarray, "b l g"], rows: int | None = None, dtype: str = "float32"
@@ -65,7 +65,7 @@ class ImageCodec:
         """
         if self.vq is None:
             return np.stack([digits.render(codes) for codes in cells])
-        codes = layout.codes_from_cells(cells, rows or self.grid_size, self.side)
+        codes = sequence.codes_from_cells(cells, rows or self.grid_size, self.side)
         if dtype not in self._decoders:
             self._decoders[dtype] = vq.for_decoding(self.vq, dtype)
         return vq.decode_codes(self._decoders[dtype], np.asarray(codes), batch=1)

@@ -9,8 +9,6 @@ pixels.
 import json
 import os
 import pathlib
-import shutil
-import tempfile
 
 import einops
 import jax
@@ -22,6 +20,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, UInt8
 
 from sparse_lavida_jax import config
+from sparse_lavida_jax.data import files
 
 BUNDLED = pathlib.Path(__file__).parents[1] / "assets" / "vq"
 FORMAT = "sparse-lavida-vq/1"
@@ -344,22 +343,12 @@ def save_parameters(
     folder: pathlib.Path, parameters: dict[str, np.ndarray], settings: config.VQ
 ) -> None:
     """Writes what `save` does, from parameters by path."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    fresh = pathlib.Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        safetensors.numpy.save_file(parameters, fresh / "params.safetensors")
+    with files.replacing(folder) as new:
+        new.mkdir()
+        safetensors.numpy.save_file(parameters, new / "params.safetensors")
+        (new / "params.safetensors").chmod(0o644)  # the library makes a private file
         written = {"format": FORMAT, **config.to_dict(settings)}
-        (fresh / "config.json").write_text(json.dumps(written, indent=2) + "\n")
-        # Temporary files are private; these are to be read by whom the umask lets.
-        fresh.chmod(0o755)
-        (fresh / "params.safetensors").chmod(0o644)
-        replaced = fresh.with_name(fresh.name + "-replaced")
-        if folder.exists():
-            os.replace(folder, replaced)
-        os.replace(fresh, folder)
-        shutil.rmtree(replaced, ignore_errors=True)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
+        files.write_json(new / "config.json", written, indent=2)
 
 
 def find(folder_or_name: str | os.PathLike) -> pathlib.Path:

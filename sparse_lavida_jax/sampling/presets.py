@@ -22,11 +22,12 @@ import numpy as np
 from jaxtyping import Bool
 
 from sparse_lavida_jax import config, orders
-from sparse_lavida_jax.layout import Kind, codes_from_cells
 from sparse_lavida_jax.models import text_head
+from sparse_lavida_jax.sampling import plans
+from sparse_lavida_jax.sequence import Kind, codes_from_cells
 
 # Widths where a step passes most of the response: padding costs more there than a program does.
-WIDE_BUCKETS = tuple(width for width in orders.BUCKETS if width <= 96) + tuple(
+WIDE_BUCKETS = tuple(width for width in plans.BUCKETS if width <= 96) + tuple(
     range(128, 2**16 + 1, 32)
 )
 WIDE_PADDING = 0.03
@@ -120,7 +121,7 @@ class StepSettings:
         guidance_rows: 1: none; 2: [dropped, full]; 3: [dropped, second, full].
         edit_guidance: what the second row of three keeps (`config.Sampling`).
         released: text as the released code writes it (`config.Sampling.released_behaviour`).
-        guided, refreshing: of the segment (`orders.Segment`).
+        guided, refreshing: of the segment (`plans.Segment`).
         head_tile: words of a tile of the vocabulary that is drawn from by tiles
             (`sampling_head`); 0: all logits are made at once.
         shapes: padded lengths of both streams of the prompt of each guidance row, where a step
@@ -233,7 +234,7 @@ def plan(
     text_block_len: int,
     seeds: Sequence[int] | None = None,
     grid: tuple[int, int] | None = None,
-) -> list[orders.Segment]:
+) -> list[plans.Segment]:
     """Returns the segments that a sampling configuration asks for.
 
     Args:
@@ -268,7 +269,7 @@ def plan(
         sampling.confidence_noise_end,
         sampling.confidence_noise_shift or sampling.shift,
     )
-    stepped = orders.with_steps(
+    stepped = plans.with_steps(
         segments,
         guided=orders.guided_steps(sampling.guidance_interval, steps),
         noise=(noise * sampling.confidence_noise).astype(np.float32),
@@ -282,7 +283,7 @@ def plan(
             registers, registers if fewest < 0 else min(fewest, registers), steps
         ),
     )
-    return orders.in_passes(
+    return plans.in_passes(
         stepped,
         sampling.cell_passes,
         model.codes_side,
@@ -297,7 +298,7 @@ def _image_segments(
     given: Bool[np.ndarray, "b l"],
     seeds: Sequence[int],
     grid: tuple[int, int],
-) -> list[orders.Segment]:
+) -> list[plans.Segment]:
     by_confidence = sampling.order == "confidence"
     by_code = chosen.full_attention and sampling.grid == "code"
     if by_confidence and (chosen.truncate or chosen.cache_response):
@@ -320,7 +321,7 @@ def _image_segments(
     (rows, columns), side = grid, model.codes_side if by_code else 1
     known = np.repeat(given[..., None], side**2, axis=-1)
     name = "raster" if by_confidence else sampling.order
-    whole = orders.image_plan(
+    whole = plans.image_plan(
         np.stack([orders.order(name, rows * side, columns * side, seed) for seed in seeds]),
         schedule=sampling.schedule,
         num_steps=sampling.num_steps,
@@ -329,9 +330,9 @@ def _image_segments(
         merge=sampling.merge_cells,
     )
     if by_code or by_confidence:
-        return orders.code_segments(whole, rows, columns, side, by_confidence=by_confidence)
+        return plans.code_segments(whole, rows, columns, side, by_confidence=by_confidence)
     wide = not (chosen.truncate and chosen.cache_response)
-    return orders.segments(
+    return plans.segments(
         whole,
         passes_clean="newest" if chosen.cache_response else "all",
         passes_rest=not chosen.truncate,
@@ -344,13 +345,13 @@ def _text_plan(
     settings: StepSettings,
     given: Bool[np.ndarray, "b l"],
     block_len: int,
-) -> list[orders.Segment]:
+) -> list[plans.Segment]:
     chosen = settings.preset
     steps = sampling.text_steps
     if sampling.text_step_ratio > 0:
         steps = max(int(block_len * sampling.text_step_ratio), 1)
     refreshes = chosen.refreshes
-    return orders.text_plan(
+    return plans.text_plan(
         given.shape[1],
         block_len,
         block_len if settings.choice.ends_early else steps,
@@ -387,9 +388,7 @@ def _block_order(sampling: config.Sampling, num_blocks: int) -> Sequence[int]:
     return left_to_right if sampling.text_block_order == "left_to_right" else left_to_right[::-1]
 
 
-def tokens_passed(
-    segments: list[orders.Segment], settings: StepSettings, prompt_tokens: int
-) -> int:
+def tokens_passed(segments: list[plans.Segment], settings: StepSettings, prompt_tokens: int) -> int:
     """Returns how many tokens of one row all steps pass, prompt included, padding not.
 
     Args:
@@ -399,7 +398,7 @@ def tokens_passed(
     response = registers = refreshed = steps = 0
     for part in segments:
         used = (part.clean, part.decode, part.rest)
-        response += sum(int((positions != orders.PAD_POSITION).sum()) for positions in used)
+        response += sum(int((positions != plans.PAD_POSITION).sum()) for positions in used)
         registers += part.num_steps * num_registers(part, settings)
         refreshed += int(part.refresh.sum())
         steps += part.num_steps
@@ -410,7 +409,7 @@ def tokens_passed(
     return response + registers + prompt_tokens * times
 
 
-def num_registers(segment: orders.Segment, settings: StepSettings) -> int:
+def num_registers(segment: plans.Segment, settings: StepSettings) -> int:
     """Returns how many registers the steps of a segment pass."""
     asked = int(segment.registers[0])
     return settings.num_registers if asked < 0 else asked

@@ -5,7 +5,6 @@ import contextlib
 import importlib.util
 import json
 import math
-import os
 import pathlib
 import time
 from collections.abc import Iterator, Mapping
@@ -13,6 +12,8 @@ from typing import Any
 
 import rich.console
 import rich.progress
+
+from sparse_lavida_jax.data import files
 
 PLAIN_SECONDS = 10.0  # between lines of progress where there is no terminal
 # What a clock has measured: it differs between two runs that are otherwise the same.
@@ -47,9 +48,7 @@ class MetricsFile:
             )
         if self.path.exists():
             kept = [line for line in read_metrics(self.path) if line["step"] <= resume_at]
-            rewritten = self.path.with_suffix(".rewritten")
-            rewritten.write_text("".join(_line(line) for line in kept))
-            os.replace(rewritten, self.path)
+            files.write_text(self.path, "".join(_line(line) for line in kept))
         self._file = self.path.open("a")
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:

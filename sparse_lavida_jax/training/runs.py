@@ -8,8 +8,6 @@ writes; the folder is one that all of them see.
 """
 
 import contextlib
-import fcntl
-import os
 import pathlib
 import signal
 import threading
@@ -19,6 +17,7 @@ from typing import Any, TypeVar
 
 from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.data import files
 from sparse_lavida_jax.training import states
 
 T = TypeVar("T")
@@ -157,7 +156,8 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunError(f"{self.folder} cannot be made: {error.strerror}.") from error
-        names = {path.name for path in self.folder.iterdir()} - {"lock"}
+        names = {path.name for path in self.folder.iterdir() if path.suffix != files.UNFINISHED}
+        names -= {"lock"}
         if names and "config.json" not in names:
             raise RunError(
                 f"{self.folder} holds files but no config.json, so it is no run directory. Choose"
@@ -228,27 +228,13 @@ def _settings(settings: config.Config) -> dict[str, Any]:
 
 
 def lock(folder: pathlib.Path) -> Callable[[], None]:
-    """Makes this process the only writer of the folder; returns what gives that up.
-
-    The operating system drops the lock of a process that dies, however it dies; the number in the
-    file is for the message.
-    """
-    path = folder / "lock"
+    """Makes this process the only writer of the folder; returns a function that releases it."""
     try:
-        file = path.open("a+")
+        return files.lock(folder / "lock").release
     except OSError as error:
         raise RunError(f"{folder} cannot be written to: {error.strerror}.") from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        owner = file.read().strip() or "unknown"
-        file.close()
+    except files.LockedError as owner:
         raise RunError(
             f"{folder} is being written by process {owner}. Wait for it, stop it, or choose"
             " another --workdir."
         ) from None
-    file.truncate(0)
-    file.write(str(os.getpid()))
-    file.flush()
-    return file.close

@@ -9,6 +9,7 @@ import pytest
 
 from sparse_lavida_jax.bench import attention, cases, methods, record
 from sparse_lavida_jax.bench.calibration import copy_gbps, launch_us, matmul_tflops
+from sparse_lavida_jax.evals import circumstances
 from sparse_lavida_jax.kernels import attention as kernel_entry
 from sparse_lavida_jax.kernels import devices, shapes
 
@@ -88,7 +89,7 @@ def test_a_run_writes_every_row_as_it_is_measured_and_ends_with_the_bars(
         assert row["run"] == kernel["run"] and min(row["calibration"]["matmul_tflops"].values()) > 0
     assert kernel["ids_sha256"] == shapes.tags("decode_mid").sha256 and kernel["compile_s"] > 0
     assert kernel["flops"]["useful"] < kernel["flops"]["tile"] < kernel["flops"]["dense"]
-    assert kernel["software"]["tokamax"] == record._version("tokamax")
+    assert kernel["software"]["tokamax"] == circumstances.version("tokamax")
     assert (
         f"| at most growth: memory | 1 | <= 2.1 | {rows['memory', 'kernel']['growth']:.3g}" in told
     )

@@ -16,14 +16,14 @@ from sparse_lavida_jax import config, diffusion, orders, pipeline
 from sparse_lavida_jax.evals import scenes as exact
 from sparse_lavida_jax.models import codec as codecs
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.sampling import presets
+from sparse_lavida_jax.sampling import plans, presets
 from sparse_lavida_jax.scenes import batches, digits, tasks, world
 from sparse_lavida_jax.training import optimizer
 
-CONFIGS = {  # those of benchmarks are in test_evaluate.py
+CONFIGS = {  # the one of benchmarks is in test_evaluate.py
     path.stem: path
     for path in sorted((pathlib.Path(__file__).parents[2] / "configs").glob("*.py"))
-    if not path.stem.startswith("eval_")
+    if path.stem != "evaluate"
 }
 BUNDLED_BYTES = 16_000_000  # of the model that comes with the package
 
@@ -118,7 +118,7 @@ def test_a_model_samples_as_it_was_trained(name):
     chosen = presets.step_settings(given.sampling, model, "image").preset
     assert chosen.full_attention == (given.diffusion.attention == "full")
     side = given.model.grid_size
-    plan = orders.image_plan(
+    plan = plans.image_plan(
         orders.order(given.sampling.order, side, side, given.sampling.order_seed),
         schedule=given.sampling.schedule,
         num_steps=given.sampling.num_steps,

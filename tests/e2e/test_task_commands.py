@@ -12,7 +12,7 @@ import stand_ins
 from PIL import Image
 
 from sparse_lavida_jax import cli, main
-from sparse_lavida_jax.data import image_files
+from sparse_lavida_jax.data import files, image_files
 from sparse_lavida_jax.inference import batching
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.scenes import grammar, tasks, world
@@ -299,7 +299,7 @@ def test_a_full_disk_leaves_no_part_of_an_image(complaint, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(image_files.os, "replace", full)
+    monkeypatch.setattr(files.os, "replace", full)
     said = complaint("generate", PROMPT, code=1)
     assert "No space left on device" in said
 

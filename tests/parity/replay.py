@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import traces
 
-from sparse_lavida_jax import config, layout, orders, sample
+from sparse_lavida_jax import config, layout, orders, sample, sequence
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.sampling import choose, prompts
+from sparse_lavida_jax.sampling import choose, plans, prompts
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 REMASKING = {"low_confidence": "probability", "entrophy": "entropy"}  # released name -> ours
@@ -59,12 +59,12 @@ def parts_of(ids, cutoff, names, *, vision=None, source=None):
             parts.append(vision)
             assert vision.num_tokens == len(run)
         elif kind == "source":
-            parts.append(layout.Source(source))
+            parts.append(sequence.Source(source))
             assert len(source) == len(run)
         elif kind == "response":
-            parts.append(layout.Response(len(run)))
+            parts.append(sequence.Response(len(run)))
         else:
-            parts.append(layout.Text(np.asarray(ids)[run], keep=kind == "kept"))
+            parts.append(sequence.Text(np.asarray(ids)[run], keep=kind == "kept"))
     return tuple(parts)
 
 
@@ -107,7 +107,7 @@ def text_request(ids, length, mask_id, draft=()):
     """Returns a request whose first tokens are a draft, as far as they are no masks."""
     tokens = np.full((length, 1), mask_id, np.int32)
     tokens[: len(draft), 0] = draft
-    parts = (layout.Text(np.asarray(ids)), layout.Response(length))
+    parts = (sequence.Text(np.asarray(ids)), sequence.Response(length))
     return prompts.Request(parts, tokens, tokens[:, 0] != mask_id, None, 0)
 
 
@@ -147,7 +147,7 @@ def image_sampling(variant):
 
 def cells_of(codes, grid, side):
     """Returns codes [k n], raster order, as cells [k l g]."""
-    return np.asarray(layout.cells_from_codes(np.asarray(codes).reshape(-1, *grid), side))
+    return np.asarray(sequence.cells_from_codes(np.asarray(codes).reshape(-1, *grid), side))
 
 
 def image_draws(variant, recorded, grid, side):
@@ -165,7 +165,7 @@ def image_draws(variant, recorded, grid, side):
 # Runs.
 
 
-def one_by_one(segments: list[orders.Segment]) -> list[orders.Segment]:
+def one_by_one(segments: list[plans.Segment]) -> list[plans.Segment]:
     """Returns the same steps, each a segment of its own."""
     return [part.steps(i, i + 1) for part in segments for i in range(part.num_steps)]
 
@@ -284,6 +284,6 @@ def assert_image(given, cells, expected):
     """Compares the decoded image of cells [l g], give or take one."""
     made = given.settings.model
     height = given.config["gen_shape"][0] // made.codes_side
-    codes = np.asarray(layout.codes_from_cells(cells[None], height, made.codes_side))
+    codes = np.asarray(sequence.codes_from_cells(cells[None], height, made.codes_side))
     image = vq.decode_codes(given.vq(), codes)[0].astype(int)
     assert np.abs(image - expected).max() <= 1

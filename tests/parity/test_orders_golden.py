@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sparse_lavida_jax import orders
-from sparse_lavida_jax.sampling import choose
+from sparse_lavida_jax.sampling import choose, plans
 
 REMASKING = {"low_confidence": "probability"}  # released name -> ours
 
@@ -48,7 +48,7 @@ def test_schedules_reveal_as_many_tokens_a_step_as_recorded(parts):
 
 def test_text_blocks_split_their_tokens_as_recorded(parts):
     for given in schedules(parts, even=True):
-        (part,) = orders.text_plan(given["n"], given["n"], given["steps"])
+        (part,) = plans.text_plan(given["n"], given["n"], given["steps"])
         expected = parts.outputs[given["tensor"]]
         count = np.pad(part.count[:, 0], (0, len(expected) - part.num_steps))
         np.testing.assert_array_equal(count, expected, given["tensor"])
@@ -58,7 +58,7 @@ def test_a_text_block_may_follow_any_schedule(parts):
     for given in schedules(parts, even=False):
         name, shift = given["schedule"], (given["schedule_kwargs"] or {}).get("shift", 1.0)
         if name in orders.SCHEDULES:
-            (part,) = orders.text_plan(
+            (part,) = plans.text_plan(
                 given["n"], given["n"], given["steps"], schedule=name, shift=float(shift)
             )
             expected = parts.outputs[given["tensor"]]

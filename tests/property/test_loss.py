@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from sparse_lavida_jax import config, diffusion, orders
+from sparse_lavida_jax.sampling import plans
 
 LENGTH = 6
 NONE_GIVEN = np.zeros(LENGTH, bool)
@@ -97,7 +98,7 @@ def test_image_loss_is_the_negative_log_likelihood_of_the_sampler(schedule, num_
     table = likelihood_table()
     cells = np.array([4, 0, 5, 2, 1, 3])
     options = {"schedule": schedule, "num_steps": num_steps, "shift": 3.0}
-    plan = orders.image_plan(cells[None], given=given[None], **options)
+    plan = plans.image_plan(cells[None], given=given[None], **options)
     sampler = 0.0
     for k, decode in enumerate(plan.decode[:, 0]):
         decode = frozenset(decode[decode >= 0].tolist())
@@ -205,7 +206,7 @@ def sampled_text(table, ranked, block_len, steps, given) -> float:
     known = {int(i): 1 for i in np.flatnonzero(given)}
     left = [i for inside in ranked for i in inside]
     nll = 0.0
-    for segment in orders.text_plan(LENGTH, block_len, steps, given[None]):
+    for segment in plans.text_plan(LENGTH, block_len, steps, given[None]):
         for number, decode, count in zip(segment.block, segment.decode, segment.count, strict=True):
             asked = frozenset(set(decode[decode >= 0].tolist()) - known.keys())
             commit, left = left[: count[0]], left[count[0] :]

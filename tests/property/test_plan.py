@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from sparse_lavida_jax import orders
+from sparse_lavida_jax.sampling import plans
 
 SIDES = range(1, 41)
 
@@ -23,7 +24,7 @@ def test_every_order_is_a_permutation_of_every_grid(name):
 def test_every_grid_is_decoded_once_with_no_empty_step(schedule):
     for h in SIDES:
         for w in SIDES:
-            plan = orders.image_plan(
+            plan = plans.image_plan(
                 orders.raster(h, w), schedule=schedule, num_steps=1 + (h * w) % 67, shift=5.0
             )
             assert (plan.decode >= 0).any(axis=-1).all()
@@ -37,13 +38,13 @@ def valid(positions):
 @st.composite
 def image_plans(draw):
     h, w, batch = draw(st.integers(1, 12)), draw(st.integers(1, 12)), draw(st.integers(1, 3))
-    name, seed = draw(st.sampled_from(orders.ORDERS)), draw(st.integers(0, 99))
+    name, seed = draw(st.sampled_from(tuple(orders.ORDERS))), draw(st.integers(0, 99))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     share = draw(st.sampled_from([0.0, 0.1, 0.5, 0.9]))
     given = rng.random((batch, h * w)) < share
-    plan = orders.image_plan(
+    plan = plans.image_plan(
         orders.order(name, h, w, seed),
-        schedule=draw(st.sampled_from(orders.SCHEDULES)),
+        schedule=draw(st.sampled_from(tuple(orders.SCHEDULES))),
         num_steps=draw(st.integers(1, 40)),
         shift=draw(st.sampled_from([0.5, 1.0, 3.0, 5.0])),
         given=given,
@@ -55,13 +56,13 @@ def image_plans(draw):
 def test_segments_tell_the_story_of_the_plan(plan_and_given, passes_clean, passes_rest):
     """Steps one by one, with sets: what is clean, decoded and left after each of them."""
     plan, given = plan_and_given
-    parts = orders.segments(plan, passes_clean=passes_clean, passes_rest=passes_rest)
+    parts = plans.segments(plan, passes_clean=passes_clean, passes_rest=passes_rest)
     assert len(parts) <= 7
     for row, given_row in enumerate(given):
         masked = set(np.flatnonzero(~given_row))
         decoded, newest, block = set(), set(), 2
         for part in parts:
-            assert part.decode.shape[-1] in orders.BUCKETS
+            assert part.decode.shape[-1] in plans.BUCKETS
             for i in range(part.num_steps):
                 clean, decode, rest = (
                     [int(p) for p in valid(field[i, row])]
@@ -84,7 +85,7 @@ def test_segments_tell_the_story_of_the_plan(plan_and_given, passes_clean, passe
 @hypothesis.given(image_plans())
 def test_clean_sets_and_the_last_step_rebuild_the_image(plan_and_given):
     plan, given = plan_and_given
-    parts = orders.segments(plan, passes_clean="newest", passes_rest=False)
+    parts = plans.segments(plan, passes_clean="newest", passes_rest=False)
     for row, given_row in enumerate(given):
         passed = [valid(part.clean[:, row]) for part in parts]
         last = [valid(parts[-1].decode[-1, row])] if parts else []
@@ -101,7 +102,7 @@ def test_text_plans_commit_every_masked_token(
 ):
     length = num_blocks * block_len
     given = np.random.default_rng(seed).random((2, length)) < share
-    parts = orders.text_plan(
+    parts = plans.text_plan(
         length, block_len, steps, given, passes_clean=passes_clean, passes_rest=passes_rest
     )
     blocks = [block for part in parts for block in part.block]

@@ -163,7 +163,7 @@ def test_other_questions_under_the_same_names_are_another_evaluation(data, asked
 def test_a_start_that_was_killed_or_raced_does_no_harm(data, asked, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
-    (folder / "settings.json.7.writing").touch()  # left by a process that was killed
+    (folder / ".settings.json-0a1b2c3d.tmp").touch()  # left by a process that was killed
     run.evaluate(settings(data), "scenes", folder, shard="0/2")
     path = folder / "settings.json"
     path.write_text("{")
@@ -174,7 +174,7 @@ def test_a_start_that_was_killed_or_raced_does_no_harm(data, asked, tmp_path):
 def test_every_machine_that_took_part_is_told(data, asked, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     commits = iter(["aaaa", "aaaa", "bbbb"])
-    monkeypatch.setattr(run.record, "commit", lambda: {"commit": next(commits), "dirty": False})
+    monkeypatch.setattr(run, "commit", lambda: {"commit": next(commits), "dirty": False})
     for shard in ("0/3", "1/3", "2/3"):
         told = run.evaluate(settings(data), "scenes", folder, shard=shard)
     assert "; commit aaaa, " in told and "; commit bbbb, " in told
@@ -183,7 +183,7 @@ def test_every_machine_that_took_part_is_told(data, asked, tmp_path, monkeypatch
     # A shard that goes on with another commit has two entries, with the same one has one.
     path = folder / "shards" / "0-of-3" / "items.jsonl"
     for commit in ("aaaa", "cccc"):
-        monkeypatch.setattr(run.record, "commit", lambda c=commit: {"commit": c, "dirty": False})
+        monkeypatch.setattr(run, "commit", lambda c=commit: {"commit": c, "dirty": False})
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
         run.evaluate(settings(data), "scenes", folder, shard="0/3")
     entries = json.loads(path.with_name("made_with.json").read_text())
@@ -217,7 +217,7 @@ def test_half_written_images_are_removed_before_they_are_judged(data, asked, tmp
     run.evaluate(settings(data), "scenes", folder, shard="0/2")
     deep = folder / "export" / "a" / "b"
     deep.mkdir(parents=True)
-    for name in (".0.png-x1y2", "0.png"):
+    for name in (".0.png-0a1b2c3d.tmp", "0.png"):
         (deep / name).touch()
     run.evaluate(settings(data), "scenes", folder, shard="1/2")
     assert [path.name for path in deep.iterdir()] == ["0.png"]

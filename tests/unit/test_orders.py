@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orders and schedules equal their published values; plans and segments are laid out as drawn."""
+"""Orders and schedules equal their published values."""
 
 import hashlib
 
 import numpy as np
 import pytest
 
-from sparse_lavida_jax import orders
+from sparse_lavida_jax import config, orders
 
 SHIFT_5_OF_64_STEPS = """
 13 14 13 14 15 15 15 15 16 17 17 17 18 19 19 19 21 21 21 23 23 24 25 25 27 28 28 30 31 32 33 35
@@ -54,6 +54,21 @@ def test_raster_is_reading_order():
 def test_unknown_order_lists_the_known_ones():
     with pytest.raises(ValueError, match="stratified, halton, random, raster"):
         orders.order("spiral", 4, 4, 0)
+
+
+def test_the_configuration_offers_every_order_schedule_and_way_to_cool():
+    """`config` imports nothing of the package, so it repeats the names."""
+    offered = {
+        "order": [*orders.ORDERS, "confidence"],
+        "schedule": orders.SCHEDULES,
+        "text_schedule": ["even", *orders.SCHEDULES],
+        "temperature_schedule": orders.COOLING,
+        "guidance_schedule": orders.COOLING,
+        "confidence_noise_schedule": orders.COOLING,
+    }
+    for field, names in offered.items():
+        with pytest.raises(config.ConfigError, match=f"choose one of {', '.join(names)}"):
+            config.Sampling(**{field: "none of them"})
 
 
 def test_order_of_an_empty_grid_is_refused():
@@ -111,126 +126,6 @@ def test_zero_steps_are_refused():
         orders.counts("shift", 0, 8, 1.0)
 
 
-def plan_2x2(given=None):
-    cells = np.array([3, 1, 0, 2], np.int32)
-    return orders.image_plan(cells, schedule="linear", num_steps=2, shift=1.0, given=given)
-
-
-def test_plan_follows_the_order():
-    plan = plan_2x2()
-    assert plan.decode.tolist() == [[[3, 1]], [[0, 2]]]
-    assert plan.decoded_at.tolist() == [[3, 2, 3, 2]]
-    assert plan.first_block == 2
-
-
-def test_a_given_cell_is_block_1_and_decoding_starts_at_block_2_in_every_row():
-    given = np.array([[False, False, False, True], [False] * 4, [True, False, True, True]])
-    plan = plan_2x2(given)
-    assert plan.first_block == 2
-    assert plan.decoded_at.tolist() == [[2, 2, 3, 1], [3, 2, 3, 2], [1, 2, 1, 1]]
-    assert plan.decode[:, 0].tolist() == [[1, 0], [2, -1]]
-    assert plan.decode[:, 1].tolist() == [[3, 1], [0, 2]]
-    assert plan.decode[:, 2].tolist() == [[1, -1], [-1, -1]]
-
-
-def test_a_plan_with_everything_given_has_no_steps():
-    plan = plan_2x2(np.ones((1, 4), bool))
-    assert plan.num_steps == 0
-    assert orders.segments(plan, passes_clean="newest", passes_rest=False) == []
-
-
-def test_segment_of_the_sparse_sampler_passes_the_step_before():
-    (segment,) = orders.segments(
-        plan_2x2(), passes_clean="newest", passes_rest=False, max_segments=1
-    )
-    assert segment.block.tolist() == [2, 3]
-    assert segment.clean.tolist() == [[[-1, -1]], [[1, 3]]]
-    assert segment.decode.tolist() == [[[3, 1]], [[0, 2]]]
-    assert segment.rest.shape == (2, 1, 0)
-    assert segment.count.tolist() == [[2], [2]]
-
-
-def test_segment_without_truncation_passes_what_is_still_masked():
-    plan = orders.image_plan(np.arange(4), schedule="linear", num_steps=4, shift=1.0)
-    (segment,) = orders.segments(
-        plan, passes_clean="all", passes_rest=True, max_segments=1, buckets=(3,)
-    )
-    assert segment.clean[:, 0].tolist() == [[-1, -1, -1], [0, -1, -1], [0, 1, -1], [0, 1, 2]]
-    assert segment.rest[:, 0].tolist() == [[1, 2, 3], [2, 3, -1], [3, -1, -1], [-1, -1, -1]]
-
-
-def test_the_largest_image_takes_few_segments_with_little_padding():
-    plan = orders.image_plan(
-        orders.order("stratified", 32, 32, 42), schedule="shift", num_steps=64, shift=5.0
-    )
-    parts = orders.segments(plan, passes_clean="newest", passes_rest=False)
-    assert len(parts) <= 7
-    slots = sum(part.decode[:, 0].size + part.clean[:, 0].size for part in parts)
-    tokens = 1024 + 1024 - orders.counts("shift", 64, 1024, 5.0)[-1]
-    assert slots < 1.5 * tokens
-
-
-@pytest.mark.parametrize("clean_once", [True, False])
-def test_passes_of_a_step_decode_codes_of_its_cells(clean_once):
-    (whole,) = orders.segments(plan_2x2(), passes_clean="newest", passes_rest=False, max_segments=1)
-    assert orders.in_passes([whole], 1, 2, clean_once=clean_once) == [whole]
-    (part,) = orders.in_passes([whole], 2, 2, clean_once=clean_once)
-    assert part.block.tolist() == [2, 2, 3, 3]
-    assert part.decode.tolist() == [[[3, 1]], [[3, 1]], [[0, 2]], [[0, 2]]]
-    diagonal = [True, False, False, True]
-    assert part.candidates[0].tolist() == [[diagonal, diagonal]]
-    assert (part.candidates[::2] != part.candidates[1::2]).all()
-    again = [[-1, -1]] if clean_once else [[1, 3]]
-    assert part.clean.tolist() == [[[-1, -1]], [[-1, -1]], [[1, 3]], again]
-    (single,) = orders.in_passes([whole], 4, 2, clean_once=clean_once)
-    assert single.candidates[:4, 0, 0].argmax(axis=-1).tolist() == [0, 3, 1, 2]
-
-
-def test_a_step_wider_than_every_bucket_says_so():
-    with pytest.raises(ValueError, match="holds 2 tokens, the widest bucket 1"):
-        orders.segments(plan_2x2(), passes_clean="newest", passes_rest=False, buckets=(1,))
-
-
-def test_text_blocks_pass_the_block_before_once():
-    parts = orders.text_plan(6, 3, 2)
-    assert [part.block.tolist() for part in parts] == [[2], [3], [4], [5]]
-    assert [part.clean[:, 0].tolist() for part in parts] == [
-        [[-1, -1, -1]], [[]], [[0, 1, 2]], [[]],
-    ]  # fmt: skip
-    assert [part.decode[0, 0].tolist() for part in parts] == [[0, 1, 2]] * 2 + [[3, 4, 5]] * 2
-    assert [part.count.tolist() for part in parts] == [[[2]], [[1]], [[2]], [[1]]]
-
-
-def test_text_without_response_cache_and_truncation_passes_everything():
-    first, second = orders.text_plan(6, 3, 2, passes_clean="all", passes_rest=True)
-    assert first.clean.shape == (2, 1, 0)
-    assert first.rest[:, 0].tolist() == [[3, 4, 5]] * 2
-    assert second.clean[:, 0].tolist() == [[0, 1, 2]] * 2
-    assert second.rest.shape == (2, 1, 0)
-
-
-def test_a_single_text_block_is_one_segment():
-    (part,) = orders.text_plan(4, 4, 3)
-    assert part.clean.shape == (3, 1, 0)
-    assert part.count.tolist() == [[2], [1], [1]]
-
-
-def test_given_text_is_never_decoded_and_an_all_given_block_has_no_steps():
-    given = np.zeros((2, 6), bool)
-    given[:, :2] = True
-    given[0, 3] = True
-    parts = orders.text_plan(6, 2, 2, given)
-    assert [part.block.tolist() for part in parts] == [[4], [5], [6], [7]]
-    assert parts[0].decode[0].tolist() == [[2, -1], [2, 3]]
-    assert parts[2].clean[0].tolist() == [[2, -1], [2, 3]]
-    assert [part.count[0].tolist() for part in parts] == [[1, 1], [0, 1], [1, 1], [1, 1]]
-
-
-def test_text_that_is_no_whole_number_of_blocks_is_refused():
-    with pytest.raises(ValueError, match="Pad the response"):
-        orders.text_plan(7, 3, 2)
-
-
 # ---------------------------------------------------------------------------------------------
 # As released.
 
@@ -278,155 +173,3 @@ def test_steps_count_from_one_and_bounds_are_inside(interval, guided):
 )  # fmt: skip
 def test_registers_fall_by_halves(first, last, expected):
     assert orders.register_counts(first, last, 8).tolist() == expected
-
-
-def test_segments_are_cut_where_the_number_of_registers_changes():
-    plan = orders.image_plan(np.arange(4), schedule="linear", num_steps=4, shift=1.0)
-    parts = orders.segments(plan, passes_clean="all", passes_rest=True, max_segments=1)
-    cut = orders.with_steps(parts, registers=np.array([4, 4, 2, 1]))
-    assert [part.registers.tolist() for part in cut] == [[4, 4], [2], [1]]
-
-
-def test_a_block_order_holds_every_text_block_once():
-    with pytest.raises(ValueError, match="each of the 3 text blocks once"):
-        orders.text_plan(6, 2, 2, block_order=[0, 2, 2])
-
-
-def test_text_blocks_decoded_before_are_clean_wherever_they_stand():
-    parts = orders.text_plan(6, 2, 1, passes_clean="all", passes_rest=True, block_order=[1, 2, 0])
-    assert [part.decode[0, 0].tolist() for part in parts] == [[2, 3], [4, 5], [0, 1]]
-    assert [part.clean[0, 0].tolist() for part in parts] == [[], [2, 3], [2, 3, 4, 5]]
-    assert [part.rest[0, 0].tolist() for part in parts] == [[0, 1, 4, 5], [0, 1], []]
-    assert [part.block.tolist() for part in parts] == [[2], [3], [4]]
-
-
-def test_segments_are_cut_where_guidance_sets_in_or_out():
-    plan = orders.image_plan(np.arange(6), schedule="linear", num_steps=6, shift=1.0)
-    parts = orders.segments(plan, passes_clean="all", passes_rest=True, max_segments=1)
-    guided = np.array([False, True, True, False, False, False, True])
-    share = np.arange(7, dtype=np.float32)
-    cut = orders.with_steps(parts, guided=guided, noise=share, temperature=share + 10)
-    assert [part.guided.tolist() for part in cut] == [[False], [True, True], [False] * 3]
-    assert [part.block.tolist() for part in cut] == [[2], [3, 4], [5, 6, 7]]
-    assert np.concatenate([part.noise for part in cut]).tolist() == list(range(6))
-    assert cut[1].temperature.tolist() == [11, 12]
-    np.testing.assert_array_equal(np.concatenate([part.decode for part in cut]), parts[0].decode)
-
-
-def code_plan(h, w, side, *, num_steps, given=None):
-    """A plan of every row over the codes of h x w cells, and which cells are given."""
-    cells = np.zeros((2, h * w), bool) if given is None else given
-    codes = np.repeat(cells.reshape(2, h, w), side, axis=1).repeat(side, axis=2)
-    return orders.image_plan(
-        orders.order("random", h * side, w * side, 3),
-        schedule="shift",
-        num_steps=num_steps,
-        shift=5.0,
-        given=codes.reshape(2, -1),
-    ), cells
-
-
-@pytest.mark.parametrize(("h", "w", "side"), [(4, 4, 2), (3, 5, 2), (4, 3, 1)])
-@pytest.mark.parametrize("share", [0.0, 0.4])
-def test_every_step_passes_all_cells_and_commits_the_codes_of_the_plan(h, w, side, share):
-    given = np.random.default_rng(0).random((2, h * w)) < share
-    plan, given = code_plan(h, w, side, num_steps=7, given=given)
-    parts = orders.code_segments(plan, h, w, side)
-    most = (~given).sum(axis=1).max()
-    for part in parts:
-        for i, block in enumerate(part.block):
-            assert part.decode.shape[-1] + part.rest.shape[-1] == most
-            for row in range(2):
-                passed = np.concatenate([part.decode[i, row], part.rest[i, row]])
-                assert sorted(passed[passed >= 0]) == np.flatnonzero(~given[row]).tolist()
-                codes = {
-                    (cell // w * side + j // side) * (w * side) + cell % w * side + j % side
-                    for cell, chosen in zip(
-                        part.decode[i, row], part.candidates[i, row], strict=True
-                    )
-                    for j in np.flatnonzero(chosen)
-                }
-                assert codes == set(np.flatnonzero(plan.decoded_at[row] == block))
-                assert part.count[i, row] == len(codes)
-    assert sum(part.num_steps for part in parts) == plan.num_steps
-    assert all(part.clean.shape[-1] == 0 for part in parts)
-
-
-def test_the_largest_image_predicts_few_of_the_cells_it_passes():
-    plan = orders.image_plan(
-        orders.order("stratified", 64, 64, 42), schedule="shift", num_steps=64, shift=5.0
-    )
-    parts = orders.code_segments(plan, 32, 32, 2)
-    assert len(parts) <= 7
-    assert {part.decode.shape[-1] + part.rest.shape[-1] for part in parts} == {1024}
-    assert sum(part.decode.size for part in parts) < 64 * 1024 / 6
-
-
-def test_by_confidence_every_code_is_a_candidate_of_every_step():
-    plan, given = code_plan(2, 3, 2, num_steps=5)
-    (part,) = orders.code_segments(plan, 2, 3, 2, by_confidence=True)
-    assert part.decode.tolist() == [[list(range(6))] * 2] * 5
-    assert part.candidates.shape == (5, 2, 6, 4)
-    assert part.candidates.all()
-    assert part.count[:, 0].tolist() == orders.counts("shift", 5, 24, 5.0).tolist()
-    given = ~given
-    given[0, 2] = False
-    plan, _ = code_plan(2, 3, 2, num_steps=5, given=given)
-    (part,) = orders.code_segments(plan, 2, 3, 2, by_confidence=True)
-    assert part.decode[0].tolist() == [[2], [-1]]
-    assert part.count[:, 0].sum() == 4
-    assert not part.count[:, 1].any()
-
-
-def test_nothing_left_to_decode_is_no_segment():
-    plan, _ = code_plan(2, 2, 2, num_steps=3, given=np.ones((2, 4), bool))
-    assert orders.code_segments(plan, 2, 2, 2) == []
-    assert orders.code_segments(plan, 2, 2, 2, by_confidence=True) == []
-
-
-def test_a_text_block_follows_a_schedule_of_its_own_masked_tokens():
-    given = np.zeros((2, 8), bool)
-    given[1, :5] = True
-    parts = orders.text_plan(8, 8, 4, given, schedule="shift", shift=3.0)
-    counts = np.concatenate([part.count for part in parts])
-    assert counts[:, 0].tolist() == orders.counts("shift", 4, 8, 3.0).tolist()
-    assert counts[:, 1].tolist() == [*orders.counts("shift", 4, 3, 3.0), 0]
-
-
-def test_the_dual_cache_keeps_everything_outside_the_text_block():
-    parts = orders.text_plan(6, 2, 2, passes_clean="all", refreshes=True, passes_given=True)
-    assert [part.refresh.tolist() for part in parts] == [[True], [False]] * 3
-    assert [part.clean[0, 0].tolist() for part in parts[::2]] == [
-        [2, 3, 4, 5], [0, 1, 4, 5], [0, 1, 2, 3],
-    ]  # fmt: skip
-    assert all(part.clean.shape[-1] == 0 for part in parts[1::2])
-    assert all(part.rest.shape[-1] == 0 for part in parts)
-    assert [part.decode[0, 0].tolist() for part in parts[1::2]] == [[0, 1], [2, 3], [4, 5]]
-
-
-def test_the_prefix_cache_keeps_what_stands_before_the_text_block():
-    parts = orders.text_plan(6, 2, 2, passes_clean="all", refreshes=True, passes_rest=True)
-    assert [part.clean[0, 0].tolist() for part in parts] == [[], [], [0, 1], [], [0, 1, 2, 3], []]
-    assert [part.rest[0, 0].tolist() for part in parts] == [
-        [2, 3, 4, 5], [2, 3, 4, 5], [4, 5], [4, 5], [], [],
-    ]  # fmt: skip
-
-
-def test_given_text_is_passed_where_it_is_not_in_the_prompt():
-    given = np.array([[False, True, False, False, True, True]])
-    options = {"passes_clean": "all", "passes_rest": True}
-    first, second = orders.text_plan(6, 2, 2, given, passes_given=True, **options)
-    assert first.decode[0, 0].tolist() == [0, 1]
-    assert first.rest[0, 0].tolist() == [2, 3, 4, 5]
-    assert first.count[:, 0].tolist() == [1]
-    assert second.clean[0, 0].tolist() == [0, 1]
-    assert second.rest[0, 0].tolist() == [4, 5]
-
-
-def test_leftovers_of_earlier_text_blocks_stay_candidates():
-    parts = orders.text_plan(4, 2, 2, leftovers=True)
-    assert [part.decode[0, 0].tolist() for part in parts] == [[0, 1, 2, 3]] * 2
-    assert [part.candidates[0, 0, :, 0].tolist() for part in parts] == [
-        [True, True, False, False], [True] * 4,
-    ]  # fmt: skip
-    assert [part.count[:, 0].tolist() for part in parts] == [[1, 1]] * 2

@@ -14,11 +14,11 @@ import tiny
 import traces
 from flax import nnx
 
-from sparse_lavida_jax import config, layout, orders, pipeline, sample
+from sparse_lavida_jax import config, orders, pipeline, sample, sequence
 from sparse_lavida_jax.layout import GIVEN_BLOCK, NO_FEATURE, PROMPT_BLOCK
 from sparse_lavida_jax.models import codec as codecs
 from sparse_lavida_jax.models import vq
-from sparse_lavida_jax.sampling import choose, options, presets, prompts
+from sparse_lavida_jax.sampling import choose, options, plans, presets, prompts
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 SETTINGS = tiny.model_settings(num_registers=2)
@@ -233,7 +233,7 @@ def test_least_lengths_let_batches_share_their_programs():
 def test_capacity_is_the_furthest_slot_that_any_step_writes():
     for settings, segments in (
         (image_settings(), image_plan(image_requests(2, 5), 4)),
-        (text_settings(), orders.text_plan(tiny.TEXT_LEN, tiny.TEXT_BLOCK_LEN, 3)),
+        (text_settings(), plans.text_plan(tiny.TEXT_LEN, tiny.TEXT_BLOCK_LEN, 3)),
     ):
         requests = image_requests(2, 5) if settings.kind == "image" else text_requests((3, 0.0))
         prompt = prompts.prepare(requests, settings.kind, SETTINGS)
@@ -272,7 +272,7 @@ def test_compiled_loops_take_the_same_steps_and_callbacks_keep_their_images():
     model = tiny.denoiser(dataclasses.replace(SETTINGS, num_layers=2, dual_tower_layers=0))
     requests = image_requests(3, 6)
     segments = [
-        orders.Segment(*(getattr(s, f.name)[i : i + 2] for f in dataclasses.fields(s)))
+        plans.Segment(*(getattr(s, f.name)[i : i + 2] for f in dataclasses.fields(s)))
         for s in image_plan(requests)
         for i in (0, 2)
     ]
@@ -542,7 +542,7 @@ def test_recorded_codes_come_out_at_the_step_of_the_order():
     plan, settings, draws = code_run(requests)
     shown = canvases(tiny.denoiser(CODES), requests, plan, settings, draws=draws)
     grid = CODES.grid_size * CODES.codes_side
-    order = layout.cells_from_codes(
+    order = sequence.cells_from_codes(
         np.argsort(orders.order("stratified", grid, grid, 42)).reshape(1, grid, grid), 2
     )[0]
     for row, request in enumerate(requests):
@@ -794,8 +794,8 @@ def test_the_second_row_of_an_edit_keeps_what_is_asked_for(edit_guidance, cells,
     assert (image.layout.block[1] != PAD_BLOCK).sum() == cells
     assert (text.index[1] != NO_FEATURE).sum() == features
     known = text.tokens[1][text.layout.block[1] != PAD_BLOCK] != SETTINGS.text_mask_id
-    kept = [part for part in asked.parts if isinstance(part, layout.Text) and part.keep]
-    said = [part for part in asked.parts if isinstance(part, layout.Text) and not part.keep]
+    kept = [part for part in asked.parts if isinstance(part, sequence.Text) and part.keep]
+    said = [part for part in asked.parts if isinstance(part, sequence.Text) and not part.keep]
     assert known.sum() == sum(
         len(part.ids) for parts, stays in zip((said, kept), words, strict=True) if stays
         for part in parts
@@ -826,7 +826,7 @@ def test_images_may_be_given_as_views():
     rng = np.random.default_rng(0)
     views = rng.integers(0, 256, (2, *plain.pixels.shape), dtype=np.uint8)
     index = np.array([0, 5, tiny.VISION.num_tokens + 1])
-    parts = (layout.Vision(3, index, 2 * tiny.VISION.num_tokens), *plain.parts[2:])
+    parts = (sequence.VisionTokens(3, index, 2 * tiny.VISION.num_tokens), *plain.parts[2:])
     several = dataclasses.replace(plain, parts=parts, pixels=(views,))
     prompt = prompts.prepare([plain, several], "image", SETTINGS)
     assert prompt.pixels.shape == (2, 2, *plain.pixels.shape)

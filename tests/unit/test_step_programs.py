@@ -9,8 +9,8 @@ import pytest
 import tiny
 import traces
 
-from sparse_lavida_jax import orders, sample
-from sparse_lavida_jax.sampling import prompts
+from sparse_lavida_jax import sample
+from sparse_lavida_jax.sampling import plans, prompts
 
 VOCABULARY, CODES = 53, 29  # numbers that are the size of nothing else
 SETTINGS = tiny.model_settings(vocab_size=VOCABULARY, codebook_size=CODES)
@@ -92,7 +92,7 @@ def test_segments_are_cut_into_few_lengths():
     def lengths(steps):
         whole = dataclasses.replace(part, **{
             field.name: np.repeat(getattr(part, field.name)[:1], steps, axis=0)
-            for field in dataclasses.fields(orders.Segment)
+            for field in dataclasses.fields(plans.Segment)
         })  # fmt: skip
         numbered = dataclasses.replace(whole, block=np.arange(steps))
         parts = sample.trips(numbered)

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files and folders that are written whole or not at all, and locks on them."""
+
+import contextlib
+import json
+import os
+import pathlib
+import secrets
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import filelock
+
+UNFINISHED = ".tmp"  # ends the name of what is not whole yet
+
+
+class LockedError(Exception):
+    """Another process holds a lock; the message is its process id, or "unknown"."""
+
+
+@contextlib.contextmanager
+def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields a free path next to `path`; the file or folder made there becomes `path` at the end.
+
+    If anything goes wrong, what was at `path` before is unchanged and nothing new is left. A
+    process that is killed leaves `.<name>-<random>.tmp`; see `remove_unfinished`.
+
+    Raises:
+        OSError: the disk is full, or the place cannot be written to.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".{path.name}-{secrets.token_hex(4)}{UNFINISHED}")
+    old = new.with_suffix(f".old{UNFINISHED}")
+    try:
+        yield new
+        if new.is_file():
+            with new.open("rb") as file:
+                os.fsync(file.fileno())
+        elif path.exists():  # a folder takes the place of an empty one at most
+            path.rename(old)
+        try:
+            os.replace(new, path)
+        except BaseException:
+            if old.exists():
+                old.rename(path)
+            raise
+    finally:
+        for left in (new, old):
+            _remove(left)
+
+
+def write_text(path: pathlib.Path, text: str) -> None:
+    """Writes a file as `replacing` does."""
+    with replacing(path) as new:
+        new.write_text(text, encoding="utf-8")
+
+
+def write_json(path: pathlib.Path, values: Any, indent: int = 1) -> None:
+    """Writes a file of JSON as `replacing` does."""
+    write_text(path, json.dumps(values, indent=indent) + "\n")
+
+
+def remove_unfinished(folder: pathlib.Path) -> None:
+    """Removes what killed processes left anywhere in a folder."""
+    for path in [*folder.rglob(f".*{UNFINISHED}")]:
+        _remove(path)
+
+
+def _remove(path: pathlib.Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def lock(path: pathlib.Path) -> filelock.BaseFileLock:
+    """Returns a lock that only this process holds, until `release()`.
+
+    The operating system drops the lock of a process that dies, however it dies. The file holds the
+    process id, for the message to others.
+
+    Raises:
+        LockedError: another process holds it.
+        OSError: the file cannot be written to.
+    """
+    held = filelock.FileLock(path, blocking=False, thread_local=False)
+    # Read first: older versions of the library empty the file even if it is held.
+    owner = path.read_text().strip() if path.is_file() else ""
+    try:
+        held.acquire()
+    except filelock.Timeout:
+        raise LockedError(owner or "unknown") from None
+    path.write_text(str(os.getpid()))
+    return held
