@@ -32,7 +32,7 @@ import numpy as np
 from absl import app, flags, logging
 from flax import nnx
 
-from sparse_lavida_jax import config, config_files, runtime
+from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.bench import record, requests, running, suites, table
 from sparse_lavida_jax.bench.suites import RequestCase
 from sparse_lavida_jax.checkpoints import model_folder
@@ -108,7 +108,7 @@ def main(argv: list[str]) -> None:
 
 def _random_subject() -> tuple[requests.Subject, list[RequestCase]]:
     """Returns a model of random weights, fused as sampling finds one that was loaded."""
-    settings = config_files.read(pathlib.Path(CONFIG.value))
+    settings = config.read(pathlib.Path(CONFIG.value))
     model = _random_model(settings.model, suites.TASKS.get(SUITE.value or "", "both"))
     codec = None
     sides = settings.model.grid_size * settings.model.codes_side * settings.vq.factor
