@@ -15,7 +15,7 @@ from typing import Any
 
 from sparse_lavida_jax.bench.record import read_rows
 from sparse_lavida_jax.data import markdown
-from sparse_lavida_jax.evals.scenes import wilson_interval
+from sparse_lavida_jax.evals.scorers import wilson_interval
 
 BARS = pathlib.Path(__file__).with_name("bars.toml")
 BEGIN, END = "<!-- written by bench.table README.md -->", "<!-- up to here -->"
