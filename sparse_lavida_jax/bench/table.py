@@ -18,7 +18,7 @@ from typing import Any
 
 from sparse_lavida_jax.bench.record import read_rows
 from sparse_lavida_jax.data import markdown
-from sparse_lavida_jax.evals.scenes import wilson_interval
+from sparse_lavida_jax.evals.scorers import wilson_interval
 
 BARS = pathlib.Path(__file__).with_name("bars.toml")
 TABLES = tomllib.loads(BARS.with_name("tables.toml").read_text())

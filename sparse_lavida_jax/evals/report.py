@@ -12,9 +12,8 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench import record
 from sparse_lavida_jax.data import markdown
-from sparse_lavida_jax.evals import scenes as exact
+from sparse_lavida_jax.evals import exact
 from sparse_lavida_jax.inference.batching import tokens_passed
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.scenes import digits, grammar, scoring, tasks, world
@@ -136,7 +135,7 @@ def write(pipe: SparseLaViDa, folder: pathlib.Path, *, step: int, seconds: float
         parts.append(f"Nearest-neighbour judge: {scores['draw']:.2f} of {CHECK_PROMPTS} right.")
     else:
         parts += _scene_sections(pipe, folder)
-    parts += ["## Speed", _speed(pipe), *_measured()]
+    parts += ["## Speed", _speed(pipe)]
     return _written(folder, parts)
 
 
@@ -248,23 +247,6 @@ def _speed(pipe: SparseLaViDa) -> str:
         f" **{dense / sparse:.1f} times faster**. Tokens passed through the model an image:"
         f" sparse {passed['sparse']}, dense {passed['dense']}."
     )
-
-
-def _measured() -> list[str]:
-    """What `bench.quality` measured of the models of `configs/`."""
-    rows = [row for row in record.read_rows("quality") if row["task"] in ("draw", "edit")]
-    if not rows:
-        return []
-    columns = ("model", "preset", "task", "share right", "95 % interval", "attribute precision")
-    lines = []
-    for row in sorted(rows, key=lambda row: (row["task"], row["model"], row["method"])):
-        low, high = row["interval_95"]
-        precision = row["attribute_precision"]
-        lines.append((
-            row["model"], row["method"], row["task"], f"{row['share']:.2f}",
-            f"{low:.2f} to {high:.2f}", "" if precision is None else f"{precision:.2f}",
-        ))  # fmt: skip
-    return ["## Measured before: models of `configs/`", markdown.table(columns, lines)]
 
 
 def _shown(pixels: np.ndarray) -> np.ndarray:
