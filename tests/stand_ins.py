@@ -67,7 +67,7 @@ def settings(**sections) -> config.Config:
         "diffusion": {"num_masked_blocks": 2, "plan_steps": (4,), "plan_text_steps": (2,)},
         "optimizer": {"learning_rate": 1e-2, "warmup_steps": 2, "ema": 0.9},
         "train": {
-            "train_steps": 4, "batch_size": 2, "picture_seconds": 0.0, "log_every": 1,
+            "train_steps": 4, "batch_size": 2, "image_seconds": 0.0, "log_every": 1,
             "eval_prompts": 2,
         },
         "sampling": {"num_steps": 2, "schedule": "linear", "text_steps": 1},
@@ -187,7 +187,9 @@ class Knowing(pipelines.SparseLaViDa):
 
     def _drawn(self, prompts, shown):
         asked = zip(prompts, shown, strict=True)
-        pixels = tuple(EMPTY if self.ignorant else world.render(self.images[_key(*one)]) for one in asked)
+        pixels = tuple(
+            EMPTY if self.ignorant else world.render(self.images[_key(*one)]) for one in asked
+        )
         return Result("", (), (), self.settings.sampling, Origin(), {}, pixels=pixels)
 
 

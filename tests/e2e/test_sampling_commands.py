@@ -71,9 +71,7 @@ def rows(monkeypatch):
 def test_guided_drawing_takes_two_rows_an_image(finished, rows):
     pipe = finished.pipe
     guided = dataclasses.replace(pipe.settings.sampling, guidance=50.0)
-    without, guided = (
-        pipe.generate(PROMPTS, sampling=chosen).pixels for chosen in (None, guided)
-    )
+    without, guided = (pipe.generate(PROMPTS, sampling=chosen).pixels for chosen in (None, guided))
     assert rows == [(4, 4), (4, 8)]
     assert np.not_equal(without, guided).any()
 

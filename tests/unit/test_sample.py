@@ -786,7 +786,7 @@ def test_outside_its_interval_guidance_does_not_act(name):
         ("source", 9, 0, [False, True]),
         ("source_only", 9, 0, [False, False]),
         ("no_source", 0, tiny.VISION.num_tokens, [True, True]),
-        ("no_picture", 0, 0, [True, True]),
+        ("no_image", 0, 0, [True, True]),
         ("no_text", 9, tiny.VISION.num_tokens, [False, False]),
     ],
 )
@@ -811,7 +811,7 @@ def test_the_second_row_pushes_or_is_averaged_with(edit_guidance):
     settings = dataclasses.replace(settings, edit_guidance=edit_guidance)
     dropped, second, full = logits = np.random.default_rng(0).normal(size=(3, 1, 2, 1, 5))
     pulled = full + 0.4 * (full - second)
-    if edit_guidance in ("no_source", "no_picture"):
+    if edit_guidance in ("no_source", "no_image"):
         pulled = (full + 0.4 * second) / 1.4
     expected = pulled + 0.7 * (pulled - dropped)
     rows = sample.rows_of([tiny.request("image", SETTINGS, 0, words=3)], settings)
