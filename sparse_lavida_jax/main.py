@@ -7,13 +7,13 @@ r"""Trains, samples and evaluates from the command line.
     python -m sparse_lavida_jax.main --mode=sample --checkpoint=scenes --task=ask \
         --image=image.png --prompt="how many red circles are there?"
     python -m sparse_lavida_jax.main --mode=evaluate --checkpoint=runs/scenes
-    python -m sparse_lavida_jax.main --mode=evaluate --config=configs/eval_geneval.py \
+    python -m sparse_lavida_jax.main --mode=evaluate --config=configs/evaluate.py:geneval \
         --checkpoint=models/lavida-o --config.evaluate.data=benchmarks/geneval --shard=0/4
     python -m sparse_lavida_jax.main --mode=convert --src=LaViDa-O-v1.0 --dst=models/lavida-o
     python -m sparse_lavida_jax.main --mode=verify --src=models/lavida-o
     python -m sparse_lavida_jax.main --mode=export --src=runs/mine --dst=for-pytorch
     python -m sparse_lavida_jax.main --mode=prepare --src=mixture.yaml --dst=prepared \
-        --config.data.picture_codec=models/lavida-o --config.prepare.workers=4
+        --config.data.image_codec=models/lavida-o --config.prepare.workers=4
     srun python -m sparse_lavida_jax.main --config=configs/sft_1024.py --distributed
 
 A config file is a Python program that is run: use only your own. Exit codes: 0 done, or training
@@ -33,7 +33,7 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from sparse_lavida_jax import config, config_files, runtime
+from sparse_lavida_jax import config, runtime, schema
 from sparse_lavida_jax.apps.errors import MISTAKES, UsageError
 from sparse_lavida_jax.apps.terminal import progress, say
 from sparse_lavida_jax.checkpoints import manifest, model_folder
@@ -117,15 +117,17 @@ def _train(asked: flags.FlagValues, settings: config.Config) -> None:
 
 
 def _sample(asked: flags.FlagValues, settings: config.Config) -> str:
-    from sparse_lavida_jax.pipeline import SparseLaViDa
+    from sparse_lavida_jax.pipeline import ANSWER_TOKENS, SparseLaViDa
 
-    shown = [image_files.read(asked.image)] if asked.image else None
+    shown = [image_files.read(asked.image)] if asked.image else []
     model = SparseLaViDa.from_pretrained(asked.checkpoint, batch_size=1)
-    prompts, how = [asked.prompt], {"seed": asked.seed, "sampling": settings.sampling}
+    how = {"seed": asked.seed, "sampling": settings.sampling}
     if asked.task in ("ask", "point"):
-        return model.write(prompts, shown, **how)[0].strip()
-    (pixels,) = model.draw(prompts, **how) if shown is None else model.redraw(shown, prompts, **how)
-    image_files.write(asked.out, pixels)
+        said = model.decode([model.prompts.ask(asked.prompt, shown, ANSWER_TOKENS)], **how)
+        return model.texts(said)[0].strip()
+    task = "edit" if shown else "generate"
+    result = model.run(model.requests(task, asked.prompt, shown or None, **how))
+    image_files.write(asked.out, result.pixels[0])
     return f"{asked.out}: {asked.prompt}"
 
 
@@ -178,7 +180,7 @@ def _prepare(asked: flags.FlagValues, settings: config.Config) -> str:
     from sparse_lavida_jax.mixture import prepare
     from sparse_lavida_jax.models import codec
 
-    load_encoder = functools.partial(codec.ImageEncoder, settings.data.picture_codec)
+    load_encoder = functools.partial(codec.ImageEncoder, settings.data.image_codec)
     with _cleared_up_when_stopped(), progress(f"{asked.src} -> {asked.dst}") as on_progress:
         done = prepare.prepare(asked.src, asked.dst, settings, load_encoder, on_progress)
     return (
@@ -341,15 +343,15 @@ def _base_config(asked: flags.FlagValues) -> config.Config:
             given = "FILE" if meaning.startswith("a mixture") else "FOLDER"
             raise UsageError(f"--mode={mode} needs --{name}={given}, {meaning}.")
     if mode in FOLDERS:
-        return config_files.read(path) if mode == "prepare" and path else config.Config()
+        return config.read(path) if mode == "prepare" and path else config.Config()
     if mode == "train":
         if path is None:
-            known = config_files.listed(pathlib.Path("configs"))
+            known = schema.listed(pathlib.Path("configs"))
             raise UsageError(f"training needs --config=FILE. {known}")
-        return config_files.read(path)
+        return config.read(path)
     given = f"--mode={mode}"
     if mode == "evaluate" and path is not None:
-        checkpoint = checkpoint or config_files.read(path).evaluate.checkpoint
+        checkpoint = checkpoint or config.read(path).evaluate.checkpoint
         given = f"--config={path}"
     if not checkpoint:
         raise UsageError(
@@ -361,10 +363,10 @@ def _base_config(asked: flags.FlagValues) -> config.Config:
     if mode == "sample" and asked.task != "draw" and not asked.image:
         raise UsageError(f"--task={asked.task} needs --image=FILE, the image it is about.")
     if mode == "sample" and path is not None:
-        return config_files.read(path)
+        return config.read(path)
     settings = model_folder.read_config(model_folder.find_model(checkpoint))
     if path is not None:  # settings of an evaluation, in place of those of the checkpoint
-        return config_files.read(path, settings)
+        return config.read(path, settings)
     if mode == "evaluate":  # its results have a folder of their own
         return dataclasses.replace(settings, name=f"eval_{settings.name}")
     return settings
@@ -373,6 +375,7 @@ def _base_config(asked: flags.FlagValues) -> config.Config:
 def _override(base: config.Config, words: list[str]) -> config.Config:
     """Returns the config with settings like `--config.train.train_steps=200` put in."""
     settings = config.to_dict(base)
+    words = [schema.renamed(word) for word in words]
     for word in words:
         _check_name(word, settings)
     values, argv = flags.FlagValues(), ["main", *words]

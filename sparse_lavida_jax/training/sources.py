@@ -72,7 +72,7 @@ def open_source(
     """
     readme, share = _base_readme(settings), {"process_index": index, "process_count": count}
     if settings.data.source != "prepared":
-        codec, tokenizer = make_codec(settings.data.picture_codec, settings.model), Tokenizer()
+        codec, tokenizer = make_codec(settings.data.image_codec, settings.model), Tokenizer()
         encoder = Encoder(tokenizer, settings.data, settings.model, codec.appearance_codes())
         batches = SceneBatches(settings, encoder, **share)
         return TrainingData(settings, model, batches, tokenizer, SHIPPED, codec, (), readme)

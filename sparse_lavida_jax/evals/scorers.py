@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores that are formulas."""
+"""Metrics, and the formulas that give them."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -10,7 +12,52 @@ from jaxtyping import Float
 Box = Sequence[int | float]  # x1, y1, x2, y2
 
 RELAXATION = 0.05  # by which numbers may differ in ChartQA
-LEAST_ANLS = 0.5
+LEAST_ANLS = 0.5  # lower similarities count as 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Metric:
+    """A line of the table.
+
+    Attributes:
+        name: what was measured.
+        value: in the unit of the benchmark: a share, points, a distance.
+        count: the number of items.
+        correct: how many of them are right; None where the value is no share of right items.
+    """
+
+    name: str
+    value: float
+    count: int
+    correct: int | None = None
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 95 % confidence interval of a share; None for other values."""
+        return None if self.correct is None else wilson_interval(self.correct, self.count)
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the entry of `results.json`."""
+        return {**dataclasses.asdict(self), "interval_95": self.interval}
+
+
+def share(name: str, hits: Sequence[bool]) -> Metric:
+    """Returns the share of hits."""
+    return Metric(name, sum(hits) / max(len(hits), 1), len(hits), sum(hits))
+
+
+def shares(name: str, hits: Sequence[tuple[str, bool]]) -> list[Metric]:
+    """Returns the share of all hits, then of each group, in order of its first member."""
+    groups: dict[str, list[bool]] = {}
+    for group, hit in hits:
+        groups.setdefault(group, []).append(hit)
+    parts = [share(f"- {group}", members) for group, members in groups.items()]
+    return [share(name, [hit for _, hit in hits]), *parts]
+
+
+def mean(name: str, values: Sequence[float]) -> Metric:
+    """Returns the mean of values."""
+    return Metric(name, sum(values) / max(len(values), 1), len(values))
 
 
 def wilson_interval(correct: int, total: int, z: float = 1.96) -> tuple[float, float]:
@@ -25,7 +72,7 @@ def wilson_interval(correct: int, total: int, z: float = 1.96) -> tuple[float, f
 
 
 def edit_distance(one: str, other: str) -> int:
-    """Returns how few characters must be put in, left out or replaced (V. Levenshtein, 1966)."""
+    """Returns the least number of insertions, deletions, substitutions (V. Levenshtein, 1966)."""
     before = list(range(len(other) + 1))
     for i, a in enumerate(one, 1):
         now = [i]
@@ -38,7 +85,8 @@ def edit_distance(one: str, other: str) -> int:
 def anls(answer: str, wanted: Sequence[str]) -> float:
     """Returns the similarity of an answer to the nearest of the wanted ones (arXiv:1905.13648).
 
-    That is 1 - edit distance / length of the longer, case and runs of spaces aside; 0 below 0.5.
+    That is 1 - edit distance / length of the longer one; 0 below 0.5. Case and runs of spaces do
+    not count.
     """
     given = " ".join(answer.lower().split())
     best = 0.0
@@ -52,7 +100,7 @@ def anls(answer: str, wanted: Sequence[str]) -> float:
 def relaxed_match(answer: str, wanted: str) -> bool:
     """Whether an answer is right for ChartQA (arXiv:2203.10244 Sec. 5.1).
 
-    Numbers may differ by 5 %, all else must be the same but for case.
+    Numbers may differ by 5 %; all else must be the same except for case.
     """
     given, right = _number(answer), _number(wanted)
     if given is not None and right:
