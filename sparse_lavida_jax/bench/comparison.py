@@ -15,7 +15,7 @@ from sparse_lavida_jax import config, schema, train
 from sparse_lavida_jax.bench import table as speed_tables
 from sparse_lavida_jax.bench.record import RESULTS, Bench, differing, path_of, read_rows
 from sparse_lavida_jax.data import markdown
-from sparse_lavida_jax.evals import scenes
+from sparse_lavida_jax.evals import exact
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.training import runs
@@ -172,7 +172,7 @@ def measure(
     for nth, sampled, sampling, task, row_id, expected in wanted:
         passes = pipe.on_step = Passes()
         name, _, split = task.partition("/")
-        result = scenes.evaluate(
+        result = exact.evaluate(
             pipe, name, ablation.prompts, split=split or "test", sampling=sampling
         )
         row = {
@@ -191,7 +191,7 @@ def measure(
             "passes": passes.of_a_batch,
             "curve": ablation.curve,
             "method": sampling.preset or presets.default_preset(pipe.settings.model),
-            **scenes.as_json(result),
+            **exact.as_json(result),
             "note": "exact scorers on pixels and text; says nothing about speed",
         }
         bench.write(row_id, row)
@@ -338,7 +338,7 @@ def write_report(folder: pathlib.Path) -> pathlib.Path:
             "## What do cache and truncation bring?",
             "`python -m sparse_lavida_jax.bench.sampling --batch=1`, 2 and 4: the bundled model,"
             " medians of rows timed in turn; tokens are those of one response, padding left out.",
-            speed_tables.sampling_table(speed),
+            speed_tables.table("sampling", speed),
             "![how many times faster than dense](ablation_speed.png)",
         ]
     path = folder / "ablations.md"

@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import markdown
-from sparse_lavida_jax.evals import scenes as exact
+from sparse_lavida_jax.evals import exact
 from sparse_lavida_jax.inference.batching import tokens_passed
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.scenes import digits, grammar, scoring, tasks, world

@@ -9,8 +9,7 @@ import stand_ins
 from PIL import Image
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.evals import report
-from sparse_lavida_jax.evals import scenes as exact
+from sparse_lavida_jax.evals import exact, report
 from sparse_lavida_jax.inference import batching
 from sparse_lavida_jax.scenes import digits, tasks, world
 from sparse_lavida_jax.training import metrics
