@@ -6,7 +6,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,27 +66,35 @@ def answer(
     *,
     sampling: config.Sampling | None = None,
     seed: int | Sequence[int] = 0,
+    callback: Callable[..., None] | None = None,
 ) -> list[Output]:
     """Returns the model's output for samples of one task: images or text.
 
     Args:
         pipe: a `SparseLaViDa`.
         samples: all with an image or none, and so with given tokens.
+        callback: see `SparseLaViDa.run`.
     """
+    task, prompts = samples[0].task, [sample.prompt for sample in samples]
+    how = {"sampling": sampling, "seed": seed, "callback": callback}
     if any(sample.given for sample in samples):
         examples = [pipe.encoder.scene_example(sample) for sample in samples]
-        return list(pipe.texts(pipe.run(examples, sampling=sampling, seed=seed)))
-    task, prompts = samples[0].task, [sample.prompt for sample in samples]
+        return list(pipe.texts(pipe.decode(examples, **how)))
     size = pipe.settings.vq.image_size
     shown = [world.render(s.image, size) for s in samples if s.image is not None]
-    known = [s.known_grid for s in samples if s.known_grid is not None]
-    if task in ("edit", "inpaint", "outpaint"):
-        return list(pipe.redraw(shown, prompts, known=known or None, sampling=sampling, seed=seed))
     if task == "draw":
-        return list(pipe.draw(prompts, sampling=sampling, seed=seed))
-    room = pipe.settings.data.max_answer_len
-    length = {"max_new_tokens": room} if task in LONG_ANSWERS else {}
-    return list(pipe.write(prompts, shown or None, sampling=sampling, seed=seed, **length))
+        return list(pipe.generate(prompts, **how).pixels)
+    if task == "edit":
+        return list(pipe.edit(shown, prompts, **how).pixels)
+    if task in ("inpaint", "outpaint"):
+        known = [s.known_grid for s in samples if s.known_grid is not None]
+        return list(pipe.inpaint(shown, prompts, known=known, **how).pixels)
+    long = task in LONG_ANSWERS
+    room = pipe.prompts.long_answer_tokens if long else pipe.prompts.answer_tokens
+    examples = [
+        pipe.prompts.ask(prompt, shown[i : i + 1], room) for i, prompt in enumerate(prompts)
+    ]
+    return list(pipe.texts(pipe.decode(examples, **how)))
 
 
 def evaluate(
@@ -97,6 +105,7 @@ def evaluate(
     split: str = "test",
     sampling: config.Sampling | None = None,
     seed: int = EVAL_SEED,
+    callback: Callable[..., None] | None = None,
 ) -> TaskResult:
     """Scores `prompts` samples of a task.
 
@@ -105,7 +114,7 @@ def evaluate(
         split: "test", or "held_out" for attribute combinations that training never showed.
     """
     samples = [tasks.sample(task, seed, index, split) for index in range(prompts)]
-    outputs = answer(pipe, samples, sampling=sampling, seed=seed)
+    outputs = answer(pipe, samples, sampling=sampling, seed=seed, callback=callback)
     return tally(task if split == "test" else f"{task}/{split}", samples, outputs)
 
 

@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw, ImageFont
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import markdown
 from sparse_lavida_jax.evals import exact
-from sparse_lavida_jax.inference.batching import tokens_passed
+from sparse_lavida_jax.inference.engine import tokens_passed
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.scenes import digits, grammar, scoring, tasks, world
 from sparse_lavida_jax.training import metrics
@@ -58,14 +58,14 @@ def check(pipe: SparseLaViDa, path: pathlib.Path, prompts: Sequence[str] = ()) -
         prompts: what to draw of prepared data, whose images no program can judge.
     """
     if pipe.settings.data.source == "prepared":
-        drawn = pipe.draw(prompts) if prompts else []
+        drawn = pipe.generate(prompts).pixels if prompts else ()
         tiles = [Tile(pixels, prompt) for pixels, prompt in zip(drawn, prompts, strict=True)]
         if tiles:
             _save(sheet(tiles), path)
         return {}
     if pipe.settings.data.source == "digits":
         samples = [digits.sample(exact.EVAL_SEED, i, "test") for i in range(CHECK_PROMPTS)]
-        images = pipe.draw([s.prompt for s in samples])
+        images = pipe.generate([s.prompt for s in samples]).pixels
         judged = [digits.score(s, p) for s, p in zip(samples, images, strict=True)]
         scores = {"draw": float(np.mean([score.ok for score in judged]))}
     else:
@@ -230,7 +230,7 @@ def _speed(pipe: SparseLaViDa) -> str:
     for run in range(SPEED_RUNS + 1):
         for name, taken in times.items():
             begin = time.perf_counter()
-            pipe.run(examples, sampling=samplings[name])
+            pipe.decode(examples, sampling=samplings[name])
             if run:  # the first compiles
                 taken.append(time.perf_counter() - begin)
     sparse, dense = (

@@ -130,7 +130,8 @@ def test_tasks_that_show_different_things_are_asked_in_their_own_way():
     assert kinds == {
         task: [(call, exact.EVAL_SEED)]
         for task, call in {
-            "draw": "draw", "edit": "edit", "inpaint": "fill", "answer": "write", "infill": "run",
+            "draw": "draw", "edit": "edit", "inpaint": "fill", "answer": "decode",
+            "infill": "decode",
         }.items()
     }  # fmt: skip
 
