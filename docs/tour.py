@@ -19,7 +19,7 @@ import tempfile
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from sparse_lavida_jax import SparseLaViDa, layout
+from sparse_lavida_jax import SparseLaViDa, sequence
 from sparse_lavida_jax.apps import figures
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.evals import report
@@ -51,7 +51,7 @@ TOUR = (
     "caption out.png",
     "caption out.png --words red square",
     'caption out.png --template "a ___ red circle and a ___ blue square"',
-    'infill "a red circle is ___ a blue square" --picture out.png',
+    'infill "a red circle is ___ a blue square" --image out.png',
     'generate "three green triangles" --sampler=dense --steps=12 --out dense.png',
     f'generate "a red circle" --plan "{LAYOUT}" --out planned.png',
     "chat --out turns",
@@ -104,7 +104,7 @@ def unmasking(name: str, folder: str) -> list[image_files.Pixels]:
     )
     cells = np.zeros_like(drawn.tokens[0])
     example = pipe.prompts.draw(CAPTION, cells, plan=drawn.plans[0])
-    words = sum(layout.num_tokens(part) for part in example.parts) - len(cells)
+    words = sum(sequence.num_tokens(part) for part in example.parts) - len(cells)
     costs = figures.costs(settings.sampling, settings.model, words)
     totals = laid_out + np.cumsum([cost.total for cost in costs])
     shown.insert(0, pipe.preview(np.full_like(cells, settings.model.image_mask_id)))

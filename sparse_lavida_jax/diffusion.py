@@ -40,21 +40,23 @@ from sparse_lavida_jax.layout import (
     NO_FEATURE,
     PROMPT_BLOCK,
     AnyArray,
+    Stream,
+    make_layout,
+    register_positions,
+    sort_by_block,
+    without_blocks,
+)
+from sparse_lavida_jax.sequence import (
     Part,
     PromptRow,
     SeenBatch,
     Source,
-    Stream,
     Views,
-    make_layout,
     num_tokens,
     prompt_row,
-    register_positions,
-    sort_by_block,
     stack_images,
     stack_views,
     stacked_features,
-    without_blocks,
 )
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
@@ -289,7 +291,7 @@ def text_schedule_blocks(
 def _text_steps(
     rng: np.random.Generator, sizes: list[Int[np.ndarray, " _k"]], count: int
 ) -> tuple[Int[np.ndarray, " r"], Int[np.ndarray, " r"]]:
-    """Draws `count` steps, stratified; returns the different ones and how often each was drawn.
+    """MaskDraws `count` steps, stratified; returns the different ones and how often each was drawn.
 
     Args:
         sizes: of the steps of each text block; they are numbered across text blocks.
@@ -636,7 +638,7 @@ class Sequence:
 
 
 @dataclasses.dataclass(frozen=True)
-class Draws:
+class MaskDraws:
     """The random numbers behind one row of the released objective, each uniform in [0, 1).
 
     Attributes:
@@ -655,10 +657,10 @@ class Draws:
     image_noise: Float[np.ndarray, "l g"]
 
 
-def draw(rng: np.random.Generator, sequence: Sequence) -> Draws:
-    """Draws what corrupts a sequence."""
+def draw(rng: np.random.Generator, sequence: Sequence) -> MaskDraws:
+    """MaskDraws what corrupts a sequence."""
     text_time, prompt, source, image_time = rng.random(4).tolist()
-    return Draws(
+    return MaskDraws(
         text_time,
         rng.random(sequence.length),
         prompt,
@@ -669,7 +671,7 @@ def draw(rng: np.random.Generator, sequence: Sequence) -> Draws:
 
 
 def batch_sequences(
-    sequences: list[Sequence], draws: list[Draws], shape: RowShape, settings: config.Config
+    sequences: list[Sequence], draws: list[MaskDraws], shape: RowShape, settings: config.Config
 ) -> Corrupted:
     """Masks, pads to `shape` and stacks sequences as LaViDa-O trains on them (spec Sec. 9.2, 9.3).
 
@@ -712,7 +714,7 @@ def batch_sequences(
 
 def _corrupt_sequence(
     sequence: Sequence,
-    drawn: Draws,
+    drawn: MaskDraws,
     most_views: int,
     settings: config.Config,
     *,

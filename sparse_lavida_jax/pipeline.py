@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.data.examples import Example
+from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.templates import RequestError, Template, parse_template, words_template
 from sparse_lavida_jax.inference.batching import LARGEST_SEED, Bucket, Numbers
 from sparse_lavida_jax.inference.engine import Engine, Grid, Pixels

@@ -30,7 +30,6 @@ from sparse_lavida_jax.layout import (
     NO_CELL,
     NO_FEATURE,
     AnyArray,
-    Kind,
     Stream,
     TokenLayout,
     concatenate,
@@ -54,6 +53,7 @@ from sparse_lavida_jax.sampling.prompts import (
     parted,
     prepare,
 )
+from sparse_lavida_jax.sequence import Kind
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 NOT_DECODED = PAD_BLOCK  # in `decoded_at`: no step has decoded the position yet
@@ -63,7 +63,7 @@ RANKING = 2**31 - 1  # keys the noise on confidences apart from that of the draw
 # share them. Programs of small models on CPUs compile sooner whole.
 TRIPS = (16, 8, 4, 2, 1)
 
-AVERAGED = ("no_source", "no_picture")  # rows that the full one is averaged with (spec Sec. 7.2)
+AVERAGED = ("no_source", "no_image")  # rows that the full one is averaged with (spec Sec. 7.2)
 
 
 @flax.struct.dataclass

@@ -16,13 +16,13 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from sparse_lavida_jax import config, runtime
-from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.checkpoints import adapters, model_folder
+from sparse_lavida_jax.data.feed import Feed
 from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.evals import report
 from sparse_lavida_jax.models import lora, parameters, quantize, sharding
 from sparse_lavida_jax.models.codec import ImageCodec
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.scenes import batches
 from sparse_lavida_jax.training import flops, metrics, optimizer, runs, sources, states
 from sparse_lavida_jax.training.step import Denominators, TrainState, gradient, loss, train_step
 
@@ -128,7 +128,7 @@ def train(settings: config.Config, run: runs.Run, profile: range = range(0)) -> 
 def _train(
     settings: config.Config,
     run: runs.Run,
-    source: sources.Source,
+    source: sources.TrainingData,
     mesh: Mesh | None,
     share: tuple[int, int],
     profile: range,
@@ -163,7 +163,7 @@ def _train(
     pending = None
     meter = metrics.Meter(_peak())
     log, bar = _reporters(settings, run, start, seconds)
-    feed = batches.Feed(source.batches.dataset(), start, settings.data.workers, note.get("data"))
+    feed = Feed(source.batches.dataset(), start, settings.data.workers, note.get("data"))
     trace = _Profile(run.folder / "profile", profile)
     with log, bar, trace, contextlib.closing(feed):
         while progress() < 1:
@@ -187,7 +187,7 @@ def _train(
             pending = (step, logged, rate)
             now = time.monotonic()
             is_late = now - last_saved > settings.train.checkpoint_seconds
-            is_to_draw = 0 < settings.train.picture_seconds < now - last_drawn
+            is_to_draw = 0 < settings.train.image_seconds < now - last_drawn
             if not runtime.are_several():
                 seconds = now - clock
             elif step % settings.train.log_every == 0:
@@ -214,7 +214,7 @@ def _train(
         record(every=1)
         if step > start:
             save()
-            if settings.train.picture_seconds or settings.train.eval_every:
+            if settings.train.image_seconds or settings.train.eval_every:
                 _check(source, state, run, log, bar, step, seconds, mesh)
     return state, step, seconds
 
@@ -222,7 +222,7 @@ def _train(
 def _finish(
     settings: config.Config,
     run: runs.Run,
-    source: sources.Source,
+    source: sources.TrainingData,
     state: TrainState,
     step: int,
     seconds: float,
@@ -258,9 +258,9 @@ def _write_results(settings, run, source, pipe, trained, step: int, seconds, dty
     )
     print(f"{run.model_folder}: the trained model")
     if settings.lora.rank:
-        adapters = run.folder / "adapters"
-        model_folder.save_adapters(adapters, trained, settings, base=settings.train.init_from)
-        print(f"{adapters}: what was trained of it")
+        folder = run.folder / "adapters"
+        adapters.save(folder, trained, settings, base=settings.train.init_from)
+        print(f"{folder}: what was trained of it")
     if settings.train.eval_prompts:
         print(f"{report.write(pipe, run.folder, step=step, seconds=seconds)}: what it can do")
 
@@ -364,7 +364,7 @@ def _check(source, state, run, log, bar, step: int, seconds: float, mesh) -> flo
     if runtime.are_several():
         model, mesh = runtime.on_host(model), None
     if runtime.is_first():
-        path = run.folder / f"pictures/{step:06d}.png"
+        path = run.folder / f"images/{step:06d}.png"
         with _inside(mesh):
             scores = report.check(source.pipe.with_model(model), path, source.prompts)
         log.write(step, scores | {"seconds": seconds})

@@ -17,7 +17,7 @@ import jaxtyping
 import numpy as np
 from flax import nnx
 
-from sparse_lavida_jax import config, layout, sample
+from sparse_lavida_jax import config, sample, sequence
 from sparse_lavida_jax.kernels.attention import slot_multiple
 from sparse_lavida_jax.models import fuse, parameters
 from sparse_lavida_jax.models import sharding as rules
@@ -90,7 +90,7 @@ def unchecked() -> Iterator[None]:
 
 @unchecked()
 def compiled(
-    kind: layout.Kind,
+    kind: sequence.Kind,
     model: config.Model,
     sharding: jax.sharding.NamedSharding,
     platform: str,
@@ -168,9 +168,9 @@ def compiled(
     )
 
 
-def _requests(kind: layout.Kind, model: config.Model, number: int) -> list[prompts.Request]:
+def _requests(kind: sequence.Kind, model: config.Model, number: int) -> list[prompts.Request]:
     length, codes = (CELLS, model.codes_per_token) if kind == "image" else (TEXT_LEN, 1)
-    parts = (layout.Text(np.arange(WORDS)), layout.Response(length))
+    parts = (sequence.Text(np.arange(WORDS)), sequence.Response(length))
     nothing = np.zeros((length, codes), np.int32)
     one = prompts.Request(parts, nothing, np.zeros(length, bool), None, seed=0)
     return [one] * number

@@ -13,12 +13,12 @@ import tiny
 from sparse_lavida_jax import config, train
 from sparse_lavida_jax import pipeline as pipelines
 from sparse_lavida_jax.checkpoints import model_folder
-from sparse_lavida_jax.data.examples import Encoder
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.models.codec import ImageCodec
 from sparse_lavida_jax.scenes import batches as data_batches
 from sparse_lavida_jax.scenes import tasks, world
 from sparse_lavida_jax.scenes.batches import GroupedBatches
+from sparse_lavida_jax.scenes.encoder import Encoder
 from sparse_lavida_jax.scenes.prompts import ScenePrompts
 from sparse_lavida_jax.scenes.tokenizer import SHIPPED, Tokenizer
 
@@ -65,7 +65,7 @@ def settings(**sections) -> config.Config:
         "diffusion": {"num_masked_blocks": 2, "plan_steps": (4,), "plan_text_steps": (2,)},
         "optimizer": {"learning_rate": 1e-2, "warmup_steps": 2, "ema": 0.9},
         "train": {
-            "train_steps": 4, "batch_size": 2, "picture_seconds": 0.0, "log_every": 1,
+            "train_steps": 4, "batch_size": 2, "image_seconds": 0.0, "log_every": 1,
             "eval_prompts": 2,
         },
         "sampling": {"num_steps": 2, "schedule": "linear", "text_steps": 1},

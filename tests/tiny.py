@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from sparse_lavida_jax import config, diffusion, layout
+from sparse_lavida_jax import config, diffusion, sequence
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.sampling import prompts
 
@@ -77,7 +77,7 @@ def denoiser(settings: config.Model) -> Denoiser:
 
 
 def request(
-    kind: layout.Kind,
+    kind: sequence.Kind,
     settings: config.Model,
     seed: int,
     *,
@@ -89,17 +89,17 @@ def request(
     """Returns a request whose prompt has `words` words, with a share `given` of known tokens."""
     rng = np.random.default_rng(seed)
     length = TEXT_LEN if kind == "text" else IMAGE_LEN
-    parts: list[layout.Part] = [layout.Text(np.array([2]), keep=True)]
+    parts: list[sequence.Part] = [sequence.Text(np.array([2]), keep=True)]
     if vision:
-        parts.append(layout.Vision(VISION.num_tokens))
+        parts.append(sequence.VisionTokens(VISION.num_tokens))
     if source:
         codes = rng.integers(0, settings.codebook_size, (IMAGE_LEN, settings.codes_per_token))
-        parts.append(layout.Source(codes))
+        parts.append(sequence.Source(codes))
     parts += [
-        layout.Text(rng.integers(FIRST_WORD, settings.vocab_size, words)),
-        layout.Text(np.array([3]), keep=True),
-        layout.Response(length),
-        layout.Text(np.array([4]), keep=True),
+        sequence.Text(rng.integers(FIRST_WORD, settings.vocab_size, words)),
+        sequence.Text(np.array([3]), keep=True),
+        sequence.Response(length),
+        sequence.Text(np.array([4]), keep=True),
     ]
     known = np.zeros(length, bool)
     known[rng.permutation(length)[: round(given * length)]] = True
@@ -113,7 +113,7 @@ def request(
     )
 
 
-def response(kind: layout.Kind, settings: config.Model, rng: np.random.Generator) -> np.ndarray:
+def response(kind: sequence.Kind, settings: config.Model, rng: np.random.Generator) -> np.ndarray:
     """Returns an arbitrary clean response [l g]."""
     if kind == "text":
         return rng.integers(FIRST_WORD, settings.vocab_size, (TEXT_LEN, 1)).astype(np.int32)
@@ -123,9 +123,9 @@ def response(kind: layout.Kind, settings: config.Model, rng: np.random.Generator
 
 def lay_out(
     asked: prompts.Request, settings: config.Model, *, drop_prompt=False, drop_source=False
-) -> layout.PromptRow:
+) -> sequence.PromptRow:
     """Returns the prompt as training lays it out."""
-    return layout.prompt_row(
+    return sequence.prompt_row(
         asked.parts,
         text_mask_id=settings.text_mask_id,
         codes_per_token=settings.codes_per_token,
@@ -134,7 +134,7 @@ def lay_out(
     )
 
 
-def batch(kinds: list[layout.Kind], settings: config.Model) -> diffusion.Corrupted:
+def batch(kinds: list[sequence.Kind], settings: config.Model) -> diffusion.Corrupted:
     """Returns a training batch of arbitrary responses of these kinds, cut into uniform blocks."""
     asked = [request(kind, settings, i, words=3) for i, kind in enumerate(kinds)]
     mean = config.Diffusion(blocks="uniform", weighting="mean")

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import tiny
 
-from sparse_lavida_jax import config, diffusion, layout, orders, sample
+from sparse_lavida_jax import config, diffusion, orders, sample, sequence
 from sparse_lavida_jax.sampling import plans, presets, prompts
 
 
@@ -39,7 +39,7 @@ class Moment:
 
 
 def settings_of(
-    preset: str, kind: layout.Kind, model: config.Model, *, has_source=False, **changes
+    preset: str, kind: sequence.Kind, model: config.Model, *, has_source=False, **changes
 ) -> presets.StepSettings:
     """Returns step settings at temperature 0.8, so that draws are not the modes."""
     asked = config.Sampling(preset=preset, temperature=0.8, text_temperature=0.8, **changes)
@@ -260,7 +260,7 @@ forward = tiny.quick_jit(training_pass)
 
 
 def spread_logits(
-    model, batch: diffusion.Corrupted, kind: layout.Kind, starts: list[int], length: int
+    model, batch: diffusion.Corrupted, kind: sequence.Kind, starts: list[int], length: int
 ) -> np.ndarray:
     """Returns logits [rows l g v] at the response tokens whose weight is not 0, 0 elsewhere.
 

@@ -18,11 +18,11 @@ import rich.progress
 from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.apps import doctor
 from sparse_lavida_jax.apps.conversation import DRAWING, Conversation
+from sparse_lavida_jax.apps.errors import DEFAULT_MODEL, UsageError
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.data.templates import RequestError, check_words
 from sparse_lavida_jax.inference.batching import Number
 from sparse_lavida_jax.inference.results import Result
-from sparse_lavida_jax.main import DEFAULT_MODEL, UsageError
 from sparse_lavida_jax.pipeline import SparseLaViDa, untrained_warning
 from sparse_lavida_jax.sample import Progress
 from sparse_lavida_jax.sampling import options, presets

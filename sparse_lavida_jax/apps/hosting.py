@@ -9,8 +9,8 @@ import socket
 import sys
 
 from sparse_lavida_jax import runtime
+from sparse_lavida_jax.apps.errors import DEFAULT_MODEL, UsageError
 from sparse_lavida_jax.apps.serving import Limits, ServedModel, Service
-from sparse_lavida_jax.main import DEFAULT_MODEL, UsageError
 
 _SERVING = ("fastapi", "uvicorn", "python_multipart", "prometheus_client")
 PACKAGES: dict[str, tuple[str, ...]] = {"serve": _SERVING, "demo": (*_SERVING, "gradio")}

@@ -22,7 +22,7 @@ from typing import Any
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import image_files
-from sparse_lavida_jax.data.examples import Example
+from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.templates import RequestError, check_words
 from sparse_lavida_jax.inference.batching import tokens_passed
 from sparse_lavida_jax.inference.requests import Shown

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from sparse_lavida_jax import config, config_files, train
+from sparse_lavida_jax import config, schema, train
 from sparse_lavida_jax.bench import table as speed_tables
 from sparse_lavida_jax.bench.record import RESULTS, Bench, differing, path_of, read_rows
 from sparse_lavida_jax.data import markdown
@@ -86,9 +86,9 @@ def read(path: pathlib.Path) -> tuple[config.Config, Ablation]:
     """Returns the shared settings of a file, and what it compares.
 
     Raises:
-        ConfigError: as `config_files.read`.
+        ConfigError: as `config.read`.
     """
-    return config_files.read(path), config.build(Ablation, config_files.run(path, "get_ablation"))
+    return config.read(path), config.build(Ablation, schema.run(path, "get_ablation"))
 
 
 def settings_of(
@@ -99,7 +99,7 @@ def settings_of(
     Its name is that of its folder. It says what is trained and not who asks for it: ways of
     several files that train alike share a run.
     """
-    made = config_files.changed(shared, ablation.ways[way].changes)
+    made = config.changed(shared, ablation.ways[way].changes)
     after = ablation.ways[way].after
     base = settings_of(shared, ablation, after, seed, folder).name if after else ""
     made = dataclasses.replace(
@@ -128,7 +128,7 @@ def digest(settings: config.Config, base: str = "") -> str:
             sampling=config.Sampling(**{name: sampling[name] for name in SAMPLED_FROM}),
         )
     )
-    text = json.dumps([DEFAULTS, told], sort_keys=True)
+    text = json.dumps([DEFAULTS, schema.with_old_names(told)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
@@ -153,7 +153,7 @@ def measure(
     settings = settings_of(shared, ablation, way, seed, folder)
     place, wanted = [*ablation.ways].index(way), []
     for nth, (sampled, changes) in enumerate(ablation.ways[way].sampled.items()):
-        sampling = config_files.changed(settings, {"sampling": changes}).sampling
+        sampling = config.changed(settings, {"sampling": changes}).sampling
         for task in ablation.ways[way].tasks or ablation.tasks:
             row_id = f"{shared.name}/{way}/{sampled}/{task}/s{seed}"
             expected = {

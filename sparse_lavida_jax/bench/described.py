@@ -26,10 +26,10 @@ from sparse_lavida_jax import config, sample, train
 from sparse_lavida_jax.bench import hlo, plan
 from sparse_lavida_jax.kernels import devices
 from sparse_lavida_jax.kernels.attention import slot_multiple
-from sparse_lavida_jax.layout import Response, Text
 from sparse_lavida_jax.models import parameters, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.sampling import presets, prompts
+from sparse_lavida_jax.sequence import Response, Text
 from sparse_lavida_jax.training import optimizer
 
 MARGIN = 0.9  # of a chip's memory that a program may take (ours)

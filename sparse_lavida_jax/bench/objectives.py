@@ -18,14 +18,15 @@ from flax import nnx
 
 from sparse_lavida_jax import config, train
 from sparse_lavida_jax.data import packing
-from sparse_lavida_jax.data.examples import Encoder, Example
+from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.rows import laid_out
 from sparse_lavida_jax.diffusion import Corrupted, batch_rows
 from sparse_lavida_jax.kernels import attention
-from sparse_lavida_jax.layout import Response, Text
 from sparse_lavida_jax.models import lora
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.scenes import tasks
+from sparse_lavida_jax.scenes.encoder import Encoder
+from sparse_lavida_jax.sequence import Response, Text
 from sparse_lavida_jax.training import optimizer
 from sparse_lavida_jax.training.flops import count_tokens
 from sparse_lavida_jax.training.loss import linear_cross_entropy, weighted_cross_entropy

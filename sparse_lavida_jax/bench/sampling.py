@@ -35,18 +35,18 @@ import numpy as np
 from absl import app, flags, logging
 from flax import nnx
 
-from sparse_lavida_jax import config, config_files, runtime, sample
+from sparse_lavida_jax import config, runtime, sample
 from sparse_lavida_jax.bench import running, suite_cases, suites, table
 from sparse_lavida_jax.bench.record import Bench, read_rows
 from sparse_lavida_jax.checkpoints import model_folder
-from sparse_lavida_jax.data.examples import Example, Kind
+from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.inference.batching import tokens_passed
-from sparse_lavida_jax.layout import Response, Text
 from sparse_lavida_jax.models import fuse, vq
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.sampling.prompts import Request
+from sparse_lavida_jax.sequence import Kind, Response, Text
 
 CHECKPOINT = flags.DEFINE_string(
     "checkpoint", "scenes", "A model folder, a run, or a bundled name."
@@ -160,7 +160,7 @@ def _whole_subject() -> suites.Subject:
         return None if codec is None else vq.for_decoding(codec, VQ_DTYPE.value)
 
     if RANDOM.value:
-        settings = config_files.read(pathlib.Path(CONFIG.value))
+        settings = config.read(pathlib.Path(CONFIG.value))
         task = suite_cases.TASKS.get(SUITE.value or "", "both")
         model, codec = _random_model(settings.model, task), None
         sides = settings.model.grid_size * settings.model.codes_side * settings.vq.factor
@@ -202,7 +202,7 @@ def main(argv: list[str]) -> None:
             )  # fmt: skip
             return
         if RANDOM.value:
-            subject = of_random_weights(config_files.read(pathlib.Path(CONFIG.value)))
+            subject = of_random_weights(config.read(pathlib.Path(CONFIG.value)))
         else:
             subject = of_checkpoint(CHECKPOINT.value)
     except (model_folder.CheckpointError, config.ConfigError) as error:

@@ -10,10 +10,10 @@ from jaxtyping import UInt8
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import images
-from sparse_lavida_jax.data.examples import Example
+from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.kernels import attention
-from sparse_lavida_jax.layout import Response, Source, Text
 from sparse_lavida_jax.models import fuse, text_head
+from sparse_lavida_jax.sequence import Response, Source, Text
 
 # Suites whose parameters are those of one task; the others write text, or make its logits.
 TASKS: dict[str, fuse.Task] = dict.fromkeys(("ablation", "batch", "cpu"), "image")

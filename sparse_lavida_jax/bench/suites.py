@@ -16,15 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from sparse_lavida_jax import config, layout, sample
+from sparse_lavida_jax import config, sample, sequence
 from sparse_lavida_jax.bench import record, work
 from sparse_lavida_jax.bench.suite_cases import WORDS, Case, sizes
-from sparse_lavida_jax.layout import Text
 from sparse_lavida_jax.models import fuse, quantize, vq
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.sampling import plans, presets, prompts
 from sparse_lavida_jax.sampling.prefixes import Prefixes
 from sparse_lavida_jax.sampling.prompts import Request
+from sparse_lavida_jax.sequence import Text
 
 SPLIT = ("host", "prefill", "loop", "vq_encode", "vq_decode")
 # Step settings of rows that take a change back (`suite_cases.changes`).
@@ -222,7 +222,7 @@ def _request(
     if settings.kind == "image" and decoder is not None:
         side = model.settings.codes_side
         known = np.minimum(canvas, model.settings.codebook_size - 1)  # of steps not timed
-        grid = layout.codes_from_cells(known, model.settings.grid_size, side)
+        grid = sequence.codes_from_cells(known, model.settings.grid_size, side)
         vq.decode_codes(decoder, np.asarray(grid), batch=1)
         split["vq_decode"] = clock()
     return split, canvas

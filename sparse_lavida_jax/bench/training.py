@@ -36,7 +36,7 @@ import rich.table
 from absl import app, flags, logging
 from flax import nnx
 
-from sparse_lavida_jax import config, config_files
+from sparse_lavida_jax import config
 from sparse_lavida_jax.bench import described, objectives, plan, table
 from sparse_lavida_jax.bench.record import Bench, read_rows
 from sparse_lavida_jax.models.denoiser import Denoiser
@@ -97,9 +97,9 @@ def main(argv: list[str]) -> None:
         sys.exit("bench.training: this mode wants --config=FILE, such as configs/lavida_o.py.")
     try:
         if PLAN.value:
-            _print_plan(config_files.read(pathlib.Path(CONFIG.value)))
+            _print_plan(config.read(pathlib.Path(CONFIG.value)))
         elif AOT.value:
-            _compile(config_files.read(pathlib.Path(CONFIG.value)))
+            _compile(config.read(pathlib.Path(CONFIG.value)))
         else:
             _compare()
     except config.ConfigError as error:
@@ -168,7 +168,7 @@ def _compare() -> None:
 def _subject() -> tuple[config.Config, Denoiser, objectives.MakeExample]:
     """Returns settings without a moving average, parameters and examples."""
     if CONFIG.value:
-        settings = config_files.read(pathlib.Path(CONFIG.value))
+        settings = config.read(pathlib.Path(CONFIG.value))
         params = Denoiser(settings.model, rngs=nnx.Rngs(settings.seed))
         frozen = optimizer.frozen_dtype(settings.optimizer)
         params = jax.tree.map(lambda x: x.astype(frozen), params)

@@ -15,7 +15,7 @@ from jaxtyping import Int, UInt8
 from PIL import Image, ImageOps
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.layout import Vision
+from sparse_lavida_jax.sequence import VisionTokens
 
 Size = tuple[int, int]  # width, height
 Pixels = UInt8[np.ndarray, "h w 3"]
@@ -46,9 +46,9 @@ class Seen:
     num_features: int
 
     @property
-    def part(self) -> Vision:
+    def part(self) -> VisionTokens:
         """What stands for the image in a prompt."""
-        return Vision(len(self.index), self.index, self.num_features)
+        return VisionTokens(len(self.index), self.index, self.num_features)
 
 
 def see(image: Pixels, settings: config.Vision, *, whole: bool = False) -> Seen:

@@ -16,7 +16,7 @@ import numpy as np
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.rows import Row
 from sparse_lavida_jax.diffusion import RowShape
-from sparse_lavida_jax.layout import SeenBatch, Views, stack_views, stacked_features
+from sparse_lavida_jax.sequence import SeenBatch, Views, stack_views, stacked_features
 
 Shared = list[list[int]]  # the examples of every row
 

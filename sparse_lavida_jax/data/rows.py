@@ -10,9 +10,9 @@ import numpy as np
 from jaxtyping import Bool
 
 from sparse_lavida_jax import config, diffusion, orders
-from sparse_lavida_jax.data.examples import Example
+from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.diffusion import Blocks
-from sparse_lavida_jax.layout import prompt_row
+from sparse_lavida_jax.sequence import prompt_row
 
 ORDER_SEEDS = 512  # training draws the seed of an unmasking order below this
 

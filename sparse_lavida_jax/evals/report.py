@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from sparse_lavida_jax import config
+from sparse_lavida_jax.bench import record
 from sparse_lavida_jax.data import markdown
 from sparse_lavida_jax.evals import scenes as exact
 from sparse_lavida_jax.inference.batching import tokens_passed
@@ -130,12 +131,12 @@ def write(pipe: SparseLaViDa, folder: pathlib.Path, *, step: int, seconds: float
     )
     parts += ["## While it trained", _curve(folder / "metrics.jsonl")]
     if settings.data.source == "digits":
-        parts += ["## Drawn", "![drawn](pictures/drawn.png)"]
-        scores = check(pipe, folder / "pictures/drawn.png")
+        parts += ["## Drawn", "![drawn](images/drawn.png)"]
+        scores = check(pipe, folder / "images/drawn.png")
         parts.append(f"Nearest-neighbour judge: {scores['draw']:.2f} of {CHECK_PROMPTS} right.")
     else:
         parts += _scene_sections(pipe, folder)
-    parts += ["## Speed", _speed(pipe)]
+    parts += ["## Speed", _speed(pipe), *_measured()]
     return _written(folder, parts)
 
 
@@ -161,8 +162,12 @@ def _losses(path: pathlib.Path) -> str:
 
 
 def _newest_sheet(folder: pathlib.Path) -> list[str]:
-    sheets = sorted(folder.glob("pictures/*.png"))
-    return [f"## Drawn\n\n![drawn](pictures/{sheets[-1].name})"] if sheets else []
+    folders = ("images", "pictures")  # the second is what older versions called it
+    sheets = [path for name in folders for path in folder.glob(f"{name}/*.png")]
+    if not sheets:
+        return []
+    newest = max(sheets, key=lambda path: path.name)
+    return [f"## Drawn\n\n![drawn]({newest.relative_to(folder).as_posix()})"]
 
 
 def _scene_sections(pipe: SparseLaViDa, folder: pathlib.Path) -> list[str]:
@@ -196,7 +201,7 @@ def _examples(task, samples, outputs, folder: pathlib.Path) -> str:
                 if task == "point":
                     before = _with_box(before, o)
                 tiles.append(Tile(before, f"{s.prompt} {o.strip()}", j.ok))
-    name = f"pictures/{title.lower()}.png"
+    name = f"images/{title.lower()}.png"
     _save(sheet(tiles), folder / name)
     return f"## {title}\n\n![{title.lower()}]({name})"
 
@@ -205,7 +210,7 @@ def _curve(path: pathlib.Path) -> str:
     """A table of the checks of a run: the image scores over time."""
     checks = [row for row in metrics.read_metrics(path) if "draw" in row]
     if not checks:
-        return "No image was scored while it trained (train.picture_seconds, train.eval_every)."
+        return "No image was scored while it trained (train.image_seconds, train.eval_every)."
     names = [name for name in ("attribute_precision", "single", "draw") if name in checks[0]]
     lines = [
         (row["step"], f"{row['seconds'] / 60:.1f}", *(f"{row[name]:.2f}" for name in names))
@@ -243,6 +248,23 @@ def _speed(pipe: SparseLaViDa) -> str:
         f" **{dense / sparse:.1f} times faster**. Tokens passed through the model an image:"
         f" sparse {passed['sparse']}, dense {passed['dense']}."
     )
+
+
+def _measured() -> list[str]:
+    """What `bench.quality` measured of the models of `configs/`."""
+    rows = [row for row in record.read_rows("quality") if row["task"] in ("draw", "edit")]
+    if not rows:
+        return []
+    columns = ("model", "preset", "task", "share right", "95 % interval", "attribute precision")
+    lines = []
+    for row in sorted(rows, key=lambda row: (row["task"], row["model"], row["method"])):
+        low, high = row["interval_95"]
+        precision = row["attribute_precision"]
+        lines.append((
+            row["model"], row["method"], row["task"], f"{row['share']:.2f}",
+            f"{low:.2f} to {high:.2f}", "" if precision is None else f"{precision:.2f}",
+        ))  # fmt: skip
+    return ["## Measured before: models of `configs/`", markdown.table(columns, lines)]
 
 
 def _shown(pixels: np.ndarray) -> np.ndarray:

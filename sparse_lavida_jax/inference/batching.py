@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jaxtyping import Int
 
-from sparse_lavida_jax import config, layout, sample
-from sparse_lavida_jax.data.examples import Example
+from sparse_lavida_jax import config, sample, sequence
+from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.sample import OnSegment, Progress
@@ -235,7 +235,7 @@ def _between(segments, on_segment: OnSegment | None, on_step: OnStep | None) -> 
 def _step_settings(
     example: Example, sampling: config.Sampling, model: config.Model
 ) -> presets.StepSettings:
-    has_source = any(isinstance(part, layout.Source) for part in example.parts)
+    has_source = any(isinstance(part, sequence.Source) for part in example.parts)
     return presets.step_settings(sampling, model, example.kind, has_source=has_source)
 
 

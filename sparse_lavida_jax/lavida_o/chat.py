@@ -17,7 +17,7 @@ import tokenizers
 from jaxtyping import Int
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.layout import Part, Response, Source, Text, Vision
+from sparse_lavida_jax.sequence import Part, Response, Source, Text, VisionTokens
 
 Parts = tuple[Part, ...]
 
@@ -184,7 +184,7 @@ def draw(
     *,
     condition: str = MICRO_CONDITION,
     plan: str = "",
-    attempts: Sequence[tuple[Vision, str]] = (),
+    attempts: Sequence[tuple[VisionTokens, str]] = (),
     template: str = DRAW,
 ) -> Parts:
     """Returns the prompt of an image of `num_tokens` tokens.
@@ -213,7 +213,7 @@ def draw(
 def edit(
     tokenizer: ChatTokenizer,
     instruction: str,
-    image: Vision,
+    image: VisionTokens,
     source: Int[np.ndarray, "n g"],
     num_tokens: int,
     *,
@@ -234,7 +234,7 @@ def edit(
 def edit_several(
     tokenizer: ChatTokenizer,
     instruction: str,
-    shown: Sequence[Vision],
+    shown: Sequence[VisionTokens],
     sources: Sequence[Int[np.ndarray, "n g"]],
     num_tokens: int,
     *,
@@ -266,7 +266,9 @@ def plan_image(
     return answer_to(tokenizer, user, [], num_tokens)
 
 
-def plan_edit(tokenizer: ChatTokenizer, instruction: str, image: Vision, num_tokens: int) -> Parts:
+def plan_edit(
+    tokenizer: ChatTokenizer, instruction: str, image: VisionTokens, num_tokens: int
+) -> Parts:
     """Returns the prompt of a plan, `num_tokens` tokens: what will stand where after an edit."""
     user = f"{IMAGE}\n{_plain(instruction)}. {PLAN}"
     return answer_to(tokenizer, user, [image], num_tokens)
@@ -284,7 +286,7 @@ def clean_plan(answer: str) -> str:
 
 
 def ask(
-    tokenizer: ChatTokenizer, question: str, images: Sequence[Vision], num_tokens: int
+    tokenizer: ChatTokenizer, question: str, images: Sequence[VisionTokens], num_tokens: int
 ) -> Parts:
     """Returns the prompt of an answer, `num_tokens` tokens, to a question about images.
 
@@ -297,7 +299,7 @@ def ask(
     return answer_to(tokenizer, shown + _plain(question), images, num_tokens)
 
 
-def judge(tokenizer: ChatTokenizer, caption: str, image: Vision, num_tokens: int) -> Parts:
+def judge(tokenizer: ChatTokenizer, caption: str, image: VisionTokens, num_tokens: int) -> Parts:
     """Returns the prompt of a verdict on an image: a good one "is correct" (spec Sec. 7.7)."""
     return answer_to(tokenizer, verdict_asked(_plain(caption)), [image], num_tokens)
 
@@ -311,7 +313,7 @@ def verdict_asked(caption: str) -> str:
 
 
 def answer_to(
-    tokenizer: ChatTokenizer, user: str, images: Sequence[Vision], num_tokens: int
+    tokenizer: ChatTokenizer, user: str, images: Sequence[VisionTokens], num_tokens: int
 ) -> Parts:
     """Returns the prompt of an answer, `num_tokens` tokens, to what the user says.
 
@@ -324,7 +326,7 @@ def answer_to(
     return (*asked, *kept, Response(num_tokens))
 
 
-def locate(tokenizer: ChatTokenizer, phrase: str, image: Vision) -> Parts:
+def locate(tokenizer: ChatTokenizer, phrase: str, image: VisionTokens) -> Parts:
     """Returns the prompt of the box of one thing: the response is its four LOC tokens.
 
     As released with an apostrophe in front of everything, so that nothing behind the image is
@@ -339,7 +341,7 @@ def locate(tokenizer: ChatTokenizer, phrase: str, image: Vision) -> Parts:
 
 
 def locate_all(
-    tokenizer: ChatTokenizer, phrases: Sequence[str], image: Vision
+    tokenizer: ChatTokenizer, phrases: Sequence[str], image: VisionTokens
 ) -> tuple[Parts, Int[np.ndarray, " l"]]:
     """Returns the prompt of the boxes of several things, and what of the response is known.
 
@@ -396,7 +398,9 @@ def _plain(text: str) -> str:
     return text
 
 
-def _encode(tokenizer: ChatTokenizer, text: str, images: Sequence[Vision]) -> list[int | Vision]:
+def _encode(
+    tokenizer: ChatTokenizer, text: str, images: Sequence[VisionTokens]
+) -> list[int | VisionTokens]:
     """Returns ids, with the images where `<image>` stands (spec Sec. 5.2).
 
     As released: when the text begins with the start token, the first id of every piece behind an
@@ -404,7 +408,7 @@ def _encode(tokenizer: ChatTokenizer, text: str, images: Sequence[Vision]) -> li
     """
     first, *rest = (tokenizer.encode(piece) for piece in text.split(IMAGE))
     lost = 1 if first[:1] == [tokenizer.id_of(START)] else 0
-    sequence: list[int | Vision] = [*first]
+    sequence: list[int | VisionTokens] = [*first]
     for image, piece in zip(images, rest, strict=True):
         sequence += [image, *piece[lost:]]
     return sequence

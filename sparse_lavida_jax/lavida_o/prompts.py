@@ -13,10 +13,10 @@ from jaxtyping import Bool, Int, UInt8
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import images
-from sparse_lavida_jax.data.examples import Example
+from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.templates import RequestError, Template, check_context, template_ids
 from sparse_lavida_jax.lavida_o import chat
-from sparse_lavida_jax.layout import Kind, Part, Response, num_tokens
+from sparse_lavida_jax.sequence import Kind, Part, Response, num_tokens
 
 Pixels = UInt8[np.ndarray, "_h _w 3"]
 Grid = Bool[np.ndarray, "y x"]

@@ -23,10 +23,10 @@ from sparse_lavida_jax.data import packing
 from sparse_lavida_jax.data.rows import laid_out
 from sparse_lavida_jax.diffusion import Corrupted, Predicts, RowShape
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
-from sparse_lavida_jax.layout import Answer, Text, Views
 from sparse_lavida_jax.mixture import prepare
 from sparse_lavida_jax.mixture.examples import Mixer
 from sparse_lavida_jax.mixture.records import Record, RecordError, ShardedRecords
+from sparse_lavida_jax.sequence import Answer, Text, Views
 
 PROBED = 256  # records of a group whose lengths decide its static shape
 LENGTH_MULTIPLE = 64  # tokens; a shape is rounded up to this

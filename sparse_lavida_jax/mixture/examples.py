@@ -15,11 +15,12 @@ from jaxtyping import Float, Int
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import image_files, images
-from sparse_lavida_jax.data.examples import Example
+from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.diffusion import Sequence
 from sparse_lavida_jax.lavida_o import chat
 from sparse_lavida_jax.lavida_o.chat import CELL, IMAGE, SOURCE_CELL, ChatTokenizer
-from sparse_lavida_jax.layout import (
+from sparse_lavida_jax.mixture.records import Record, RecordError
+from sparse_lavida_jax.sequence import (
     Answer,
     Kind,
     Part,
@@ -29,7 +30,6 @@ from sparse_lavida_jax.layout import (
     Views,
     cells_from_codes,
 )
-from sparse_lavida_jax.mixture.records import Record, RecordError
 
 # What stands around an image in the released training text. Neither is a token of the released
 # tokenizer, so that both are spelled out and learned (spec Sec. 9.1).

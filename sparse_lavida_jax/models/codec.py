@@ -8,7 +8,7 @@ import pathlib
 import numpy as np
 from jaxtyping import Int, UInt8
 
-from sparse_lavida_jax import config, layout
+from sparse_lavida_jax import config, sequence
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.scenes import digits, world
 
@@ -43,7 +43,7 @@ class ImageCodec:
             raise config.ConfigError(
                 f"the image tokenizer {name_or_folder or 'grey'} makes {codes}x{codes} codes of"
                 f" {levels} kinds, and the model takes {wanted}x{wanted} of {model.codebook_size}:"
-                " choose another Data.picture_codec, or change Model.grid_size, codes_per_token or"
+                " choose another Data.image_codec, or change Model.grid_size, codes_per_token or"
                 " codebook_size."
             )
 
@@ -52,7 +52,7 @@ class ImageCodec:
         if self.vq is None:
             return np.stack([digits.read(image) for image in pixels])
         codes = vq.encode_images(self.vq, pixels, batch=1)
-        return np.asarray(layout.cells_from_codes(codes, self.side))
+        return np.asarray(sequence.cells_from_codes(codes, self.side))
 
     def decode(
         self, cells: Int[np.ndarray, "b l g"], rows: int | None = None, dtype: str = "float32"
@@ -65,7 +65,7 @@ class ImageCodec:
         """
         if self.vq is None:
             return np.stack([digits.render(codes) for codes in cells])
-        codes = layout.codes_from_cells(cells, rows or self.grid_size, self.side)
+        codes = sequence.codes_from_cells(cells, rows or self.grid_size, self.side)
         if dtype not in self._decoders:
             self._decoders[dtype] = vq.for_decoding(self.vq, dtype)
         return vq.decode_codes(self._decoders[dtype], np.asarray(codes), batch=1)

@@ -11,11 +11,12 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.layout import NO_CELL, NO_EMBEDDING, SeenBatch, Stream, TokenLayout
+from sparse_lavida_jax.layout import NO_CELL, NO_EMBEDDING, Stream, TokenLayout
 from sparse_lavida_jax.models.cache import KVCache, StreamName, empty_cache
 from sparse_lavida_jax.models.layers import Layer, Linear, RmsNorm
 from sparse_lavida_jax.models.stack import StepTables, Wanted, init_stack, run_layers, step_tables
 from sparse_lavida_jax.models.vision import VisionEncoder
+from sparse_lavida_jax.sequence import SeenBatch
 
 HEAD_EPS = 1e-6  # of the norms in the image embedding and head (spec 2.5), not in the layers
 

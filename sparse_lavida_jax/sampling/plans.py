@@ -14,8 +14,9 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Bool, Float, Int, Shaped
 
-from sparse_lavida_jax.layout import GIVEN_BLOCK, cells_from_codes
+from sparse_lavida_jax.layout import GIVEN_BLOCK
 from sparse_lavida_jax.orders import counts, merged
+from sparse_lavida_jax.sequence import cells_from_codes
 
 FIRST_BLOCK = GIVEN_BLOCK + 1  # of decoding, whether or not anything is given
 PAD_POSITION = -1  # fills a step of a row that has fewer tokens than the widest one

@@ -12,9 +12,9 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from sparse_lavida_jax.layout import Kind
 from sparse_lavida_jax.models.cache import KVCache
 from sparse_lavida_jax.sampling.prompts import Prompt
+from sparse_lavida_jax.sequence import Kind
 
 # Ours: at the size of LaViDa-O a prompt of 128 tokens takes 34 MB, the one of an edit 530 MB.
 MOST_BYTES = 2**30

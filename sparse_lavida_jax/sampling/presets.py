@@ -22,9 +22,9 @@ import numpy as np
 from jaxtyping import Bool
 
 from sparse_lavida_jax import config, orders
-from sparse_lavida_jax.layout import Kind, codes_from_cells
 from sparse_lavida_jax.models import text_head
 from sparse_lavida_jax.sampling import plans
+from sparse_lavida_jax.sequence import Kind, codes_from_cells
 
 # Widths where a step passes most of the response: padding costs more there than a program does.
 WIDE_BUCKETS = tuple(width for width in plans.BUCKETS if width <= 96) + tuple(

@@ -16,12 +16,14 @@ from sparse_lavida_jax.layout import (
     NO_FEATURE,
     PROMPT_BLOCK,
     AnyArray,
+    Stream,
+    make_layout,
+)
+from sparse_lavida_jax.sequence import (
     Kind,
     Part,
     PromptRow,
-    Stream,
     Views,
-    make_layout,
     prompt_row,
     stack_images,
     stack_views,
@@ -36,7 +38,7 @@ EDIT_DROPS: dict[str, dict[str, bool]] = {
     "source": {"drop_prompt": True},
     "source_only": {"drop_prompt": True, "drop_kept": True},  # released edit mode 0, and so on
     "no_source": {"drop_source": True},
-    "no_picture": {"drop_source": True, "drop_vision": True},
+    "no_image": {"drop_source": True, "drop_vision": True},
     "no_text": {"drop_prompt": True, "drop_kept": True, "drop_vision": False},
 }
 
@@ -49,7 +51,7 @@ class Request:
         parts: the sequence; its `Response` says how many tokens to decode.
         tokens: the response's known tokens [l g]; what `given` does not mark is ignored.
         given: which response tokens are known.
-        pixels: the image that a `Vision` part stands for, or the views of each of several
+        pixels: the image that a `VisionTokens` part stands for, or the views of each of several
             images (`data.images`).
         seed: all randomness of this row.
         temperature, guidance, guidance_image: of this row; None: those of the settings.

@@ -9,18 +9,18 @@ model's batching (spec Sec. 9.4).
 import dataclasses
 import functools
 import zlib
-from typing import Any
 
 import grain
 import numpy as np
 
 from sparse_lavida_jax import config, diffusion
 from sparse_lavida_jax.data import packing
-from sparse_lavida_jax.data.examples import Encoder, Example
+from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.rows import Row, laid_out
-from sparse_lavida_jax.diffusion import Blocks, Corrupted, Draws, RowShape, Sequence
-from sparse_lavida_jax.layout import Answer
+from sparse_lavida_jax.diffusion import Blocks, Corrupted, MaskDraws, RowShape, Sequence
 from sparse_lavida_jax.scenes import digits, tasks
+from sparse_lavida_jax.scenes.encoder import Encoder
+from sparse_lavida_jax.sequence import Answer
 
 # Tasks whose sequences have about the same length share a group.
 GROUPS = {
@@ -229,7 +229,7 @@ class GroupedBatches:
         cells = max(sequence.num_cells for sequence in found)
         return RowShape(*(-(-n // LENGTH_MULTIPLE) * LENGTH_MULTIPLE for n in (longest, cells)))
 
-    def _sequence(self, group: str, index: int) -> tuple[Sequence, Draws]:
+    def _sequence(self, group: str, index: int) -> tuple[Sequence, MaskDraws]:
         """The sequence at `index`, or the next one of its stream of retries that fits, padded."""
         for attempt in range(64):
             sequence, rng = self._sequence_at(group, index, attempt)
@@ -248,51 +248,6 @@ class GroupedBatches:
     ) -> tuple[Sequence, np.random.Generator]:
         rng = _generator(self.settings.seed, group, index, attempt)
         return self.encoder.sequence(self._example_of(group, rng)), rng
-
-
-class Feed:
-    """The batches of a run in their order, prefetched by a thread or by worker processes.
-
-    They are the same however many workers make them.
-
-    Args:
-        dataset: batch i at index i.
-        step: the batch to begin with.
-        workers: processes that make batches; 0: one thread.
-        saved: `position` before that batch, of an earlier process. A feed with as many workers is
-            set to it; one with others begins at `step`.
-    """
-
-    def __init__(
-        self,
-        dataset: grain.MapDataset,
-        step: int,
-        workers: int = 0,
-        saved: dict[str, Any] | None = None,
-    ):
-        if saved is not None and saved["workers"] != workers:
-            saved = None
-        self._begun = {"workers": workers, "begin": step if saved is None else saved["begin"]}
-        batches = dataset[self._begun["begin"] :].to_iter_dataset(
-            grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
-        )
-        if workers:
-            batches = batches.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers))
-        self._iterator = iter(batches)
-        if saved is not None:
-            self._iterator.set_state(saved["iterator"])
-
-    def __next__(self) -> Corrupted:
-        return next(self._iterator)
-
-    def close(self) -> None:
-        """Ends the worker processes."""
-        self._iterator.close()
-
-    @property
-    def position(self) -> dict[str, Any]:
-        """Where it stands, as JSON can hold it."""
-        return self._begun | {"iterator": self._iterator.get_state()}
 
 
 def _generator(seed: int, group: str, index: int, attempt: int) -> np.random.Generator:

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Int, UInt8
 
 from sparse_lavida_jax.scenes.dice import Dice
-from sparse_lavida_jax.scenes.scoring import Score
+from sparse_lavida_jax.scenes.scoring import Judgement
 
 SIDE = 8  # cells
 LEVELS = 17  # 0 is paper, 16 is ink
@@ -27,7 +27,7 @@ FARTHEST = 14.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Sample:
+class Digit:
     """One handwritten digit and what it is called."""
 
     prompt: str
@@ -40,7 +40,7 @@ def prompt_of(digit: int) -> str:
     return f"a handwritten {NAMES[digit]}"
 
 
-def sample(seed: int, index: int, split: str = "train") -> Sample:
+def sample(seed: int, index: int, split: str = "train") -> Digit:
     """Returns example number `index` of an endless random sequence of images.
 
     Raises:
@@ -52,7 +52,7 @@ def sample(seed: int, index: int, split: str = "train") -> Sample:
     codes, labels = load(split)
     chosen = Dice(seed, f"digits/{split}", index).below(len(labels))
     digit = int(labels[chosen])
-    return Sample(prompt_of(digit), digit, codes[chosen][:, None])
+    return Digit(prompt_of(digit), digit, codes[chosen][:, None])
 
 
 @functools.lru_cache(maxsize=2)
@@ -108,14 +108,16 @@ def classify(codes: Int[np.ndarray, "..."]) -> tuple[int, float]:
     return int(labels[nearest]), float(errors[nearest])
 
 
-def score(sample: Sample, pixels: UInt8[np.ndarray, "h w 3"]) -> Score:
+def score(sample: Digit, pixels: UInt8[np.ndarray, "h w 3"]) -> Judgement:
     """Judges a drawn digit."""
     digit, distance = classify(read(pixels))
     if distance > FARTHEST:
-        return Score(False, f"this is no digit: {distance:.1f} from the nearest, a {NAMES[digit]}")
+        return Judgement(
+            False, f"this is no digit: {distance:.1f} from the nearest, a {NAMES[digit]}"
+        )
     if digit != sample.digit:
-        return Score(False, f"this is a {NAMES[digit]}, not a {NAMES[sample.digit]}")
-    return Score(True, "")
+        return Judgement(False, f"this is a {NAMES[digit]}, not a {NAMES[sample.digit]}")
+    return Judgement(True, "")
 
 
 def _cell_size(height: int, width: int) -> int:

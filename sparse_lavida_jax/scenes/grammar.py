@@ -78,7 +78,7 @@ _PHRASE = rf"(?:({'|'.join(SIZES)}) )?(?:({'|'.join(COLOURS)}) )?({'|'.join(SHAP
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class SceneRequest:
     """What an image must hold and nothing else: so many of each phrase, perhaps in a relation."""
 
     items: tuple[tuple[int, Phrase], ...]
@@ -94,15 +94,15 @@ class Request:
         return tuple(phrase for count, phrase in self.items for _ in range(count))
 
     @staticmethod
-    def parse(text: str) -> "Request":
+    def parse(text: str) -> "SceneRequest":
         related = re.fullmatch(rf"(.+) ({'|'.join(RELATIONS)}) (.+)", text)
         if related:
             first, relation, second = related.groups()
-            request = Request((_parse_item(first), _parse_item(second)), relation)
+            request = SceneRequest((_parse_item(first), _parse_item(second)), relation)
             if any(count > 1 for count, _ in request.items):
                 raise GrammarError(f"'{text}' relates more than two objects")
             return request
-        return Request(tuple(_parse_item(item) for item in text.split(" and ")))
+        return SceneRequest(tuple(_parse_item(item) for item in text.split(" and ")))
 
 
 def _parse_item(text: str) -> tuple[int, Phrase]:

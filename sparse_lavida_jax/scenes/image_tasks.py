@@ -20,7 +20,7 @@ from sparse_lavida_jax.scenes.grammar import (
     Edit,
     Phrase,
     Plan,
-    Request,
+    SceneRequest,
     box_text,
     cell_box,
 )
@@ -65,14 +65,14 @@ def draw(dice: Dice) -> Sample:
     )
 
 
-def make_request(dice: Dice, column: str) -> Request:
+def make_request(dice: Dice, column: str) -> SceneRequest:
     """Words a request of one column of GenEval."""
     if column == "single":
-        return Request(((1, Phrase(*dice.pair(alone=True))),))
+        return SceneRequest(((1, Phrase(*dice.pair(alone=True))),))
     if column == "colours":
-        return Request(((1, Phrase(*dice.pair(alone=True), dice.pick(SIZES))),))
+        return SceneRequest(((1, Phrase(*dice.pair(alone=True), dice.pick(SIZES))),))
     if column == "counting":
-        return Request(((dice.between(2, 4), Phrase(*dice.pair(), _perhaps_size(dice))),))
+        return SceneRequest(((dice.between(2, 4), Phrase(*dice.pair(), _perhaps_size(dice))),))
     first, second = dice.pair(), dice.pair()
     # Binding: nothing is shared, so that any exchange of attributes is an error.
     while first == second or (
@@ -83,14 +83,14 @@ def make_request(dice: Dice, column: str) -> Request:
     if column == "binding":
         sizes = [*dice.several(SIZES, 2)] if dice.chance(25) else [None, None]
     items = ((1, Phrase(*first, sizes[0])), (1, Phrase(*second, sizes[1])))
-    return Request(items, dice.pick(RELATIONS) if column == "position" else None)
+    return SceneRequest(items, dice.pick(RELATIONS) if column == "position" else None)
 
 
 def _perhaps_size(dice: Dice) -> str | None:
     return dice.pick(SIZES) if dice.chance(15) else None
 
 
-def _places(dice: Dice, request: Request) -> list[int]:
+def _places(dice: Dice, request: SceneRequest) -> list[int]:
     """Chooses a cell for every object of a request; objects of one phrase in raster order."""
     if request.relation is None:
         cells = iter(dice.several(range(NUM_CELLS), len(request.phrases)))

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Bool, Int, UInt8
 
-from sparse_lavida_jax.data.examples import Encoder, Example
+from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.images import resize
 from sparse_lavida_jax.data.templates import RequestError, Template, check_context, template_ids
 from sparse_lavida_jax.scenes import rules, world
+from sparse_lavida_jax.scenes.encoder import Encoder
 from sparse_lavida_jax.scenes.grammar import LOCATIONS, GrammarError, box_text, cell_box, parse_box
 
 Pixels = UInt8[np.ndarray, "_h _w 3"]

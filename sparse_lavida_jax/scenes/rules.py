@@ -7,7 +7,7 @@ from sparse_lavida_jax.scenes.grammar import (
     Edit,
     GrammarError,
     Phrase,
-    Request,
+    SceneRequest,
 )
 from sparse_lavida_jax.scenes.world import EMPTY, GRID, NUM_CELLS, Object, Scene, cell_name
 
@@ -19,10 +19,10 @@ def count(scene: Scene, phrase: Phrase) -> int:
     return sum(phrase.matches(thing) for _, thing in scene.objects())
 
 
-def describe(scene: Scene) -> Request:
+def describe(scene: Scene) -> SceneRequest:
     """Returns the canonical description: every attribute named, sorted, equal things counted."""
     present = [index for index in scene.cells if index != EMPTY]
-    return Request(
+    return SceneRequest(
         tuple((present.count(index), _whole(Object.of(index))) for index in sorted({*present}))
     )
 
@@ -53,7 +53,7 @@ def neighbour(cell: int, direction: str) -> int | None:
     return row * GRID + column if 0 <= row < GRID and 0 <= column < GRID else None
 
 
-def verdict(request: Request, scene: Scene) -> str:
+def verdict(request: SceneRequest, scene: Scene) -> str:
     """Says "is correct", or all that is wrong with a scene that was asked for."""
     missing, extra, found = _compare(request, scene)
     faults = [
@@ -131,7 +131,7 @@ def find(scene: Scene, phrase: Phrase) -> tuple[int, Object]:
     return found[0]
 
 
-def _compare(request: Request, scene: Scene) -> tuple[list[Phrase], list[Object], list[int]]:
+def _compare(request: SceneRequest, scene: Scene) -> tuple[list[Phrase], list[Object], list[int]]:
     """Returns what is missing, what is too many, and the cells found in order of mention.
 
     The most specific phrases choose first: "a small red circle" before "a red circle".

@@ -18,7 +18,7 @@ from sparse_lavida_jax.scenes.grammar import (
     GrammarError,
     Phrase,
     Plan,
-    Request,
+    SceneRequest,
     parse_box,
     words,
 )
@@ -29,7 +29,7 @@ LEAST_OVERLAP = 0.5  # intersection over union of a box that points at an object
 
 
 @dataclasses.dataclass(frozen=True)
-class Score:
+class Judgement:
     """The judgement of one response.
 
     Attributes:
@@ -45,7 +45,7 @@ class Score:
     attributes: tuple[int, int] = (0, 0)
 
 
-def score(sample: Sample, output: UInt8[np.ndarray, "h w 3"] | str) -> Score:
+def score(sample: Sample, output: UInt8[np.ndarray, "h w 3"] | str) -> Judgement:
     """Judges a response: pixels for an image task, otherwise text.
 
     A bad response scores 0 with a reason, never an exception.
@@ -66,14 +66,14 @@ def score(sample: Sample, output: UInt8[np.ndarray, "h w 3"] | str) -> Score:
         fault = _TEXT_FAULTS[sample.task](sample, output.strip())
     except GrammarError as error:
         fault = str(error)
-    return Score(not fault, fault)
+    return Judgement(not fault, fault)
 
 
-def _score_image(sample: Sample, result: Scene | Unreadable) -> Score:
-    request = None if sample.task == "edit" else Request.parse(sample.prompt.partition(",")[0])
+def _score_image(sample: Sample, result: Scene | Unreadable) -> Judgement:
+    request = None if sample.task == "edit" else SceneRequest.parse(sample.prompt.partition(",")[0])
     attributes = (0, 0) if request is None else _attributes(request, result.cells)
     if isinstance(result, Unreadable):
-        return Score(False, result.reason, attributes)
+        return Judgement(False, result.reason, attributes)
     fault = ""
     if sample.known is not None:
         fault = _known_fault(sample, result)
@@ -81,10 +81,10 @@ def _score_image(sample: Sample, result: Scene | Unreadable) -> Score:
         fault = fault or _request_fault(request, result)
     else:
         fault = _edit_fault(sample, result)
-    return Score(not fault, fault, attributes)
+    return Judgement(not fault, fault, attributes)
 
 
-def _attributes(request: Request, cells: tuple[int, ...]) -> tuple[int, int]:
+def _attributes(request: SceneRequest, cells: tuple[int, ...]) -> tuple[int, int]:
     """Counts; a cell that cannot be read holds something that was not asked for."""
     asked = {(phrase.shape, phrase.colour) for phrase in request.phrases}
     drawn = [index for index in cells if index != world.EMPTY]
@@ -101,7 +101,7 @@ def _known_fault(sample: Sample, result: Scene) -> str:
     return ""
 
 
-def _request_fault(request: Request, result: Scene) -> str:
+def _request_fault(request: SceneRequest, result: Scene) -> str:
     verdict = rules.verdict(request, result)
     return "" if verdict == rules.CORRECT else verdict
 
@@ -116,7 +116,7 @@ def _plan_fault(sample: Sample, output: str) -> str:
     if any(thing is None for _, thing in plan.entries):
         return "the plan gives a cell to nothing"
     layout = world.EMPTY_SCENE.changed(plan.appearances)
-    return _request_fault(Request.parse(sample.prompt), layout)
+    return _request_fault(SceneRequest.parse(sample.prompt), layout)
 
 
 def _edit_plan_fault(sample: Sample, output: str) -> str:
@@ -171,7 +171,7 @@ def _detect_fault(sample: Sample, output: str) -> str:
 def _caption_fault(sample: Sample, output: str) -> str:
     """Compares what is described with what is shown, in any order and grouping."""
     assert sample.image is not None
-    described = Counter(Request.parse(output).phrases)
+    described = Counter(SceneRequest.parse(output).phrases)
     shown = Counter(rules.describe(sample.image).phrases)
     if described == shown:
         return ""

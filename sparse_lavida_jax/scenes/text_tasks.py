@@ -12,7 +12,7 @@ from sparse_lavida_jax.scenes.grammar import (
     Converse,
     Phrase,
     Plan,
-    Request,
+    SceneRequest,
     box_text,
     join_spans,
     object_box,
@@ -270,7 +270,7 @@ def _sum(dice: Dice) -> str:
 
 def reflect(dice: Dice) -> Sample | None:
     drawn = draw(dice)
-    request = Request.parse(drawn.prompt)
+    request = SceneRequest.parse(drawn.prompt)
     assert drawn.target is not None
     scene = drawn.target if dice.chance(50) else _spoil(dice, request, drawn.target)
     if len(scene) == 0:
@@ -279,7 +279,7 @@ def reflect(dice: Dice) -> Sample | None:
     return Sample("", prompt, scene, f" {verdict(request, scene)}", column=drawn.column)
 
 
-def _spoil(dice: Dice, request: Request, scene: Scene) -> Scene:
+def _spoil(dice: Dice, request: SceneRequest, scene: Scene) -> Scene:
     """Makes one mistake: a thing left out, one too many, one wrong, or a relation broken."""
     cell, thing = dice.pick(list(scene.objects()))
     free = dice.pick([place for place in range(NUM_CELLS) if scene[place] is None])

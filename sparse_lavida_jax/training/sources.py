@@ -22,7 +22,7 @@ MakeCodec = Callable[[str | pathlib.Path | None, config.Model], ImageCodec]
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class TrainingData:
     """What a run is trained on.
 
     Attributes:
@@ -47,7 +47,7 @@ def open_source(
     *,
     index: int = 0,
     count: int = 1,
-) -> Source:
+) -> TrainingData:
     """Opens the data of a configuration.
 
     Args:
@@ -61,10 +61,10 @@ def open_source(
     """
     readme = _base_readme(settings)
     if settings.data.source != "prepared":
-        codec = make_codec(settings.data.picture_codec, settings.model)
+        codec = make_codec(settings.data.image_codec, settings.model)
         pipe = SparseLaViDa(model, settings, Tokenizer(SHIPPED), codec)
         data = GroupedBatches(settings, pipe.encoder, process_index=index, process_count=count)
-        return Source(pipe, data, SHIPPED, base_readme=readme)
+        return TrainingData(pipe, data, SHIPPED, base_readme=readme)
     base = model_folder.find_model(settings.train.init_from)
     path = base / "tokenizer.json"
     try:
@@ -82,7 +82,7 @@ def open_source(
         settings.data.folder, settings, tokenizer, process_index=index, process_count=count
     )
     prompts = () if codec is None else tuple(data.prompts(SHOWN_PROMPTS))
-    return Source(pipe, data, path, prompts, readme)
+    return TrainingData(pipe, data, path, prompts, readme)
 
 
 def _base_readme(settings: config.Config) -> str:

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from sparse_lavida_jax import config_files
+from sparse_lavida_jax import config
 from sparse_lavida_jax.bench import suite_cases, table
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
@@ -108,10 +108,10 @@ def get_config():
 @pytest.mark.parametrize("suite", suite_cases.SUITES)
 def test_every_suite_of_whole_requests_runs_at_the_full_structure(run, tmp_path, suite):
     """Words in, pixels or words out; what is there is not measured again."""
-    config = tmp_path / "tiny.py"
-    config.write_text(TINY.format(path=str(CONFIGS / "lavida_o_tiny.py")))
-    settings = config_files.read(config)
-    words = (f"--suite={suite}", f"--config={config}", "--random-weights", "--runs=5", "--missing")
+    path = tmp_path / "tiny.py"
+    path.write_text(TINY.format(path=str(CONFIGS / "lavida_o_tiny.py")))
+    settings = config.read(path)
+    words = (f"--suite={suite}", f"--config={path}", "--random-weights", "--runs=5", "--missing")
     done = run(*words)
     assert done.returncode == 0, done.stderr
     rows = record_rows(tmp_path / "results" / "cpu" / suite)

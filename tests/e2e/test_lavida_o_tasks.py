@@ -14,8 +14,8 @@ from sparse_lavida_jax.apps.conversation import Conversation
 from sparse_lavida_jax.convert import from_torch, stand_in
 from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.lavida_o import chat
-from sparse_lavida_jax.layout import Source, Text, Vision
 from sparse_lavida_jax.pipeline import SparseLaViDa
+from sparse_lavida_jax.sequence import Source, Text, VisionTokens
 
 VOCABULARY = stand_in.byte_tokenizer().get_vocab_size()
 
@@ -91,7 +91,7 @@ def test_an_edit_sees_the_image_and_its_codes(pipe, shown, monkeypatch):
     assert edited.pixels[0].shape == (24, 24, 3)
     (example,) = kept
     kinds = [type(part) for part in example.parts]
-    assert kinds.count(Source) == kinds.count(Vision) == 1
+    assert kinds.count(Source) == kinds.count(VisionTokens) == 1
     assert example.views[0].shape[1:] == (8, 8, 3)
 
 
@@ -155,7 +155,7 @@ def test_reflection_shows_earlier_attempts(pipe, monkeypatch):
     result = pipe.reflect("a robot", rounds=2)
     assert len(result.attempts[0]) == len(kept)
     if len(kept) == 2:
-        assert sum(isinstance(part, Vision) for part in kept[1].parts) == 1
+        assert sum(isinstance(part, VisionTokens) for part in kept[1].parts) == 1
         ids = np.concatenate([part.ids for part in kept[1].parts if isinstance(part, Text)])
         assert "past generations" in pipe.tokenizer.decode(ids.tolist())
 

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_lavida_jax.layout import NO_CELL, NO_FEATURE, Stream, cells_from_codes, make_layout
+from sparse_lavida_jax.layout import NO_CELL, NO_FEATURE, Stream, make_layout
 from sparse_lavida_jax.models import stack
+from sparse_lavida_jax.sequence import cells_from_codes
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 UNDERSTANDING, GENERATION = "understanding", "generation"

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import traces
 
-from sparse_lavida_jax import config, layout, orders, sample
+from sparse_lavida_jax import config, layout, orders, sample, sequence
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.sampling import choose, plans, prompts
@@ -21,7 +21,7 @@ from sparse_lavida_jax.visibility import PAD_BLOCK
 
 REMASKING = {"low_confidence": "probability", "entrophy": "entropy"}  # released name -> ours
 # The second rows of the released edit modes 0 to 3.
-EDIT_MODES = ("source_only", "no_source", "no_picture", "no_text")
+EDIT_MODES = ("source_only", "no_source", "no_image", "no_text")
 
 
 def variants(name, key=""):
@@ -59,12 +59,12 @@ def parts_of(ids, cutoff, names, *, vision=None, source=None):
             parts.append(vision)
             assert vision.num_tokens == len(run)
         elif kind == "source":
-            parts.append(layout.Source(source))
+            parts.append(sequence.Source(source))
             assert len(source) == len(run)
         elif kind == "response":
-            parts.append(layout.Response(len(run)))
+            parts.append(sequence.Response(len(run)))
         else:
-            parts.append(layout.Text(np.asarray(ids)[run], keep=kind == "kept"))
+            parts.append(sequence.Text(np.asarray(ids)[run], keep=kind == "kept"))
     return tuple(parts)
 
 
@@ -107,7 +107,7 @@ def text_request(ids, length, mask_id, draft=()):
     """Returns a request whose first tokens are a draft, as far as they are no masks."""
     tokens = np.full((length, 1), mask_id, np.int32)
     tokens[: len(draft), 0] = draft
-    parts = (layout.Text(np.asarray(ids)), layout.Response(length))
+    parts = (sequence.Text(np.asarray(ids)), sequence.Response(length))
     return prompts.Request(parts, tokens, tokens[:, 0] != mask_id, None, 0)
 
 
@@ -147,7 +147,7 @@ def image_sampling(variant):
 
 def cells_of(codes, grid, side):
     """Returns codes [k n], raster order, as cells [k l g]."""
-    return np.asarray(layout.cells_from_codes(np.asarray(codes).reshape(-1, *grid), side))
+    return np.asarray(sequence.cells_from_codes(np.asarray(codes).reshape(-1, *grid), side))
 
 
 def image_draws(variant, recorded, grid, side):
@@ -284,6 +284,6 @@ def assert_image(given, cells, expected):
     """Compares the decoded image of cells [l g], give or take one."""
     made = given.settings.model
     height = given.config["gen_shape"][0] // made.codes_side
-    codes = np.asarray(layout.codes_from_cells(cells[None], height, made.codes_side))
+    codes = np.asarray(sequence.codes_from_cells(cells[None], height, made.codes_side))
     image = vq.decode_codes(given.vq(), codes)[0].astype(int)
     assert np.abs(image - expected).max() <= 1

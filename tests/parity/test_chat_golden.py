@@ -10,9 +10,9 @@ import re
 import numpy as np
 
 from sparse_lavida_jax.lavida_o import chat
-from sparse_lavida_jax.layout import Response, Source, Text, Vision
+from sparse_lavida_jax.sequence import Response, Source, Text, VisionTokens
 
-IMAGE = Vision(1)
+IMAGE = VisionTokens(1)
 CONTROL = {
     chat.START: "BOS", chat.START_HEADER: "START_HEADER", chat.END_HEADER: "END_HEADER",
     chat.END_OF_TURN: "EOT", chat.END_OF_TEXT: "EOS", chat.MASK: "MASK", chat.CELL: "RES5",
@@ -45,7 +45,7 @@ def check(case, tokenizer, parts, ids, response):
     for part in parts:
         if isinstance(part, Text):
             spelled += part.ids.tolist()
-        elif isinstance(part, Vision):
+        elif isinstance(part, VisionTokens):
             spelled.append(case.config["golden_ids"]["IMAGE_INDEX"])
         elif isinstance(part, Source):
             spelled += [tokenizer.id_of(chat.SOURCE_CELL)] * len(part.codes)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import replay
 
-from sparse_lavida_jax import layout
+from sparse_lavida_jax import sequence
 from sparse_lavida_jax.data import images
 from sparse_lavida_jax.sampling import presets
 
@@ -36,7 +36,7 @@ def request_(given):
         recorded["new_input_ids"][0],
         given.config["prompt_cutoff_len"],
         given.config["golden_ids"],
-        vision=layout.Vision(len(index), index, features),
+        vision=sequence.VisionTokens(len(index), index, features),
         source=source,
     )
     return replay.image_request(parts, model, (views,))

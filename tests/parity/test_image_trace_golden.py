@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import replay
 
-from sparse_lavida_jax import layout, orders
+from sparse_lavida_jax import orders, sequence
 from sparse_lavida_jax.sampling import presets
 
 NAME = "F3_t2i_trace"
@@ -96,7 +96,7 @@ def test_the_fixed_order_is_the_recorded_one(given):
         for i, part in enumerate(replay.one_by_one(plan)):
             chosen = np.zeros((len(order) // side**2, side**2), bool)
             chosen[part.decode[0, 0]] = part.candidates[0, 0]
-            codes = layout.codes_from_cells(chosen[None], grid[0] // side, side).ravel()
+            codes = sequence.codes_from_cells(chosen[None], grid[0] // side, side).ravel()
             expected = np.sort(order[bounds[i] : bounds[i + 1]])
             np.testing.assert_array_equal(np.flatnonzero(codes), expected)
             assert part.count[0, 0] == counts[i]

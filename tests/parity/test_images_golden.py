@@ -5,7 +5,7 @@ import numpy as np
 import PIL
 import pytest
 
-from sparse_lavida_jax import config, layout
+from sparse_lavida_jax import config, layout, sequence
 from sparse_lavida_jax.convert import settings
 from sparse_lavida_jax.data import images
 
@@ -101,9 +101,9 @@ def test_tokens_of_two_images_stand_where_recorded(case):
     ]
     (ids,) = case.inputs["two.input_ids"]
     left = iter(pictures)
-    parts = [next(left).part if i == image else layout.Text(np.array([i])) for i in ids]
+    parts = [next(left).part if i == image else sequence.Text(np.array([i])) for i in ids]
     mask = case.config["golden_ids"]["MASK"]
-    row = layout.prompt_row((*parts, layout.Response(1)), text_mask_id=mask, codes_per_token=1)
+    row = sequence.prompt_row((*parts, sequence.Response(1)), text_mask_id=mask, codes_per_token=1)
     spliced = np.where(row.feature == layout.NO_FEATURE, row.ids, image)
     np.testing.assert_array_equal(spliced[None], case.outputs["two.new_input_ids"])
 

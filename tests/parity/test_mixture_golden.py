@@ -12,9 +12,9 @@ import pytest
 import raw_data
 import test_training_golden
 
-from sparse_lavida_jax.layout import Blank, Response, Text, num_tokens
 from sparse_lavida_jax.mixture import examples
 from sparse_lavida_jax.mixture.records import Record
+from sparse_lavida_jax.sequence import Blank, Response, Text, num_tokens
 
 CODES = np.zeros((1, 4, 4), np.int32)
 SEEN = {"images": (raw_data.png(0),), "size": (48, 40)}

@@ -6,7 +6,7 @@ import pytest
 import replay
 import traces
 
-from sparse_lavida_jax import config, layout, sample
+from sparse_lavida_jax import config, sample, sequence
 from sparse_lavida_jax.data import images
 from sparse_lavida_jax.sampling import presets, prompts
 
@@ -91,11 +91,11 @@ def seen_request(given, variant, ids, response):
     features = len(views) * made.vision.num_tokens + made.vision.newline
     at = int(np.flatnonzero(ids == place)[0])
     parts = (
-        layout.Text(ids[:at]),
-        layout.Vision(len(index), index, features),
-        layout.Text(ids[at + 1 : response.start]),
-        layout.Response(len(response)),
-        layout.Text(ids[response.stop :]),
+        sequence.Text(ids[:at]),
+        sequence.VisionTokens(len(index), index, features),
+        sequence.Text(ids[at + 1 : response.start]),
+        sequence.Response(len(response)),
+        sequence.Text(ids[response.stop :]),
     )
     tokens = np.full((len(response), 1), made.text_mask_id, np.int32)
     return prompts.Request(parts, tokens, np.zeros(len(response), bool), (views,), 0)

@@ -18,17 +18,17 @@ import pytest
 import tiny
 
 from sparse_lavida_jax import config, diffusion, train
-from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.checkpoints import arrays
 from sparse_lavida_jax.convert import names
 from sparse_lavida_jax.data import images
-from sparse_lavida_jax.layout import (
-    NO_FEATURE,
+from sparse_lavida_jax.layout import NO_FEATURE
+from sparse_lavida_jax.sequence import (
     Answer,
     Blank,
     Response,
     Source,
     Text,
-    Vision,
+    VisionTokens,
     cells_from_codes,
     codes_from_cells,
     num_tokens,
@@ -139,14 +139,14 @@ def recorded_draws(given: golden.Case, variant: dict) -> dict[str, np.ndarray]:
     return {one["role"]: given.inputs[one["tensor"]] for one in variant["random"]}
 
 
-def draws_of(given, variant, rand, row: int, number: int | None, image) -> diffusion.Draws:
+def draws_of(given, variant, rand, row: int, number: int | None, image) -> diffusion.MaskDraws:
     """Returns the random numbers of a row; `number` is that of its image."""
     policy = variant["policy"]
     time, noise = 0.5, np.full(image.shape, 0.5)
     if number is not None:
         time = as_uniform(policy, rand["t_image"][number])
         noise = cells_of(given, rand["mask_noise_image"][number].reshape(variant["gen_shape"]))
-    return diffusion.Draws(
+    return diffusion.MaskDraws(
         text_time=as_uniform(policy, rand["t_text"][row]),
         text_noise=rand["mask_noise_text"][row],
         prompt=float(rand["prompt_drop"][row]),
@@ -237,12 +237,12 @@ def parts_of(given: golden.Case, variant: dict, row: int, sources):
     return parts, tuple(views)
 
 
-def seen(given: golden.Case, row: int, num_views: int) -> Vision:
+def seen(given: golden.Case, row: int, num_views: int) -> VisionTokens:
     """Returns what stands for the recorded image of a row."""
     vision = given.settings.model.vision
     size = tuple(given.inputs["image_sizes_wh"][row].tolist())
     index = images.token_index(size, vision, whole=num_views == 1)
-    return Vision(len(index), index, num_views * vision.num_tokens + vision.newline)
+    return VisionTokens(len(index), index, num_views * vision.num_tokens + vision.newline)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -348,7 +348,7 @@ def computed(name: str) -> Computed:
     x, hidden, codes, ((loss, logged), gradient) = tiny.quick_jit(everything)(
         golden.case(name).model(), batch
     )
-    return Computed(x, hidden, codes, float(loss), logged, model_folder._layer_leaves(gradient))
+    return Computed(x, hidden, codes, float(loss), logged, arrays.by_layer(gradient))
 
 
 def merged_streams(run: Pass, streams: dict) -> tuple[np.ndarray, np.ndarray]:

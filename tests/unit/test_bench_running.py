@@ -11,11 +11,11 @@ import jax
 import pytest
 from flax import nnx
 
-from sparse_lavida_jax import config, config_files
+from sparse_lavida_jax import config
 from sparse_lavida_jax.bench import record, running, suites
 from sparse_lavida_jax.models.denoiser import Denoiser
 
-SMALL = config_files.read(pathlib.Path(__file__).parents[2] / "configs" / "speed_cpu.py")
+SMALL = config.read(pathlib.Path(__file__).parents[2] / "configs" / "speed_cpu.py")
 MODEL = jax.eval_shape(lambda: Denoiser(SMALL.model, rngs=nnx.Rngs(0)))
 IDS = [f"t2i256/{name}/b1" for name in ("sparse", "dense_lean", "dense_released")]
 

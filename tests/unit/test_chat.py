@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 from chat_tokenizer import made_tokenizer
 
-from sparse_lavida_jax import config, layout
+from sparse_lavida_jax import config, sequence
 from sparse_lavida_jax.lavida_o import chat
-from sparse_lavida_jax.layout import NO_FEATURE, Response, Source, Text, Vision
+from sparse_lavida_jax.layout import NO_FEATURE
 from sparse_lavida_jax.scenes import tokenizer as scene_tokenizer
+from sparse_lavida_jax.sequence import Response, Source, Text, VisionTokens
 
-IMAGE = Vision(2, np.array([0, 3]), 4)
-SECOND = Vision(3)
+IMAGE = VisionTokens(2, np.array([0, 3]), 4)
+SECOND = VisionTokens(3)
 SOURCE = np.arange(8).reshape(2, 4)
 
 
@@ -39,7 +40,7 @@ def flat(parts, images=(), placeholders=()):
     for part in parts:
         if isinstance(part, Text):
             sequence += part.ids.tolist()
-        elif isinstance(part, Vision):
+        elif isinstance(part, VisionTokens):
             sequence.append(f"[{next(i for i, p in enumerate(images) if p is part)}]")
         elif isinstance(part, Source):
             np.testing.assert_array_equal(part.codes, SOURCE)
@@ -174,8 +175,8 @@ def test_guidance_drops_what_stands_up_to_the_end_of_the_user(tokenizer, build, 
     parts = build(tokenizer)
     mask, end_of_turn = tokenizer.id_of(chat.MASK), tokenizer.id_of(chat.END_OF_TURN)
     settings = {"text_mask_id": mask, "codes_per_token": 4}
-    whole = layout.prompt_row(parts, **settings)
-    dropped = layout.prompt_row(parts, drop_prompt=True, **settings)
+    whole = sequence.prompt_row(parts, **settings)
+    dropped = sequence.prompt_row(parts, drop_prompt=True, **settings)
     _, user = np.flatnonzero(whole.ids == end_of_turn)[:2]
     last = whole.position[user]
     if "<LOC_" in said:  # a plan
@@ -189,7 +190,7 @@ def test_guidance_drops_what_stands_up_to_the_end_of_the_user(tokenizer, build, 
 
 def test_features_of_a_second_image_stand_behind_those_of_the_first(tokenizer):
     parts = chat.ask(tokenizer, "Which?", [IMAGE, SECOND], 5)
-    made = layout.prompt_row(parts, text_mask_id=tokenizer.id_of(chat.MASK), codes_per_token=4)
+    made = sequence.prompt_row(parts, text_mask_id=tokenizer.id_of(chat.MASK), codes_per_token=4)
     np.testing.assert_array_equal(made.feature[made.feature != NO_FEATURE], [0, 3, 4, 5, 6])
 
 

@@ -11,9 +11,9 @@ import raw_data
 
 from sparse_lavida_jax.data import rows
 from sparse_lavida_jax.lavida_o import chat
-from sparse_lavida_jax.layout import Answer, Response, Source, Text, Vision, num_tokens
 from sparse_lavida_jax.mixture import examples
 from sparse_lavida_jax.mixture.records import Record, RecordError
+from sparse_lavida_jax.sequence import Answer, Response, Source, Text, VisionTokens, num_tokens
 
 CODES = np.arange(16, dtype=np.int32).reshape(1, 4, 4)
 SEEN = {"images": (raw_data.png(0, 64, 64),), "size": (64, 64)}
@@ -83,7 +83,7 @@ def spelled(tokenizer, parts):
                 said.append("{" + words(part.ids) + "}")
             case Text():
                 said.append(f"({words(part.ids)})" if part.keep else words(part.ids))
-            case Vision():
+            case VisionTokens():
                 said.append("[seen]")
             case Source():
                 said.append(f"[{len(part.codes)} source]")
@@ -228,7 +228,7 @@ def test_earlier_attempts_and_several_images_are_seen_whole(mixer):
         sequence = mixer.sequence(RELEASED[name][0], Never())
         assert {len(views) for views in sequence.views} == {1}
         # Four features and a newline.
-        seen = [part for part in sequence.parts if isinstance(part, Vision)]
+        seen = [part for part in sequence.parts if isinstance(part, VisionTokens)]
         assert {part.num_tokens for part in seen} == {5}
     assert len(mixer.sequence(RELEASED["edit"][0], Never()).views[0]) == 3
 
@@ -348,7 +348,7 @@ def test_an_image_is_trained_as_it_is_sampled(mixer, tokenizer):
 def test_an_edit_is_trained_as_it_is_sampled(mixer, tokenizer):
     made = mixer.example(record("edit", "blue", **(DRAWN | SOURCES)), Never())
     (source,) = (part for part in made.parts if isinstance(part, Source))
-    (vision,) = (part for part in made.parts if isinstance(part, Vision))
+    (vision,) = (part for part in made.parts if isinstance(part, VisionTokens))
     sampled = chat.edit(tokenizer, "blue", vision, source.codes, 4)
     assert spelled(tokenizer, made.parts) == spelled(tokenizer, sampled)
     assert len(made.views) == 1
@@ -385,7 +385,7 @@ def test_answers_fill_whole_text_blocks_and_up_to_three_more(mixer, tokenizer):
         assert answer_of(tokenizer, example) == "It is<|eot_id|>"
         lengths[len(example.response)] += 1
     assert set(lengths) == {8, 16, 24, 32}
-    asked = chat.judge(tokenizer, "x", Vision(1), 8)
+    asked = chat.judge(tokenizer, "x", VisionTokens(1), 8)
     assert spelled(tokenizer, asked)[:-9] in spelled(tokenizer, example.parts)
 
 
@@ -405,7 +405,7 @@ def test_one_turn_of_a_conversation_is_trained(mixer, tokenizer):
 def test_boxes_are_trained_as_they_are_found(mixer, tokenizer):
     example = mixer.example(RELEASED["box"][0], Never())
     assert tokenizer.box(example.response[:, 0]) == (0, 1, 4, 8)
-    (vision,) = (part for part in example.parts if isinstance(part, Vision))
+    (vision,) = (part for part in example.parts if isinstance(part, VisionTokens))
     found = chat.locate(tokenizer, "left dog", vision)
     assert spelled(tokenizer, example.parts) == spelled(tokenizer, found)
     several = mixer.example(RELEASED["dense caption of boxes"][0], Never())
@@ -424,7 +424,7 @@ def test_every_kind_is_an_example_with_one_response(mixer, made):
         example = mixer.example(made, dice)
         (response,) = (part for part in example.parts if isinstance(part, Response))
         assert num_tokens(response) == len(example.response) == len(example.given)
-        assert sum(isinstance(part, Vision) for part in example.parts) == len(made.images)
+        assert sum(isinstance(part, VisionTokens) for part in example.parts) == len(made.images)
         assert (example.response != mixer.settings.model.text_mask_id).all() or (
             example.kind == "image"
         )

@@ -14,8 +14,8 @@ import pytest
 import torch_folder
 from flax import nnx
 
-from sparse_lavida_jax import config, config_files
-from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax import config
+from sparse_lavida_jax.checkpoints import arrays
 from sparse_lavida_jax.convert import names, settings
 from sparse_lavida_jax.convert.settings import ConvertError
 from sparse_lavida_jax.models import vq
@@ -66,7 +66,7 @@ def test_the_release_has_as_many_tensors_and_parameters_as_it_should(release):
 def test_the_config_of_the_release_has_its_sizes():
     """`configs/lavida_o.py`, whose model differs in how it was trained alone."""
     theirs = settings.settings_from(RELEASE)
-    ours = config_files.read(pathlib.Path(__file__).parents[2] / "configs/lavida_o.py")
+    ours = config.read(pathlib.Path(__file__).parents[2] / "configs/lavida_o.py")
     assert dataclasses.replace(ours.model, trained_attention="full") == theirs.model
     assert ours.vq == theirs.vq
 
@@ -230,7 +230,7 @@ def test_names_and_parameters_are_one_to_one(made):
     table = names.table(made)
     assert len({name.official for name in table}) == len(table)
     ours = {name.ours: name.our_shape for name in table if name.home == "params"}
-    model = model_folder.leaf_shapes(jax.eval_shape(lambda: Denoiser(made.model, rngs=nnx.Rngs(0))))
+    model = arrays.by_layer(jax.eval_shape(lambda: Denoiser(made.model, rngs=nnx.Rngs(0))))
     assert ours == {name: leaf.shape for name, leaf in model.items()}
     image = {name.ours: name.our_shape for name in table if name.home == "vq"}
     if not made.model.understanding_only:

@@ -17,16 +17,18 @@ import stand_ins
 import tiny
 
 from sparse_lavida_jax import config, diffusion
+from sparse_lavida_jax.data.feed import Feed
 from sparse_lavida_jax.data.rows import given_of
-from sparse_lavida_jax.layout import GIVEN_BLOCK, PROMPT_BLOCK, prompt_row
-from sparse_lavida_jax.scenes import batches
+from sparse_lavida_jax.layout import GIVEN_BLOCK, PROMPT_BLOCK
+from sparse_lavida_jax.scenes import batches as scene_batches
+from sparse_lavida_jax.sequence import prompt_row
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
-ALL = {task: 1.0 for group in batches.GROUPS.values() for task in group if task != "digit"}
+ALL = {task: 1.0 for group in scene_batches.GROUPS.values() for task in group if task != "digit"}
 SIZE = 6  # rows of a batch
 
 
-def make_batches(**sections) -> batches.GroupedBatches:
+def make_batches(**sections) -> scene_batches.GroupedBatches:
     whole = {"data": {"tasks": ALL, "max_answer_len": 40}, "train": {"batch_size": SIZE}}
     return stand_ins.batches(stand_ins.settings(**(whole | sections)))
 
@@ -92,7 +94,7 @@ class Row:
         return (self.codes == self.register_id).all(axis=1)
 
 
-def rows_of(batches, groups=batches.GROUPS, count=3):
+def rows_of(batches, groups=scene_batches.GROUPS, count=3):
     """Returns the rows of the first `count` batches of each group."""
     model = batches.settings.model
     return [
@@ -128,7 +130,7 @@ ELSEWHERE = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import test_data_pipeline as tests
-tests.pipeline.LENGTH_PROBE = 16
+tests.scene_batches.LENGTH_PROBE = 16
 dataset = tests.make_batches().dataset()
 print(tests.digest(dataset[12]), tests.digest(dataset[7]))
 """
@@ -159,7 +161,7 @@ def run_elsewhere(program, tmp_path) -> list[str]:
 @pytest.mark.parametrize("start", [0, 5, 11])
 def test_iterating_from_a_step_gives_the_batches_from_there_on(by_kind, start):
     dataset = by_kind["schedule"].dataset()
-    resumed = batches.Feed(dataset, start)
+    resumed = Feed(dataset, start)
     for step in range(start, start + 4):
         stand_ins.assert_equal(next(resumed), dataset[step])
 
@@ -171,14 +173,14 @@ sys.path.insert(0, sys.argv[1])
 import test_data_pipeline as tests
 if __name__ == "__main__":
     flags.FLAGS.mark_as_parsed()
-    tests.pipeline.LENGTH_PROBE = 16
+    tests.scene_batches.LENGTH_PROBE = 16
     dataset = tests.make_batches().dataset()
-    made = tests.pipeline.Feed(dataset, 7, workers=2)
+    made = tests.Feed(dataset, 7, workers=2)
     print(*(tests.digest(next(made)) for _ in range(3)))
     saved = json.loads(json.dumps(made.position))
     made.close()
     assert (saved["begin"], saved["workers"]) == (7, 2)
-    again = tests.pipeline.Feed(dataset, 10, workers=2, saved=saved)
+    again = tests.Feed(dataset, 10, workers=2, saved=saved)
     assert again.position == saved
     print(*(tests.digest(next(again)) for _ in range(3)))
     again.close()
@@ -195,13 +197,13 @@ def test_worker_processes_make_the_same_batches_and_go_on_where_they_were(by_kin
 def test_a_feed_goes_on_where_it_was_saved(by_kind):
     """With as many workers it is set to its place, with others it begins there."""
     dataset = by_kind["schedule"].dataset()
-    feed = batches.Feed(dataset, 3)
+    feed = Feed(dataset, 3)
     for _ in range(4):
         next(feed)
     saved = json.loads(json.dumps(feed.position))
     assert (saved["begin"], saved["workers"]) == (3, 0)
     for kept in (saved, {**saved, "workers": 5}, None):
-        resumed = batches.Feed(dataset, 7, saved=kept)
+        resumed = Feed(dataset, 7, saved=kept)
         for step in (7, 8):
             stand_ins.assert_equal(next(resumed), dataset[step])
         assert resumed.position["begin"] == (3 if kept == saved else 7)
@@ -219,7 +221,7 @@ def test_an_iterator_gives_the_same_after_a_checkpoint(by_kind):
 def test_processes_share_a_batch_and_draw_what_one_would(by_kind):
     whole = by_kind["schedule"]
     halves = [
-        batches.GroupedBatches(
+        scene_batches.GroupedBatches(
             whole.settings, whole.encoder, process_index=index, process_count=2
         ).dataset()
         for index in range(2)
@@ -229,7 +231,7 @@ def test_processes_share_a_batch_and_draw_what_one_would(by_kind):
         joined = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
         stand_ins.assert_equal(joined, whole.dataset()[step])
     with pytest.raises(config.ConfigError, match=r"examples do not divide over 5 processes"):
-        batches.GroupedBatches(whole.settings, whole.encoder, process_count=5)
+        scene_batches.GroupedBatches(whole.settings, whole.encoder, process_count=5)
 
 
 def test_batches_differ_by_step_and_by_seed(by_kind):
@@ -242,7 +244,7 @@ def test_batches_differ_by_step_and_by_seed(by_kind):
 def test_no_two_rows_share_random_numbers():
     """The words of a row must not be those of the next one, some places on."""
     words = [
-        batches._generator(0, group, index, attempt).bit_generator.random_raw(200).tolist()
+        scene_batches._generator(0, group, index, attempt).bit_generator.random_raw(200).tolist()
         for group, index, attempt in itertools.product(("draw", "edit"), range(4), range(2))
     ]
     assert len({word for row in words for word in row}) == 16 * 200
@@ -324,10 +326,10 @@ def test_targets_are_the_clean_response_and_clean_tokens_are_shown(rows):
 
 
 def test_rows_are_sorted_by_block_and_fit_their_group(batches):
-    for group in batches.GROUPS:
+    for group in scene_batches.GROUPS:
         shape = batches.shapes[group]
-        assert shape.understanding % batches.LENGTH_MULTIPLE == 0
-        assert shape.generation % batches.LENGTH_MULTIPLE == 0
+        assert shape.understanding % scene_batches.LENGTH_MULTIPLE == 0
+        assert shape.generation % scene_batches.LENGTH_MULTIPLE == 0
         for index in range(4):
             batch = batches.batch(group, index)
             for stream, length in (
@@ -482,11 +484,11 @@ RELEASED = {"corruption": "released", "attention": "full", "weighting": "mean"}
 def test_whole_sequences_fill_the_length_of_their_group_with_end_of_text():
     batches = make_batches(diffusion=RELEASED, data={"tasks": ALL, "source_drop": 0.5})
     dropped = set()
-    for group, index in itertools.product(batches.GROUPS, range(2)):
+    for group, index in itertools.product(scene_batches.GROUPS, range(2)):
         batch, shape = batches.batch(group, index), batches.shapes[group]
-        assert shape.understanding % batches.LENGTH_MULTIPLE == 0
+        assert shape.understanding % scene_batches.LENGTH_MULTIPLE == 0
         assert batch.understanding.layout.shape == (SIZE, shape.understanding)
-        is_drawn = group in batches.IMAGE_GROUPS
+        is_drawn = group in scene_batches.IMAGE_GROUPS
         assert batch.predicts == ("both" if is_drawn else "understanding")
         cells = np.zeros((SIZE, 0))
         if is_drawn:
@@ -540,7 +542,7 @@ def test_digits_need_no_image_codec():
     model = {"vocab_size": stand_ins.tokenizer().vocab_size, "grid_size": 8, "codebook_size": 17}
     given = stand_ins.settings(
         model=tiny.model_settings(**model),
-        data={"source": "digits", "picture_codec": "grey", "tasks": {"digit": 1.0}},
+        data={"source": "digits", "image_codec": "grey", "tasks": {"digit": 1.0}},
     )
     batch = stand_ins.batches(given).batch("draw", 0)
     assert batch.pixels is None

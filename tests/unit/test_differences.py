@@ -15,8 +15,8 @@ import tiny
 import traces
 
 from sparse_lavida_jax import config, diffusion, train
-from sparse_lavida_jax.layout import Answer, Response, Source, Text
 from sparse_lavida_jax.sampling import presets
+from sparse_lavida_jax.sequence import Answer, Response, Source, Text
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 TESTS = pathlib.Path(__file__).parents[1]

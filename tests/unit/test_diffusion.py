@@ -14,19 +14,8 @@ import traces
 
 from sparse_lavida_jax import config, diffusion, orders
 from sparse_lavida_jax.diffusion import ABSENT
-from sparse_lavida_jax.layout import (
-    GIVEN_BLOCK,
-    NO_CELL,
-    NO_EMBEDDING,
-    NO_FEATURE,
-    PROMPT_BLOCK,
-    Answer,
-    Blank,
-    Response,
-    Source,
-    Text,
-    Vision,
-)
+from sparse_lavida_jax.layout import GIVEN_BLOCK, NO_CELL, NO_EMBEDDING, NO_FEATURE, PROMPT_BLOCK
+from sparse_lavida_jax.sequence import Answer, Blank, Response, Source, Text, VisionTokens
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 LENGTH = 16
@@ -356,7 +345,7 @@ def a_sequence(settings, seed=0, *, image=True, code_weight=None):
     seen = rng.integers(0, 256, (1, tiny.VISION.image_size, tiny.VISION.image_size, 3), np.uint8)
     parts = (
         Text(np.array([2])),
-        Vision(tiny.VISION.num_tokens),
+        VisionTokens(tiny.VISION.num_tokens),
         Source(rng.integers(0, model.codebook_size, cells)),
         Text(np.array([10, 11])),
         Answer(np.array([12, 13, 14])),
@@ -408,7 +397,7 @@ def by_hand(sequence, drawn, settings, *, inverse=False):
                 elif isinstance(part, Text):
                     text[at] = (part.ids[i], NO_FEATURE, 0)
                 else:
-                    text[at] = (mask, i if isinstance(part, Vision) else NO_EMBEDDING, 0)
+                    text[at] = (mask, i if isinstance(part, VisionTokens) else NO_EMBEDDING, 0)
                 at += 1
     return text, image
 

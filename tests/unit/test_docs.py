@@ -99,7 +99,7 @@ def test_a_command_of_the_documents_is_understood(words, monkeypatch):
     if name in cli.MODES:
         assert main.parse(["main", *cli._mode_words(name, rest)]) is not None
     else:
-        cli._parser(name).parse_args(rest)
+        cli.parser_of(name).parse_args(rest)
 
 
 def test_there_are_many_commands_in_the_documents():
@@ -109,7 +109,7 @@ def test_there_are_many_commands_in_the_documents():
 @pytest.mark.parametrize("command", TOUR)
 def test_a_command_of_the_tour_is_understood(command):
     name, *rest = shlex.split(command)
-    cli._parser(name).parse_args(rest)
+    cli.parser_of(name).parse_args(rest)
 
 
 def test_the_page_of_the_tour_shows_all_its_commands():

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import stand_ins
 
-from sparse_lavida_jax import layout
+from sparse_lavida_jax import layout, sequence
 from sparse_lavida_jax.scenes import digits, tasks, world
 
 
@@ -15,7 +15,7 @@ def encoder():
 
 
 def laid_out(example, encoder, **drops):
-    return layout.prompt_row(
+    return sequence.prompt_row(
         example.parts,
         text_mask_id=encoder.model.text_mask_id,
         codes_per_token=encoder.model.codes_per_token,
@@ -101,9 +101,9 @@ def test_an_image_example_holds_image_source_prompt_plan_and_response_in_order(e
     t = encoder.tokenizer
     kinds = [type(part).__name__ for part in example.parts]
     assert kinds == [
-        "Text", "Vision", "Source", "Text", "Text", "Text", "Response", "Text",
+        "Text", "VisionTokens", "Source", "Text", "Text", "Text", "Response", "Text",
     ]  # fmt: skip
-    texts = [part.ids.tolist() for part in example.parts if isinstance(part, layout.Text)]
+    texts = [part.ids.tolist() for part in example.parts if isinstance(part, sequence.Text)]
     assert texts == [
         [t.user_id], t.encode(sample.prompt), [t.end_of_turn_id, t.assistant_id],
         t.encode(sample.plan), [t.end_of_turn_id],
@@ -149,32 +149,32 @@ def test_a_digit_is_its_grey_levels(encoder):
 def test_a_whole_sequence_stands_where_the_example_does(encoder, task):
     for sample in samples(task):
         example = encoder.scene_example(sample)
-        sequence = encoder.sequence(example)
+        made = encoder.sequence(example)
         row = laid_out(example, encoder)
-        whole = layout.prompt_row(
-            sequence.parts,
+        whole = sequence.prompt_row(
+            made.parts,
             text_mask_id=encoder.model.text_mask_id,
             codes_per_token=encoder.model.codes_per_token,
         )
-        assert whole.length == sequence.length == row.length
+        assert whole.length == made.length == row.length
         np.testing.assert_array_equal(whole.source_position, row.source_position)
         tokens = dict(zip(row.position.tolist(), row.ids.tolist(), strict=True))
         place = row.response_position + np.arange(len(example.response))
         if example.kind == "text":
             tokens |= dict(zip(place.tolist(), example.response[:, 0].tolist(), strict=True))
-            assert len(sequence.codes) == 0
+            assert len(made.codes) == 0
         else:
             assert whole.response_position == row.response_position
-            np.testing.assert_array_equal(sequence.codes, example.response)
+            np.testing.assert_array_equal(made.codes, example.response)
         assert dict(zip(whole.position.tolist(), whole.ids.tolist(), strict=True)) == tokens
-        assert (len(sequence.views) == 1) == (example.pixels is not None)
+        assert (len(made.views) == 1) == (example.pixels is not None)
 
 
 @pytest.mark.parametrize("task", tasks.TASKS)
 def test_everything_behind_the_assistant_token_is_answered_but_what_is_given(encoder, task):
     for sample in samples(task):
         example = encoder.scene_example(sample)
-        row = layout.prompt_row(
+        row = sequence.prompt_row(
             encoder.sequence(example).parts, text_mask_id=1, codes_per_token=1, drop_prompt=True
         )
         (assistant,) = laid_out(example, encoder).position[

@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from sparse_lavida_jax.scenes import grammar
-from sparse_lavida_jax.scenes.grammar import Edit, GrammarError, Phrase, Plan, Request
+from sparse_lavida_jax.scenes.grammar import Edit, GrammarError, Phrase, Plan, SceneRequest
 from sparse_lavida_jax.scenes.world import COLOURS, OBJECTS, SHAPES, SIZES
 
 PHRASES = [
@@ -20,11 +20,11 @@ def test_a_request_is_read_as_it_was_meant():
         for count in (1, 2, 6):
             items = ((count, phrase), (1, other), (7 - count, third))
             for length in (1, 2, 3):
-                request = Request(items[:length])
-                assert Request.parse(str(request)) == request
+                request = SceneRequest(items[:length])
+                assert SceneRequest.parse(str(request)) == request
         for relation in grammar.RELATIONS:
-            request = Request(((1, phrase), (1, other)), relation)
-            assert Request.parse(str(request)) == request
+            request = SceneRequest(((1, phrase), (1, other)), relation)
+            assert SceneRequest.parse(str(request)) == request
 
 
 def test_an_edit_is_read_as_it_was_meant():
@@ -53,8 +53,11 @@ def test_a_plan_is_read_as_it_was_meant():
 
 def test_the_words_are_these():
     red, cross = Phrase("circle", "red"), Phrase("cross", "blue", "small")
-    assert str(Request(((1, red), (3, cross)))) == "a red circle and three small blue crosses"
-    assert str(Request(((1, red), (1, cross)), "above")) == "a red circle above a small blue cross"
+    assert str(SceneRequest(((1, red), (3, cross)))) == "a red circle and three small blue crosses"
+    assert (
+        str(SceneRequest(((1, red), (1, cross)), "above"))
+        == "a red circle above a small blue cross"
+    )
     assert str(Edit("add", red, cross, relation="left of")) == (
         "add a small blue cross left of the red circle"
     )
@@ -77,7 +80,7 @@ def test_the_words_are_these():
 )
 def test_a_bad_request_is_refused_with_a_reason(text, reason):
     with pytest.raises(GrammarError, match=reason):
-        Request.parse(text)
+        SceneRequest.parse(text)
 
 
 @pytest.mark.parametrize(

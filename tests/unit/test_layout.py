@@ -8,24 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparse_lavida_jax import layout
-from sparse_lavida_jax.layout import (
-    NO_EMBEDDING,
-    NO_FEATURE,
-    Answer,
-    Blank,
-    Response,
-    Source,
-    Text,
-    Vision,
-)
+from sparse_lavida_jax import layout, sequence
+from sparse_lavida_jax.layout import NO_EMBEDDING, NO_FEATURE
+from sparse_lavida_jax.sequence import Answer, Blank, Response, Source, Text, VisionTokens
 from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON, visible
 
 MASK = 1
 CODES = np.arange(8).reshape(2, 4)
 PARTS = (
     Text(np.array([2]), keep=True),
-    Vision(3),
+    VisionTokens(3),
     Source(CODES),
     Text(np.array([10, 11])),
     Text(np.array([3]), keep=True),
@@ -35,7 +27,7 @@ PARTS = (
 
 
 def row(parts=PARTS, **drops):
-    return layout.prompt_row(parts, text_mask_id=MASK, codes_per_token=4, **drops)
+    return sequence.prompt_row(parts, text_mask_id=MASK, codes_per_token=4, **drops)
 
 
 def tags(block, last_clean):
@@ -125,13 +117,14 @@ def test_dropped_source_cells_become_text_masks_at_their_positions():
 
 
 def test_features_are_counted_on_over_several_images():
-    made = row((Vision(2), Text(np.array([9])), Vision(3), Response(1)))
+    made = row((VisionTokens(2), Text(np.array([9])), VisionTokens(3), Response(1)))
     np.testing.assert_array_equal(made.feature, [0, 1, -1, 2, 3, 4])
 
 
 def test_tokens_of_an_image_may_be_any_of_its_features():
     """The second image's features stand behind all of the first one's, used or not."""
-    parts = (Vision(4, np.array([0, 2, 5, 5]), 6), Vision(2), Vision(1, np.array([1]), 2))
+    first = VisionTokens(4, np.array([0, 2, 5, 5]), 6)
+    parts = (first, VisionTokens(2), VisionTokens(1, np.array([1]), 2))
     made = row((*parts, Response(1)))
     np.testing.assert_array_equal(made.feature, [0, 2, 5, 5, 6, 7, 9])
     assert made.length == 8
@@ -145,7 +138,7 @@ def test_tokens_of_an_image_may_be_any_of_its_features():
 def test_features_that_an_image_does_not_have_are_refused(num_tokens, index, num_features):
     index = None if index is None else np.array(index)
     with pytest.raises(ValueError, match="name one for each token, all of the image"):
-        Vision(num_tokens, index, num_features)
+        VisionTokens(num_tokens, index, num_features)
 
 
 @pytest.mark.parametrize("responses", [0, 2])
@@ -158,13 +151,13 @@ def test_a_prompt_without_exactly_one_response_is_refused(responses):
 def test_cells_hold_the_codes_of_their_square(side):
     height, width = 3, 2
     codes = np.arange(2 * height * width * side**2).reshape(2, height * side, width * side)
-    cells = layout.cells_from_codes(codes, side)
+    cells = sequence.cells_from_codes(codes, side)
     assert cells.shape == (2, height * width, side**2)
     for b, y, x, p, q in itertools.product(
         range(2), range(height), range(width), range(side), range(side)
     ):
         assert cells[b, y * width + x, p * side + q] == codes[b, y * side + p, x * side + q]
-    np.testing.assert_array_equal(layout.codes_from_cells(cells, height, side), codes)
+    np.testing.assert_array_equal(sequence.codes_from_cells(cells, height, side), codes)
 
 
 def test_registers_stand_behind_the_whole_sequence():
@@ -180,9 +173,9 @@ def test_sorting_by_block_keeps_the_order_inside_a_block():
 def test_a_row_without_an_image_gets_a_blank_one():
     image = np.full((2, 2, 3), 9, np.uint8)
     np.testing.assert_array_equal(
-        layout.stack_images([None, image]), np.stack([np.zeros_like(image), image])
+        sequence.stack_images([None, image]), np.stack([np.zeros_like(image), image])
     )
-    assert layout.stack_images([None, None]) is None
+    assert sequence.stack_images([None, None]) is None
 
 
 # ---------------------------------------------------------------------------------------------
@@ -204,14 +197,14 @@ def test_answers_are_never_dropped_and_blanks_become_masks(drop_prompt):
     blank = NO_FEATURE if drop_prompt else NO_EMBEDDING
     np.testing.assert_array_equal(made.feature, [*[NO_FEATURE] * 4, blank, blank])
     np.testing.assert_array_equal(made.position, [0, 1, 2, 4, 5, 6])
-    assert made.length == sum(map(layout.num_tokens, parts)) == 7
+    assert made.length == sum(map(sequence.num_tokens, parts)) == 7
 
 
 def test_views_are_filled_up_to_those_of_the_longest_row():
     first, second, third = (np.full((n, 2, 2, 3), n, np.uint8) for n in (1, 2, 4))
-    made = layout.stack_views([(first, second), (), (third,)])
+    made = sequence.stack_views([(first, second), (), (third,)])
     np.testing.assert_array_equal(made[:, :, 0, 0, 0], [[1, 2, 2, 0], [0] * 4, [4] * 4])
-    assert layout.stack_views([(), ()]) is None
+    assert sequence.stack_views([(), ()]) is None
 
 
 @pytest.mark.parametrize("newline", [False, True])
@@ -225,8 +218,8 @@ def test_stacked_features_are_those_of_the_same_place_in_the_same_view(newline):
         view += count
     seen = [(v, place) for v in range(most) for place in range(per_view)] + ["newline"] * newline
     feature = np.array([NO_EMBEDDING, *range(len(own)), NO_FEATURE])
-    moved = layout.stacked_features(feature, views, most, per_view, newline=newline)
+    moved = sequence.stacked_features(feature, views, most, per_view, newline=newline)
     assert moved[0] == NO_EMBEDDING and moved[-1] == NO_FEATURE
     assert [seen[index] for index in moved[1:-1]] == own
     none = np.full(2, NO_FEATURE)
-    np.testing.assert_array_equal(layout.stacked_features(none, (), 3, 4, newline=newline), none)
+    np.testing.assert_array_equal(sequence.stacked_features(none, (), 3, 4, newline=newline), none)

@@ -9,7 +9,7 @@ import pytest
 import stand_ins
 import tiny
 
-from sparse_lavida_jax import config, layout, pipeline
+from sparse_lavida_jax import config, pipeline, sequence
 from sparse_lavida_jax.inference import batching
 from sparse_lavida_jax.models import codec as codecs
 from sparse_lavida_jax.models import fuse
@@ -107,7 +107,7 @@ def texts_in(made, example):
     return [
         made.tokenizer.decode(part.ids.tolist())
         for part in example.parts
-        if isinstance(part, layout.Text) and not part.keep
+        if isinstance(part, sequence.Text) and not part.keep
     ]
 
 
@@ -147,8 +147,8 @@ def test_an_edit_shows_image_and_source_and_keeps_what_is_known(pipe, known):
     (planned,), (changed,) = made.asked
     for example in (planned, changed):
         assert example.pixels.shape == (48, 48, 3)
-        assert sum(isinstance(part, layout.Vision) for part in example.parts) == 1
-    (source,) = [part for part in changed.parts if isinstance(part, layout.Source)]
+        assert sum(isinstance(part, sequence.VisionTokens) for part in example.parts) == 1
+    (source,) = [part for part in changed.parts if isinstance(part, sequence.Source)]
     np.testing.assert_array_equal(source.codes[:, 0], sample.image.cells)
     assert texts_in(made, changed)[1] == " a plan"
     np.testing.assert_array_equal(changed.given, sample.known if known else [False] * 36)

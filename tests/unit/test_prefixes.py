@@ -12,7 +12,7 @@ import pytest
 import tiny
 import traces
 
-from sparse_lavida_jax import layout, sample
+from sparse_lavida_jax import sample, sequence
 from sparse_lavida_jax.sampling import prompts
 from sparse_lavida_jax.sampling.prefixes import Prefixes
 from sparse_lavida_jax.visibility import PAD_BLOCK
@@ -25,7 +25,7 @@ EDIT = {"vision": True, "source": True}
 def edit(words, **how):
     """Returns a request whose source has so many cells that no padding hides where they stand."""
     one = tiny.request("image", SETTINGS, words, words=words, **EDIT, **how)
-    source = layout.Source(np.tile(one.parts[2].codes, (2, 1)))
+    source = sequence.Source(np.tile(one.parts[2].codes, (2, 1)))
     return dataclasses.replace(one, parts=(*one.parts[:2], source, *one.parts[3:]))
 
 

@@ -51,10 +51,10 @@ def test_a_sheet_shows_every_image_and_writes_in_the_colour_of_the_judgement():
 
 def test_a_check_scores_prompts_and_saves_a_sheet(tmp_path):
     pipe = stand_ins.Knowing(stand_ins.settings(), asked(report.CHECK_PROMPTS, "draw"))
-    scores = report.check(pipe, tmp_path / "pictures" / "000007.png")
+    scores = report.check(pipe, tmp_path / "images" / "000007.png")
     assert scores == {"draw": 1.0, "single": 1.0, "attribute_precision": 1.0}
     rows = 4 * (world.IMAGE_SIZE + report.CAPTION_HEIGHT + 8)
-    assert pixels_of(tmp_path / "pictures" / "000007.png").shape[0] == rows
+    assert pixels_of(tmp_path / "images" / "000007.png").shape[0] == rows
     ignorant = stand_ins.Knowing(stand_ins.settings(), [], ignorant=True)
     assert report.check(ignorant, tmp_path / "empty.png") == {
         "draw": 0.0, "single": 0.0, "attribute_precision": 0.0,
@@ -116,8 +116,8 @@ def test_the_report_has_a_score_for_every_task(written):
 def test_the_images_of_the_report_are_there(written):
     text, folder = written
     for name in ("drawn", "edited", "answered", "pointed"):
-        assert f"![{name}](pictures/{name}.png)" in text
-        assert pixels_of(folder / "pictures" / f"{name}.png").min() < 200
+        assert f"![{name}](images/{name}.png)" in text
+        assert pixels_of(folder / "images" / f"{name}.png").min() < 200
 
 
 def test_the_report_says_how_fast_sparse_is(written):

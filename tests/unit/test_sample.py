@@ -14,7 +14,7 @@ import tiny
 import traces
 from flax import nnx
 
-from sparse_lavida_jax import config, layout, orders, pipeline, sample
+from sparse_lavida_jax import config, orders, pipeline, sample, sequence
 from sparse_lavida_jax.layout import GIVEN_BLOCK, NO_FEATURE, PROMPT_BLOCK
 from sparse_lavida_jax.models import codec as codecs
 from sparse_lavida_jax.models import vq
@@ -542,7 +542,7 @@ def test_recorded_codes_come_out_at_the_step_of_the_order():
     plan, settings, draws = code_run(requests)
     shown = canvases(tiny.denoiser(CODES), requests, plan, settings, draws=draws)
     grid = CODES.grid_size * CODES.codes_side
-    order = layout.cells_from_codes(
+    order = sequence.cells_from_codes(
         np.argsort(orders.order("stratified", grid, grid, 42)).reshape(1, grid, grid), 2
     )[0]
     for row, request in enumerate(requests):
@@ -783,7 +783,7 @@ def test_outside_its_interval_guidance_does_not_act(name):
         ("source", 9, 0, [False, True]),
         ("source_only", 9, 0, [False, False]),
         ("no_source", 0, tiny.VISION.num_tokens, [True, True]),
-        ("no_picture", 0, 0, [True, True]),
+        ("no_image", 0, 0, [True, True]),
         ("no_text", 9, tiny.VISION.num_tokens, [False, False]),
     ],
 )
@@ -794,8 +794,8 @@ def test_the_second_row_of_an_edit_keeps_what_is_asked_for(edit_guidance, cells,
     assert (image.layout.block[1] != PAD_BLOCK).sum() == cells
     assert (text.index[1] != NO_FEATURE).sum() == features
     known = text.tokens[1][text.layout.block[1] != PAD_BLOCK] != SETTINGS.text_mask_id
-    kept = [part for part in asked.parts if isinstance(part, layout.Text) and part.keep]
-    said = [part for part in asked.parts if isinstance(part, layout.Text) and not part.keep]
+    kept = [part for part in asked.parts if isinstance(part, sequence.Text) and part.keep]
+    said = [part for part in asked.parts if isinstance(part, sequence.Text) and not part.keep]
     assert known.sum() == sum(
         len(part.ids) for parts, stays in zip((said, kept), words, strict=True) if stays
         for part in parts
@@ -808,7 +808,7 @@ def test_the_second_row_pushes_or_is_averaged_with(edit_guidance):
     settings = dataclasses.replace(settings, edit_guidance=edit_guidance)
     dropped, second, full = logits = np.random.default_rng(0).normal(size=(3, 1, 2, 1, 5))
     pulled = full + 0.4 * (full - second)
-    if edit_guidance in ("no_source", "no_picture"):
+    if edit_guidance in ("no_source", "no_image"):
         pulled = (full + 0.4 * second) / 1.4
     expected = pulled + 0.7 * (pulled - dropped)
     rows = sample.rows_of([tiny.request("image", SETTINGS, 0, words=3)], settings)
@@ -826,7 +826,7 @@ def test_images_may_be_given_as_views():
     rng = np.random.default_rng(0)
     views = rng.integers(0, 256, (2, *plain.pixels.shape), dtype=np.uint8)
     index = np.array([0, 5, tiny.VISION.num_tokens + 1])
-    parts = (layout.Vision(3, index, 2 * tiny.VISION.num_tokens), *plain.parts[2:])
+    parts = (sequence.VisionTokens(3, index, 2 * tiny.VISION.num_tokens), *plain.parts[2:])
     several = dataclasses.replace(plain, parts=parts, pixels=(views,))
     prompt = prompts.prepare([plain, several], "image", SETTINGS)
     assert prompt.pixels.shape == (2, 2, *plain.pixels.shape)

@@ -32,7 +32,7 @@ def of_prompt(task, prompt, image=None, **fields):
 def test_the_true_response_is_right(task, split):
     for sample in examples(task, 100, split):
         judged = judge(sample, sample.answer or sample.target)
-        assert judged == scoring.Score(True, "", judged.attributes), sample
+        assert judged == scoring.Judgement(True, "", judged.attributes), sample
         if sample.column and sample.target:
             assert judged.attributes == (len(sample.target), len(sample.target))
 
@@ -99,7 +99,7 @@ def test_reasons_of_a_drawing_tell_what_is_wrong():
     ]
     for objects, reason, attributes in cases:
         judged = judge(sample, Scene.of(objects))
-        assert judged == scoring.Score(not reason, reason, attributes)
+        assert judged == scoring.Judgement(not reason, reason, attributes)
 
 
 def test_a_broken_object_counts_as_drawn_and_not_asked_for():

@@ -13,10 +13,10 @@ from PIL import Image
 
 from sparse_lavida_jax import cli, config
 from sparse_lavida_jax.apps import hosting, serving
+from sparse_lavida_jax.apps.errors import UsageError
 from sparse_lavida_jax.apps.serving import Cancelled, Limits, QueueFull, Service
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.data.templates import RequestError
-from sparse_lavida_jax.main import UsageError
 from sparse_lavida_jax.sampling import options
 
 
@@ -209,7 +209,7 @@ def test_a_missing_extra_is_told_with_what_to_install(monkeypatch, capsys):
 
 
 def test_only_loopback_is_served_unless_told_otherwise(capsys):
-    assert cli._parser("serve").parse_args([]).host == "127.0.0.1"
+    assert cli.parser_of("serve").parse_args([]).host == "127.0.0.1"
     assert hosting._names("127.0.0.1", "localhost") == ("127.0.0.1", "localhost", "localhost")
     assert hosting._names("0.0.0.0", "0.0.0.0") == ()
     hosting._tell("serve", "127.0.0.1", 8)
@@ -221,5 +221,5 @@ def test_only_loopback_is_served_unless_told_otherwise(capsys):
 
 
 def test_limits_of_the_server_are_those_of_the_service():
-    assert Limits().waiting == cli._parser("serve").parse_args([]).max_waiting
+    assert Limits().waiting == cli.parser_of("serve").parse_args([]).max_waiting
     assert serving.Limits(waiting=0).waiting == 0

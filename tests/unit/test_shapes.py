@@ -6,9 +6,9 @@ import pathlib
 import numpy as np
 import pytest
 
-from sparse_lavida_jax import config_files, diffusion, layout
+from sparse_lavida_jax import config, diffusion, layout, sequence
 from sparse_lavida_jax.data import packing, rows
-from sparse_lavida_jax.data.examples import Example
+from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.kernels import shapes, tables
 from sparse_lavida_jax.mixture import batches
 from sparse_lavida_jax.visibility import PAD_BLOCK
@@ -56,7 +56,7 @@ def test_the_packed_row_is_what_training_makes():
     A joint layer has all prompts before all images; sorted, a segment lies in one piece, as
     cuDNN's packed rows need it.
     """
-    settings = config_files.read(CHECKOUT / "configs" / "sft_1024.py")
+    settings = config.read(CHECKOUT / "configs" / "sft_1024.py")
     rng, examples, cells = np.random.default_rng(SEED), 24, settings.model.grid_size**2
     made = [rows.laid_out(image(rng, cells), settings, rng) for _ in range(examples)]
     lengths = [packing.length_of(row) for row, _ in made]
@@ -85,9 +85,9 @@ def test_the_packed_row_is_what_training_makes():
 
 def image(rng, cells) -> Example:
     """An example of text to image; what it says and shows has no part in its tags."""
-    prompt = layout.Text(np.zeros(int(rng.integers(32, 257)), np.int32))
+    prompt = sequence.Text(np.zeros(int(rng.integers(32, 257)), np.int32))
     return Example(
-        parts=(prompt, layout.Response(cells)),
+        parts=(prompt, sequence.Response(cells)),
         response=np.zeros((cells, 4), np.int32),
         given=np.zeros(cells, bool),
         kind="image",

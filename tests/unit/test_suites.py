@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from sparse_lavida_jax import config_files, sample
+from sparse_lavida_jax import config, sample
 from sparse_lavida_jax.bench import suite_cases, suites, table, work
 from sparse_lavida_jax.models import fuse
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.sampling import presets
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
-FULL = config_files.read(CONFIGS / "lavida_o.py")
-SMALL = config_files.read(CONFIGS / "speed_cpu.py")
+FULL = config.read(CONFIGS / "lavida_o.py")
+SMALL = config.read(CONFIGS / "speed_cpu.py")
 
 
 def case_of(suite, row_id, settings=FULL):

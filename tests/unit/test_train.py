@@ -512,8 +512,8 @@ def test_a_run_with_adapters_resumes_and_leaves_them_and_a_merged_model(
     with runs.Run(loop.folder, given) as opened:
         train.train(given, opened)
     assert len(loop.batches) == 4
-    adapters, base = loop.folder / "adapters", model_folder.load_model(base_model).model
-    merged = model_folder.load_model(base_model, adapters=adapters).model
+    folder, base = loop.folder / "adapters", model_folder.load_model(base_model).model
+    merged = adapters.load_model(folder, base_model).model
     written = model_folder.load_model(loop.folder).model
     for ours, theirs, before in zip(*map(jax.tree.leaves, (written, merged, base)), strict=True):
         near = {"rtol": 2**-8, "atol": error * np.abs(before).max()}  # in bfloat16 on disk
@@ -644,7 +644,7 @@ def test_seconds_that_have_passed_are_remembered(loop, clock):
 
 
 def test_images_are_drawn_in_between_and_at_the_end(loop, clock, capsys):
-    loop.run(train_steps=10, picture_seconds=3.5)
+    loop.run(train_steps=10, image_seconds=3.5)
     assert loop.images[-1] == "000010.png"
     assert 2 <= len(loop.images) < 6
     lines = [json.loads(line) for line in (loop.folder / "metrics.jsonl").read_text().splitlines()]

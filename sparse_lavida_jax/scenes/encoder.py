@@ -7,46 +7,16 @@ response <|eot|>`: the form of the base model (spec Sec. 5), with one token wher
 """
 
 import dataclasses
-from typing import Literal
 
 import numpy as np
-from jaxtyping import Bool, Float, Int, UInt8
+from jaxtyping import Bool, Int, UInt8
 
 from sparse_lavida_jax import config
+from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.diffusion import Sequence
-from sparse_lavida_jax.layout import Answer, Part, Response, Source, Text, Views, Vision
 from sparse_lavida_jax.scenes import digits, tasks, world
 from sparse_lavida_jax.scenes.tokenizer import Tokenizer
-
-Kind = Literal["text", "image"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Example:
-    """One sequence with its response.
-
-    Attributes:
-        parts: the sequence; `layout.prompt_row` lays it out.
-        response: clean ids (g = 1) or codes of the response.
-        given: response tokens that are known beforehand.
-        kind: of the response.
-        pixels: the image that the `Vision` part stands for.
-        reach: tokens of a text response that a sampler may decode: whole text blocks up to the
-            first end-of-text.
-        views: in place of `pixels`, the views of each image that is shown (`data/images.py`).
-        grid: rows and columns of cells of an image response; None: the model's largest.
-        code_weight: loss weight of each code of an image response; None: all alike.
-    """
-
-    parts: tuple[Part, ...]
-    response: Int[np.ndarray, "l g"]
-    given: Bool[np.ndarray, " l"]
-    kind: Kind
-    pixels: UInt8[np.ndarray, "h w 3"] | None
-    reach: int
-    views: tuple[Views, ...] = ()
-    grid: tuple[int, int] | None = None
-    code_weight: Float[np.ndarray, "l g"] | None = None
+from sparse_lavida_jax.sequence import Answer, Part, Response, Source, Text, VisionTokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +102,7 @@ class Encoder:
         return Text(np.asarray(ids, np.int32), keep)
 
     def _user(self, prompt: str, image, source) -> tuple[Part, ...]:
-        vision = () if image is None else (Vision(self.model.vision.num_tokens),)
+        vision = () if image is None else (VisionTokens(self.model.vision.num_tokens),)
         cells = () if source is None else (Source(source.astype(np.int32)),)
         t = self.tokenizer
         return (
@@ -187,7 +157,7 @@ class Encoder:
             given=sample.known_grid,
         )
 
-    def digit_example(self, sample: digits.Sample) -> Example:
+    def digit_example(self, sample: digits.Digit) -> Example:
         """Returns the training example of a handwritten digit."""
         return self.image_example(sample.prompt, sample.codes)
 

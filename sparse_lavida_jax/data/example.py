@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An example: one sequence with its response, before anything of it is masked."""
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Bool, Float, Int, UInt8
+
+from sparse_lavida_jax.sequence import Kind, Part, Views
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """One sequence with its response.
+
+    Attributes:
+        parts: the sequence; `layout.prompt_row` lays it out.
+        response: clean ids (g = 1) or codes of the response.
+        given: response tokens that are known beforehand.
+        kind: of the response.
+        pixels: the image that the `VisionTokens` part stands for.
+        reach: tokens of a text response that a sampler may decode: whole text blocks up to the
+            first end-of-text.
+        views: in place of `pixels`, the views of each image that is shown (`data/images.py`).
+        grid: rows and columns of cells of an image response; None: the model's largest.
+        code_weight: loss weight of each code of an image response; None: all alike.
+    """
+
+    parts: tuple[Part, ...]
+    response: Int[np.ndarray, "l g"]
+    given: Bool[np.ndarray, " l"]
+    kind: Kind
+    pixels: UInt8[np.ndarray, "h w 3"] | None
+    reach: int
+    views: tuple[Views, ...] = ()
+    grid: tuple[int, int] | None = None
+    code_weight: Float[np.ndarray, "l g"] | None = None

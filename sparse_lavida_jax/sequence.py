@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sequence as its parts, and a prompt laid out: what stands where, and what the model is shown.
+
+Everything here runs on the host, on NumPy arrays. `prompt_row` is the one function that lays a
+prompt out, for training and for sampling.
+"""
+
+import dataclasses
+from typing import Literal
+
+import einops
+import numpy as np
+from jaxtyping import Bool, Float, Int, UInt8
+
+from sparse_lavida_jax.layout import NO_EMBEDDING, NO_FEATURE
+from sparse_lavida_jax.visibility import AnyArray
+
+# What the vision tower sees of an image: bytes, or numbers in [-1, 1] that it takes as they are.
+# Of a batch, one image a row or the views of its images.
+Kind = Literal["text", "image"]
+Views = UInt8[np.ndarray, "_n h w 3"] | Float[np.ndarray, "_n h w 3"]
+SeenBatch = UInt8[AnyArray, "b *n h w 3"] | Float[AnyArray, "b *n h w 3"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """Text of the prompt. `keep`: guidance and prompt drop leave it as it is (headers)."""
+
+    ids: Int[np.ndarray, " n"]
+    keep: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class VisionTokens:
+    """An image seen through the vision tower, as `num_tokens` of its features.
+
+    Attributes:
+        index: which feature of this image each token is; by default one after another.
+        num_features: features of this image, behind which those of the row's next image
+            stand; by default as many as tokens.
+
+    Raises:
+        ValueError: `index` has not one feature of the image for each token.
+    """
+
+    num_tokens: int
+    index: Int[np.ndarray, " n"] | None = None
+    num_features: int | None = None
+
+    def __post_init__(self):
+        index, features = self.features, self.feature_count
+        outside = index[(index < 0) | (index >= features)]
+        if len(index) != self.num_tokens or len(outside):
+            raise ValueError(
+                f"an image of {self.num_tokens} tokens was given {len(index)} features,"
+                f" {len(outside)} of them outside 0..{features - 1}: name one for each token, all"
+                " of the image."
+            )
+
+    @property
+    def features(self) -> Int[np.ndarray, " n"]:
+        return np.arange(self.num_tokens) if self.index is None else self.index
+
+    @property
+    def feature_count(self) -> int:
+        return self.num_tokens if self.num_features is None else self.num_features
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The cells of a source image, in the generation stream."""
+
+    codes: Int[np.ndarray, "n g"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """Text that training on whole sequences predicts (`diffusion.Sequence`); nothing drops it."""
+
+    ids: Int[np.ndarray, " n"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Blank:
+    """Tokens whose embedding is zeros: how the released code pads rows on the right.
+
+    They are attended to like any text, and the prompt drop makes text masks of them.
+    """
+
+    num_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Response:
+    """Where the response stands; its tokens are laid out by training or by the sampler."""
+
+    num_tokens: int
+
+
+Part = Text | VisionTokens | Source | Answer | Blank | Response
+
+
+def num_tokens(part: Part) -> int:
+    """Returns how many positions of the sequence a part takes."""
+    match part:
+        case Text() | Answer():
+            return len(part.ids)
+        case Source():
+            return len(part.codes)
+    return part.num_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptRow:
+    """One row of prompt, laid out: what is in block 0, and where the response goes.
+
+    Attributes:
+        ids: text ids of the understanding tokens (vision tokens hold the text mask id).
+        feature: index of the vision feature that replaces the embedding, or `NO_FEATURE`, or
+            `NO_EMBEDDING`.
+        position: positions of the understanding tokens.
+        is_answer: which understanding tokens are of an `Answer`.
+        codes: codes of the source cells.
+        cell: raster index of the source cells.
+        source_position: positions of the source cells.
+        response_position: position of the first response token.
+        length: tokens of the whole sequence with prompt, response and what follows it; registers
+            have the positions behind it (Sec. 7.2).
+    """
+
+    ids: Int[np.ndarray, " u"]
+    feature: Int[np.ndarray, " u"]
+    position: Int[np.ndarray, " u"]
+    is_answer: Bool[np.ndarray, " u"]
+    codes: Int[np.ndarray, "c g"]
+    cell: Int[np.ndarray, " c"]
+    source_position: Int[np.ndarray, " c"]
+    response_position: int
+    length: int
+
+
+def prompt_row(
+    parts: tuple[Part, ...],
+    *,
+    text_mask_id: int,
+    codes_per_token: int,
+    drop_prompt: bool = False,
+    drop_source: bool = False,
+    drop_kept: bool = False,
+    drop_vision: bool | None = None,
+) -> PromptRow:
+    """Lays a prompt out, with the parts that guidance or training drops replaced by text masks.
+
+    Positions are those of the full sequence whatever is dropped. A dropped text or vision token
+    becomes a text mask at its position; a dropped source cell becomes a text mask at its position
+    *in the understanding stream* (spec Sec. 7.6). The one function for training and sampling.
+
+    Args:
+        parts: the sequence in order; exactly one `Response`.
+        drop_prompt: drop text (without `keep`), vision and blanks.
+        drop_source: drop the source cells.
+        drop_kept: drop the text with `keep` too.
+        drop_vision: drop vision or not, whatever `drop_prompt` says.
+
+    Raises:
+        ValueError: there is not exactly one `Response`.
+    """
+    drop_vision = drop_prompt if drop_vision is None else drop_vision
+    ids, feature, position, is_answer = [], [], [], []
+    codes, cells, source_position = [], [], []
+    response_position, start, features = None, 0, 0
+
+    def understand(
+        part_ids: AnyArray | int, part_feature: AnyArray | int = NO_FEATURE, *, answer: bool = False
+    ):
+        ids.append(np.broadcast_to(part_ids, n))
+        feature.append(np.broadcast_to(part_feature, n))
+        position.append(start + np.arange(n))
+        is_answer.append(np.full(n, answer))
+
+    for part in parts:
+        n = num_tokens(part)
+        match part:
+            case Text():
+                dropped = drop_kept if part.keep else drop_prompt
+                understand(text_mask_id if dropped else part.ids)
+            case VisionTokens():
+                index = features + part.features
+                understand(text_mask_id, NO_FEATURE if drop_vision else index)
+                features += part.feature_count
+            case Answer():
+                understand(part.ids, answer=True)
+            case Blank():
+                understand(text_mask_id, NO_FEATURE if drop_prompt else NO_EMBEDDING)
+            case Source() if drop_source:
+                understand(text_mask_id)
+            case Source():
+                codes.append(np.asarray(part.codes))
+                cells.append(np.arange(n))
+                source_position.append(start + np.arange(n))
+            case Response():
+                if response_position is not None:
+                    raise ValueError("a prompt holds exactly one Response, got a second one.")
+                response_position = start
+        start += n
+    if response_position is None:
+        raise ValueError("a prompt holds exactly one Response, got none.")
+
+    def join(arrays, shape=(0,)):
+        return np.concatenate([np.zeros(shape, np.int32), *arrays]).astype(np.int32)
+
+    return PromptRow(
+        join(ids),
+        join(feature),
+        join(position),
+        join(is_answer).astype(bool),
+        join(codes, (0, codes_per_token)),
+        join(cells),
+        join(source_position),
+        response_position,
+        start,
+    )
+
+
+def cells_from_codes(codes, codes_side: int):
+    """Groups a raster grid of codes [b y x] into cells [b l g], raster order inside and out."""
+    return einops.rearrange(codes, "b (y p) (x q) -> b (y x) (p q)", p=codes_side, q=codes_side)
+
+
+def codes_from_cells(cells, height: int, codes_side: int):
+    """Spreads cells [b l g] of an image `height` cells high back over a grid of codes [b y x]."""
+    return einops.rearrange(
+        cells, "b (y x) (p q) -> b (y p) (x q)", y=height, p=codes_side, q=codes_side
+    )
+
+
+def stack_images(
+    images: list[UInt8[np.ndarray, "h w 3"] | None],
+) -> UInt8[np.ndarray, "b h w 3"] | None:
+    """Stacks the images of a batch; a row without one gets a blank that no token looks at."""
+    shown = [image for image in images if image is not None]
+    if not shown:
+        return None
+    return np.stack([np.zeros_like(shown[0]) if p is None else p for p in images])
+
+
+def stack_views(rows: list[tuple[Views, ...]]) -> SeenBatch | None:
+    """Stacks the views of each row's images, filled up with blanks that no token looks at."""
+    shown = [view for views in rows for view in views]
+    if not shown:
+        return None
+    most = max(sum(map(len, views)) for views in rows)
+    blank = np.zeros_like(shown[0][:1])
+    return np.stack(
+        [np.concatenate([*views, *[blank] * (most - sum(map(len, views)))]) for views in rows]
+    )
+
+
+def stacked_features(
+    feature: Int[np.ndarray, " u"],
+    views: tuple[int, ...],
+    most: int,
+    per_view: int,
+    *,
+    newline: bool,
+) -> Int[np.ndarray, " u"]:
+    """Returns the features of a row as `Denoiser.see` numbers them for stacked views.
+
+    A `PromptRow` counts on from image to image, a newline behind each; `see` has the features
+    of all views and one newline behind them.
+
+    Args:
+        feature: of each token, `PromptRow.feature`.
+        views: how many views each image of the row has.
+        most: views of a row of the batch, blanks included.
+        per_view: features of a view.
+        newline: whether there are newlines.
+    """
+    if not views:
+        return feature
+    first = np.cumsum([0, *views[:-1]])
+    start = first * per_view + newline * np.arange(len(views))
+    image = np.maximum(np.searchsorted(start, feature, side="right") - 1, 0)
+    inside = feature - start[image]
+    is_newline = inside == np.asarray(views)[image] * per_view
+    moved = np.where(is_newline, most * per_view, first[image] * per_view + inside)
+    return np.where(feature < 0, feature, moved)
