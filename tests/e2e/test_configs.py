@@ -13,7 +13,7 @@ import stand_ins
 from flax import nnx
 
 from sparse_lavida_jax import config, diffusion, orders, pipeline
-from sparse_lavida_jax.evals import scenes as exact
+from sparse_lavida_jax.evals import exact
 from sparse_lavida_jax.models import codec as codecs
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.sampling import plans, presets
