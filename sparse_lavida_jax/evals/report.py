@@ -16,9 +16,9 @@ from PIL import Image, ImageDraw, ImageFont
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import markdown
 from sparse_lavida_jax.evals import exact
-from sparse_lavida_jax.inference.batching import tokens_passed
+from sparse_lavida_jax.inference.engine import tokens_passed
 from sparse_lavida_jax.pipeline import SparseLaViDa
-from sparse_lavida_jax.scenes import digits, grammar, scoring, tasks, world
+from sparse_lavida_jax.scenes import digits, grammar, tasks, world
 from sparse_lavida_jax.training import metrics
 
 CHECK_PROMPTS = 48  # drawing prompts scored while training
@@ -29,7 +29,7 @@ LOSS_ROWS = 10  # of the table of losses
 # What makes prompts to draw, by number, and what judges an image.
 DRAWING: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "digits": (digits.sample, digits.score),
-    "scenes": (functools.partial(tasks.sample, "draw"), scoring.score),
+    "scenes": (functools.partial(tasks.sample, "draw"), tasks.score),
 }
 
 
@@ -67,12 +67,12 @@ def check(pipe: SparseLaViDa, path: pathlib.Path, prompts: Sequence[str] = ()) -
     source = pipe.settings.data.source
     scores: dict[str, float] = {}
     if source == "prepared":
-        images = pipe.draw(prompts) if prompts else []
+        images = pipe.generate(prompts).pixels if prompts else ()
         tiles = [Tile(image, words) for image, words in zip(images, prompts, strict=True)]
     else:
         make, judge = DRAWING[source]
         samples = [make(exact.EVAL_SEED, number, "test") for number in range(CHECK_PROMPTS)]
-        images = pipe.draw([sample.prompt for sample in samples])
+        images = pipe.generate([sample.prompt for sample in samples]).pixels
         tiles = [
             Tile(_enlarged(np.asarray(image)), sample.prompt, judge(sample, image).ok)
             for sample, image in zip(samples, images, strict=True)
@@ -181,22 +181,19 @@ def _scene_sections(pipe: SparseLaViDa, folder: pathlib.Path) -> list[str]:
 
 
 def _examples(task, samples, outputs, folder: pathlib.Path) -> str:
-    judged = [scoring.score(s, o) for s, o in zip(samples, outputs, strict=True)]
-    title = {"draw": "Drawn", "edit": "Edited", "answer": "Answered", "point": "Pointed"}.get(task)
+    judged = [tasks.score(s, o) for s, o in zip(samples, outputs, strict=True)]
+    title = tasks.TABLE[task].label
     if title is None:
         return ""
-    if task == "draw":
-        tiles = [Tile(o, s.prompt, j.ok) for s, o, j in zip(samples, outputs, judged, strict=True)]
-    else:
-        tiles = []
-        for s, o, j in zip(samples, outputs, judged, strict=True):
-            before = world.render(s.image)
-            if task == "edit":
-                tiles += [Tile(before, s.prompt), Tile(o, "->", j.ok)]
-            else:
-                if task == "point":
-                    before = _with_box(before, o)
-                tiles.append(Tile(before, f"{s.prompt} {o.strip()}", j.ok))
+    tiles = []
+    for s, o, j in zip(samples, outputs, judged, strict=True):
+        if isinstance(o, str):
+            shown = _with_box(world.render(s.image or world.EMPTY_SCENE), o)
+            tiles.append(Tile(shown, f"{s.prompt} {o.strip()}", j.ok))
+        elif s.image is None:
+            tiles.append(Tile(o, s.prompt, j.ok))
+        else:
+            tiles += [Tile(world.render(s.image), s.prompt), Tile(o, "->", j.ok)]
     name = f"images/{title.lower()}.png"
     _save(sheet(tiles), folder / name)
     return f"## {title}\n\n![{title.lower()}]({name})"
@@ -227,7 +224,7 @@ def _speed(pipe: SparseLaViDa) -> str:
     for _ in range(SPEED_RUNS + 1):
         for name, sampling in samplings.items():
             begin = time.perf_counter()
-            pipe.run(examples, sampling=sampling)
+            pipe.decode(examples, sampling=sampling)
             times[name].append(time.perf_counter() - begin)
     sparse, dense = (  # the first run compiles
         1000 * statistics.median(taken[1:]) / len(examples) for taken in times.values()
