@@ -56,7 +56,7 @@ def test_masked_diffusion_has_no_registers_and_sees_everything(settings, found):
 
 
 def test_operations_are_those_that_the_objective_needs(settings, found):
-    """As `training/flops.py` counts them: rivals that are all shown are more than one noise level."""
+    """As `training/flops.py` counts them, however attention is computed."""
     counted = {name: objectives.counted(own, settings.model) for name, own in found.items()}
     assert counted["step_causal"] == counted["step_causal_mask"] != counted["vanilla"]
     for one in counted.values():
