@@ -18,7 +18,7 @@ from sparse_lavida_jax import config, evals
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.evals.files import EvaluationError, Pixels, Record, image_name, read_image
 from sparse_lavida_jax.evals.scorers import Metric
-from sparse_lavida_jax.inference.batching import LARGEST_SEED
+from sparse_lavida_jax.inference.requests import LARGEST_SEED
 from sparse_lavida_jax.pipeline import SparseLaViDa
 
 MACHINERY = ("benchmark", "circumstances", "exact", "files", "lmms", "report", "run", "scorers")
@@ -95,8 +95,7 @@ def written(
     seeds: Sequence[int],
 ) -> Sequence[Any]:
     """Returns the tokens that answer each example; all run in one compiled program."""
-    bucket = pipe.shared_bucket(examples, sampling)
-    return pipe.run(examples, sampling=sampling, seed=seeds, bucket=bucket)
+    return pipe.decode(examples, sampling=sampling, seed=seeds, shared=True)
 
 
 def written_texts(

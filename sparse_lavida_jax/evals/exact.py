@@ -6,7 +6,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,9 @@ import numpy as np
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import markdown
 from sparse_lavida_jax.evals.scorers import Metric, wilson_interval
-from sparse_lavida_jax.scenes import scoring, tasks, world
+from sparse_lavida_jax.scenes import tasks, world
 
 Output = np.ndarray | str
-LONG_ANSWERS = ("plan", "edit_plan", "caption", "detect", "locate", "name")
 EVAL_SEED = 2026  # of the prompts; the test stream is disjoint from training whatever the seed
 
 
@@ -66,27 +65,34 @@ def answer(
     *,
     sampling: config.Sampling | None = None,
     seed: int | Sequence[int] = 0,
+    callback: Callable[..., None] | None = None,
 ) -> list[Output]:
     """Returns the model's output for samples of one task: images or text.
 
     Args:
         pipe: a `SparseLaViDa`.
         samples: all with an image or none, and so with given tokens.
+        callback: see `SparseLaViDa.run`.
     """
+    task, prompts = samples[0].task, [sample.prompt for sample in samples]
+    how = {"sampling": sampling, "seed": seed, "callback": callback}
     if any(sample.given for sample in samples):
         examples = [pipe.encoder.scene_example(sample) for sample in samples]
-        return list(pipe.texts(pipe.run(examples, sampling=sampling, seed=seed)))
-    task, prompts = samples[0].task, [sample.prompt for sample in samples]
+        return list(pipe.texts(pipe.decode(examples, **how)))
     size = pipe.settings.vq.image_size
     shown = [world.render(s.image, size) for s in samples if s.image is not None]
     known = [s.known_grid for s in samples if s.known_grid is not None]
-    if task in ("edit", "inpaint", "outpaint"):
-        return list(pipe.redraw(shown, prompts, known=known or None, sampling=sampling, seed=seed))
-    if task == "draw":
-        return list(pipe.draw(prompts, sampling=sampling, seed=seed))
-    room = pipe.settings.data.max_answer_len
-    length = {"max_new_tokens": room} if task in LONG_ANSWERS else {}
-    return list(pipe.write(prompts, shown or None, sampling=sampling, seed=seed, **length))
+    if known:
+        return list(pipe.inpaint(shown, prompts, known=known, **how).pixels)
+    if tasks.TABLE[task].is_image:
+        drawn = pipe.edit(shown, prompts, **how) if shown else pipe.generate(prompts, **how)
+        return list(drawn.pixels)
+    short = tasks.TABLE[task].group == "answer"
+    room = pipe.prompts.answer_tokens if short else pipe.prompts.long_answer_tokens
+    examples = [
+        pipe.prompts.ask(prompt, shown[i : i + 1], room) for i, prompt in enumerate(prompts)
+    ]
+    return list(pipe.texts(pipe.decode(examples, **how)))
 
 
 def evaluate(
@@ -97,6 +103,7 @@ def evaluate(
     split: str = "test",
     sampling: config.Sampling | None = None,
     seed: int = EVAL_SEED,
+    callback: Callable[..., None] | None = None,
 ) -> TaskResult:
     """Scores `prompts` samples of a task.
 
@@ -105,7 +112,7 @@ def evaluate(
         split: "test", or "held_out" for attribute combinations that training never showed.
     """
     samples = [tasks.sample(task, seed, index, split) for index in range(prompts)]
-    outputs = answer(pipe, samples, sampling=sampling, seed=seed)
+    outputs = answer(pipe, samples, sampling=sampling, seed=seed, callback=callback)
     return tally(task if split == "test" else f"{task}/{split}", samples, outputs)
 
 
@@ -115,7 +122,7 @@ def tally(name: str, samples: Sequence[tasks.Sample], outputs: Sequence[Output])
     reasons: collections.Counter[str] = collections.Counter()
     correct = right = drawn = 0
     for sample, output in zip(samples, outputs, strict=True):
-        score = scoring.score(sample, output)
+        score = tasks.score(sample, output)
         correct += score.ok
         right += score.attributes[0]
         drawn += score.attributes[1]
