@@ -533,6 +533,9 @@ class Config(Section):
 
     name: str = "unnamed"  # the run directory is runs/<name> unless --workdir says otherwise
     seed: int = 0
+    # The language of prompts (`data/templates.py: PromptLanguage`): that of the small world, or
+    # that of a LaViDa-O. "": found from the rest, as for folders that were written without it.
+    prompts: Literal["", "scenes", "chat"] = ""
     model: Model = dataclasses.field(default_factory=Model)
     vq: VQ = dataclasses.field(default_factory=VQ)
     data: Data = dataclasses.field(default_factory=Data)
@@ -545,6 +548,10 @@ class Config(Section):
     evaluate: Evaluate = dataclasses.field(default_factory=Evaluate)
 
     def __post_init__(self):
+        if not self.prompts:
+            released = self.model.vision.newline or self.model.understanding_only
+            chat = released or self.data.source == "prepared"
+            object.__setattr__(self, "prompts", "chat" if chat else "scenes")
         if found := [sentence for is_wrong, sentence in self._contradictions() if is_wrong]:
             raise ConfigError(found[0])
 

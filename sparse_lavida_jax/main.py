@@ -117,15 +117,17 @@ def _train(asked: flags.FlagValues, settings: config.Config) -> None:
 
 
 def _sample(asked: flags.FlagValues, settings: config.Config) -> str:
-    from sparse_lavida_jax.pipeline import SparseLaViDa
+    from sparse_lavida_jax.pipeline import ANSWER_TOKENS, SparseLaViDa
 
-    shown = [image_files.read(asked.image)] if asked.image else None
+    shown = [image_files.read(asked.image)] if asked.image else []
     model = SparseLaViDa.from_pretrained(asked.checkpoint, batch_size=1)
-    prompts, how = [asked.prompt], {"seed": asked.seed, "sampling": settings.sampling}
+    how = {"seed": asked.seed, "sampling": settings.sampling}
     if asked.task in ("ask", "point"):
-        return model.write(prompts, shown, **how)[0].strip()
-    (pixels,) = model.draw(prompts, **how) if shown is None else model.redraw(shown, prompts, **how)
-    image_files.write(asked.out, pixels)
+        said = model.decode([model.prompts.ask(asked.prompt, shown, ANSWER_TOKENS)], **how)
+        return model.texts(said)[0].strip()
+    task = "edit" if shown else "generate"
+    result = model.run(model.requests(task, asked.prompt, shown or None, **how))
+    image_files.write(asked.out, result.pixels[0])
     return f"{asked.out}: {asked.prompt}"
 
 

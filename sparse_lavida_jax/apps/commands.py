@@ -21,10 +21,10 @@ from sparse_lavida_jax.apps.conversation import DRAWING, Conversation
 from sparse_lavida_jax.apps.errors import DEFAULT_MODEL, UsageError
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.data.templates import RequestError, check_words
-from sparse_lavida_jax.inference.batching import Number
+from sparse_lavida_jax.inference.requests import Number
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.pipeline import SparseLaViDa, untrained_warning
-from sparse_lavida_jax.sample import Progress
+from sparse_lavida_jax.sample import Callback, Progress
 from sparse_lavida_jax.sampling import options, presets
 
 BATCH_KEYS = {
@@ -51,9 +51,9 @@ def run(name: str, asked: argparse.Namespace) -> int:
     rows = _rows(name, asked) if does in (_draw, _answer, _infill) else None
     pipe = _load(asked, asked.checkpoint or DEFAULT_MODEL)
     sampling = _sampling(name, asked, pipe)
-    with _progress(pipe):
-        result = does(name, pipe, asked, sampling) if rows is None else does(
-            name, pipe, asked, sampling, rows
+    with _progress() as callback:
+        result = does(name, pipe, asked, sampling, callback) if rows is None else does(
+            name, pipe, asked, sampling, callback, rows
         )  # fmt: skip
     if result is not None:
         _show(name, asked, result)
@@ -191,7 +191,7 @@ def _sampling(name: str, asked: argparse.Namespace, pipe: SparseLaViDa) -> confi
 # What is done.
 
 
-def _draw(name: str, pipe: SparseLaViDa, asked, sampling, rows: Rows) -> Result:
+def _draw(name: str, pipe: SparseLaViDa, asked, sampling, callback, rows: Rows) -> Result:
     copies = asked.num_images
     seed, numbers = rows.seed, {"temperature": rows.temperature, "guidance": rows.guidance}
     if isinstance(seed, list) and copies > 1:
@@ -202,11 +202,16 @@ def _draw(name: str, pipe: SparseLaViDa, asked, sampling, rows: Rows) -> Result:
         }
     more: dict[str, Any] = {
         "num_images": copies, "seed": seed, "sampling": sampling, **numbers,
-        "plan": False if asked.no_plan else asked.plan,
+        "plan": False if asked.no_plan else asked.plan, "callback": callback,
     }  # fmt: skip
     film = _Film(pipe, getattr(asked, "size", None))
     if asked.save_steps is not None:
-        more["on_segment"] = film.add
+
+        def told(now: Progress) -> None:
+            callback(now)
+            film.add(now)
+
+        more["callback"] = told
     if name == "generate":
         result = pipe.generate(rows.prompts, size=asked.size, **more)
     elif name == "reflect":
@@ -235,47 +240,49 @@ class _Film:
         self.pipe = pipe
         self.height, self.width = size or (1, 1)
         self.takes: list[list[image_files.Pixels]] = []
-        self.steps = 0
 
     def add(self, progress: Progress) -> None:
-        """Adds a frame for each step of a segment."""
-        if not self.takes or progress.steps <= self.steps:  # another batch has begun
-            self.takes.append([self._frame(progress, progress.blocks[0] - 1)])
-        self.takes[-1] += [self._frame(progress, block) for block in progress.blocks]
-        self.steps = progress.steps
+        """Adds a frame before the first step of an image, and for each step of a segment."""
+        if progress.making != "image":
+            return
+        if not progress.steps:  # another batch begins
+            self.takes.append([self._frame(progress.canvas)])
+        self.takes[-1] += [self._frame(progress.after(block)) for block in progress.blocks]
 
     def first(self, count: int) -> list[image_files.Pixels]:
         """Returns the frames of the first `count` batches: of the attempts at one image."""
         return [frame for take in self.takes[:count] for frame in take]
 
-    def _frame(self, progress: Progress, block: int) -> image_files.Pixels:
-        canvas = progress.after(block)[0]
+    def _frame(self, canvases) -> image_files.Pixels:
+        canvas = canvases[0]
         return self.pipe.preview(canvas, math.isqrt(len(canvas) * self.height // self.width))
 
 
-def _answer(name: str, pipe: SparseLaViDa, asked, sampling, rows: Rows) -> Result:
+def _answer(name: str, pipe: SparseLaViDa, asked, sampling, callback, rows: Rows) -> Result:
     does = pipe.ask if name == "ask" else pipe.reason
     return does(
         rows.shown, rows.prompts,
         max_new_tokens=asked.max_new_tokens, seed=rows.seed, temperature=rows.temperature,
-        sampling=sampling,
+        sampling=sampling, callback=callback,
     )  # fmt: skip
 
 
-def _caption(name: str, pipe: SparseLaViDa, asked, sampling) -> Result:
-    more = {"seed": asked.seed or 0, "sampling": sampling}
+def _caption(name: str, pipe: SparseLaViDa, asked, sampling, callback) -> Result:
+    more = {"seed": asked.seed or 0, "sampling": sampling, "callback": callback}
     if asked.template is None and not asked.words:
         return pipe.caption(asked.image, **more)
     return pipe.constrained_caption(asked.image, template=asked.template, words=asked.words, **more)
 
 
-def _infill(name: str, pipe: SparseLaViDa, asked, sampling, rows: Rows) -> Result:
-    more = {"seed": rows.seed, "temperature": rows.temperature, "sampling": sampling}
+def _infill(name: str, pipe: SparseLaViDa, asked, sampling, callback, rows: Rows) -> Result:
+    more = {"seed": rows.seed, "temperature": rows.temperature, "sampling": sampling,
+            "callback": callback}  # fmt: skip
     return pipe.infill(rows.prompts, rows.shown, **more)
 
 
-def _ground(name: str, pipe: SparseLaViDa, asked, sampling) -> Result:
-    result = pipe.ground(asked.image, asked.phrases, seed=asked.seed or 0, sampling=sampling)
+def _ground(name: str, pipe: SparseLaViDa, asked, sampling, callback) -> Result:
+    more = {"seed": asked.seed or 0, "sampling": sampling, "callback": callback}
+    result = pipe.ground(asked.image, asked.phrases, **more)
     if asked.out is not None:
         image_files.write(
             asked.out, image_files.with_boxes(image_files.read(asked.image), result.boxes)
@@ -283,7 +290,7 @@ def _ground(name: str, pipe: SparseLaViDa, asked, sampling) -> Result:
     return result
 
 
-def _chat(name: str, pipe: SparseLaViDa, asked, sampling) -> None:
+def _chat(name: str, pipe: SparseLaViDa, asked, sampling, callback) -> None:
     talk = Conversation(pipe, asked.image, seed=asked.seed or 0, sampling=sampling)
     for line in sys.stdin:
         task, _, words = line.strip().partition(" ")
@@ -309,8 +316,8 @@ def _replay(asked: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     shown = getattr(asked, "image", None)
-    with _progress(pipe):
-        result = pipe.replay(record, shown)
+    with _progress() as callback:
+        result = pipe.replay(record, shown, callback=callback)
     _print(result, _save(result, asked.out), asked.json)
     return 0
 
@@ -367,11 +374,11 @@ def _print(result: Result, files: Sequence[pathlib.Path], as_json: bool) -> None
 
 
 @contextlib.contextmanager
-def _progress(pipe: SparseLaViDa) -> Iterator[None]:
+def _progress() -> Iterator[Callback]:
     """Shows the steps on a terminal, and nothing elsewhere."""
     console = rich.console.Console(stderr=True)
     if not console.is_terminal:
-        yield
+        yield lambda now: None
         return
     bar = rich.progress.Progress(
         "{task.description}", rich.progress.BarColumn(), rich.progress.MofNCompleteColumn(),
@@ -380,12 +387,8 @@ def _progress(pipe: SparseLaViDa) -> Iterator[None]:
     with bar:
         task = bar.add_task("starting", total=None)
 
-        def step(making: str, done: int, total: int) -> None:
-            note = " (compiling, once for each size)" if done == 0 else ""
-            bar.update(task, description=making + note, completed=done, total=total)
+        def step(now: Progress) -> None:
+            note = " (compiling, once for each size)" if now.steps == 0 else ""
+            bar.update(task, description=now.making + note, completed=now.steps, total=now.total)
 
-        pipe.on_step = step
-        try:
-            yield
-        finally:
-            pipe.on_step = None
+        yield step

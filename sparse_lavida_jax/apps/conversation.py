@@ -4,12 +4,12 @@
 from typing import Any
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.data.templates import TASKS, RequestError
-from sparse_lavida_jax.inference.requests import Shown
+from sparse_lavida_jax.data.templates import RequestError
+from sparse_lavida_jax.inference.requests import TASKS, Shown, spec_of
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.pipeline import SparseLaViDa
 
-DRAWING = ("generate", "edit", "inpaint", "outpaint", "reflect")
+DRAWING = tuple(task for task, spec in TASKS.items() if spec.draws)
 
 
 class Conversation:
@@ -49,32 +49,22 @@ class Conversation:
         """Does a task about the image on the table.
 
         Args:
-            task: one of `task_prompts.TASKS`.
+            task: a key of `requests.TASKS`.
             words: prompt, instruction, question or phrases (with semicolons between them).
-            more: what the task takes besides: a `mask`, a `box`, a `template`.
+            more: options of the task: a `mask`, a `box`, a `template`.
 
         Raises:
             RequestError: an unknown task, or one about an image where none is on the table.
         """
-        if task not in TASKS:
-            raise RequestError(f"there is no task {task!r}. Choose one of {', '.join(TASKS)}.")
+        spec = spec_of(task, {})
+        if spec.image == "needed" and self.image is None:
+            raise RequestError(f"{task!r} is about an image, and none was drawn or given yet.")
         given = {"seed": self.seed + len(self.turns), "sampling": self.sampling, **more}
-        result = self._call(task, words, given)
-        if task in DRAWING:
+        asked = [part.strip() for part in words.split(";")] if task == "ground" else words
+        shown = self.image if spec.image else None
+        requests = self.pipe.requests(task, asked if spec.words else None, shown, **given)
+        result = self.pipe.run(requests)
+        if spec.draws:
             self.image = result
         self.turns.append(result)
         return result
-
-    def _call(self, task: str, words: str, given: dict[str, Any]) -> Result:
-        does = getattr(self.pipe, task)
-        if task in ("generate", "reflect"):
-            return does(words, **given)
-        if task == "infill":
-            return does(words, self.image, **given)
-        if self.image is None and task not in ("ask", "reason"):
-            raise RequestError(f"{task!r} is about an image, and none was drawn or given yet.")
-        if task in ("caption", "constrained_caption"):
-            return does(self.image, **given)
-        if task == "ground":
-            return does(self.image, [part.strip() for part in words.split(";")], **given)
-        return does(self.image, words, **given)

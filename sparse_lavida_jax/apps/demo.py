@@ -20,7 +20,7 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.apps.serving import MISTAKES, Cancelled, QueueFull, Service, Ticket
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.data.templates import RequestError
-from sparse_lavida_jax.inference.batching import LARGEST_SEED
+from sparse_lavida_jax.inference.requests import LARGEST_SEED
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.sampling import options, presets
 

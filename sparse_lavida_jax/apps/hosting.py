@@ -10,7 +10,8 @@ import sys
 
 from sparse_lavida_jax import runtime
 from sparse_lavida_jax.apps.errors import DEFAULT_MODEL, UsageError
-from sparse_lavida_jax.apps.serving import Limits, ServedModel, Service
+from sparse_lavida_jax.apps.serving import Limits, Service
+from sparse_lavida_jax.pipeline import SparseLaViDa
 
 _SERVING = ("fastapi", "uvicorn", "python_multipart", "prometheus_client")
 PACKAGES: dict[str, tuple[str, ...]] = {"serve": _SERVING, "demo": (*_SERVING, "gradio")}
@@ -33,7 +34,7 @@ def run(name: str, asked: argparse.Namespace) -> int:
         from sparse_lavida_jax.apps import server
 
         runtime.keep_programs()
-        pipe = ServedModel.from_pretrained(asked.checkpoint or DEFAULT_MODEL)
+        pipe = SparseLaViDa.from_pretrained(asked.checkpoint or DEFAULT_MODEL)
         service = Service(pipe, Limits(waiting=asked.max_waiting))
         host, port = door.getsockname()[:2]
         app = server.make_app(service, _names(host, asked.host))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One model behind a queue: a request at a time, limits on what is asked, leave at any segment.
 
-    service = Service(ServedModel.from_pretrained("scenes"))
+    service = Service(SparseLaViDa.from_pretrained("scenes"))
     ticket = service.submit("generate", "a red circle above a blue square", seed=3)
     print(ticket.ahead, ticket.future.result().image, ticket.tokens)
 
@@ -22,15 +22,12 @@ from typing import Any
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import image_files
-from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.templates import RequestError, check_words
-from sparse_lavida_jax.inference.batching import tokens_passed
-from sparse_lavida_jax.inference.requests import Shown
+from sparse_lavida_jax.inference.requests import TASKS, Request, Shown
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sample import Progress
 
-PREVIEWED = ("generate", "edit", "inpaint", "outpaint", "reflect")  # tasks that make images
 # What a person can mend; everything else is an error of the program.
 MISTAKES = (RequestError, image_files.ImageError, config.ConfigError)
 CLOSE_SECONDS = 30.0  # most that closing waits for the segment that runs
@@ -61,29 +58,6 @@ class Limits:
     upload: int = 16 * 2**20
     images: int = 4
     new_tokens: int = 1024
-
-
-class ServedModel(SparseLaViDa):
-    """A pipeline that counts the tokens which it passes through the network.
-
-    Attributes:
-        tokens: of all rows since it was last set to 0, as planned: a text that ends early passes
-            fewer.
-    """
-
-    tokens = 0
-
-    def run(self, examples: Sequence[Example], *, sampling=None, **more: Any):
-        """Does what `Engine.run` does, and counts."""
-        responses = super().run(examples, sampling=sampling, **more)
-        for example in examples:
-            self.tokens += tokens_passed(
-                self.model.settings,
-                sampling or self.settings.sampling,
-                example,
-                self.prompts.text_block_len,
-            )
-        return responses
 
 
 class Ticket:
@@ -120,15 +94,15 @@ class Ticket:
         self._left.set()
         self.future.cancel()
 
-    def step(self, making: str, done: int, total: int) -> None:
+    def step(self, now: Progress) -> None:
         """Takes down the progress.
 
         Raises:
             Cancelled: nobody waits for the result any more.
         """
-        self.making, self.done, self.total = making, done, total
+        self.making, self.done, self.total = now.making, now.steps, now.total
         if self._left.is_set():
-            raise Cancelled(f"left after {done} of {total} steps of the {making}.")
+            raise Cancelled(f"left after {now.steps} of {now.total} steps of the {now.making}.")
 
 
 class Service:
@@ -143,7 +117,7 @@ class Service:
         tokens, seconds: of the requests that were done, by task.
     """
 
-    def __init__(self, pipe: ServedModel, limits: Limits | None = None):
+    def __init__(self, pipe: SparseLaViDa, limits: Limits | None = None):
         self.pipe = pipe
         self.limits = limits or Limits()
         self.counts: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -169,17 +143,19 @@ class Service:
             words: prompt, question, text or phrases; None where the task has none.
             shown: the image, if the task has one.
             preview: whether to look at the image between segments, which costs a decoding.
-            more: arguments of the task.
+            more: options of the task.
 
         Raises:
-            RequestError: it asks for more than the limits allow.
-            QueueFull: as many requests wait as may.
+            RequestError: it asks for more than the limits allow, or for what the model cannot do.
+            ImageError, ConfigError: see `SparseLaViDa.requests`.
+            QueueFull: the queue is full.
         """
         self._check(words, more)
-        given = {
-            "generate": (words,), "reflect": (words,), "infill": (words, shown),
-            "caption": (shown,), "constrained_caption": (shown,),
-        }.get(task, (shown, words))  # fmt: skip
+        try:
+            requests = self.pipe.requests(task, words, shown, **more)
+        except MISTAKES:
+            self.counts[task, "refused"] += 1
+            raise
         ticket = Ticket(self, task)
         with self._lock:
             if len(self._open) > self.limits.waiting:
@@ -188,7 +164,7 @@ class Service:
                     " moment."
                 )
             self._open.append(ticket)
-            ticket.future = self._device.submit(self._do, ticket, given, more, preview)
+            ticket.future = self._device.submit(self._do, ticket, requests, preview)
         ticket.future.add_done_callback(lambda _: self._close(ticket))
         return ticket
 
@@ -267,26 +243,24 @@ class Service:
             if asked is not None and not 1 <= asked <= most:
                 raise RequestError(f"{name}={asked} is out of range: 1 to {most}.")
 
-    def _do(
-        self, ticket: Ticket, given: tuple[Any, ...], more: dict[str, Any], preview: bool
-    ) -> Result:
+    def _do(self, ticket: Ticket, requests: Sequence[Request], preview: bool) -> Result:
         """Does a request; in the one thread of the device."""
         ticket.began = begin = time.monotonic()
-        self.pipe.on_step, self.pipe.tokens = ticket.step, 0
-        if preview and ticket.task in PREVIEWED:
-            height, width = more.get("size") or (1, 1)
+        height, width = requests[0].size or (1, 1)
+        looks = preview and TASKS[ticket.task].draws
 
-            def look(progress: Progress) -> None:
-                canvas = progress.canvas[0]
+        def look(now: Progress) -> None:
+            ticket.step(now)
+            if looks and now.steps and now.making == "image":
+                canvas = now.canvas[0]
                 rows = math.isqrt(len(canvas) * height // width)
                 ticket.preview = self.pipe.preview(canvas, rows)
 
-            more = {**more, "on_segment": look}
         try:
-            result = getattr(self.pipe, ticket.task)(*given, **more)
+            result = self.pipe.run(requests, look)
+            ticket.tokens = result.tokens_passed
         finally:
-            self.pipe.on_step = None
-            ticket.tokens, ticket.seconds = self.pipe.tokens, time.monotonic() - begin
+            ticket.seconds = time.monotonic() - begin
         return result
 
     def _close(self, ticket: Ticket) -> None:

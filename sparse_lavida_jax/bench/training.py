@@ -162,7 +162,7 @@ def _compare() -> None:
         )
     _measure_head(bench)
     rows = [row for row in read_rows(bench.suite) if row["run"] == bench.run]
-    print(f"\n{table.training_table(rows)}\n\n{table.head_table(rows)}")
+    print(f"\n{table.table('training', rows)}\n\n{table.table('head', rows)}")
 
 
 def _subject() -> tuple[config.Config, Denoiser, objectives.MakeExample]:
@@ -219,7 +219,7 @@ def _compile(settings: config.Config) -> None:
             known = ", ".join([*described.TRAINING, *described.SAMPLING])
             raise config.ConfigError(f"--targets={topology} is unknown: choose among {known}.")
     rows = [row for row in read_rows(bench.suite) if row["run"] == bench.run]
-    print(f"\n{table.aot_table(rows)}\n\n{table.aot_times_table(rows)}")
+    print(f"\n{table.table('aot', rows)}\n\n{table.table('projected', rows)}")
 
 
 def _compile_training(bench: Bench, settings, topology: str, batch: plan.Batch) -> None:

@@ -12,12 +12,11 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench import record
 from sparse_lavida_jax.data import markdown
-from sparse_lavida_jax.evals import scenes as exact
-from sparse_lavida_jax.inference.batching import tokens_passed
+from sparse_lavida_jax.evals import exact
+from sparse_lavida_jax.inference.engine import tokens_passed
 from sparse_lavida_jax.pipeline import SparseLaViDa
-from sparse_lavida_jax.scenes import digits, grammar, scoring, tasks, world
+from sparse_lavida_jax.scenes import digits, grammar, tasks, world
 from sparse_lavida_jax.training import metrics
 
 CHECK_PROMPTS = 48  # drawing prompts scored while training
@@ -59,20 +58,20 @@ def check(pipe: SparseLaViDa, path: pathlib.Path, prompts: Sequence[str] = ()) -
         prompts: what to draw of prepared data, whose images no program can judge.
     """
     if pipe.settings.data.source == "prepared":
-        drawn = pipe.draw(prompts) if prompts else []
+        drawn = pipe.generate(prompts).pixels if prompts else ()
         tiles = [Tile(pixels, prompt) for pixels, prompt in zip(drawn, prompts, strict=True)]
         if tiles:
             _save(sheet(tiles), path)
         return {}
     if pipe.settings.data.source == "digits":
         samples = [digits.sample(exact.EVAL_SEED, i, "test") for i in range(CHECK_PROMPTS)]
-        images = pipe.draw([s.prompt for s in samples])
+        images = pipe.generate([s.prompt for s in samples]).pixels
         judged = [digits.score(s, p) for s, p in zip(samples, images, strict=True)]
         scores = {"draw": float(np.mean([score.ok for score in judged]))}
     else:
         samples = [tasks.sample("draw", exact.EVAL_SEED, i, "test") for i in range(CHECK_PROMPTS)]
         images = exact.answer(pipe, samples)
-        judged = [scoring.score(s, p) for s, p in zip(samples, images, strict=True)]
+        judged = [tasks.score(s, p) for s, p in zip(samples, images, strict=True)]
         result = exact.tally("draw", samples, images)
         single = result.columns.get("single", (0, 0))
         scores = {
@@ -136,7 +135,7 @@ def write(pipe: SparseLaViDa, folder: pathlib.Path, *, step: int, seconds: float
         parts.append(f"Nearest-neighbour judge: {scores['draw']:.2f} of {CHECK_PROMPTS} right.")
     else:
         parts += _scene_sections(pipe, folder)
-    parts += ["## Speed", _speed(pipe), *_measured()]
+    parts += ["## Speed", _speed(pipe)]
     return _written(folder, parts)
 
 
@@ -185,22 +184,19 @@ def _scene_sections(pipe: SparseLaViDa, folder: pathlib.Path) -> list[str]:
 
 
 def _examples(task, samples, outputs, folder: pathlib.Path) -> str:
-    judged = [scoring.score(s, o) for s, o in zip(samples, outputs, strict=True)]
-    title = {"draw": "Drawn", "edit": "Edited", "answer": "Answered", "point": "Pointed"}.get(task)
+    judged = [tasks.score(s, o) for s, o in zip(samples, outputs, strict=True)]
+    title = tasks.TABLE[task].label
     if title is None:
         return ""
-    if task == "draw":
-        tiles = [Tile(o, s.prompt, j.ok) for s, o, j in zip(samples, outputs, judged, strict=True)]
-    else:
-        tiles = []
-        for s, o, j in zip(samples, outputs, judged, strict=True):
-            before = world.render(s.image)
-            if task == "edit":
-                tiles += [Tile(before, s.prompt), Tile(o, "->", j.ok)]
-            else:
-                if task == "point":
-                    before = _with_box(before, o)
-                tiles.append(Tile(before, f"{s.prompt} {o.strip()}", j.ok))
+    tiles = []
+    for s, o, j in zip(samples, outputs, judged, strict=True):
+        if isinstance(o, str):
+            shown = _with_box(world.render(s.image or world.EMPTY_SCENE), o)
+            tiles.append(Tile(shown, f"{s.prompt} {o.strip()}", j.ok))
+        elif s.image is None:
+            tiles.append(Tile(o, s.prompt, j.ok))
+        else:
+            tiles += [Tile(world.render(s.image), s.prompt), Tile(o, "->", j.ok)]
     name = f"images/{title.lower()}.png"
     _save(sheet(tiles), folder / name)
     return f"## {title}\n\n![{title.lower()}]({name})"
@@ -231,7 +227,7 @@ def _speed(pipe: SparseLaViDa) -> str:
     for run in range(SPEED_RUNS + 1):
         for name, taken in times.items():
             begin = time.perf_counter()
-            pipe.run(examples, sampling=samplings[name])
+            pipe.decode(examples, sampling=samplings[name])
             if run:  # the first compiles
                 taken.append(time.perf_counter() - begin)
     sparse, dense = (
@@ -248,23 +244,6 @@ def _speed(pipe: SparseLaViDa) -> str:
         f" **{dense / sparse:.1f} times faster**. Tokens passed through the model an image:"
         f" sparse {passed['sparse']}, dense {passed['dense']}."
     )
-
-
-def _measured() -> list[str]:
-    """What `bench.quality` measured of the models of `configs/`."""
-    rows = [row for row in record.read_rows("quality") if row["task"] in ("draw", "edit")]
-    if not rows:
-        return []
-    columns = ("model", "preset", "task", "share right", "95 % interval", "attribute precision")
-    lines = []
-    for row in sorted(rows, key=lambda row: (row["task"], row["model"], row["method"])):
-        low, high = row["interval_95"]
-        precision = row["attribute_precision"]
-        lines.append((
-            row["model"], row["method"], row["task"], f"{row['share']:.2f}",
-            f"{low:.2f} to {high:.2f}", "" if precision is None else f"{precision:.2f}",
-        ))  # fmt: skip
-    return ["## Measured before: models of `configs/`", markdown.table(columns, lines)]
 
 
 def _shown(pixels: np.ndarray) -> np.ndarray:

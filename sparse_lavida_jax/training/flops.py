@@ -15,24 +15,11 @@ from jaxtyping import Int
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.diffusion import Corrupted
+from sparse_lavida_jax.kernels import devices
 from sparse_lavida_jax.layout import Stream, TokenLayout
 from sparse_lavida_jax.visibility import PAD_BLOCK, AnyArray
 
-# Dense bfloat16 products a second, by what `device_kind` begins with; from the makers' tables.
-PEAKS = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5": 459e12,
-    "TPU v6 lite": 918e12,
-    "TPU v6e": 918e12,
-    "TPU7x": 2307e12,
-    "NVIDIA A100": 312e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA B200": 2250e12,
-    "NVIDIA GB200": 2500e12,
-}
+STREAMS = ("understanding", "generation")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +41,8 @@ class Work:
 
 def peak(device_kind: str) -> float | None:
     """Returns what a device can do a second; None for one that is not in the table."""
-    found = [name for name in PEAKS if device_kind.startswith(name)]
-    return PEAKS[max(found, key=len)] if found else None
+    device = devices.device(device_kind)
+    return None if device is None else device.flops
 
 
 def work_of(batch: Corrupted, model: config.Model, trained: float = 1.0) -> Work:
@@ -77,8 +64,8 @@ def work_of(batch: Corrupted, model: config.Model, trained: float = 1.0) -> Work
     products = pairs = 0.0
     for name, stream in held.items():
         layers = model.num_joint_layers + (model.num_split_layers if name in last else 0)
-        products += layers * tokens[name] * _layer_size(name, model)
-        products += with_loss[name] * _head_size(name, model)
+        products += layers * tokens[name] * layer_size(name, model)
+        products += with_loss[name] * head_size(name, model)
         if name in last:
             pairs += model.num_split_layers * _visible_pairs([stream])
     products += tokens.get("generation", 0) * _embedding_size(model)
@@ -130,7 +117,7 @@ def _heads(model: config.Model) -> int:
     return model.num_heads * model.head_dim
 
 
-def _layer_size(stream: str, model: config.Model) -> int:
+def layer_size(stream: str, model: config.Model) -> int:
     """Numbers in the matrices that a token of a stream meets in one layer."""
     if stream == "understanding":
         width, hidden = model.width, model.mlp_hidden
@@ -139,7 +126,7 @@ def _layer_size(stream: str, model: config.Model) -> int:
     return 4 * width * _heads(model) + 3 * width * hidden
 
 
-def _head_size(stream: str, model: config.Model) -> int:
+def head_size(stream: str, model: config.Model) -> int:
     """Numbers in the matrices that a token with a loss meets behind the layers."""
     if stream == "understanding":
         return model.width * model.vocab_size

@@ -17,7 +17,7 @@ from PIL import Image
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.inference import engine
-from sparse_lavida_jax.inference.results import Result, Source
+from sparse_lavida_jax.inference.results import Origin, Result
 from sparse_lavida_jax.scenes import tasks, world
 
 gr = pytest.importorskip(
@@ -27,7 +27,8 @@ gr = pytest.importorskip(
 from serving_on_loopback import served  # noqa: E402
 
 from sparse_lavida_jax.apps import demo, server  # noqa: E402
-from sparse_lavida_jax.apps.serving import ServedModel, Service  # noqa: E402
+from sparse_lavida_jax.apps.serving import Service  # noqa: E402
+from sparse_lavida_jax.pipeline import SparseLaViDa  # noqa: E402
 
 MILLISECONDS = 60_000  # until a test gives up; the first image is compiled
 PASSED = "tokens through the network"
@@ -38,7 +39,7 @@ ARGUMENTS = ["--no-sandbox", "--use-angle=swiftshader", "--enable-unsafe-swiftsh
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
     folder = stand_ins.model_of_every_task(tmp_path_factory.mktemp("demo") / "tiny")
-    pipe = ServedModel.from_pretrained(folder)
+    pipe = SparseLaViDa.from_pretrained(folder)
     return Service(pipe.with_sampling(dataclasses.replace(pipe.settings.sampling, plan=False)))
 
 
@@ -315,6 +316,6 @@ def test_what_is_painted_is_the_mask():
 
 def test_boxes_are_drawn_where_the_model_named_any():
     boxes = ((1.2, 2, 3.7, 4), None)
-    found = Result("ground", ("a", "b"), (0, 0), config.Sampling(), Source(), {}, boxes=boxes)
+    found = Result("ground", ("a", "b"), (0, 0), config.Sampling(), Origin(), {}, boxes=boxes)
     image = np.zeros((6, 6, 3), np.uint8)
     assert demo._marked(image, found)[1] == [((1, 2, 4, 4), "a")]

@@ -29,7 +29,8 @@ openai = pytest.importorskip("openai", reason=WHY)
 from serving_on_loopback import served  # noqa: E402
 
 from sparse_lavida_jax.apps import server  # noqa: E402
-from sparse_lavida_jax.apps.serving import Limits, ServedModel, Service  # noqa: E402
+from sparse_lavida_jax.apps.serving import Limits, Service  # noqa: E402
+from sparse_lavida_jax.pipeline import SparseLaViDa  # noqa: E402
 
 PROMPT = "a red circle above a blue square"
 QUICK = {"steps": 2, "seed": 3}
@@ -42,7 +43,7 @@ slow_test = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
     folder = stand_ins.model_of_every_task(tmp_path_factory.mktemp("serve") / "tiny")
-    pipe = ServedModel.from_pretrained(folder)
+    pipe = SparseLaViDa.from_pretrained(folder)
     pipe = pipe.with_sampling(dataclasses.replace(pipe.settings.sampling, plan=False))
     return Service(pipe, Limits(upload=200_000))
 

@@ -181,7 +181,7 @@ def history(model, request, segments, settings, draws=None):
         passes = now.steps
 
     last = traces.finished(
-        model, [request], one_by_one(segments), settings, draws=draws, on_segment=show
+        model, [request], one_by_one(segments), settings, draws=draws, callback=show
     )
     return np.stack(shown), last[0], passes
 

@@ -12,6 +12,7 @@ import sys
 import numpy as np
 import pytest
 import rich.console
+import staged
 
 import sparse_lavida_jax
 from sparse_lavida_jax import cli, config, main
@@ -19,8 +20,8 @@ from sparse_lavida_jax.apps import commands, doctor
 from sparse_lavida_jax.apps.errors import UsageError
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.data import image_files
-from sparse_lavida_jax.data.templates import TASKS
-from sparse_lavida_jax.inference.results import Result, Source
+from sparse_lavida_jax.inference.requests import TASKS
+from sparse_lavida_jax.inference.results import Origin, Result
 from sparse_lavida_jax.pipeline import SparseLaViDa
 
 IMAGE = np.full((4, 6, 3), 9, np.uint8)
@@ -42,7 +43,7 @@ def asked(monkeypatch, tmp_path):
             calls.append((task, given, more))
             drawn = {"pixels": (IMAGE,), "records": ({},)} if task == "generate" else {}
             return Result(
-                task, ("a",), (0,), config.Sampling(), Source(), {}, texts=("b",), **drawn
+                task, ("a",), (0,), config.Sampling(), Origin(), {}, texts=("b",), **drawn
             )
 
     def load(name, batch_size):
@@ -59,7 +60,7 @@ class Unloaded(SparseLaViDa):
     settings = config.Config()
 
     def __init__(self):
-        self.on_step = None
+        pass
 
 
 def run(*words):
@@ -290,17 +291,15 @@ def test_a_batch_with_a_mistake_names_the_line(tmp_path, text, told):
 
 
 def test_steps_are_shown_on_a_terminal_and_nowhere_else(monkeypatch, capsys):
-    pipe = Unloaded()
-    with commands._progress(pipe):
-        assert pipe.on_step is None
+    with commands._progress() as callback:
+        callback(staged.after("image", 0))
     assert capsys.readouterr().err == ""
     screen = io.StringIO()
     console = rich.console.Console(file=screen, force_terminal=True)
     monkeypatch.setattr(rich.console, "Console", lambda **_: console)
-    with commands._progress(pipe):
-        pipe.on_step("image", 0, 8)
-        pipe.on_step("image", 8, 8)
-    assert pipe.on_step is None
+    with commands._progress() as callback:
+        callback(staged.after("image", 0))
+        callback(staged.after("image", 3))
     assert "image" in screen.getvalue()
 
 
@@ -318,7 +317,7 @@ def test_the_doctor_says_what_fits(capsys):
 def test_results_are_saved_with_what_drew_them(tmp_path):
     record = {"seed": 3}
     result = Result(
-        "generate", ("a",), (3,), config.Sampling(), Source("scenes", "ab"), {"image": 1.0},
+        "generate", ("a",), (3,), config.Sampling(), Origin("scenes", "ab"), {"image": 1.0},
         pixels=(IMAGE,), records=(record,),
     )  # fmt: skip
     result.save(tmp_path / "a.png")

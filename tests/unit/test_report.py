@@ -9,9 +9,8 @@ import stand_ins
 from PIL import Image
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.evals import report
-from sparse_lavida_jax.evals import scenes as exact
-from sparse_lavida_jax.inference import batching
+from sparse_lavida_jax.evals import exact, report
+from sparse_lavida_jax.inference import engine
 from sparse_lavida_jax.scenes import digits, tasks, world
 from sparse_lavida_jax.training import metrics
 
@@ -149,7 +148,7 @@ def counted():
 
 def passed_by(pipe, sampling, example):
     block = pipe.settings.data.text_block_len
-    return batching.tokens_passed(pipe.settings.model, sampling, example, block)
+    return engine.tokens_passed(pipe.settings.model, sampling, example, block)
 
 
 @pytest.mark.parametrize(

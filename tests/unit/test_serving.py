@@ -90,7 +90,6 @@ def test_errors_reach_who_asked_and_no_other(service):
     assert isinstance(tickets[1].future.exception(staged.PATIENCE), ZeroDivisionError)
     assert tickets[2].future.result(staged.PATIENCE).text == "b"
     assert {outcome for _, outcome in service.counts} == {"refused", "failed", "done"}
-    assert service.pipe.on_step is None
 
 
 def test_closing_leaves_what_runs_and_what_waits(service):
