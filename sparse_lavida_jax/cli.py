@@ -25,6 +25,7 @@ from sparse_lavida_jax.apps.errors import DEFAULT_MODEL, MISTAKES, UsageError
 from sparse_lavida_jax.apps.tasks import FORMS
 from sparse_lavida_jax.apps.terminal import say
 from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.inference.requests import TASKS
 from sparse_lavida_jax.main import MISTAKE, STOPPED
 from sparse_lavida_jax.version import __version__
 
@@ -185,7 +186,8 @@ OPTIONS = {
         "--box", type=_box, excludes="hole", help="where to draw: x1,y1,x2,y2 in pixels"
     ),
     "place": _option(
-        "--box", type=_box,
+        "--box",
+        type=_box,
         help="where the image stands in the new one: x1,y1,x2,y2 in pixels of that, by default"
         " its middle; any other shape is a --mask of `inpaint`, on a canvas with room around",
     ),
@@ -194,7 +196,9 @@ OPTIONS = {
     "template": _option("--template", help="the text with gaps: ___ one token, {4} four"),
     "words": _option("--words", nargs="+", default=[], help="that must occur, in this order"),
     "batch": _option(
-        "--batch", **_FILE, metavar="FILE",
+        "--batch",
+        **_FILE,
+        metavar="FILE",
         help='.txt: a prompt a line; .jsonl: {"prompt": ..., "image": ..., "seed": ...,'
         ' "temperature": ..., "guidance": ...} a line, of which all but the prompt may be left out',
     ),
@@ -212,17 +216,22 @@ OPTIONS = {
         "--steps", "--num-inference-steps", type=int, help="of an image, or of a text block"
     ),
     "sampler": _option(
-        "--sampler", metavar="PRESET",
+        "--sampler",
+        metavar="PRESET",
         help=f"one of {', '.join((*config.PRESETS, *config.TEXT_PRESETS))}",
     ),
     "registers": _option(
-        "--registers", type=_registers, metavar="M[:END]",
+        "--registers",
+        type=_registers,
+        metavar="M[:END]",
         help="how many are passed; 64:8 falls from 64 to 8; by default as trained",
     ),
     "temperature": _option("--temperature", type=float, help="0: the most probable"),
     "quantize": _option("--quantize", help=f"matrices in 8 bits: {', '.join(config.QUANTIZED)}"),
     "guidance": _option(
-        "--guidance", "--guidance-scale", type=float,
+        "--guidance",
+        "--guidance-scale",
+        type=float,
         help="scale of classifier-free guidance; 0: none",
     ),
     "order": _option("--order", help="in which cells are decoded: stratified, halton, ..."),
@@ -256,13 +265,21 @@ OPTIONS = {
         "--max-waiting", type=int, default=8, metavar="N", help="requests; more are refused"
     ),
     "warmup": _option("--warmup", action="store_true", help="compile before the first request"),
-}  # fmt: skip
+}
 
 _MODEL = ("seed", "checkpoint", "batch_size", "json", "debug")
 _SAMPLING = ("steps", "sampler", "registers", "temperature", "quantize")
 _DRAWING = (
-    "out", "grid", "save_steps", "num_images", "plan", "no_plan", "guidance", "order", "vq_dtype",
-)  # fmt: skip
+    "out",
+    "grid",
+    "save_steps",
+    "num_images",
+    "plan",
+    "no_plan",
+    "guidance",
+    "order",
+    "vq_dtype",
+)
 _HOSTING = ("checkpoint", "host", "port", "max_waiting", "warmup", "debug")
 
 
@@ -279,13 +296,7 @@ COMMANDS = {
     name: Command(
         form.does,
         form.example,
-        (
-            *form.options,
-            *(("batch",) if form.batch else ()),
-            *(_DRAWING if form.draws else ()),
-            *_SAMPLING,
-            *_MODEL,
-        ),
+        (*form.options, *(_DRAWING if TASKS[name].draws else ()), *_SAMPLING, *_MODEL),
     )
     for name, form in FORMS.items()
 } | {

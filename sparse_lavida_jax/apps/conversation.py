@@ -4,16 +4,15 @@
 from typing import Any
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.data.templates import TASKS, RequestError
-from sparse_lavida_jax.inference.requests import Shown
+from sparse_lavida_jax.data.templates import RequestError
+from sparse_lavida_jax.inference.engine import Callback
+from sparse_lavida_jax.inference.requests import TASKS, Shown
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.pipeline import SparseLaViDa
 
-DRAWING = ("generate", "edit", "inpaint", "outpaint", "reflect")
-
 
 class Conversation:
-    """Turns of any tasks; what is drawn is what the next turn is about.
+    """Turns of any tasks; the image that was drawn last is what the next turn is about.
 
         talk = Conversation(pipe)
         talk.say("generate", "a red circle above a blue square")
@@ -45,36 +44,33 @@ class Conversation:
         self.sampling = sampling
         self.turns: list[Result] = []
 
-    def say(self, task: str, words: str = "", **more: Any) -> Result:
+    def say(
+        self, task: str, words: str = "", *, callback: Callback | None = None, **more: Any
+    ) -> Result:
         """Does a task about the image on the table.
 
         Args:
-            task: one of `task_prompts.TASKS`.
+            task: one of `inference.requests.TASKS`.
             words: prompt, instruction, question or phrases (with semicolons between them).
-            more: what the task takes besides: a `mask`, a `box`, a `template`.
+            callback: see `SparseLaViDa.run`.
+            more: other options of the task, such as a `mask`, a `box` or a `template`.
 
         Raises:
             RequestError: an unknown task, or one about an image where none is on the table.
         """
         if task not in TASKS:
             raise RequestError(f"there is no task {task!r}. Choose one of {', '.join(TASKS)}.")
-        given = {"seed": self.seed + len(self.turns), "sampling": self.sampling, **more}
-        result = self._call(task, words, given)
-        if task in DRAWING:
+        spec, about = TASKS[task], [part.strip() for part in words.split(";")]
+        if spec.image == "needed" and self.image is None:
+            raise RequestError(f"{task!r} is about an image, and none was drawn or given yet.")
+        requests = self.pipe.requests(
+            task,
+            (about if spec.makes == "boxes" else words) if spec.words else None,
+            self.image if spec.image else None,
+            **{"seed": self.seed + len(self.turns), "sampling": self.sampling, **more},
+        )
+        result = self.pipe.run(requests, callback=callback)
+        if spec.draws:
             self.image = result
         self.turns.append(result)
         return result
-
-    def _call(self, task: str, words: str, given: dict[str, Any]) -> Result:
-        does = getattr(self.pipe, task)
-        if task in ("generate", "reflect"):
-            return does(words, **given)
-        if task == "infill":
-            return does(words, self.image, **given)
-        if self.image is None and task not in ("ask", "reason"):
-            raise RequestError(f"{task!r} is about an image, and none was drawn or given yet.")
-        if task in ("caption", "constrained_caption"):
-            return does(self.image, **given)
-        if task == "ground":
-            return does(self.image, [part.strip() for part in words.split(";")], **given)
-        return does(self.image, words, **given)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `sparse-lavida serve` and `demo` do: an address, a model behind it, until interrupted."""
+"""What `sparse-lavida serve` and `demo` do: they serve a model at an address until interrupted."""
 
 import argparse
 import errno
@@ -10,7 +10,9 @@ import sys
 
 from sparse_lavida_jax import runtime
 from sparse_lavida_jax.apps.errors import DEFAULT_MODEL, UsageError
-from sparse_lavida_jax.apps.serving import Limits, ServedModel, Service
+from sparse_lavida_jax.apps.serving import Limits, Service
+from sparse_lavida_jax.apps.terminal import say
+from sparse_lavida_jax.pipeline import SparseLaViDa
 
 _SERVING = ("fastapi", "uvicorn", "python_multipart", "prometheus_client")
 PACKAGES: dict[str, tuple[str, ...]] = {"serve": _SERVING, "demo": (*_SERVING, "gradio")}
@@ -21,7 +23,7 @@ def run(name: str, asked: argparse.Namespace) -> int:
     """Serves until it is interrupted.
 
     Raises:
-        UsageError: an extra package is missing, or the address is not to be had.
+        UsageError: an extra package is missing, or the address cannot be used.
         CheckpointError: there is no such model.
     """
     _check_packages(name)
@@ -33,7 +35,7 @@ def run(name: str, asked: argparse.Namespace) -> int:
         from sparse_lavida_jax.apps import server
 
         runtime.keep_programs()
-        pipe = ServedModel.from_pretrained(asked.checkpoint or DEFAULT_MODEL)
+        pipe = SparseLaViDa.from_pretrained(asked.checkpoint or DEFAULT_MODEL)
         service = Service(pipe, Limits(waiting=asked.max_waiting))
         host, port = door.getsockname()[:2]
         app = server.make_app(service, _names(host, asked.host))
@@ -56,7 +58,7 @@ def listen(host: str, port: int) -> socket.socket:
     """Returns a socket at an address; taken before a model is loaded, which takes long.
 
     Raises:
-        UsageError: the address is not to be had.
+        UsageError: the address cannot be used.
     """
     if not 0 <= port <= 65535:
         raise UsageError(f"--port={port} is out of range: 0 to 65535; 0 takes a free one.")
@@ -95,11 +97,10 @@ def _names(host: str, asked: str) -> tuple[str, ...]:
 
 def _tell(name: str, host: str, port: int) -> None:
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    what = "the page is at" if name == "demo" else "OpenAI's clients find it at"
-    print(f"{what} {address}{'' if name == 'demo' else '/v1'} (Ctrl-C ends it)", flush=True)
+    where = {
+        "demo": f"the page is at {address}",
+        "serve": f"OpenAI's clients find it at {address}/v1",
+    }[name]
+    print(f"{where} (Ctrl-C ends it)", flush=True)
     if not _is_loopback(host):
-        print(
-            "sparse_lavida_jax: everybody who reaches this machine can use it; there is no"
-            " password.",
-            file=sys.stderr,
-        )
+        say("everybody who reaches this machine can use it; there is no password.")

@@ -308,7 +308,7 @@ def test_an_error_of_ours_has_no_traceback_unless_asked_for(complaint, monkeypat
     def broken(*_, **__):
         raise ZeroDivisionError("x")
 
-    monkeypatch.setattr(SparseLaViDa, "generate", broken)
+    monkeypatch.setattr(SparseLaViDa, "run", broken)
     assert "an error of the program: ZeroDivisionError: x" in complaint("generate", "a", code=1)
     with pytest.raises(ZeroDivisionError):
         cli.main(["sparse-lavida", "generate", "a", f"--checkpoint={model}", "--debug"])
