@@ -258,7 +258,7 @@ OPTIONS = {
     "source": _option(
         "--image", "--picture", help="that it was drawn after; by default the file recorded"
     ),
-    "first_image": _option("--image", "--picture", help="on the table at first"),
+    "first_image": _option("--image", "--picture", help="that the first line is about"),
     "host": _option("--host", default="127.0.0.1", help="by default only this machine reaches it"),
     "port": _option("--port", type=int, default=8000, help="0: any that is free"),
     "max_waiting": _option(

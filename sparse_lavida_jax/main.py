@@ -69,7 +69,7 @@ def run(argv: list[str]) -> int:
     """Runs a command line and returns the exit code of what was done, or stopped and saved.
 
     Raises:
-        any of OURS: what could not be done; the message says why.
+        one of OURS: something could not be done; the message says why.
     """
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()  # grain asks for flags of its own

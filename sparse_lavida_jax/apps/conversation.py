@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A conversation: tasks that take turns, all about the image that is on the table."""
+"""A conversation: tasks that take turns, all about the current image."""
 
 from typing import Any
 
@@ -21,12 +21,12 @@ class Conversation:
 
     Args:
         pipe: what does the tasks.
-        image: on the table at first, if any.
+        image: the first one, if any.
         seed: of the first turn; every turn has the next one.
         sampling: of all turns.
 
     Attributes:
-        image: on the table now.
+        image: the current one.
         turns: what was returned so far.
     """
 
@@ -47,7 +47,7 @@ class Conversation:
     def say(
         self, task: str, words: str = "", *, callback: Callback | None = None, **more: Any
     ) -> Result:
-        """Does a task about the image on the table.
+        """Does a task about the current image.
 
         Args:
             task: one of `inference.requests.TASKS`.
@@ -56,7 +56,7 @@ class Conversation:
             more: other options of the task, such as a `mask`, a `box` or a `template`.
 
         Raises:
-            RequestError: an unknown task, or one about an image where none is on the table.
+            RequestError: an unknown task, or one that needs an image before there is one.
         """
         if task not in TASKS:
             raise RequestError(f"there is no task {task!r}. Choose one of {', '.join(TASKS)}.")

@@ -50,7 +50,7 @@ def mounted(app: fastapi.FastAPI, service: Service, host: str, port: int) -> fas
         server_name=host,
         server_port=port,
         max_file_size=service.limits.upload,
-        show_error=False,  # sentences of ours are shown anyway
+        show_error=False,  # our own sentences are shown anyway
         run_history=False,
         footer_links=[],
         ssr_mode=False,

@@ -70,7 +70,7 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         reasons = {
             errno.EADDRINUSE: "another program has it: choose another with --port, or 0 for any",
-            errno.EACCES: "ports below 1024 want an administrator: choose another with --port",
+            errno.EACCES: "ports below 1024 need an administrator: choose another with --port",
             errno.EADDRNOTAVAIL: "it is no address of this machine: --host=127.0.0.1 always is",
         }
         reason = reasons.get(error.errno or 0, error.strerror or str(error))

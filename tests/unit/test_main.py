@@ -225,9 +225,9 @@ def test_sampling_writes_an_image_with_the_settings_of_the_checkpoint(folder, mo
     fake = types.SimpleNamespace(SparseLaViDa=Pipeline)
     monkeypatch.setitem(main.sys.modules, "sparse_lavida_jax.pipeline", fake)
     words = ["--mode=sample", "--checkpoint=trained", "--prompt=a red circle", "--seed=3"]
-    words += ["--out=out/picture.png", "--config.sampling.temperature=0.5"]
+    words += ["--out=out/image.png", "--config.sampling.temperature=0.5"]
     assert main.main(["main", *words]) == 0
-    assert (folder / "out" / "picture.png").is_file()
+    assert (folder / "out" / "image.png").is_file()
     assert asked["prompts"] == ["a red circle"]
     assert asked["sampling"] == config.Sampling(num_steps=5, temperature=0.5)
     assert (asked["name"], asked["seed"]) == ("trained", 3)
