@@ -14,7 +14,7 @@ class TaskForm:
     Attributes:
         does: what it does, for the overview of the commands.
         example: a command line, after the name of the task.
-        options: what its command takes besides the options of all tasks (`cli.OPTIONS`).
+        options: keys of what its command takes besides the options of all tasks (`cli.OPTIONS`).
         label: of its tab on the page; empty where it has none of its own.
         words: label of the box for the words, and what it holds at first.
         info: what to know about the words.
@@ -24,7 +24,7 @@ class TaskForm:
 
     does: str
     example: str
-    options: tuple[str, ...]
+    options: str
     label: str = ""
     words: tuple[str, str] = ("", "")
     info: str = ""
@@ -34,49 +34,49 @@ class TaskForm:
     @property
     def takes_image(self) -> bool:
         """Whether an image can stand before the words on the command line."""
-        return "image" in self.options
+        return "image" in self.options.split()
 
 
 FORMS = {
     "generate": TaskForm(
         "draw images",
         f"{_CIRCLE} --out out.png --save-steps steps.gif",
-        ("prompt", "size", "replay", "batch"),
+        "prompt size replay batch",
         label="Draw",
         words=("Prompt", "a red circle above a blue square"),
     ),
     "edit": TaskForm(
         "change an image as told",
         'out.png "make the red circle green" --out edited.png',
-        ("image", "prompt", "batch"),
+        "image prompt batch",
         label="Edit",
         words=("Instruction", "make the red circle green"),
     ),
     "inpaint": TaskForm(
         "draw a part of an image again",
         f"out.png {_CIRCLE} --box 0,0,48,48 --out inpainted.png",
-        ("image", "prompt", "mask", "hole", "batch"),
+        "image prompt mask hole batch",
         label="Inpaint",
         words=("What the whole image shows", ""),
     ),
     "outpaint": TaskForm(
         "draw what surrounds an image",
         f"out.png {_CIRCLE} --box 16,16,80,80 --out outpainted.png",
-        ("image", "prompt", "place", "batch"),
+        "image prompt place batch",
         label="Outpaint",
         words=("What the whole new image shows", ""),
     ),
     "reflect": TaskForm(
         "draw, judge what was drawn, and draw again",
         f"{_CIRCLE} --rounds 3 --out out.png",
-        ("prompt", "rounds", "batch"),
+        "prompt rounds batch",
         label="Draw and judge",
         words=("Prompt", "two blue squares and a red circle"),
     ),
     "ask": TaskForm(
         "answer a question about an image",
         'out.png "how many squares are there?"',
-        ("image", "prompt", "max_new_tokens", "batch"),
+        "image prompt max_new_tokens batch",
         label="Ask",
         words=("Question", "how many squares are there?"),
         result="Answer",
@@ -84,12 +84,12 @@ FORMS = {
     "reason": TaskForm(
         "answer a question step by step",
         'out.png "how many red things plus how many squares?"',
-        ("image", "prompt", "max_new_tokens", "batch"),
+        "image prompt max_new_tokens batch",
     ),
     "caption": TaskForm(
         "describe an image, freely or in given words",
         'out.png --template "a ___ red circle and a ___ ___ square"',
-        ("needed_image", "template", "words"),
+        "needed_image template words",
         label="Describe",
         words=("In these words, if any", ""),
         info="___ is a gap of one token, {4} one of four: a ___ red circle",
@@ -98,7 +98,7 @@ FORMS = {
     "infill": TaskForm(
         "fill the gaps of a text",
         '"a red circle is ___ {2} blue square" --image out.png',
-        ("prompt", "shown", "batch"),
+        "prompt shown batch",
         label="Fill gaps",
         words=("Text with gaps", "a red circle is ___ a blue square"),
         info="___ is a gap of one token, {4} one of four; an image is not needed",
@@ -108,7 +108,7 @@ FORMS = {
     "ground": TaskForm(
         "find things in an image",
         'out.png "red circle" "blue square" --out boxes.png',
-        ("needed_image", "phrases", "boxes"),
+        "needed_image phrases boxes",
         label="Find",
         words=("What to find, one a line", "blue square"),
         result="Found",
