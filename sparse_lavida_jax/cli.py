@@ -199,60 +199,66 @@ _LINES = (
 _CHECKPOINT = f"a model folder, a run directory or a bundled model; by default {DEFAULT_MODEL}"
 OPTIONS = {
     # What a task is about.
-    "prompt": Option("prompt", "in words", nargs="?"),
+    "prompt": Option("prompt", "what is wanted, in words", nargs="?"),
     "image": Option("image", "PNG, JPEG or WebP", nargs="?"),
     "needed_image": Option("image", "PNG, JPEG or WebP"),
-    "shown": Option("--image --picture", "that the text is about"),
+    "shown": Option("--image --picture", "the image that the text is about"),
     "phrases": Option("phrases", "what to find", nargs="+"),
     "size": Option("--size", "height x width in pixels, such as 512x512", _size),
-    "mask": Option("--mask", "white where to draw", Path, group="hole"),
+    "mask": Option("--mask", "an image that is white where to draw", Path, group="hole"),
     "hole": Option("--box", "where to draw: x1,y1,x2,y2 in pixels", _box, group="hole"),
     "place": Option("--box", _PLACE, _box),
     "rounds": Option("--rounds", "most attempts at an image", int, 3),
-    "max_new_tokens": Option("--max-new-tokens", "room for the answer", int),
-    "template": Option("--template", "the text with gaps: ___ one token, {4} four"),
-    "words": Option("--words", "that must occur, in this order", default=[], nargs="+"),
+    "max_new_tokens": Option("--max-new-tokens", "room for the answer, in tokens", int),
+    "template": Option("--template", "the text with gaps: ___ is one token, {4} four"),
+    "words": Option("--words", "words that must occur, in this order", default=[], nargs="+"),
     "batch": Option("--batch", _LINES, Path, metavar="FILE"),
     # Results.
-    "out": Option("--out", "a file", Path, Path("out.png")),
+    "out": Option("--out", "the file to write", Path, Path("out.png")),
     "boxes": Option("--out", "the image with the boxes in it", Path),
-    "turns": Option("--out", "a folder", Path, Path("turns")),
-    "grid": Option("--grid", "all images on one sheet", None),
-    "save_steps": Option("--save-steps", "the unmasking of the first image", Path, metavar="GIF"),
+    "turns": Option("--out", "the folder to write to", Path, Path("turns")),
+    "grid": Option("--grid", "put all images on one sheet", None),
+    "save_steps": Option("--save-steps", "write how the first image unmasks", Path, metavar="GIF"),
     "json": Option("--json", "print results for programs", None),
     # Sampling.
-    "steps": Option("--steps --num-inference-steps", "of an image, or of a text block", int),
-    "sampler": Option("--sampler", f"one of {_PRESETS}", metavar="PRESET"),
+    "steps": Option("--steps --num-inference-steps", "steps of an image or a text block", int),
+    "sampler": Option("--sampler", f"how steps are made: {_PRESETS}", metavar="PRESET"),
     "registers": Option(
         "--registers",
-        "how many are passed; 64:8 falls from 64 to 8; by default as trained",
+        "how many are used; 64:8 falls from 64 to 8; by default as trained",
         _registers,
         metavar="M[:END]",
     ),
-    "temperature": Option("--temperature", "0: the most probable", float),
-    "quantize": Option("--quantize", f"matrices in 8 bits: {', '.join(config.QUANTIZED)}"),
+    "temperature": Option(
+        "--temperature", "how random draws are; 0 takes the most probable", float
+    ),
+    "quantize": Option("--quantize", f"run matrices in 8 bits: {', '.join(config.QUANTIZED)}"),
     "guidance": Option(
         "--guidance --guidance-scale", "scale of classifier-free guidance; 0: none", float
     ),
     "order": Option("--order", "in which cells are decoded: stratified, halton, ..."),
     "plan": Option("--plan", "the layout to follow, in place of the model's own", group="plan"),
     "no_plan": Option("--no-plan", "do not lay the image out first", None, group="plan"),
-    "num_images": Option("--num-images", "of each prompt", int, 1, "N"),
-    "vq_dtype": Option("--vq-dtype", f"of the decoder of images: {' or '.join(config.VQ_DTYPES)}"),
-    "seed": Option("--seed", "of the first row; by default 0", int),
+    "num_images": Option("--num-images", "images of each prompt", int, 1, "N"),
+    "vq_dtype": Option(
+        "--vq-dtype", f"number type of the image decoder: {' or '.join(config.VQ_DTYPES)}"
+    ),
+    "seed": Option("--seed", "seed of the first row; by default 0", int),
     # The model, and how it is served.
     "checkpoint": Option("--checkpoint", _CHECKPOINT),
     "batch_size": Option("--batch-size", "most rows decoded together", int, 16),
     "debug": Option("--debug", "show where an error comes from", None),
-    "replay": Option("--replay", "draw this one again", Path, metavar="PNG"),
-    "replayed": Option("replay", "to draw again", Path, metavar="PNG"),
+    "replay": Option("--replay", "draw this image again", Path, metavar="PNG"),
+    "replayed": Option("replay", "the image to draw again", Path, metavar="PNG"),
     "source": Option(
-        "--image --picture", "that it was drawn after; by default the file that is recorded"
+        "--image --picture", "the image it was drawn after; by default the recorded file"
     ),
-    "first_image": Option("--image --picture", "that the first line is about"),
-    "host": Option("--host", "by default only this machine reaches it", default="127.0.0.1"),
-    "port": Option("--port", "0: any that is free", int, 8000),
-    "max_waiting": Option("--max-waiting", "requests; more are refused", int, 8, "N"),
+    "first_image": Option("--image --picture", "the image that the first line is about"),
+    "host": Option(
+        "--host", "address; by default only this machine reaches it", default="127.0.0.1"
+    ),
+    "port": Option("--port", "port; 0 takes any that is free", int, 8000),
+    "max_waiting": Option("--max-waiting", "requests that may wait; more are refused", int, 8, "N"),
     "warmup": Option("--warmup", "compile before the first request", None),
 }
 

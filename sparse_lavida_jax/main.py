@@ -300,13 +300,13 @@ FLAGS: tuple[tuple[str, str | int | bool, str], ...] = (
     ("prompt", "", "What to draw, change, or answer."),
     ("image", "", "An image to change or to look at."),
     ("out", "image.png", "Where the drawn image goes."),
-    ("seed", 0, "Of sampling."),
+    ("seed", 0, "Seed of sampling."),
     ("src", "", "What to convert, export, verify, prepare."),
     ("dst", "", "The folder that they write."),
     ("distributed", False, "Several processes train together; the environment says which."),
     ("coordinator", "", "ADDRESS:PORT of process 0."),
-    ("num_processes", 0, "That train together."),
-    ("process_id", -1, "Of this process, from 0."),
+    ("num_processes", 0, "How many processes train together."),
+    ("process_id", -1, "Number of this process, from 0."),
     ("profile_steps", "", "Steps to trace, such as 10:13, into profile/ in the run directory."),
     ("shard", "", _SHARD),
     ("help", False, "Prints this."),
@@ -328,7 +328,7 @@ def _define(asked: flags.FlagValues) -> None:
         flags.DEFINE_enum(name, choices[0], choices, meaning, flag_values=asked)
     usual, meaning = str(runtime.programs_folder()), "Keeps compiled programs; empty: none."
     flags.DEFINE_string("compilation_cache", usual, meaning, flag_values=asked)
-    meaning = "Of training that was stopped by SIGTERM with everything saved, for launchers."
+    meaning = "Exit code of training that SIGTERM stopped with everything saved."
     flags.DEFINE_integer("stopped_exit_code", 0, meaning, 0, 255, flag_values=asked)
 
 
