@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import pathlib
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -17,9 +18,10 @@ from sparse_lavida_jax import config
 def read(path: pathlib.Path, base: config.Config | None = None) -> config.Config:
     """Runs a config file and returns what its `get_config` gave, checked.
 
-    It may import the config files beside it: `import scenes`.
+    It may import the config files next to it: `import scenes`.
 
     Args:
+        path: the file; `configs/evaluate.py:mme` gives its `get_config` an argument.
         base: where everything comes from that the file does not set; None: the defaults.
 
     Raises:
@@ -44,9 +46,14 @@ def changed(base: config.Config, given: ConfigDict | dict[str, Any]) -> config.C
 def run(path: pathlib.Path, function: str) -> Any:
     """Runs a config file and returns what a function of it gives.
 
+    Args:
+        path: the file, with an argument for the function after a colon, if it takes one.
+            `eval_mme.py` is the older name of `evaluate.py:mme`.
+
     Raises:
         ConfigError: there is no such file, it has no such function, or it cannot be run.
     """
+    path, arguments = _split(path)
     if not path.is_file() or path.suffix != ".py":
         raise config.ConfigError(f"there is no config file {path}. {listed(path.parent)}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -58,11 +65,21 @@ def run(path: pathlib.Path, function: str) -> Any:
             spec.loader.exec_module(module)
             if not hasattr(module, function):
                 raise config.ConfigError(f"{path} has no function {function}.")
-            return getattr(module, function)()
+            return getattr(module, function)(*arguments)
     except config.ConfigError:
         raise
     except Exception as error:  # the file may do anything
         raise config.ConfigError(f"{path} failed: {type(error).__name__}: {error}") from error
+
+
+def _split(path: pathlib.Path) -> tuple[pathlib.Path, list[str]]:
+    """Returns the file, and the argument for its function if there is one."""
+    if match := re.fullmatch(r"(.*\.py):(\w+)", str(path)):
+        return pathlib.Path(match[1]), [match[2]]
+    benchmarks = path.parent / "evaluate.py"
+    if path.stem.startswith("eval_") and not path.is_file() and benchmarks.is_file():
+        return benchmarks, [path.stem.removeprefix("eval_")]
+    return path, []
 
 
 def _over(base: Any, given: Any) -> dict[str, Any]:

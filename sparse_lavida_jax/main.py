@@ -7,7 +7,7 @@ r"""Trains, samples and evaluates from the command line.
     python -m sparse_lavida_jax.main --mode=sample --checkpoint=scenes --task=ask \
         --image=image.png --prompt="how many red circles are there?"
     python -m sparse_lavida_jax.main --mode=evaluate --checkpoint=runs/scenes
-    python -m sparse_lavida_jax.main --mode=evaluate --config=configs/eval_geneval.py \
+    python -m sparse_lavida_jax.main --mode=evaluate --config=configs/evaluate.py:geneval \
         --checkpoint=models/lavida-o --config.evaluate.data=benchmarks/geneval --shard=0/4
     python -m sparse_lavida_jax.main --mode=convert --src=LaViDa-O-v1.0 --dst=models/lavida-o
     python -m sparse_lavida_jax.main --mode=verify --src=models/lavida-o
@@ -36,7 +36,7 @@ from ml_collections import ConfigDict, config_flags
 from sparse_lavida_jax import config, config_files, runtime
 from sparse_lavida_jax.apps.errors import MISTAKES, UsageError
 from sparse_lavida_jax.apps.terminal import progress, say
-from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.checkpoints import manifest, model_folder
 from sparse_lavida_jax.training import runs
 
 FOLDERS = {  # flags that these modes need, and what they name
@@ -172,7 +172,7 @@ def _export(asked: flags.FlagValues, settings: config.Config) -> str:
 
 def _verify(asked: flags.FlagValues, settings: config.Config) -> str:
     folder = model_folder.find_model(asked.src)
-    return f"{folder}: {model_folder.verify(folder)} files, all as they were written"
+    return f"{folder}: {manifest.verify(folder)} files, all as they were written"
 
 
 def _prepare(asked: flags.FlagValues, settings: config.Config) -> str:

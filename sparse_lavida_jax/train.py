@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from sparse_lavida_jax import config, runtime
-from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.checkpoints import adapters, model_folder
 from sparse_lavida_jax.data.feed import Feed
 from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.evals import report
@@ -258,9 +258,9 @@ def _write_results(settings, run, source, pipe, trained, step: int, seconds, dty
     )
     print(f"{run.model_folder}: the trained model")
     if settings.lora.rank:
-        adapters = run.folder / "adapters"
-        model_folder.save_adapters(adapters, trained, settings, base=settings.train.init_from)
-        print(f"{adapters}: what was trained of it")
+        folder = run.folder / "adapters"
+        adapters.save(folder, trained, settings, base=settings.train.init_from)
+        print(f"{folder}: what was trained of it")
     if settings.train.eval_prompts:
         print(f"{report.write(pipe, run.folder, step=step, seconds=seconds)}: what it can do")
 

@@ -21,7 +21,7 @@ import safetensors
 from flax import nnx
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.checkpoints import arrays, model_folder
 from sparse_lavida_jax.convert import names, tensors
 from sparse_lavida_jax.convert.settings import (
     RELEASED_VQ,
@@ -129,7 +129,7 @@ def _write_homes(
     # In the order of the files, so that they are read from front to end.
     wanted = sorted(wanted, key=lambda name: _place(released.stored[name.official]))
     embedding: dict[str, np.ndarray] = {}
-    with model_folder.ParamsWriter(new) as writer:
+    with arrays.ParamsWriter(new) as writer:
         for name in (name for name in wanted if name.home == "params"):
             array = ours(name)
             writer.add(name.ours, array)
@@ -176,7 +176,7 @@ def _first_registers(
     )
     registers = {"register_understanding": row.read().astype(kind)}
     if not model.understanding_only:
-        embed = model_folder.module_of(lambda: ImageEmbedding(model, rngs=nnx.Rngs(0)), embedding)
+        embed = arrays.module_of(lambda: ImageEmbedding(model, rngs=nnx.Rngs(0)), embedding)
         masked = jnp.full((1, 1, model.codes_per_token), model.image_mask_id)
         with jax.default_matmul_precision("highest"):
             cell = embed(masked, jnp.dtype("float32"))[0, 0]

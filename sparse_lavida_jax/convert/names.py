@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.checkpoints import arrays
 from sparse_lavida_jax.convert.settings import ConvertError
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.models.denoiser import Denoiser
@@ -220,9 +220,7 @@ def vq_names(settings: config.VQ, prefix: str = VQ_PREFIX) -> list[Name]:
 def tower_names(settings: config.Vision, prefix: str = TOWER_PREFIX) -> list[Name]:
     """Returns the tensors of a vision tower alone, its leaves named without `vision/tower/`."""
     side = settings.image_size // settings.patch_size
-    shapes = model_folder.leaf_shapes(
-        jax.eval_shape(lambda: Tower(settings, side, rngs=nnx.Rngs(0)))
-    )
+    shapes = arrays.by_layer(jax.eval_shape(lambda: Tower(settings, side, rngs=nnx.Rngs(0))))
     found = []
     for ours, leaf in shapes.items():
         official, layout = _official(f"vision/tower/{ours}", config.Model())
@@ -231,7 +229,7 @@ def tower_names(settings: config.Vision, prefix: str = TOWER_PREFIX) -> list[Nam
 
 
 def _params(model: config.Model) -> Iterator[Name]:
-    shapes = model_folder.leaf_shapes(jax.eval_shape(lambda: Denoiser(model, rngs=nnx.Rngs(0))))
+    shapes = arrays.by_layer(jax.eval_shape(lambda: Denoiser(model, rngs=nnx.Rngs(0))))
     for ours, leaf in shapes.items():
         official, layout = _official(ours, model)
         optional = official in REGISTERS

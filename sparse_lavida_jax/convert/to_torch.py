@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.checkpoints import arrays, manifest, model_folder
 from sparse_lavida_jax.convert import names, tensors
 from sparse_lavida_jax.convert.from_torch import INDEX, OFFICIAL, UNUSED
 from sparse_lavida_jax.convert.settings import (
@@ -78,7 +78,7 @@ def export(
     folder, dst = model_folder.find_model(src), pathlib.Path(dst).resolve()
     if dst.exists() and (dst.is_file() or any(dst.iterdir())):
         raise ConvertError(f"{dst} exists, and an export replaces nothing. Choose another folder.")
-    model_folder.verify(folder)
+    manifest.verify(folder)
     model = _look_through(folder)
     denoiser, tokenizer = list(_of_denoiser(model)), list(_of_tokenizer(model))
     in_shards = denoiser
@@ -115,7 +115,7 @@ def _look_through(folder: pathlib.Path) -> _Model:
 def _of_denoiser(model: _Model) -> Iterator[tensors.ToStore]:
     """Yields the tensors of the denoiser, and those that it did without."""
     table = [name for name in names.table(model.settings) if name.home == "params"]
-    store = model_folder.ParamsReader(model.folder / "params")
+    store = arrays.ParamsReader(model.folder / "params")
     store.check({name.ours: name.our_shape for name in table})
     by_our_name = {name.ours: name for name in table}
     for ours, leaf in store.leaves.items():  # in the order in which they are read together

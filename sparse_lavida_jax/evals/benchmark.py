@@ -1,75 +1,97 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every benchmark is: items by index, how they are put to a model, what becomes of answers.
+"""What every benchmark is: numbered items, how a model is asked, what becomes of its answers.
 
 A benchmark is one file of this folder with a class `Bench`, found by its name. `evals/run.py` runs
-it: it keeps one row an item and asks for scores when all are there.
+it: it keeps every answer, and asks for the metrics when all are there.
 """
 
 import abc
 import dataclasses
+import functools
 import importlib
 import pathlib
 import pkgutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from sparse_lavida_jax import config, evals
 from sparse_lavida_jax.data import image_files
-from sparse_lavida_jax.evals import metrics
-from sparse_lavida_jax.evals.files import EvaluationError, Pixels, Record
+from sparse_lavida_jax.evals import scorers
+from sparse_lavida_jax.evals.files import EvaluationError, Pixels, Record, image_name, read_image
 from sparse_lavida_jax.inference.batching import LARGEST_SEED
 from sparse_lavida_jax.pipeline import SparseLaViDa
 
-MACHINERY = ("benchmark", "circumstances", "files", "lmms", "metrics", "report", "run")
+MACHINERY = ("benchmark", "circumstances", "files", "lmms", "report", "run", "scorers")
 EXPORT, JUDGED = "export", "judged"  # folders: what scorers read, and what they leave
+# One token a step at temperature 0, as the base model was evaluated (spec Sec. 6).
+TOKEN_BY_TOKEN = {"text_temperature": 0.0, "text_step_ratio": 1.0}
+
+Load = Callable[[], list[Pixels]]
+Asked = tuple[str, str, Record, Load]  # an `Item` without its number
 
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """One thing that is asked.
+    """One question or prompt.
 
     Attributes:
         index: its number in the benchmark.
         key: its official name.
         words: the prompt.
-        record: what the official file says of it.
-        load: returns the images it is about.
+        record: its entry in the official file.
+        load: returns the images that are shown with it; `list` where there are none.
     """
 
     index: int
     key: str
     words: str
     record: Record
-    load: Callable[[], list[Pixels]] = list
+    load: Load
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """What became of an item.
+class Answer:
+    """What a model made of an item.
 
     Attributes:
-        index, key: of the item.
+        item: the item.
         seed: of its first row.
-        output: of the model, for `json`: text, box, or the names of image files.
-        seconds: its share of what its batch took.
+        output: for `json`: text, box, or the names of image files.
+        seconds: its share of the time of its batch.
     """
 
-    index: int
-    key: str
+    item: Item
     seed: int
     output: dict[str, Any]
     seconds: float
 
+    @property
+    def record(self) -> Record:
+        """The official entry."""
+        return self.item.record
+
+    @property
+    def text(self) -> str:
+        """The answer to a question."""
+        return self.output["text"]
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the line of `items.jsonl`."""
+        return {
+            "index": self.item.index, "key": self.item.key, "seed": self.seed,
+            "output": self.output, "seconds": self.seconds,
+        }  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True)
-class Score:
+class Metric:
     """A line of the table.
 
     Attributes:
         name: what was measured.
         value: in the unit of the benchmark: a share, points, a distance.
-        count: items it is of.
-        correct: how many of them are right; None where it is no share of right items.
+        count: the number of items.
+        correct: how many of them are right; None where the value is no share of right items.
     """
 
     name: str
@@ -79,34 +101,61 @@ class Score:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Where the share lies with 95 % confidence; None where it is none."""
-        return None if self.correct is None else metrics.wilson_interval(self.correct, self.count)
+        """The 95 % confidence interval of a share; None for other values."""
+        return None if self.correct is None else scorers.wilson_interval(self.correct, self.count)
 
     def as_json(self) -> dict[str, Any]:
+        """Returns the entry of `results.json`."""
         return {**dataclasses.asdict(self), "interval_95": self.interval}
 
 
-def share(name: str, hits: Sequence[bool]) -> Score:
+def share(name: str, hits: Sequence[bool]) -> Metric:
     """Returns the share of hits."""
-    return Score(name, sum(hits) / max(len(hits), 1), len(hits), sum(hits))
+    return Metric(name, sum(hits) / max(len(hits), 1), len(hits), sum(hits))
 
 
-def shares(groups: Sequence[tuple[str, bool]]) -> list[Score]:
-    """Returns the share of hits in each group, groups in order of their first member."""
-    hits: dict[str, list[bool]] = {}
-    for group, hit in groups:
-        hits.setdefault(group, []).append(hit)
-    return [share(f"- {group}", members) for group, members in hits.items()]
+def shares(name: str, hits: Sequence[tuple[str, bool]]) -> list[Metric]:
+    """Returns the share of all hits, then of each group, in order of its first member."""
+    groups: dict[str, list[bool]] = {}
+    for group, hit in hits:
+        groups.setdefault(group, []).append(hit)
+    parts = [share(f"- {group}", members) for group, members in groups.items()]
+    return [share(name, [hit for _, hit in hits]), *parts]
 
 
-def mean(name: str, values: Sequence[float]) -> Score:
+def mean(name: str, values: Sequence[float]) -> Metric:
     """Returns the mean of values."""
-    return Score(name, sum(values) / max(len(values), 1), len(values))
+    return Metric(name, sum(values) / max(len(values), 1), len(values))
 
 
-def are_answered(items: Sequence[Item]) -> bool:
-    """Whether the official file says what is right, and not the site of the benchmark alone."""
-    return any(item.record.get("answer") not in (None, "", "?") for item in items)
+def has_solutions(answers: Sequence[Answer]) -> bool:
+    """Whether the official file gives the right answers; those of test splits are kept secret."""
+    return any(one.record.get("answer") not in (None, "", "?") for one in answers)
+
+
+def written(
+    pipe: SparseLaViDa,
+    examples: Sequence[Any],
+    sampling: config.Sampling,
+    seeds: Sequence[int],
+) -> Sequence[Any]:
+    """Returns the tokens that answer each example; all run in one compiled program."""
+    bucket = pipe.shared_bucket(examples, sampling)
+    return pipe.run(examples, sampling=sampling, seed=seeds, bucket=bucket)
+
+
+def written_texts(
+    pipe: SparseLaViDa,
+    examples: Sequence[Any],
+    sampling: config.Sampling,
+    seeds: Sequence[int],
+) -> list[str]:
+    """Returns the text of each answer.
+
+    The released evaluation drops exclamation marks in front of an answer (spec Sec. 6).
+    """
+    said = pipe.texts(written(pipe, examples, sampling, seeds))
+    return [text.strip().lstrip("!").strip() for text in said]
 
 
 class Benchmark(abc.ABC):
@@ -118,8 +167,9 @@ class Benchmark(abc.ABC):
     Attributes:
         title: its name for people.
         source: where its files come from and how they must lie, in sentences.
-        judge: what a person does with the export to get the scores that other people's models
-            give, and where to put what they say; "" where there is none.
+        judge: how a person gets the scores that other people's models give; "": there are none.
+        configs: its settings (`config.Evaluate`), by the names that `configs/evaluate.py` takes.
+        sampled_with: settings of sampling (`config.Sampling`) in all of these.
         items: all of them.
 
     Raises:
@@ -129,16 +179,49 @@ class Benchmark(abc.ABC):
     title: ClassVar[str]
     source: ClassVar[str]
     judge: ClassVar[str] = ""
+    configs: ClassVar[Mapping[str, Mapping[str, Any]]]
+    sampled_with: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, settings: config.Config):
-        self.settings = settings.evaluate
+        self.config, self.settings = settings, settings.evaluate
         self.sampling = settings.sampling
-        self.seed = settings.seed
-        self.items = self.first(self.read(settings))
+        self.items = self.first([Item(index, *one) for index, one in enumerate(self.read())])
         if not self.items:
             raise EvaluationError(
                 f"{self.title} has no item in {self.settings.data}. {self.source}"
             )
+
+    @abc.abstractmethod
+    def read(self) -> Iterable[Asked]:
+        """Returns all items of the official files, without their numbers."""
+
+    @abc.abstractmethod
+    def answer(
+        self, pipe: SparseLaViDa, items: Sequence[Item], folder: pathlib.Path
+    ) -> list[dict[str, Any]]:
+        """Returns the output for each item; images are written below `folder`, whole or not."""
+
+    @abc.abstractmethod
+    def scores(self, answers: Sequence[Answer], folder: pathlib.Path) -> list[Metric]:
+        """Returns the metrics of all answers, and of what judges left in `folder / JUDGED`."""
+
+    def export(self, answers: Sequence[Answer], folder: pathlib.Path) -> None:  # noqa: B027
+        """Writes below `folder` what the official scorer reads, except for images."""
+
+    def first(self, items: list[Item]) -> list[Item]:
+        """Returns as many items as the settings ask for."""
+        return items[: self.settings.limit or None]
+
+    def batches(self, items: Sequence[Item]) -> Iterator[list[Item]]:
+        """Yields items that are decoded together."""
+        size = max(1, self.settings.batch_size // self.settings.num_images)
+        for start in range(0, len(items), size):
+            yield list(items[start : start + size])
+
+    def seed_of(self, item: Item) -> int:
+        """Returns the seed of an item's first row: the same whatever else is evaluated."""
+        first = item.index * self.settings.num_images
+        return (self.config.seed + first) % (LARGEST_SEED - 2**16)
 
     @property
     def folder(self) -> pathlib.Path:
@@ -156,43 +239,46 @@ class Benchmark(abc.ABC):
             raise EvaluationError(f"there is no folder {folder}. {self.source}")
         return folder
 
-    @abc.abstractmethod
-    def read(self, settings: config.Config) -> list[Item]:
-        """Returns all items of the official files."""
+    def file(self, *parts: str) -> pathlib.Path:
+        """Returns a path inside the folder of official files.
 
-    def first(self, items: list[Item]) -> list[Item]:
-        """Returns as many items as the settings ask for."""
-        return items[: self.settings.limit] if self.settings.limit else items
+        Raises:
+            EvaluationError: it is not there.
+        """
+        path = self.folder.joinpath(*parts)
+        if not path.exists():
+            raise EvaluationError(f"there is no {path}. {self.source}")
+        return path
 
-    @abc.abstractmethod
-    def answer(
-        self, pipe: SparseLaViDa, items: Sequence[Item], folder: pathlib.Path
-    ) -> list[dict[str, Any]]:
-        """Returns the output of each item; images are written below `folder`, whole or not."""
+    def files(self, pattern: str) -> list[pathlib.Path]:
+        """Returns the official files that match a pattern, sorted.
 
-    @abc.abstractmethod
-    def scores(self, rows: Sequence[Row], folder: pathlib.Path) -> list[Score]:
-        """Returns the scores of all rows, and of what judges left in `folder / JUDGED`."""
+        Raises:
+            EvaluationError: there is none.
+        """
+        found = sorted(self.folder.glob(pattern))
+        if not found:
+            raise EvaluationError(f"there is no {pattern} in {self.folder}. {self.source}")
+        return found
 
-    def export(self, rows: Sequence[Row], folder: pathlib.Path) -> None:  # noqa: B027
-        """Writes below `folder` what the official scorer reads besides images."""
+    def image(self, name: Any, where: str, *folders: str) -> Load:
+        """Returns a function that reads an image of the official files.
 
-    def batches(self, items: Sequence[Item]) -> Iterator[list[Item]]:
-        """Yields items that are decoded together."""
-        size = max(1, self.settings.batch_size // self.settings.num_images)
-        for start in range(0, len(items), size):
-            yield list(items[start : start + size])
+        Args:
+            name: of the file, as the record at `where` gives it.
+            folders: that it lies in.
 
-    def seed_of(self, item: Item) -> int:
-        """Returns the seed of an item's first row: the same whatever else is evaluated."""
-        return (self.seed + item.index * self.settings.num_images) % (LARGEST_SEED - 2**16)
+        Raises:
+            EvaluationError: it is not there, or the name leads out of the folder.
+        """
+        return functools.partial(read_image, self.file(*folders, image_name(name, where)))
 
 
 class ImageBenchmark(Benchmark):
-    """Prompts that images are drawn of."""
+    """Prompts for which images are generated."""
 
     def answer(self, pipe, items, folder):
-        """Returns the names of the files that were drawn."""
+        """Returns the names of the image files."""
         count = self.settings.num_images
         words = [f"{self.settings.prefix}{item.words}" for item in items]
         seeds = [self.seed_of(item) + i for item in items for i in range(count)]
@@ -214,16 +300,32 @@ class ImageBenchmark(Benchmark):
 class QuestionBenchmark(Benchmark):
     """Questions about images, answered in text."""
 
+    sampled_with = TOKEN_BY_TOKEN
+
     def answer(self, pipe, items, folder):
         """Returns the text of each answer."""
         pipe.prompts.check_task("ask")
         tokens = self.settings.max_new_tokens
         examples = [pipe.prompts.ask(item.words, item.load(), tokens) for item in items]
         seeds = [self.seed_of(item) for item in items]
-        bucket = pipe.shared_bucket(examples, self.sampling)
-        said = pipe.run(examples, sampling=self.sampling, seed=seeds, bucket=bucket)
-        # The released evaluation drops exclamation marks in front of an answer (spec Sec. 6).
-        return [{"text": text.strip().lstrip("!").strip()} for text in pipe.texts(said)]
+        said = written_texts(pipe, examples, self.sampling, seeds)
+        return [{"text": text} for text in said]
+
+
+def names() -> list[str]:
+    """Returns the names of all benchmarks: the files of this folder except for the machinery."""
+    return [one.name for one in pkgutil.iter_modules(evals.__path__) if one.name not in MACHINERY]
+
+
+def find(name: str) -> type[Benchmark]:
+    """Returns the class of a benchmark.
+
+    Raises:
+        EvaluationError: there is no such benchmark.
+    """
+    if name not in names():
+        raise EvaluationError(f"there is no benchmark {name!r}. There are: {', '.join(names())}.")
+    return importlib.import_module(f"{evals.__name__}.{name}").Bench
 
 
 def load(settings: config.Config) -> Benchmark:
@@ -232,12 +334,21 @@ def load(settings: config.Config) -> Benchmark:
     Raises:
         EvaluationError: there is no such benchmark, or its files are missing or wrong.
     """
-    name = settings.evaluate.benchmark
-    if name not in names():
-        raise EvaluationError(f"there is no benchmark {name!r}. There are: {', '.join(names())}.")
-    return importlib.import_module(f"{evals.__name__}.{name}").Bench(settings)
+    return find(settings.evaluate.benchmark)(settings)
 
 
-def names() -> list[str]:
-    """Returns the names of all benchmarks: the files of this folder but for the machinery."""
-    return [one.name for one in pkgutil.iter_modules(evals.__path__) if one.name not in MACHINERY]
+def preset(name: str) -> dict[str, Any]:
+    """Returns the config with which a benchmark is run, for `configs/evaluate.py`.
+
+    Raises:
+        EvaluationError: no benchmark has a config of this name.
+    """
+    known = {one: benchmark for benchmark in names() for one in find(benchmark).configs}
+    if name not in known:
+        raise EvaluationError(f"there is no benchmark {name!r}. There are: {', '.join(known)}.")
+    bench = find(known[name])
+    return {
+        "name": f"eval_{name}",
+        "evaluate": {"benchmark": known[name], **bench.configs[name]},
+        "sampling": dict(bench.sampled_with),
+    }

@@ -5,25 +5,20 @@ Files: `ChartQA Dataset` of github.com/vis-nlp/ChartQA. The wording is that of l
 the base model was evaluated.
 """
 
-import functools
+from typing import ClassVar
 
 from sparse_lavida_jax.data.files import write_json
-from sparse_lavida_jax.evals.benchmark import Item, QuestionBenchmark, share, shares
-from sparse_lavida_jax.evals.files import (
-    check_fields,
-    existing,
-    image_name,
-    read_images,
-    read_json,
-)
-from sparse_lavida_jax.evals.metrics import relaxed_match
+from sparse_lavida_jax.evals.benchmark import QuestionBenchmark, shares
+from sparse_lavida_jax.evals.files import read_json, records
+from sparse_lavida_jax.evals.scorers import relaxed_match
 
 PARTS = ("human", "augmented")
+FIELDS = ("imgname", "query", "label")
 ENDING = "\nAnswer the question with a single word."
 
 
 class Bench(QuestionBenchmark):
-    """2500 questions (test)."""
+    """2500 questions, test (table 5 of the paper). Room for an answer as in lmms-eval."""
 
     title = "ChartQA"
     source = (
@@ -31,37 +26,31 @@ class Bench(QuestionBenchmark):
         " holds test/test_human.json, test/test_augmented.json and test/png. evaluate.split names"
         " the split."
     )
+    configs: ClassVar = {"chartqa": {"split": "test", "max_new_tokens": 16}}
 
-    def read(self, settings):
-        """Returns an item a question, those of people first."""
-        split, items = self.settings.split, []
+    def read(self):
+        """Yields an item for each question, those of people first."""
+        split = self.settings.split
         for part in PARTS:
-            path = existing(self.folder / split / f"{split}_{part}.json", self.source)
-            for number, record in enumerate(read_json(path, list)):
-                where = f"{path}, entry {number},"
-                record = check_fields(record, ("imgname", "query", "label"), where)
-                name = image_name(record["imgname"], where)
-                file = existing(self.folder / split / "png" / name, self.source)
-                load = functools.partial(read_images, file)
-                words, record = record["query"] + ENDING, {**record, "part": part}
-                items.append(Item(len(items), f"{part}/{number}", words, record, load))
-        return items
+            path = self.file(split, f"{split}_{part}.json")
+            for key, record, where in records(read_json(path, list), FIELDS, path):
+                load = self.image(record["imgname"], where, split, "png")
+                yield f"{part}/{key}", record["query"] + ENDING, {**record, "part": part}, load
 
-    def export(self, rows, folder):
-        """Writes the official entries with a prediction each."""
+    def export(self, answers, folder):
+        """Writes the official entries, each with a prediction."""
         for part in PARTS:
             entries = [
-                {name: item.record[name] for name in ("imgname", "query", "label")}
-                | {"prediction": row.output["text"]}
-                for item, row in zip(self.items, rows, strict=True)
-                if item.record["part"] == part
+                {name: one.record[name] for name in FIELDS} | {"prediction": one.text}
+                for one in answers
+                if one.record["part"] == part
             ]
             write_json(folder / f"{self.settings.split}_{part}.json", entries)
 
-    def scores(self, rows, folder):
-        """Returns the relaxed accuracy: over all questions, and of each part."""
+    def scores(self, answers, folder):
+        """Returns the relaxed accuracy: of all questions, and of each part."""
         hits = [
-            (item.record["part"], relaxed_match(row.output["text"], str(item.record["label"])))
-            for item, row in zip(self.items, rows, strict=True)
+            (one.record["part"], relaxed_match(one.text, str(one.record["label"])))
+            for one in answers
         ]
-        return [share("relaxed accuracy", [hit for _, hit in hits]), *shares(hits)]
+        return shares("relaxed accuracy", hits)

@@ -5,25 +5,22 @@ Files: task 1 of rrc.cvc.uab.es, challenge 17. The wording is that of lmms-eval,
 model was evaluated.
 """
 
-import functools
+from typing import ClassVar
 
 from sparse_lavida_jax.data.files import write_json
-from sparse_lavida_jax.evals.benchmark import Item, QuestionBenchmark, mean
-from sparse_lavida_jax.evals.files import (
-    check_fields,
-    existing,
-    image_name,
-    matching,
-    read_images,
-    read_json,
-)
-from sparse_lavida_jax.evals.metrics import anls
+from sparse_lavida_jax.evals.benchmark import QuestionBenchmark, mean
+from sparse_lavida_jax.evals.files import check_fields, of_kind, read_json, records
+from sparse_lavida_jax.evals.scorers import anls
 
+FIELDS = ("questionId", "question", "image")
 ENDING = "\nAnswer the question using a single word or phrase."
 
 
 class Bench(QuestionBenchmark):
-    """5349 questions (val), or 5188 whose answers the site keeps (test)."""
+    """5349 questions, val (table 5 of the paper), or 5188 whose answers the site keeps (test).
+
+    Room for an answer as in lmms-eval.
+    """
 
     title = "DocVQA"
     source = (
@@ -31,37 +28,23 @@ class Bench(QuestionBenchmark):
         " and put them into the folder as val_v1.0.json (or val_v1.0_withQT.json, test_v1.0.json)"
         " and documents/*.png. evaluate.split is val or test."
     )
+    configs: ClassVar = {"docvqa": {"split": "val", "max_new_tokens": 32}}
 
-    def read(self, settings):
-        """Returns an item a question."""
-        path = matching(self.folder, f"{self.settings.split}_v1.0*.json", self.source)[0]
+    def read(self):
+        """Yields an item for each question."""
+        path = self.files(f"{self.settings.split}_v1.0*.json")[0]
         entries = check_fields(read_json(path), ("data",), str(path))["data"]
-        items = []
-        for index, record in enumerate(entries):
-            where = f"{path}, entry {index},"
-            record = check_fields(record, ("questionId", "question", "image"), where)
-            file = existing(self.folder / image_name(record["image"], where), self.source)
-            load = functools.partial(read_images, file)
-            words = record["question"] + ENDING
-            items.append(Item(index, str(record["questionId"]), words, record, load))
-        return items
+        for _, record, where in records(of_kind(entries, list, f"{path}, data,"), FIELDS, path):
+            words, load = record["question"] + ENDING, self.image(record["image"], where)
+            yield str(record["questionId"]), words, record, load
 
-    def export(self, rows, folder):
-        """Writes what the site takes."""
-        write_json(
-            folder / f"{self.settings.split}_submission.json",
-            [
-                {"questionId": item.record["questionId"], "answer": row.output["text"]}
-                for item, row in zip(self.items, rows, strict=True)
-            ],
-        )
+    def export(self, answers, folder):
+        """Writes the file that the site takes."""
+        entries = [{"questionId": one.record["questionId"], "answer": one.text} for one in answers]
+        write_json(folder / f"{self.settings.split}_submission.json", entries)
 
-    def scores(self, rows, folder):
-        """Returns the mean ANLS; none for questions without answers."""
-        if "answers" not in self.items[0].record:
+    def scores(self, answers, folder):
+        """Returns the mean ANLS; nothing for questions without answers."""
+        if "answers" not in answers[0].record:
             return []
-        values = [
-            anls(row.output["text"], item.record["answers"])
-            for item, row in zip(self.items, rows, strict=True)
-        ]
-        return [mean("ANLS", values)]
+        return [mean("ANLS", [anls(one.text, one.record["answers"]) for one in answers])]

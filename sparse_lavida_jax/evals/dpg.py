@@ -8,18 +8,12 @@ questions about each image; from its answers on, the score is a formula.
 import dataclasses
 import re
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 
-from sparse_lavida_jax.evals.benchmark import JUDGED, ImageBenchmark, Item, mean
-from sparse_lavida_jax.evals.files import (
-    EvaluationError,
-    check_fields,
-    existing,
-    matching,
-    read_separated,
-    read_text,
-)
+from sparse_lavida_jax.evals.benchmark import JUDGED, ImageBenchmark, mean
+from sparse_lavida_jax.evals.files import EvaluationError, read_separated, read_text
 
 MOST_IMAGES = 4  # on one sheet
 DETAIL = "dpg_detail.txt"
@@ -32,7 +26,7 @@ _LINE = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """What the judge is asked of an image.
+    """What the judge is asked about an image.
 
     Attributes:
         number: of the question among those of its prompt.
@@ -46,7 +40,7 @@ class Question:
 
 
 class Bench(ImageBenchmark):
-    """1065 prompts, four images each on a sheet of two by two."""
+    """1065 long prompts, four images each on a sheet of two by two (table 2 of the paper)."""
 
     title = "DPG-Bench"
     source = (
@@ -56,36 +50,34 @@ class Bench(ImageBenchmark):
     judge = (
         "run dpg_bench/compute_dpg_bench.py of github.com/TencentQQGYLab/ELLA with"
         " --image-root-path set to that folder, --resolution to the side of an image, --pic-num to"
-        f" evaluate.num_images, --res-path to {JUDGED}/dpg.txt beside it."
+        f" evaluate.num_images, --res-path to {JUDGED}/dpg.txt next to it."
     )
 
-    def read(self, settings):
-        """Returns an item a text file."""
+    configs: ClassVar = {"dpg": {"num_images": 4}}
+
+    def read(self):
+        """Yields an item for each text file."""
         if self.settings.num_images > MOST_IMAGES:
             raise EvaluationError(
                 f"Evaluate.num_images={self.settings.num_images} is more than fit on the sheet of"
                 f" DPG-Bench: 1 to {MOST_IMAGES}."
             )
         questions = self._questions()
-        items = []
-        for index, path in enumerate(matching(self.folder / "prompts", "*.txt", self.source)):
+        for path in self.files("prompts/*.txt"):
             if path.stem not in questions:
                 raise EvaluationError(f"dpg_bench.csv asks nothing of {path}. {self.source}")
-            items.append(Item(index, path.stem, read_text(path).strip(), {}))
-        return items
+            yield path.stem, read_text(path).strip(), {}, list
 
     def _questions(self) -> dict[str, list[Question]]:
         """Returns the questions of each prompt, in the order of the file."""
-        path = existing(self.folder / "dpg_bench.csv", self.source)
+        path = self.file("dpg_bench.csv")
         found: dict[str, list[Question]] = {}
-        for number, row in enumerate(read_separated(path, ","), 2):
-            where = f"{path}, line {number},"
-            check_fields(row, FIELDS, where)
+        for line, row in enumerate(read_separated(path, ",", FIELDS), 2):
             try:
                 parents = tuple(int(float(word)) for word in row["dependency"].split(","))
                 proposition = int(float(row["proposition_id"]))
             except ValueError as error:
-                raise EvaluationError(f"{where} holds no number: {error}.") from error
+                raise EvaluationError(f"{path}, line {line}, holds no number: {error}.") from error
             words = row["question_natural_language"].strip()
             found.setdefault(row["item_id"], []).append(Question(proposition, words, parents))
         return found
@@ -101,28 +93,28 @@ class Bench(ImageBenchmark):
             page[top : top + height, left : left + width] = one
         return {f"{item.key}.png": page}
 
-    def scores(self, rows, folder):
-        """Returns the mean over all prompts, of what mPLUG answered."""
+    def scores(self, answers, folder):
+        """Returns the mean over all prompts of the shares that mPLUG's answers give."""
         path = folder / JUDGED / DETAIL
         if not path.exists():
             return []
-        questions, answers = self._questions(), _answers(read_text(path).splitlines())
-        missing = [row.key for row in rows if row.key not in answers]
-        if missing:
+        questions, judged = self._questions(), _judged(read_text(path).splitlines())
+        keys = [one.item.key for one in answers]
+        if missing := [key for key in keys if key not in judged]:
             raise EvaluationError(
                 f"{path} says nothing of {len(missing)} images, {missing[0]}.png among them:"
                 " judge them again."
             )
         values = []
-        for row in rows:
-            parts = answers[row.key]
+        for key in keys:
+            parts = judged[key]
             if len(parts) != self.settings.num_images:
                 raise EvaluationError(
-                    f"{path} judges {len(parts)} images of {row.key}.png, and"
+                    f"{path} judges {len(parts)} images of {key}.png, and"
                     f" {self.settings.num_images} were drawn: judge it again."
                 )
             shares = [
-                score(questions[row.key], said, f"{path}, {row.key}.png, part ({part}),")
+                score(questions[key], said, f"{path}, {key}.png, part ({part}),")
                 for part, said in parts.items()
             ]
             values.append(100 * sum(shares) / len(shares))
@@ -130,10 +122,10 @@ class Bench(ImageBenchmark):
 
 
 def score(questions: Sequence[Question], said: Sequence[tuple[str, str]], where: str) -> float:
-    """Returns the share of questions that are answered "yes", theirs to be asked at all.
+    """Returns the share of questions that count: answered "yes", and so those they depend on.
 
-    A question counts 0 where one that it depends on counts 0, in the order of the file: of one
-    further down, what was answered counts. The official script leaves out the first question of
+    A question counts 0 where one that it depends on counts 0, in the order of the file: of a later
+    one its answer counts. The official script leaves out the first question of
     all; what depends on it has one dependency fewer.
 
     Args:
@@ -164,7 +156,7 @@ def score(questions: Sequence[Question], said: Sequence[tuple[str, str]], where:
     return sum(counts.values()) / len(counts)
 
 
-def _answers(lines: Sequence[str]) -> dict[str, dict[str, list[tuple[str, str]]]]:
+def _judged(lines: Sequence[str]) -> dict[str, dict[str, list[tuple[str, str]]]]:
     """Returns questions and answers, as they come, by prompt and part of the sheet."""
     found: dict[str, dict[str, list[tuple[str, str]]]] = {}
     for line in lines:

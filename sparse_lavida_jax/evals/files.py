@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The official files of benchmarks, read with care: what is missing or wrong is named."""
+"""Readers of official benchmark files. An error names what is missing or wrong."""
 
 import csv
 import io
 import json
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from sparse_lavida_jax.data import image_files
@@ -23,37 +23,11 @@ class EvaluationError(Exception):
     """A benchmark that cannot be run: files are missing or wrong; the message says what to do."""
 
 
-def existing(path: pathlib.Path, source: str) -> pathlib.Path:
-    """Returns a path that is there.
-
-    Args:
-        source: sentences that say where the benchmark comes from and how it must lie.
-
-    Raises:
-        EvaluationError: it is not.
-    """
-    if not path.exists():
-        raise EvaluationError(f"there is no {path}. {source}")
-    return path
-
-
-def matching(folder: pathlib.Path, pattern: str, source: str) -> list[pathlib.Path]:
-    """Returns the files below a folder that a pattern names, sorted.
-
-    Raises:
-        EvaluationError: there is none.
-    """
-    found = sorted(existing(folder, source).glob(pattern))
-    if not found:
-        raise EvaluationError(f"there is no {pattern} in {folder}. {source}")
-    return found
-
-
 def read_text(path: pathlib.Path) -> str:
-    """Returns the words of a file in UTF-8, without a mark of byte order.
+    """Returns the text of a file in UTF-8, without a byte order mark.
 
     Raises:
-        EvaluationError: it holds none.
+        EvaluationError: it is no text.
     """
     try:
         return path.read_text(encoding="utf-8-sig")
@@ -62,7 +36,7 @@ def read_text(path: pathlib.Path) -> str:
 
 
 def read_json(path: pathlib.Path, kind: type[T] = object) -> T:
-    """Returns what a JSON file holds.
+    """Returns the value in a JSON file.
 
     Raises:
         EvaluationError: it is no JSON, or of another kind.
@@ -75,7 +49,7 @@ def read_json(path: pathlib.Path, kind: type[T] = object) -> T:
 
 
 def of_kind(value: Any, kind: type[T], where: str) -> T:
-    """Returns a value of a kind.
+    """Returns the value if it is of a kind.
 
     Raises:
         EvaluationError: it is of another.
@@ -88,30 +62,29 @@ def of_kind(value: Any, kind: type[T], where: str) -> T:
     return value
 
 
-def read_lines(path: pathlib.Path) -> list[Record]:
-    """Returns the objects of a file with one a line.
+def read_lines(path: pathlib.Path) -> list[Any]:
+    """Returns the values of a JSON Lines file.
 
     Raises:
-        EvaluationError: a line is none.
+        EvaluationError: a line is no JSON.
     """
-    records = []
+    found = []
     for number, line in enumerate(read_text(path).splitlines(), 1):
         if line.strip():
             try:
-                record = json.loads(line)
+                found.append(json.loads(line))
             except ValueError as error:
                 raise EvaluationError(f"{path}, line {number}, is no JSON: {error}.") from error
-            if not isinstance(record, dict):
-                raise EvaluationError(f"{path}, line {number}, is no object.")
-            records.append(record)
-    return records
+    return found
 
 
-def read_separated(path: pathlib.Path, delimiter: str) -> list[dict[str, str]]:
-    """Returns the rows of a file with a line of column names.
+def read_separated(
+    path: pathlib.Path, delimiter: str, fields: Iterable[str]
+) -> list[dict[str, str]]:
+    """Returns the rows of a table whose first line names the columns.
 
     Raises:
-        EvaluationError: it cannot be read.
+        EvaluationError: it cannot be read, or a field is no column.
     """
     before = csv.field_size_limit(MOST_CELL)
     try:
@@ -121,11 +94,13 @@ def read_separated(path: pathlib.Path, delimiter: str) -> list[dict[str, str]]:
         raise EvaluationError(f"{path} cannot be read: {error}. Get it again.") from error
     finally:
         csv.field_size_limit(before)
+    if rows:
+        check_fields(rows[0], fields, str(path))
     return [{str(k): "" if v is None else str(v) for k, v in row.items()} for row in rows]
 
 
 def check_fields(record: Any, fields: Iterable[str], where: str) -> Record:
-    """Returns a record that has all of some fields.
+    """Returns the record if it has all of the fields.
 
     Raises:
         EvaluationError: it lacks one.
@@ -140,17 +115,31 @@ def check_fields(record: Any, fields: Iterable[str], where: str) -> Record:
     return dict(record)
 
 
-def read_images(*paths: pathlib.Path) -> list[Pixels]:
-    """Returns image files as RGB bytes, transparent pixels as lmms-eval reads them.
+def records(
+    found: list[Any] | dict[str, Any], fields: Sequence[str], path: pathlib.Path
+) -> Iterator[tuple[str, Record, str]]:
+    """Yields each record with its key, or number, in front and where it stands after it.
+
+    Raises:
+        EvaluationError: a record lacks a field.
+    """
+    named = found if isinstance(found, dict) else {f"{i}": one for i, one in enumerate(found)}
+    for key, record in named.items():
+        where = f"{path}, {key}," if named is found else f"{path}, entry {key},"
+        yield key, check_fields(record, fields, where), where
+
+
+def read_image(path: pathlib.Path) -> list[Pixels]:
+    """Returns the one image of a file as RGB bytes, transparent pixels as lmms-eval reads them.
 
     Raises:
         ImageError: see `image_files.read`.
     """
-    return [image_files.read(path, backdrop=False) for path in paths]
+    return [image_files.read(path, backdrop=False)]
 
 
 def image_name(name: Any, where: str) -> str:
-    """Returns the name of an image inside a folder.
+    """Returns the name of an image if it stays inside its folder.
 
     Raises:
         EvaluationError: it is none, or leads out of there.
@@ -162,12 +151,12 @@ def image_name(name: Any, where: str) -> str:
 
 
 class Parquet:
-    """The rows of Parquet files, one after another, images read when they are asked for.
+    """The rows of several Parquet files; images are read when they are asked for.
 
     Args:
         paths: the files.
         fields: columns that every file must have.
-        others: columns to read where there are such.
+        others: columns to read where a file has them.
         image_fields: columns of images, as Hugging Face writes them (`bytes` and `path`).
 
     Raises:
@@ -202,13 +191,13 @@ class Parquet:
             EvaluationError: the row has none in one of the fields.
             ImageError: one cannot be read.
         """
-        return [self._image(row, field) for field in fields]
-
-    def _image(self, row: int, field: str) -> Pixels:
         table, number = self._places[row]
-        try:
-            contents = self._reader.image(self._reader.row(table, number).get(field))
-        except (tables.TableError, RecordError) as error:
-            raise EvaluationError(f"{table.path}, row {number}, {field}: {error}.") from error
-        where = f"{table.path}, row {number}, {field}"
-        return image_files.read_bytes(contents, where, backdrop=False)
+        found = []
+        for field in fields:
+            where = f"{table.path}, row {number}, {field}"
+            try:
+                contents = self._reader.image(self._reader.row(table, number).get(field))
+            except (tables.TableError, RecordError) as error:
+                raise EvaluationError(f"{where}: {error}.") from error
+            found.append(image_files.read_bytes(contents, where, backdrop=False))
+        return found

@@ -6,21 +6,19 @@ Files and layout: github.com/djghosh13/geneval. The judge is its mask2former det
 
 import json
 import pathlib
+from typing import ClassVar
 
-from sparse_lavida_jax.evals.benchmark import JUDGED, ImageBenchmark, Item, mean, share, shares
-from sparse_lavida_jax.evals.files import (
-    EvaluationError,
-    check_fields,
-    existing,
-    of_kind,
-    read_lines,
-)
+from sparse_lavida_jax.evals.benchmark import JUDGED, ImageBenchmark, mean, shares
+from sparse_lavida_jax.evals.files import EvaluationError, of_kind, read_lines, records
 
 RESULTS = "results.jsonl"
 
 
 class Bench(ImageBenchmark):
-    """553 prompts in six groups, four images each."""
+    """553 prompts in six groups, four images each (table 1 of the paper).
+
+    The prefix of prompts is that of the released evaluation (spec Sec. 7.5).
+    """
 
     title = "GenEval"
     source = (
@@ -29,51 +27,42 @@ class Bench(ImageBenchmark):
     )
     judge = (
         "run evaluation/evaluate_images.py of github.com/djghosh13/geneval on that folder, with"
-        f" --outfile set to {JUDGED}/{RESULTS} beside it."
+        f" --outfile set to {JUDGED}/{RESULTS} next to it."
     )
+    configs: ClassVar = {"geneval": {"num_images": 4, "prefix": "a realistic image, 4k. "}}
 
-    def read(self, settings):
-        """Returns an item a line."""
-        path = existing(self.folder / "evaluation_metadata.jsonl", self.source)
-        items = []
-        for index, record in enumerate(read_lines(path)):
-            record = check_fields(record, ("tag", "prompt"), f"{path}, prompt {index},")
-            items.append(Item(index, f"{index:05}", record["prompt"], record))
-        return items
+    def read(self):
+        """Yields an item for each line."""
+        path = self.file("evaluation_metadata.jsonl")
+        for key, record, _ in records(read_lines(path), ("tag", "prompt"), path):
+            yield key.zfill(5), record["prompt"], record, list
 
     def keep(self, item, drawn):
-        """Returns 00000.png and on, in the folder of the prompt."""
+        """Returns 00000.png and so on, in the folder of the prompt."""
         return {f"{item.key}/samples/{i:05}.png": one for i, one in enumerate(drawn)}
 
-    def export(self, rows, folder):
-        """Writes beside the images of each prompt what was asked."""
+    def export(self, answers, folder):
+        """Writes what was asked next to the images of each prompt."""
         for item in self.items:
             path = folder / item.key / "metadata.jsonl"
             path.write_text(json.dumps(item.record) + "\n")
 
-    def scores(self, rows, folder):
+    def scores(self, answers, folder):
         """Returns what the detector found: the official score is the mean of the groups."""
         path = folder / JUDGED / RESULTS
         if not path.exists():
             return []
-        judged = _judged(path)
-        expected = {name for row in rows for name in row.output["files"]}
+        judged = {}
+        for _, record, where in records(read_lines(path), ("filename", "tag", "correct"), path):
+            file = of_kind(record["filename"], str, f"{where} filename,")
+            judged["/".join(pathlib.PurePath(file).parts[-3:])] = record
+        expected = {name for one in answers for name in one.output["files"]}
         if judged.keys() != expected:
             raise EvaluationError(
                 f"{path} judges {len(judged)} images, and {len(expected)} were drawn,"
                 f" {len(judged.keys() & expected)} of them the same: judge them again."
             )
-        groups = shares([(record["tag"], bool(record["correct"])) for record in judged.values()])
+        hits = [(record["tag"], bool(record["correct"])) for record in judged.values()]
+        whole, *groups = shares("right images", hits)
         overall = mean("overall, mean of the groups", [group.value for group in groups])
-        whole = share("right images", [bool(record["correct"]) for record in judged.values()])
         return [overall, *groups, whole]
-
-
-def _judged(path: pathlib.Path) -> dict[str, dict]:
-    """Returns what was said of each image, by its name in the export."""
-    found = {}
-    for record in read_lines(path):
-        record = check_fields(record, ("filename", "tag", "correct"), str(path))
-        file = of_kind(record["filename"], str, f"{path}, filename,")
-        found["/".join(pathlib.PurePath(file).parts[-3:])] = record
-    return found

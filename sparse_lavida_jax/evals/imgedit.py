@@ -4,26 +4,19 @@
 Files and layout: github.com/PKU-YuanGroup/ImgEdit, Benchmark/Basic. The judge is GPT-4o.
 """
 
-import functools
+from typing import ClassVar
 
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.data.images import centre_crop
-from sparse_lavida_jax.evals.benchmark import EXPORT, JUDGED, Benchmark, Item, mean, share
-from sparse_lavida_jax.evals.files import (
-    EvaluationError,
-    check_fields,
-    existing,
-    image_name,
-    read_images,
-    read_json,
-)
+from sparse_lavida_jax.evals.benchmark import EXPORT, JUDGED, Benchmark, mean, share
+from sparse_lavida_jax.evals.files import EvaluationError, image_name, read_json, records
 
 RESULT = "result.json"
 ORIGINALS = "singleturn"
 
 
 class Bench(Benchmark):
-    """737 edits of nine types."""
+    """737 edits of nine types (table 3 of the paper)."""
 
     title = "ImgEdit"
     source = (
@@ -35,21 +28,17 @@ class Bench(Benchmark):
         "run Benchmark/Basic/basic_bench.py of github.com/PKU-YuanGroup/ImgEdit with"
         " --result_img_folder set to that folder, --edit_json to basic_edit.json,"
         f" --origin_img_root to {ORIGINALS} and --prompts_json to prompts.json of there, and put"
-        f" the result.json that it writes into {JUDGED} beside it."
+        f" the result.json that it writes into {JUDGED} next to it."
     )
+    configs: ClassVar = {"imgedit": {}}
 
-    def read(self, settings):
-        """Returns an item an edit."""
-        path = existing(self.folder / "basic_edit.json", self.source)
-        items = []
-        for index, (key, record) in enumerate(read_json(path, dict).items()):
-            where = f"{path}, {key},"
-            record = check_fields(record, ("id", "prompt", "edit_type"), where)
+    def read(self):
+        """Yields an item for each edit."""
+        path = self.file("basic_edit.json")
+        fields = ("id", "prompt", "edit_type")
+        for key, record, where in records(read_json(path, dict), fields, path):
             image_name(f"{key}.png", where)
-            file = self.folder / ORIGINALS / image_name(record["id"], where)
-            load = functools.partial(read_images, existing(file, self.source))
-            items.append(Item(index, key, record["prompt"], record, load))
-        return items
+            yield key, record["prompt"], record, self.image(record["id"], where, ORIGINALS)
 
     def answer(self, pipe, items, folder):
         """Returns the names of the changed images."""
@@ -63,7 +52,7 @@ class Bench(Benchmark):
             image_files.write(folder / EXPORT / f"{item.key}.png", image)
         return [{"files": [f"{item.key}.png"]} for item in items]
 
-    def scores(self, rows, folder):
+    def scores(self, answers, folder):
         """Returns the mean of the judge's points, 1 to 5, of each type."""
         path = folder / JUDGED / RESULT
         if not path.exists():
@@ -92,9 +81,9 @@ class Bench(Benchmark):
 
 
 def judged_points(said: str) -> float | None:
-    """Returns the mean of the points in what a judge said, one a line; None if there are none.
+    """Returns the mean of the points in a judge's answer, one a line; None if there are none.
 
-    Points stand alone behind the only ": " of their line, and the mean is rounded to two places, as
+    Points stand alone after the only ": " of their line, and the mean is rounded to two places, as
     in the official script.
     """
     lines = [line.strip().split(": ") for line in said.splitlines()]

@@ -15,6 +15,7 @@ import numpy as np
 from lmms_eval.api.model import lmms  # pyright: ignore[reportMissingImports]
 from PIL import Image
 
+from sparse_lavida_jax.evals.benchmark import written_texts
 from sparse_lavida_jax.pipeline import SparseLaViDa
 
 MAX_NEW_TOKENS = 256  # of tasks that do not say, as in the released adapter (spec Sec. 6)
@@ -102,8 +103,10 @@ class SparseLaViDaLmms(lmms):
         Raises:
             NotImplementedError: always.
         """
-        raise NotImplementedError("sparse_lavida answers one question at a time: choose tasks"
-                                  " whose output_type is generate_until.")  # fmt: skip
+        raise NotImplementedError(
+            "sparse_lavida answers one question at a time: choose tasks whose output_type is"
+            " generate_until."
+        )
 
     def _asked(self, args: tuple) -> "_Asked":
         words, settings, visuals_of, number, task, split = args
@@ -123,11 +126,9 @@ class SparseLaViDaLmms(lmms):
     def _answers(self, asked: Sequence["_Asked"], places: Sequence[int]) -> list[str]:
         examples = [self.pipe.prompts.ask(one.words, one.images, one.tokens) for one in asked]
         seeds = [self.seed + place for place in places]
-        bucket = self.pipe.shared_bucket(examples, self.sampling)
-        said = self.pipe.run(examples, sampling=self.sampling, seed=seeds, bucket=bucket)
         answers = []
-        for one, text in zip(asked, self.pipe.texts(said), strict=True):
-            text = text.strip().lstrip("!").strip()  # as `QuestionBenchmark` does
+        said = written_texts(self.pipe, examples, self.sampling, seeds)
+        for one, text in zip(asked, said, strict=True):
             for end in one.until:
                 text = text.partition(end)[0] if end else text
             answers.append(text.strip())

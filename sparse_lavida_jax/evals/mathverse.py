@@ -6,18 +6,11 @@ github.com/ZrrSkywalker/MathVerse. The judge is GPT-4, which finds the answer in
 compares it; the only rule of the official script, equal text, is given as a lower bound.
 """
 
-import functools
+from typing import ClassVar
 
 from sparse_lavida_jax.data.files import write_json
-from sparse_lavida_jax.evals.benchmark import JUDGED, Item, QuestionBenchmark, share, shares
-from sparse_lavida_jax.evals.files import (
-    EvaluationError,
-    check_fields,
-    existing,
-    image_name,
-    read_images,
-    read_json,
-)
+from sparse_lavida_jax.evals.benchmark import JUDGED, QuestionBenchmark, share, shares
+from sparse_lavida_jax.evals.files import EvaluationError, image_name, read_json, records
 
 FIELDS = ("sample_index", "problem_version", "question", "image", "answer", "query_cot")
 OUTPUT = "output_testmini.json"
@@ -25,7 +18,10 @@ SCORES = "scores_testmini.json"
 
 
 class Bench(QuestionBenchmark):
-    """3940 questions: 788 problems in five versions (testmini)."""
+    """3940 questions, testmini (table 5 of the paper): 788 problems in five versions.
+
+    Room for an answer is that of MathVista: ours, the paper does not say.
+    """
 
     title = "MathVerse"
     source = (
@@ -36,55 +32,38 @@ class Bench(QuestionBenchmark):
     judge = (
         "run evaluation/extract_answer_s1.py and then evaluation/score_answer_s2.py of"
         f" github.com/ZrrSkywalker/MathVerse on its {OUTPUT}, and put what the second writes into"
-        f" {JUDGED}/{SCORES} beside it."
+        f" {JUDGED}/{SCORES} next to it."
     )
+    configs: ClassVar = {"mathverse": {"max_new_tokens": 1024}}
 
-    def read(self, settings):
-        """Returns an item a version of a problem."""
-        path = existing(self.folder / "testmini.json", self.source)
-        images, items = self.folder / "images", []
-        for index, record in enumerate(read_json(path, list)):
-            where = f"{path}, entry {index},"
-            record = check_fields(record, FIELDS, where)
-            name = image_name(record["image"], where)
-            file = next(
-                (f for f in (images / name, self.folder / name) if f.exists()), images / name
-            )
-            load = functools.partial(read_images, existing(file, self.source))
-            items.append(
-                Item(index, str(record["sample_index"]), record["query_cot"], record, load)
-            )
-        return items
+    def read(self):
+        """Yields an item for each version of a problem."""
+        path = self.file("testmini.json")
+        for _, record, where in records(read_json(path, list), FIELDS, path):
+            outside = (self.folder / image_name(record["image"], where)).exists()
+            load = self.image(record["image"], where, *(() if outside else ("images",)))
+            yield str(record["sample_index"]), record["query_cot"], record, load
 
-    def export(self, rows, folder):
+    def export(self, answers, folder):
         """Writes the answers as `evaluation/extract_answer_s1.py` reads them."""
-        write_json(
-            folder / OUTPUT,
-            [
-                {**item.record, "model_answer": row.output["text"]}
-                for item, row in zip(self.items, rows, strict=True)
-            ],
-        )
+        entries = [{**one.record, "model_answer": one.text} for one in answers]
+        write_json(folder / OUTPUT, entries)
 
-    def scores(self, rows, folder):
+    def scores(self, answers, folder):
         """Returns the share that GPT-4 judged right if it did, and that of equal texts."""
-        equal = [
-            row.output["text"].strip() == str(item.record["answer"]).strip()
-            for item, row in zip(self.items, rows, strict=True)
-        ]
+        equal = [one.text.strip() == str(one.record["answer"]).strip() for one in answers]
         bound = share("equal text, a lower bound", equal)
         path = folder / JUDGED / SCORES
         if not path.exists():
             return [bound]
-        judged = {}
-        for number, record in enumerate(read_json(path, list)):
-            where = f"{path}, entry {number},"
-            record = check_fields(record, ("sample_index", "judgement"), where)
-            judged[str(record["sample_index"])] = record["judgement"]
+        judged = {
+            str(record["sample_index"]): record["judgement"]
+            for _, record, _ in records(read_json(path, list), ("sample_index", "judgement"), path)
+        }
         if missing := [item.key for item in self.items if judged.get(item.key) not in (0, 1)]:
             raise EvaluationError(
                 f"{path} has no judgement of {len(missing)} answers, {missing[0]} among them:"
                 " judge them again."
             )
         hits = [(item.record["problem_version"], judged[item.key] == 1) for item in self.items]
-        return [share("accuracy", [hit for _, hit in hits]), *shares(hits), bound]
+        return [*shares("accuracy", hits), bound]

@@ -8,26 +8,27 @@ features that other people's encoders give; HPS v3 is a score that another model
 import json
 import pathlib
 import zipfile
+from typing import ClassVar
 
 import numpy as np
 
-from sparse_lavida_jax.evals.benchmark import JUDGED, ImageBenchmark, Item, Score, mean
+from sparse_lavida_jax.evals.benchmark import JUDGED, ImageBenchmark, Metric, mean
 from sparse_lavida_jax.evals.files import (
     EvaluationError,
     Record,
     check_fields,
-    existing,
     image_name,
     read_json,
+    records,
 )
-from sparse_lavida_jax.evals.metrics import cosine_scores, frechet_distance
+from sparse_lavida_jax.evals.scorers import cosine_scores, frechet_distance
 
 PAIRS = "prompts.jsonl"
 FID = "fid"
 
 
 class Bench(ImageBenchmark):
-    """30,000 prompts in ten categories."""
+    """30,000 prompts in ten categories (table 2 of the paper)."""
 
     title = "MJHQ-30K"
     source = (
@@ -38,19 +39,18 @@ class Bench(ImageBenchmark):
         f"{PAIRS} there says which image goes with which prompt. Put features into"
         f" {JUDGED}/fid.npz (drawn, real: Inception-v3, a row an image) and"
         f" {JUDGED}/pickscore.npz, hps_v2.npz (names; images, texts, scale), or scores into"
-        f" {JUDGED}/hps_v3.npz (names, scores), beside it; docs/evaluation.md shows how."
+        f" {JUDGED}/hps_v3.npz (names, scores), next to it; docs/evaluation.md shows how."
     )
 
-    def read(self, settings):
-        """Returns an item a prompt."""
-        path = existing(self.folder / "meta_data.json", self.source)
-        items = []
-        for index, (key, record) in enumerate(read_json(path, dict).items()):
-            where = f"{path}, {key},"
-            record = check_fields(record, ("category", "prompt"), where)
+    configs: ClassVar = {"mjhq": {"num_images": 1}}
+
+    def read(self):
+        """Yields an item for each prompt."""
+        path = self.file("meta_data.json")
+        fields = ("category", "prompt")
+        for key, record, where in records(read_json(path, dict), fields, path):
             image_name(_file(record, key), where)
-            items.append(Item(index, key, record["prompt"], record))
-        return items
+            yield key, record["prompt"], record, list
 
     def keep(self, item, drawn):
         """Returns one image in the folder of its category, as the real ones lie."""
@@ -58,33 +58,32 @@ class Bench(ImageBenchmark):
             raise EvaluationError("MJHQ-30K takes one image a prompt: evaluate.num_images=1.")
         return {_file(item.record, item.key): drawn[0]}
 
-    def export(self, rows, folder):
+    def export(self, answers, folder):
         """Writes which image goes with which prompt."""
         lines = [
-            {"name": item.key, "file": row.output["files"][0], **item.record}
-            for item, row in zip(self.items, rows, strict=True)
+            {"name": one.item.key, "file": one.output["files"][0], **one.record} for one in answers
         ]
         (folder / PAIRS).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
-    def scores(self, rows, folder):
-        """Returns FID and the mean of every other file of judges."""
+    def scores(self, answers, folder):
+        """Returns FID, and the mean of every other file in the folder of judges."""
         found = []
         for path in sorted((folder / JUDGED).glob("*.npz")):
             given = _arrays(path)
             if path.stem == FID:
                 check_fields(given, ("drawn", "real"), str(path))
-                if len(given["drawn"]) != len(rows):
+                if len(given["drawn"]) != len(answers):
                     raise EvaluationError(
                         f"{path} holds features of {len(given['drawn'])} drawn images, and"
-                        f" {len(rows)} were drawn."
+                        f" {len(answers)} were drawn."
                     )
                 value = _formula(path, frechet_distance, given["drawn"], given["real"])
-                found.append(Score("FID", value, len(rows)))
+                found.append(Metric("FID", value, len(answers)))
             else:
                 found += self._judged(path, given)
         return found
 
-    def _judged(self, path: pathlib.Path, given: dict[str, np.ndarray]) -> list[Score]:
+    def _judged(self, path: pathlib.Path, given: dict[str, np.ndarray]) -> list[Metric]:
         """Returns the mean of a judge's scores, over all images and over each category."""
         names = [str(name) for name in check_fields(given, ("names",), str(path))["names"]]
         if sorted(names) != sorted(item.key for item in self.items):
@@ -95,12 +94,12 @@ class Bench(ImageBenchmark):
         if "scores" in given:
             values = given["scores"]
         else:
-            check_fields(given, ("pictures", "texts"), str(path))
+            check_fields(given, ("images", "texts"), str(path))
             scale = given.get("scale", np.ones(()))
             if scale.size != 1:
                 raise EvaluationError(f"{path}: scale must be a number, and is {scale.shape}.")
             values = _formula(
-                path, cosine_scores, given["pictures"], given["texts"], float(scale.item())
+                path, cosine_scores, given["images"], given["texts"], float(scale.item())
             )
         if np.shape(values) != (len(names),) or not np.isfinite(values).all():
             raise EvaluationError(
@@ -118,7 +117,8 @@ class Bench(ImageBenchmark):
 def _arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
     try:
         with np.load(path, allow_pickle=False) as file:
-            return {name: file[name] for name in file.files}
+            # "pictures" is an older name of "images".
+            return {name.replace("pictures", "images"): file[name] for name in file.files}
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         raise EvaluationError(f"{path} is no .npz of plain arrays: {error}.") from error
 

@@ -11,20 +11,24 @@ import binascii
 import csv
 import functools
 import string
+from typing import ClassVar
 
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.evals.benchmark import Item, QuestionBenchmark, share, shares
-from sparse_lavida_jax.evals.files import EvaluationError, check_fields, existing, read_separated
+from sparse_lavida_jax.evals.files import EvaluationError, read_separated
 
 FIELDS = ("index", "question", "A", "B", "category", "image")
 LETTERS = "ABCDE"
-ROUND = 1_000_000  # rows of a question with its options in another order count on from here
+ROUND = 1_000_000  # added to the index of a question for each further order of its options
 REFERENCE = 64  # characters: shorter "images" are the number of the row that holds it
 ENDING = "\nAnswer with the option's letter from the given choices directly."
 
 
 class Bench(QuestionBenchmark):
-    """1164 questions in up to four orders of their options (dev, English)."""
+    """1164 questions in up to four orders of their options, dev, English (table 5 of the paper).
+
+    Room for an answer: ours; lmms-eval gives 1024 tokens for what is one letter.
+    """
 
     title = "MMBench"
     source = (
@@ -33,22 +37,18 @@ class Bench(QuestionBenchmark):
         " .tsv."
     )
 
-    def read(self, settings):
-        """Returns an item a row."""
-        path = existing(self.folder / f"{self.settings.split}.tsv", self.source)
-        rows = [
-            check_fields(row, FIELDS, f"{path}, line {number},")
-            for number, row in enumerate(read_separated(path, "\t"), 2)
-        ]
+    configs: ClassVar = {"mmbench": {"split": "MMBench_DEV_EN", "max_new_tokens": 32}}
+
+    def read(self):
+        """Yields an item for each row."""
+        path = self.file(f"{self.settings.split}.tsv")
+        rows = read_separated(path, "\t", FIELDS)
         encoded = {row["index"]: row.pop("image") for row in rows}
-        items = []
-        for index, row in enumerate(rows):
+        for line, row in enumerate(rows, 2):
             key = row["index"]
             if not key.isdecimal():
-                raise EvaluationError(f"{path}, line {index + 2}, has no number: {key!r}.")
-            load = functools.partial(_images, encoded, key, str(path))
-            items.append(Item(index, key, words_of(row), row, load))
-        return items
+                raise EvaluationError(f"{path}, line {line}, has no number: {key!r}.")
+            yield key, words_of(row), row, functools.partial(_images, encoded, key, str(path))
 
     def first(self, items):
         """Returns the rows of as many questions as the settings ask for, all their orders."""
@@ -57,39 +57,40 @@ class Bench(QuestionBenchmark):
         numbers = {*[*dict.fromkeys(map(_question, items))][: self.settings.limit]}
         return [item for item in items if _question(item) in numbers]
 
-    def export(self, rows, folder):
+    def export(self, answers, folder):
         """Writes the table with a column of predictions, to be judged or handed in."""
         names = list(self.items[0].record)
         with (folder / f"{self.settings.split}.tsv").open("w", newline="") as file:
             table = csv.writer(file, delimiter="\t")
             table.writerow([*names, "prediction"])
-            for item, row in zip(self.items, rows, strict=True):
-                table.writerow([*(item.record[name] for name in names), row.output["text"]])
+            for one in answers:
+                table.writerow([*(one.record[name] for name in names), one.text])
 
-    def scores(self, rows, folder):
+    def scores(self, answers, folder):
         """Returns how many questions are right in every order, and in the first.
 
-        None for the test split, whose answers the site keeps.
+        Nothing for the test split, whose answers the site keeps.
         """
         if not self.items[0].record.get("answer", ""):
             return []
         by_question: dict[int, list[bool]] = {}
         first, categories, unread = [], {}, []
-        for item, row in zip(self.items, rows, strict=True):
-            letter = letter_of(row.output["text"], options_of(item.record))
+        for one in answers:
+            letter = letter_of(one.text, options_of(one.record))
             unread.append(letter is None)
-            hit = letter == item.record["answer"].strip()
-            number = _question(item)
+            hit = letter == one.record["answer"].strip()
+            number = _question(one.item)
             by_question.setdefault(number, []).append(hit)
-            categories[number] = item.record["category"]
-            if int(item.key) == number:
+            categories[number] = one.record["category"]
+            if int(one.item.key) == number:
                 first.append(hit)
         every = [(categories[number], all(hits)) for number, hits in by_question.items()]
+        whole, *parts = shares("accuracy, right in every order", every)
         return [
-            share("accuracy, right in every order", [hit for _, hit in every]),
+            whole,
             share("accuracy, first order", first),
             share("answers without a letter, counted wrong", unread),
-            *shares(every),
+            *parts,
         ]
 
 
@@ -113,7 +114,7 @@ def words_of(row: dict[str, str]) -> str:
 
 
 def letter_of(said: str, options: dict[str, str]) -> str | None:
-    """Returns which option an answer names by the official rule; None where it names not one.
+    """Returns the option that an answer names by the official rule; None if not exactly one.
 
     A letter that stands alone, or between marks such as "(A)." or "A:"; else the words of exactly
     one option. "A" in more than three words may be an article, and is not taken.

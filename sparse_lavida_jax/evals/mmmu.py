@@ -11,18 +11,20 @@ import contextlib
 import functools
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import ClassVar
 
 from sparse_lavida_jax.data.files import write_json
-from sparse_lavida_jax.evals.benchmark import Item, QuestionBenchmark, are_answered, share, shares
-from sparse_lavida_jax.evals.files import EvaluationError, Parquet, matching
+from sparse_lavida_jax.evals.benchmark import QuestionBenchmark, has_solutions, shares
+from sparse_lavida_jax.evals.files import EvaluationError, Parquet
 
 FIELDS = ("id", "question", "options", "question_type")
 OTHERS = ("answer", "subfield")
 IMAGES = tuple(f"image_{i}" for i in range(1, 8))
+CHOICE = "multiple-choice"
 CHOOSE = "Answer with the option's letter from the given choices directly."
 SAY = "Answer the question using a single word or phrase."
-# Words that an answer stands behind.
+# Words that an answer comes after.
 KEYS = (
     "could be ", "so ", "is ", "thus ", "therefore ", "final ", "answer ", "result ",
 )  # fmt: skip
@@ -34,7 +36,10 @@ _NUMBERS = (
 
 
 class Bench(QuestionBenchmark):
-    """900 questions of 30 subjects (validation)."""
+    """900 questions of 30 subjects, validation (table 5 of the paper).
+
+    Room for an answer as in lmms-eval.
+    """
 
     title = "MMMU"
     source = (
@@ -42,43 +47,46 @@ class Bench(QuestionBenchmark):
         " such as Accounting/validation-00000-of-00001.parquet. evaluate.split names the split."
     )
 
-    def read(self, settings):
-        """Returns an item a question."""
-        paths = matching(self.folder, f"*/{self.settings.split}-*.parquet", self.source)
+    configs: ClassVar = {"mmmu": {"split": "validation", "max_new_tokens": 128}}
+
+    def read(self):
+        """Yields an item for each question."""
+        paths = self.files(f"*/{self.settings.split}-*.parquet")
         table = Parquet(paths, FIELDS, OTHERS, IMAGES)
-        return [self._item(table, row, record) for row, record in enumerate(table.records)]
+        for row, record in enumerate(table.records):
+            words = words_of(record)
+            shown = sorted({int(number) for number in re.findall(r"<image (\d+)>", words)})
+            load = functools.partial(table.images, row, [f"image_{number}" for number in shown])
+            yield record["id"], words, record, load
 
-    def _item(self, table: Parquet, row: int, record: dict) -> Item:
-        options = options_of(record)
-        words = record["question"]
-        if record["question_type"] == "multiple-choice":
-            listed = (f"{letter}. {text}" for letter, text in options.items())
-            words = f"{words}\n{chr(10).join(listed)}\n\n{CHOOSE}"
-        else:
-            words = f"{words}\n\n{SAY}"
-        shown = sorted({int(number) for number in re.findall(r"<image (\d+)>", words)})
-        load = functools.partial(table.images, row, [f"image_{number}" for number in shown])
-        return Item(row, record["id"], words, record, load)
-
-    def export(self, rows, folder):
+    def export(self, answers, folder):
         """Writes the answers as `eval/main_eval_only.py` reads them."""
-        answers = {}
-        for item, row in zip(self.items, rows, strict=True):
-            options = options_of(item.record)
-            said = row.output["text"]
-            choice = item.record["question_type"] == "multiple-choice"
-            answers[item.key] = letter_of(said, options, item.key) if choice else said
-        write_json(folder / "total_val_output.json", answers)
+        said = {}
+        for one in answers:
+            key, text = one.item.key, one.text
+            choice = one.record["question_type"] == CHOICE
+            said[key] = letter_of(text, options_of(one.record), key) if choice else text
+        write_json(folder / "total_val_output.json", said)
 
-    def scores(self, rows, folder):
-        """Returns the share of right answers; none for the test split, which the site judges."""
-        if not are_answered(self.items):
+    def scores(self, answers, folder):
+        """Returns the share of right answers; nothing for the test split: the site judges it."""
+        if not has_solutions(answers):
             return []
         hits = []
-        for item, row in zip(self.items, rows, strict=True):
-            subject = "_".join(item.key.split("_")[1:-1]) or item.key
-            hits.append((subject, is_right(item.record, row.output["text"], item.key)))
-        return [share("accuracy", [hit for _, hit in hits]), *shares(hits)]
+        for one in answers:
+            key = one.item.key
+            subject = "_".join(key.split("_")[1:-1]) or key
+            hits.append((subject, is_right(one.record, one.text, key)))
+        return shares("accuracy", hits)
+
+
+def words_of(record: Mapping) -> str:
+    """Returns a question with its options."""
+    options = options_of(record)
+    if record["question_type"] != CHOICE:
+        return f"{record['question']}\n\n{SAY}"
+    listed = "\n".join(f"{letter}. {text}" for letter, text in options.items())
+    return f"{record['question']}\n{listed}\n\n{CHOOSE}"
 
 
 def options_of(record: Mapping) -> dict[str, str]:
@@ -98,13 +106,14 @@ def options_of(record: Mapping) -> dict[str, str]:
 
 def is_right(record: Mapping, said: str, key: str) -> bool:
     """Whether an answer is right; a question may have several right ones."""
-    if record["question_type"] == "multiple-choice":
+    if record["question_type"] == CHOICE:
         return letter_of(said, options_of(record), key) == record["answer"]
     wanted = record["answer"]
     if wanted.startswith("["):
         with contextlib.suppress(ValueError, SyntaxError):  # "[4, 5)" is one answer
             wanted = ast.literal_eval(wanted)
-    rights = [one for text in _listed(wanted) for one in _comparable(text)]
+    listed = [wanted] if isinstance(wanted, str) else map(str, wanted)
+    rights = [one for text in listed for one in _comparable(text)]
     for given in open_answers(said):
         if isinstance(given, str):
             if any(isinstance(right, str) and right in given for right in rights):
@@ -117,8 +126,8 @@ def is_right(record: Mapping, said: str, key: str) -> bool:
 def letter_of(said: str, options: Mapping[str, str], key: str) -> str:
     """Returns which option an answer names, the last one where it names several.
 
-    Looked for are "(A)", then "A ", then "A.", then the words of an option. Where there is nothing
-    of these the official rule guesses; here the guess hangs on `key` alone.
+    Looked for are "(A)", then "A ", then "A.", then the words of an option. Where none is
+    found the official rule guesses; here the guess depends on `key` alone.
     """
     for mark in ",.!?;:'":
         said = said.strip(mark)
@@ -135,7 +144,7 @@ def letter_of(said: str, options: Mapping[str, str], key: str) -> str:
 
 
 def open_answers(said: str) -> set[str | float]:
-    """Returns what an answer in words may mean: what stands behind "is" and the like, numbers."""
+    """Returns what an answer in words may mean: what comes after "is" and the like, numbers."""
     said = said.strip().strip(".").lower()
     sentences = re.split(r"\.\s(?=[A-Z])|\n", said)
     found = []
@@ -145,7 +154,7 @@ def open_answers(said: str) -> set[str | float]:
         for word in keys:
             if word in sentence:
                 tail = sentence.split(word)[-1].strip()
-                # The official rule: one of nothing makes it begin anew.
+                # The official rule: an empty one makes it start again.
                 shortest = tail if not shortest or len(tail) < len(shortest) else shortest
         if shortest and shortest not in tuple(":,.!?;'"):
             found.append(shortest)
@@ -154,12 +163,8 @@ def open_answers(said: str) -> set[str | float]:
     return {one for text in (*found, *numbers) for one in _comparable(text)}
 
 
-def _listed(wanted: str | Sequence[str]) -> list[str]:
-    return [wanted] if isinstance(wanted, str) else [str(one) for one in wanted]
-
-
 def _comparable(text: str) -> list[str | float]:
-    """Returns a number to two places, or words in small letters."""
+    """Returns a number to two places, or words in lower case."""
     text = text.strip()
     try:
         return [round(float(text.replace(",", "")), 2)]

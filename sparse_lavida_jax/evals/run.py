@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a benchmark: item by item, resumable, in shards; at the end its scores and its table.
+"""Runs a benchmark: item by item, resumable, in shards; at the end its metrics and its table.
 
-A folder holds `settings.json` (what it is the evaluation of; another is refused), `shards/0-of-4/`
-and so on with `items.jsonl` (a row an item, appended when it is done) and `made_with.json` (where),
-`export/` (what the official scorer reads), `judged/` (what a person puts there: what scorers and
-judges said), and when every item is there `results.json` and `table.md`.
+A folder holds `settings.json` (the evaluation that it is of; another one is refused),
+`shards/0-of-4/` and so on with `items.jsonl` (a line for each item, appended when it is done) and
+`made_with.json` (on which machine), `export/` (what the official scorer reads), `judged/` (a person
+puts there what scorers and judges said), and when every item is there `results.json` and
+`table.md`.
 """
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.checkpoints import manifest, model_folder
 from sparse_lavida_jax.data import files, markdown
 from sparse_lavida_jax.evals import benchmark
-from sparse_lavida_jax.evals.benchmark import EXPORT, JUDGED, Benchmark, Row, Score
+from sparse_lavida_jax.evals.benchmark import EXPORT, JUDGED, Answer, Benchmark, Metric
 from sparse_lavida_jax.evals.circumstances import circumstances, commit
 from sparse_lavida_jax.evals.files import EvaluationError
 from sparse_lavida_jax.pipeline import SparseLaViDa
@@ -31,8 +31,6 @@ MADE_WITH = "made_with.json"  # of a shard: device, software and commit, an entr
 # Settings that change where and how fast items are computed, and not what they are.
 MAY_CHANGE = frozenset({"evaluate.batch_size", "evaluate.checkpoint", "evaluate.data"})
 
-OnProgress = Callable[[int, int], None]
-
 
 def evaluate(
     settings: config.Config,
@@ -40,19 +38,19 @@ def evaluate(
     folder: pathlib.Path,
     *,
     shard: str = "",
-    on_progress: OnProgress | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> str:
     """Computes the items of a shard that are not there yet, and scores when all are.
 
     Args:
         settings: of the evaluation, those of the checkpoint among them.
         name: the checkpoint.
-        folder: of this evaluation; made, or gone on with.
+        folder: of this evaluation; it is made, or continued.
         shard: "i/n" for every n-th item from the i-th on; "": all of them.
-        on_progress: called with the items of the shard that are done, and all of them.
+        on_progress: called with the number of finished items of the shard, and of all its items.
 
     Returns:
-        The table in Markdown, or which items are still missing.
+        The table in Markdown, or how many items are still missing.
 
     Raises:
         EvaluationError: the benchmark cannot be run.
@@ -61,28 +59,30 @@ def evaluate(
     """
     part, parts = _shard(shard)
     bench = benchmark.load(settings)
-    checksum = _checksum(name)
-    _claim(folder, settings, bench, checksum)
-    release = runs.lock(_made(folder / "shards" / f"{part}-of-{parts}"))
+    source = {"name": name, "sha256": _checksum(name)}
+    _claim(folder, settings, bench, source["sha256"])
+    own = _made(folder / "shards" / f"{part}-of-{parts}")
+    release = runs.lock(own)
     try:
-        done = {row.index for row in _rows(folder)}
+        done = {answer.item.index for answer in _answers(bench, folder)}
         mine = bench.items[part::parts]
-        pending = [item for item in mine if item.index not in done]
-        if pending:
+        if pending := [item for item in mine if item.index not in done]:
             pipe = SparseLaViDa.from_pretrained(name, batch_size=settings.evaluate.batch_size)
-            counted = _counted(on_progress, len(mine) - len(pending), len(mine))
-            own = folder / "shards" / f"{part}-of-{parts}"
-            _tell_circumstances(own / MADE_WITH)
-            _compute(bench, pipe, pending, own / "items.jsonl", counted)
+            _note_circumstances(own / MADE_WITH)
+            finished = len(mine) - len(pending)
+            on_progress(finished, len(mine))
+            for count in _compute(bench, pipe, pending, own / "items.jsonl"):
+                finished += count
+                on_progress(finished, len(mine))
     finally:
         release()
-    rows = _rows(folder)
-    if missing := len(bench.items) - len(rows):
+    answers = _answers(bench, folder)
+    if missing := len(bench.items) - len(answers):
         return (
-            f"{folder}: {len(rows)} of {len(bench.items)} items are there, {missing} are missing:"
-            f" run the other shards of {parts}."
+            f"{folder}: {len(answers)} of {len(bench.items)} items are there, {missing} are"
+            f" missing: run the other shards of {parts}."
         )
-    return _finish(bench, settings, rows, folder, {"name": name, "sha256": checksum})
+    return _finish(bench, answers, folder, source)
 
 
 def _shard(words: str) -> tuple[int, int]:
@@ -97,13 +97,7 @@ def _shard(words: str) -> tuple[int, int]:
 
 def _checksum(name: str) -> str:
     """Returns the SHA-256 of the manifest of a model, which holds those of all its files."""
-    manifest = model_folder.find_model(name) / model_folder.MANIFEST
-    try:
-        return hashlib.sha256(manifest.read_bytes()).hexdigest()
-    except OSError as error:
-        raise model_folder.CheckpointError(
-            f"{manifest} cannot be read: {error.strerror}."
-        ) from error
+    return manifest.digest(model_folder.find_model(name))
 
 
 def _claim(folder: pathlib.Path, settings: config.Config, bench: Benchmark, checksum: str) -> None:
@@ -118,8 +112,7 @@ def _claim(folder: pathlib.Path, settings: config.Config, bench: Benchmark, chec
         "items": len(bench.items),
         "keys": _digest(bench.items),
         "seed": settings.seed,
-        "evaluate": config.to_dict(settings.evaluate),
-        "sampling": config.to_dict(settings.sampling),
+        **_settings(bench),
     }
     now = json.loads(json.dumps(now))  # tuples become lists, as in the file
     if not path.exists():
@@ -145,26 +138,21 @@ def _claim(folder: pathlib.Path, settings: config.Config, bench: Benchmark, chec
     if changed:
         raise runs.RunError(
             f"{folder} is another evaluation: {'; '.join(changed)}. Choose another --workdir, or"
-            " delete that one to start anew."
+            " delete that one to start again."
         )
 
 
+def _settings(bench: Benchmark) -> dict[str, Any]:
+    return {
+        "evaluate": config.to_dict(bench.settings),
+        "sampling": config.to_dict(bench.sampling),
+    }
+
+
 def _digest(items: Sequence[benchmark.Item]) -> str:
-    """Returns what changes with any word of any item."""
+    """Returns a digest that changes with any word of any item."""
     told = [(item.key, item.words, item.record) for item in items]
     return hashlib.sha256(json.dumps(told, default=str).encode()).hexdigest()
-
-
-def _tell_circumstances(path: pathlib.Path) -> None:
-    """Adds device, software and commit to a file, unless its last entry has the same."""
-    before = json.loads(path.read_text()) if path.exists() else []
-    now = json.loads(json.dumps({**circumstances(), **commit()}))
-    if not before or _without_times(before[-1]) != _without_times(now):
-        files.write_json(path, [*before, now])
-
-
-def _without_times(entry: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in entry.items() if name != "created"}
 
 
 def _flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -175,23 +163,17 @@ def _flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield prefix + name, value
 
 
+def _note_circumstances(path: pathlib.Path) -> None:
+    """Adds device, software and commit to a file, unless its last entry has the same."""
+    before = json.loads(path.read_text()) if path.exists() else []
+    now = json.loads(json.dumps({**circumstances(), **commit()}))
+    if not before or before[-1] | {"created": ""} != now | {"created": ""}:
+        files.write_json(path, [*before, now])
+
+
 def _made(folder: pathlib.Path) -> pathlib.Path:
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def _counted(on_progress: OnProgress | None, before: int, total: int) -> Callable[[int], None]:
-    """Returns what is told how many items were just done."""
-    done = before
-
-    def tell(more: int) -> None:
-        nonlocal done
-        done += more
-        if on_progress is not None:
-            on_progress(done, total)
-
-    tell(0)
-    return tell
 
 
 def _compute(
@@ -199,23 +181,21 @@ def _compute(
     pipe: SparseLaViDa,
     pending: Sequence[benchmark.Item],
     path: pathlib.Path,
-    counted: Callable[[int], None],
-) -> None:
-    """Appends a row for each item; what was appended is on the disk before the next batch."""
-    folder = path.parents[2]
+) -> Iterator[int]:
+    """Appends a line for each item, and yields the size of each batch that is on the disk."""
     with path.open("ab") as file:
         file.truncate(len(_whole(path)))  # a process that died may have left half a line
         for batch in bench.batches(pending):
             begin = time.perf_counter()
-            outputs = bench.answer(pipe, batch, folder)
-            seconds = (time.perf_counter() - begin) / len(batch)
+            outputs = bench.answer(pipe, batch, path.parents[2])
+            seconds = round((time.perf_counter() - begin) / len(batch), 4)
             for item, output in zip(batch, outputs, strict=True):
-                row = Row(item.index, item.key, bench.seed_of(item), output, round(seconds, 4))
-                line = json.dumps(dataclasses.asdict(row), ensure_ascii=False)
+                answer = Answer(item, bench.seed_of(item), output, seconds)
+                line = json.dumps(answer.as_json(), ensure_ascii=False)
                 file.write(line.encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
-            counted(len(batch))
+            yield len(batch)
 
 
 def _whole(path: pathlib.Path) -> bytes:
@@ -224,51 +204,43 @@ def _whole(path: pathlib.Path) -> bytes:
     return contents[: contents.rfind(b"\n") + 1]
 
 
-def _rows(folder: pathlib.Path) -> list[Row]:
-    """Returns the rows of all shards, in the order of the items."""
-    rows: dict[int, Row] = {}
+def _answers(bench: Benchmark, folder: pathlib.Path) -> list[Answer]:
+    """Returns the answers of all shards, in the order of the items."""
+    found: dict[int, Answer] = {}
     for path in sorted(folder.glob("shards/*/items.jsonl")):
         for number, line in enumerate(_whole(path).splitlines(), 1):
             try:
-                row = Row(**json.loads(line))
-            except (ValueError, TypeError) as error:
+                row = json.loads(line)
+                item = bench.items[row["index"]]
+                found[item.index] = Answer(item, row["seed"], row["output"], row["seconds"])
+            except (ValueError, TypeError, LookupError) as error:
                 raise EvaluationError(
-                    f"{path}, line {number}, is damaged ({error}). Delete that line: its item is"
+                    f"{path}, line {number}, is damaged ({error!r}). Delete that line: its item is"
                     " then computed again."
                 ) from error
-            rows[row.index] = row
-    return [rows[index] for index in sorted(rows)]
+    return [found[index] for index in sorted(found)]
 
 
 def _finish(
-    bench: Benchmark,
-    settings: config.Config,
-    rows: Sequence[Row],
-    folder: pathlib.Path,
-    source: dict[str, str],
+    bench: Benchmark, answers: Sequence[Answer], folder: pathlib.Path, source: dict[str, str]
 ) -> str:
     """Writes the export, `results.json` and `table.md`, and returns the table."""
     _made(folder / JUDGED)
     files.remove_unfinished(folder / EXPORT)
-    bench.export(rows, _made(folder / EXPORT))
-    scores = bench.scores(rows, folder)
-    made = [
-        entry
-        for path in sorted(folder.glob(f"shards/*/{MADE_WITH}"))
-        for entry in json.loads(path.read_text())
-    ]
+    bench.export(answers, _made(folder / EXPORT))
+    scores = bench.scores(answers, folder)
+    made_with = sorted(folder.glob(f"shards/*/{MADE_WITH}"))
     results = {
         "schema": SCHEMA,
-        "benchmark": settings.evaluate.benchmark,
+        "benchmark": bench.settings.benchmark,
         "title": bench.title,
         "scored": circumstances()["created"],
-        "made_with": made,
+        "made_with": [entry for path in made_with for entry in json.loads(path.read_text())],
         "checkpoint": source,
-        "items": len(rows),
-        "seed": settings.seed,
-        "evaluate": config.to_dict(settings.evaluate),
-        "sampling": config.to_dict(settings.sampling),
-        "seconds": round(sum(row.seconds for row in rows), 2),
+        "items": len(answers),
+        "seed": bench.config.seed,
+        **_settings(bench),
+        "seconds": round(sum(answer.seconds for answer in answers), 2),
         "scores": [score.as_json() for score in scores],
     }
     files.write_json(folder / "results.json", results)
@@ -277,7 +249,7 @@ def _finish(
     return text
 
 
-def _table(bench: Benchmark, scores: Sequence[Score], results: dict, folder: pathlib.Path) -> str:
+def _table(bench: Benchmark, scores: Sequence[Metric], results: dict, folder: pathlib.Path) -> str:
     lines = [f"# {bench.title}", "", _description(results), ""]
     rows = []
     for score in scores:
@@ -294,28 +266,17 @@ def _table(bench: Benchmark, scores: Sequence[Score], results: dict, folder: pat
 
 
 def _description(results: dict[str, Any]) -> str:
-    places = dict.fromkeys(map(_place, results["made_with"]))
-    set_ = [
-        *_changed(results["evaluate"], config.Evaluate()),
-        *_changed(results["sampling"], config.Sampling()),
-    ]
+    """Returns what was evaluated, where, and which settings are not the defaults."""
+    machines = dict.fromkeys(
+        f"commit {(made['commit'] + '+' * made['dirty']) or 'unknown'}, {made['device']['count']} x"
+        f" {made['device']['kind']}, jax {made['software']['jax']}"
+        for made in results["made_with"]
+    )
+    defaults = config.to_dict(config.Evaluate()) | config.to_dict(config.Sampling())
+    given = results["evaluate"] | results["sampling"]
+    changed = [f"{name} {value}" for name, value in given.items() if value != defaults[name]]
     return (
         f"{results['items']} items, {results['checkpoint']['name']} (SHA-256"
-        f" {results['checkpoint']['sha256'][:12]}), seed {results['seed']}; {'; '.join(places)};"
-        f" {results['seconds']:.0f} s. Other than the defaults: {', '.join(set_)}."
+        f" {results['checkpoint']['sha256'][:12]}), seed {results['seed']}; {'; '.join(machines)};"
+        f" {results['seconds']:.0f} s. Other than the defaults: {', '.join(changed)}."
     )
-
-
-def _place(made: dict[str, Any]) -> str:
-    """Returns where and with what items were computed."""
-    device, commit = made["device"], made["commit"] + ("+" if made["dirty"] else "")
-    return (
-        f"commit {commit or 'unknown'}, {device['count']} x {device['kind']}, jax"
-        f" {made['software']['jax']}"
-    )
-
-
-def _changed(section: dict[str, Any], defaults: Any) -> list[str]:
-    """Returns the settings of a section that are not the defaults."""
-    before = config.to_dict(defaults)
-    return [f"{name} {value}" for name, value in section.items() if value != before[name]]

@@ -5,14 +5,15 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 import numpy as np
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import image_files, markdown
-from sparse_lavida_jax.evals.benchmark import EXPORT, Benchmark, Item, Score
+from sparse_lavida_jax.evals.benchmark import EXPORT, Benchmark, Item, Metric
 from sparse_lavida_jax.evals.files import EvaluationError
-from sparse_lavida_jax.evals.metrics import wilson_interval
+from sparse_lavida_jax.evals.scorers import wilson_interval
 from sparse_lavida_jax.pipeline import ANSWER_TOKENS, SparseLaViDa
 from sparse_lavida_jax.scenes import scoring, tasks, world
 
@@ -26,7 +27,7 @@ class TaskResult:
     """Scores of one task.
 
     Attributes:
-        task: its name; for held-out combinations with "/held_out" behind it.
+        task: its name; for held-out combinations with "/held_out" after it.
         correct, total: prompts answered right, and asked.
         columns: (correct, total) of each column of "draw".
         precision: share of drawn objects that were asked for, with shape and colour; None for
@@ -48,6 +49,16 @@ class TaskResult:
     @property
     def interval(self) -> tuple[float, float]:
         return wilson_interval(self.correct, self.total)
+
+    @property
+    def metrics(self) -> list[Metric]:
+        """The lines of a table: the whole, each column, the precision of what was drawn."""
+        found = [Metric(self.task, self.share, self.total, self.correct)]
+        for column, (hits, total) in sorted(self.columns.items()):
+            found.append(Metric(f"- {column}", hits / total, total, hits))
+        if self.precision is not None and self.columns:
+            found.append(Metric("- attribute precision", self.precision, self.total))
+        return found
 
 
 def answer(
@@ -137,39 +148,39 @@ def as_json(result: TaskResult) -> dict:
 def table(results: Sequence[TaskResult]) -> str:
     """Returns a Markdown table of shares with their 95 % intervals."""
     lines = []
-    for result in results:
-        low, high = result.interval
-        counts = (result.correct, result.total, f"{result.share:.2f}")
-        lines.append((result.task, *counts, f"{low:.2f} to {high:.2f}"))
-        for column, (hits, total) in sorted(result.columns.items()):
-            low, high = wilson_interval(hits, total)
-            counts = (hits, total, f"{hits / total:.2f}")
-            lines.append((f"- {column}", *counts, f"{low:.2f} to {high:.2f}"))
-        if result.precision is not None and result.columns:
-            lines.append(("- attribute precision", None, None, f"{result.precision:.2f}", None))
+    for metric in (one for result in results for one in result.metrics):
+        counts = (None, None) if metric.correct is None else (metric.correct, metric.count)
+        interval = metric.interval and "{:.2f} to {:.2f}".format(*metric.interval)
+        lines.append((metric.name, *counts, f"{metric.value:.2f}", interval))
     return markdown.table(("task", "right", "of", "share", "95 % interval"), lines)
 
 
 class Bench(Benchmark):
-    """Every task that a small model was trained on, and drawing of held-out combinations."""
+    """Every task that a small model was trained on, and drawing of held-out combinations.
+
+    The prompts are ours, and training never saw them.
+    """
 
     title = "Scenes"
     source = "The package makes its prompts itself."
+    configs: ClassVar = {"scenes": {"checkpoint": "scenes", "limit": 100, "batch_size": 32}}
 
-    def read(self, settings):
-        """Returns the prompts of each task."""
-        if settings.data.source != "scenes":
+    def read(self):
+        """Yields the prompts of each task."""
+        if self.config.data.source != "scenes":
             raise EvaluationError(
                 "the benchmark 'scenes' judges models of scenes. Digits are judged in report.md;"
-                " for a LaViDa-O choose one of configs/eval_*.py."
+                " for a LaViDa-O choose another benchmark: configs/evaluate.py."
             )
-        trained = [task for task in settings.data.tasks if task in tasks.TASKS]
+        trained = [task for task in self.config.data.tasks if task in tasks.TASKS]
         asked = [(task, "test") for task in trained]
         if "draw" in trained:
             asked.append(("draw", "held_out"))
-        count = self.settings.limit or max(settings.train.eval_prompts, 1)
-        numbered = ((task, split, i) for task, split in asked for i in range(count))
-        return [self._item(index, *one) for index, one in enumerate(numbered)]
+        for task, split in asked:
+            for number in range(self.settings.limit or max(self.config.train.eval_prompts, 1)):
+                words = tasks.sample(task, EVAL_SEED, number, split).prompt
+                record = {"task": task, "split": split, "number": number}
+                yield f"{task}/{split}/{number:05}", words, record, list
 
     def first(self, items):
         """Returns all: `limit` is of each task."""
@@ -177,7 +188,7 @@ class Bench(Benchmark):
 
     def batches(self, items: Sequence[Item]) -> Iterator[list[Item]]:
         """Yields items of one task each, all with given tokens or none, and so with an image."""
-        samples = {item.index: self._sample(item) for item in items}
+        samples = {item.index: _sample(item) for item in items}
 
         def kind(item):
             sample = samples[item.index]
@@ -189,52 +200,38 @@ class Bench(Benchmark):
 
     def seed_of(self, item):
         """Returns the seed that `evaluate` gives the same prompt."""
-        return EVAL_SEED + self.seed + item.record["number"]
+        return EVAL_SEED + self.config.seed + item.record["number"]
 
     def answer(self, pipe, items, folder):
         """Returns texts, and the names of files with images."""
-        samples = [self._sample(item) for item in items]
-        seeds = [self.seed_of(item) for item in items]
+        samples, seeds = [_sample(item) for item in items], [self.seed_of(item) for item in items]
+        made = answer(pipe, samples, sampling=self.sampling, seed=seeds)
         outputs = []
-        for item, made in zip(
-            items, answer(pipe, samples, sampling=self.sampling, seed=seeds), strict=True
-        ):
-            if isinstance(made, str):
-                outputs.append({"text": made})
+        for item, output in zip(items, made, strict=True):
+            if isinstance(output, str):
+                outputs.append({"text": output})
             else:
                 name = f"{item.key}.png"
-                image_files.write(folder / EXPORT / name, made)
+                image_files.write(folder / EXPORT / name, output)
                 outputs.append({"files": [name]})
         return outputs
 
-    def scores(self, rows, folder):
+    def scores(self, answers, folder):
         """Returns the share of right responses of each task, and of its columns."""
         found = []
-        by_name = itertools.groupby(zip(self.items, rows, strict=True), lambda one: _name(one[0]))
-        for name, members in by_name:
+        for name, members in itertools.groupby(answers, lambda one: _name(one.item)):
             samples, outputs = [], []
-            for item, row in members:
-                samples.append(self._sample(item))
-                text, files = row.output.get("text"), row.output.get("files", [])
-                outputs.append(image_files.read(folder / EXPORT / files[0]) if files else text)
-            result = tally(name, samples, outputs)
-            found.append(Score(name, result.share, result.total, result.correct))
-            found += [
-                Score(f"- {column}", hits / total, total, hits)
-                for column, (hits, total) in sorted(result.columns.items())
-            ]
-            if result.precision is not None and result.columns:
-                found.append(Score("- attribute precision", result.precision, result.total))
+            for one in members:
+                samples.append(_sample(one.item))
+                files = one.output.get("files")
+                outputs.append(image_files.read(folder / EXPORT / files[0]) if files else one.text)
+            found += tally(name, samples, outputs).metrics
         return found
 
-    def _item(self, index: int, task: str, split: str, number: int) -> Item:
-        record = {"task": task, "split": split, "number": number}
-        words = tasks.sample(task, EVAL_SEED, number, split).prompt
-        return Item(index, f"{task}/{split}/{number:05}", words, record)
 
-    def _sample(self, item: Item) -> tasks.Sample:
-        record = item.record
-        return tasks.sample(record["task"], EVAL_SEED, record["number"], record["split"])
+def _sample(item: Item) -> tasks.Sample:
+    record = item.record
+    return tasks.sample(record["task"], EVAL_SEED, record["number"], record["split"])
 
 
 def _name(item: Item) -> str:

@@ -4,7 +4,6 @@
 import collections
 import dataclasses
 import functools
-import hashlib
 import math
 import pathlib
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ import numpy as np
 from jaxtyping import Bool, Int, UInt8
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.checkpoints import manifest, model_folder
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.inference.batching import (
     NOTHING,
@@ -125,8 +124,7 @@ class Engine:
             raise model_folder.CheckpointError(str(error)) from error
         textual = settings.model.understanding_only
         codec = None if textual else ImageCodec(loaded.vq_folder, settings.model)
-        manifest = (folder / model_folder.MANIFEST).read_bytes()
-        source = Source(str(folder_or_name), hashlib.sha256(manifest).hexdigest())
+        source = Source(str(folder_or_name), manifest.digest(folder))
         fused = mesh is None and (jax.default_backend() == "gpu" or task != "both")
         model = fuse.for_inference(loaded.model, task=task) if fused else loaded.model
         return cls(model, settings, tokenizer, codec, batch_size, source)

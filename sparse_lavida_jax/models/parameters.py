@@ -14,6 +14,10 @@ import numpy as np
 
 M = TypeVar("M")
 
+# Where a parameter goes, by its path in the model (`joint_layers/attn_out/kernel`, all layers in
+# one array) and its shape.
+ChooseSharding = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
+
 
 def leaf_name(path: tuple) -> str:
     """Returns the name of a leaf, such as `joint_layers/attn_out/kernel`, from its path."""

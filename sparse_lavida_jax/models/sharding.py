@@ -16,9 +16,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from sparse_lavida_jax.checkpoints.model_folder import ChooseSharding
 from sparse_lavida_jax.kernels.sharded import BATCH_AXES, HEADS_AXIS, TOKENS_AXIS
-from sparse_lavida_jax.models.parameters import leaf_name
+from sparse_lavida_jax.models.parameters import ChooseSharding, leaf_name
 
 AXES = (*BATCH_AXES, HEADS_AXIS, TOKENS_AXIS)
 PARTS = ("params", "ema", "frozen")  # of `train_step.TrainState` that are parameters, or like them

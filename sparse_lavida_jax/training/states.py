@@ -19,7 +19,7 @@ import orbax.checkpoint.experimental.v1 as ocp
 from jaxtyping import Array, UInt32
 
 from sparse_lavida_jax import config, runtime
-from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.checkpoints import arrays, manifest, model_folder
 from sparse_lavida_jax.models import parameters
 
 T = TypeVar("T")
@@ -397,7 +397,7 @@ def _known(leaves: Mapping[str, Any]) -> dict[str, str]:
         return {name: f"sums {digest}" for name, digest in _sum_digests(leaves).items()}
     # Hashing lets go of the interpreter's lock, so every core takes an array.
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        digests = pool.map(lambda name: model_folder.digest_of({name: leaves[name]}), leaves)
+        digests = pool.map(lambda name: arrays.digest_of({name: leaves[name]}), leaves)
         return dict(zip(leaves, digests, strict=True))
 
 
@@ -408,22 +408,20 @@ def _check_known(known: dict[str, str] | str | None, leaves: Mapping[str, Any]) 
         ValueError: names those that differ.
     """
     if not isinstance(known, dict):
-        if known != model_folder.digest_of(
-            {name: np.asarray(leaf) for name, leaf in leaves.items()}
-        ):
+        if known != arrays.digest_of({name: np.asarray(leaf) for name, leaf in leaves.items()}):
             raise ValueError("the SHA-256 of its arrays is not the one it was saved with")
         return
     if _is_of_several(known):
         found = {name: f"sums {digest}" for name, digest in _sum_digests(leaves).items()}
     else:
         found = {
-            name: model_folder.digest_of({name: whole})
+            name: arrays.digest_of({name: whole})
             for name, whole in runtime.on_host(dict(leaves)).items()
         }
     wrong = [name for name in found if known.get(name) != found[name]]
     if wrong:
         raise ValueError(
-            f"the SHA-256 of {', '.join(wrong[: model_folder.TENSORS_NAMED])} is not the one it was"
+            f"the SHA-256 of {', '.join(wrong[: manifest.TENSORS_NAMED])} is not the one it was"
             " saved with"
         )
 

@@ -20,10 +20,10 @@ from sparse_lavida_jax.sampling import plans, presets
 from sparse_lavida_jax.scenes import batches, digits, tasks, world
 from sparse_lavida_jax.training import optimizer
 
-CONFIGS = {  # those of benchmarks are in test_evaluate.py
+CONFIGS = {  # the one of benchmarks is in test_evaluate.py
     path.stem: path
     for path in sorted((pathlib.Path(__file__).parents[2] / "configs").glob("*.py"))
-    if not path.stem.startswith("eval_")
+    if path.stem != "evaluate"
 }
 BUNDLED_BYTES = 16_000_000  # of the model that comes with the package
 

@@ -160,7 +160,7 @@ def test_a_terminated_conversion_leaves_nothing(tmp_path, folder):
     program = (
         "import os, signal, sys\n"
         "from sparse_lavida_jax import main\n"
-        "from sparse_lavida_jax.checkpoints import model_folder\n"
+        "from sparse_lavida_jax.checkpoints import arrays\n"
         "add = model_folder.ParamsWriter.add\n"
         "def stop(*given):\n"
         "    add(*given)\n"

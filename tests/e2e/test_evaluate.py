@@ -13,8 +13,8 @@ import pytest
 import torch_folder
 from PIL import Image
 
-from sparse_lavida_jax import cli, config_files, main
-from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax import cli, config, config_files, main
+from sparse_lavida_jax.checkpoints import manifest, model_folder
 from sparse_lavida_jax.convert import from_torch, stand_in
 from sparse_lavida_jax.evals import benchmark
 from sparse_lavida_jax.lavida_o import chat
@@ -22,7 +22,7 @@ from sparse_lavida_jax.sampling import prompts
 
 CHECKOUT = pathlib.Path(__file__).parents[2]
 SAMPLES = CHECKOUT / "tests" / "data" / "evals"
-CONFIGS = {path.stem: path for path in sorted((CHECKOUT / "configs").glob("eval_*.py"))}
+EVALUATE = CHECKOUT / "configs" / "evaluate.py"
 NEEDS_PARQUET = {"mathvista", "mmmu"}
 
 # What lies in the export besides the images, and how many items a sample has.
@@ -38,6 +38,7 @@ QUESTIONS = {
     "refcoco_plus": (3, {"refcoco+_val.json"}),
     "refcocog": (3, {"refcocog_val.json"}),
 }
+IMAGES = ("geneval", "dpg", "mjhq", "imgedit")
 # Of which a config is one of several.
 BENCHMARKS = {"refcoco_plus": "refcoco", "refcocog": "refcoco"}
 
@@ -72,7 +73,7 @@ def evaluated(model, name, workdir, *words):
     sample = SAMPLES / BENCHMARKS.get(name, name)
     code = main.main(
         [
-            "main", "--mode=evaluate", f"--config={CONFIGS[f'eval_{name}']}",
+            "main", "--mode=evaluate", f"--config={EVALUATE}:{name}",
             f"--checkpoint={model}", f"--config.evaluate.data={sample}",
             f"--workdir={workdir}", *words,
         ]
@@ -104,7 +105,7 @@ def test_questions_are_answered_and_scored(model, name, tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("_one_program")
-@pytest.mark.parametrize("name", ["geneval", "dpg", "mjhq", "imgedit"])
+@pytest.mark.parametrize("name", IMAGES)
 def test_images_are_drawn_for_the_judges(model, name, tmp_path, capsys):
     changes = ("num_steps=1", "guidance=0", "guidance_image=0")
     words = [f"--config.sampling.{change}" for change in changes]
@@ -133,7 +134,7 @@ def test_images_are_drawn_for_the_judges(model, name, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_scenes_model_has_its_exact_table(finished, tmp_path, capsys):
-    words = [str(finished.folder), f"--config={CONFIGS['eval_scenes']}", f"--workdir={tmp_path}"]
+    words = [str(finished.folder), f"--config={EVALUATE}:scenes", f"--workdir={tmp_path}"]
     few = ["--config.evaluate.limit=2", "--config.evaluate.batch_size=2"]
     assert cli.main(["sparse-lavida", "evaluate", *words, *few]) == 0
     table = capsys.readouterr().out
@@ -147,25 +148,29 @@ def test_another_checkpoint_needs_another_folder(model, tmp_path, capsys):
     shutil.copytree(model, other)
     settings = model_folder.read_config(other)
     model_folder.write_config(other, dataclasses.replace(settings, name="other"))
-    manifest = other / model_folder.MANIFEST
-    line = ["main", "--mode=evaluate", f"--config={CONFIGS['eval_docvqa']}",
+    path = other / manifest.MANIFEST
+    line = ["main", "--mode=evaluate", f"--config={EVALUATE}:docvqa",
             f"--config.evaluate.data={SAMPLES / 'docvqa'}", f"--workdir={tmp_path / 'run'}",
             "--shard=5/6"]  # fmt: skip
     assert main.main([*line, f"--checkpoint={model}"]) == 0  # the shard has no item
-    manifest.write_text(manifest.read_text() + "\n")
+    path.write_text(path.read_text() + "\n")
     assert main.main([*line, f"--checkpoint={other}"]) == 2
     assert "is another evaluation: checkpoint was" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_every_config_says_how_to_run_it_and_names_a_benchmark(name):
-    settings = config_files.read(CONFIGS[name])
-    assert settings.name == name
-    docstring = ast.get_docstring(ast.parse(CONFIGS[name].read_text())) or ""
-    assert f"main --mode=evaluate --config=configs/{name}.py" in docstring
-    assert settings.evaluate.benchmark in benchmark.names()
+@pytest.mark.parametrize("name", [*QUESTIONS, *IMAGES, "scenes"])
+def test_every_benchmark_has_a_config(name):
+    settings = config_files.read(EVALUATE.with_name(f"evaluate.py:{name}"))
+    assert settings.name == f"eval_{name}"
+    assert settings.evaluate.benchmark == BENCHMARKS.get(name, name)
+    older = EVALUATE.with_name(f"eval_{name}.py")  # a file for each, once
+    assert config_files.read(older) == settings
+    assert name in (ast.get_docstring(ast.parse(EVALUATE.read_text())) or "")
 
 
-def test_every_benchmark_has_a_config():
-    named = {config_files.read(path).evaluate.benchmark for path in CONFIGS.values()}
-    assert named == {*benchmark.names()}
+def test_a_config_for_no_benchmark_lists_those_that_there_are():
+    known = [*QUESTIONS, *IMAGES, "scenes"]
+    with pytest.raises(config.ConfigError) as error:
+        config_files.read(EVALUATE.with_name("eval_genevil.py"))
+    assert f"no benchmark 'genevil'. There are: {', '.join(sorted(known))}." in str(error.value)
+    assert {BENCHMARKS.get(name, name) for name in known} == {*benchmark.names()}

@@ -18,7 +18,7 @@ import safetensors.numpy
 from flax import nnx
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.checkpoints import arrays, model_folder
 from sparse_lavida_jax.convert import from_torch, names, settings
 from sparse_lavida_jax.models import vq as image_tokenizer
 from sparse_lavida_jax.models.denoiser import Denoiser
@@ -103,9 +103,7 @@ class Case:
             return image_tokenizer.load(self.converted / "vq")[0]
         made = self.settings.vq
         found = self._ours(names.vq_names(made, self.config["vq_config"]["weights_prefix"]))
-        return model_folder.module_of(
-            lambda: image_tokenizer.VQModel(made, rngs=nnx.Rngs(0)), found
-        )
+        return arrays.module_of(lambda: image_tokenizer.VQModel(made, rngs=nnx.Rngs(0)), found)
 
     def vq(self) -> image_tokenizer.VQModel:
         """The image tokenizer in float32."""
@@ -117,7 +115,7 @@ class Case:
         prefix = self.config["siglip_config"]["weights_prefix"]
         found = self._ours(names.tower_names(made, prefix))
         side = made.image_size // made.patch_size
-        return model_folder.module_of(lambda: Tower(made, side, rngs=nnx.Rngs(0)), found)
+        return arrays.module_of(lambda: Tower(made, side, rngs=nnx.Rngs(0)), found)
 
     def _ours(self, wanted: list[names.Name]) -> dict[str, np.ndarray]:
         return {name.ours: names.to_ours(name, self.weights[name.official]) for name in wanted}

@@ -18,7 +18,7 @@ import pytest
 import tiny
 
 from sparse_lavida_jax import config, diffusion, train
-from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.checkpoints import arrays
 from sparse_lavida_jax.convert import names
 from sparse_lavida_jax.data import images
 from sparse_lavida_jax.layout import NO_FEATURE
@@ -348,7 +348,7 @@ def computed(name: str) -> Computed:
     x, hidden, codes, ((loss, logged), gradient) = tiny.quick_jit(everything)(
         golden.case(name).model(), batch
     )
-    return Computed(x, hidden, codes, float(loss), logged, model_folder._layer_leaves(gradient))
+    return Computed(x, hidden, codes, float(loss), logged, arrays.by_layer(gradient))
 
 
 def merged_streams(run: Pass, streams: dict) -> tuple[np.ndarray, np.ndarray]:

@@ -16,7 +16,7 @@ import pytest
 from flax import nnx
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.checkpoints import arrays, manifest, model_folder
 from sparse_lavida_jax.models import stack
 from sparse_lavida_jax.training.states import States, _sum_digests, is_unfinished, load_unfinished
 
@@ -111,7 +111,7 @@ def test_a_model_without_images_has_no_image_tokenizer(save):
 
 
 def test_layers_lie_one_by_one_on_disk(save):
-    tree = model_folder.ocp.load(str(save() / "params"))
+    tree = arrays.ocp.load(str(save() / "params"))
     assert sorted(tree) == ["blocks", "joint_layers", "table"]
     assert sorted(tree["joint_layers"]) == ["00", "01", "02"]
     assert tree["joint_layers"]["01"]["weight"].shape == (3, 3)
@@ -137,7 +137,7 @@ def test_the_real_model_survives(tmp_path):
     rng = np.random.default_rng(0)
     model = jax.tree.map(
         lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype),
-        jax.eval_shape(lambda: model_folder._make_denoiser(settings)),
+        jax.eval_shape(lambda: model_folder.make_denoiser(settings)),
     )
     (tmp_path / "text.json").write_text("{}")
     model_folder.save_model(
@@ -149,7 +149,7 @@ def test_the_real_model_survives(tmp_path):
 
 def test_every_parameter_that_does_not_fit_is_listed_at_once(save):
     with pytest.raises(model_folder.CheckpointError) as error:
-        model_folder.load_params(save() / "params", lambda: WiderModel(rngs=nnx.Rngs(0)))
+        arrays.load_params(save() / "params", lambda: WiderModel(rngs=nnx.Rngs(0)))
     lines = str(error.value).splitlines()[1:]
     assert [line.strip() for line in lines] == [
         "head: missing, the model has (7,)",
@@ -174,7 +174,7 @@ def test_a_missing_file_is_named(save):
 
 def test_a_copy_that_was_cut_short_is_refused(save):
     folder = save()
-    (folder / model_folder.MANIFEST).unlink()
+    (folder / manifest.MANIFEST).unlink()
     with pytest.raises(model_folder.CheckpointError, match="not written to its end"):
         load(folder)
 
@@ -196,7 +196,7 @@ def test_a_write_that_fails_leaves_the_old_model(save, monkeypatch):
     def run_out_of_space(path, _):
         raise OSError(errno.ENOSPC, "No space left on device", path)
 
-    monkeypatch.setattr(model_folder.ocp, "save", run_out_of_space)
+    monkeypatch.setattr(arrays.ocp.partial, "save", run_out_of_space)
     before = sorted(folder.parent.iterdir())
     with pytest.raises(model_folder.CheckpointError, match=r"No space left.*is unchanged"):
         save(Model(2, rngs=nnx.Rngs(1)))
@@ -336,7 +336,7 @@ def test_a_state_cut_short_falls_back_to_the_state_before(states, left, caplog):
 
 def test_a_wrong_checksum_is_damage(states, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(model_folder, "digest_of", lambda leaves: "0" * 64)
+        patch.setattr(arrays, "digest_of", lambda leaves: "0" * 64)
         states.save(2, make_state(2))
     states.wait()
     for _ in range(2):  # a second start says the same, and does not begin anew

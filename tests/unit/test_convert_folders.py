@@ -17,7 +17,7 @@ import torch_folder
 
 from sparse_lavida_jax.bench import convert as bench
 from sparse_lavida_jax.bench import record
-from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.checkpoints import arrays, manifest, model_folder
 from sparse_lavida_jax.convert import from_torch, names, tensors, to_torch
 from sparse_lavida_jax.convert.settings import ConvertError
 from sparse_lavida_jax.models import vq
@@ -212,7 +212,7 @@ def test_a_converted_folder_is_a_whole_model_folder(converted):
     readme = (converted / "README.md").read_text()
     assert "non-commercial" in readme
     assert (converted / "official" / "LICENSE").read_text() in "For research only."
-    store = model_folder.ParamsReader(converted / "params")
+    store = arrays.ParamsReader(converted / "params")
     assert {str(leaf.dtype) for leaf in store.leaves.values()} == {"bfloat16"}
 
 
@@ -226,7 +226,7 @@ def test_registers_start_as_what_they_stand_in_for(converted):
 
 def test_parameters_are_widened_where_that_is_asked_for(tmp_path, folder):
     from_torch.convert(folder, tmp_path / "model", dtype="float32")
-    store = model_folder.ParamsReader(tmp_path / "model" / "params")
+    store = arrays.ParamsReader(tmp_path / "model" / "params")
     assert {str(leaf.dtype) for leaf in store.leaves.values()} == {"float32"}
     assert model_folder.read_config(tmp_path / "model").model.compute_dtype == "float32"
     expected = torch_folder.arbitrary()["model.transformer.wte.weight"].astype(np.float32)
@@ -236,7 +236,7 @@ def test_parameters_are_widened_where_that_is_asked_for(tmp_path, folder):
 def test_a_second_conversion_replaces_the_first(tmp_path, folder):
     for _ in range(2):
         from_torch.convert(folder, tmp_path / "model")
-    model_folder.verify(tmp_path / "model")
+    manifest.verify(tmp_path / "model")
 
 
 def test_progress_reaches_its_end(tmp_path, folder):
@@ -476,8 +476,8 @@ def test_a_full_disk_is_noticed_before_anything_is_written(folder, complaint, mo
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left"), ValueError("RESOURCE_EXHAUSTED")])
 def test_a_disk_that_fills_up_on_the_way_leaves_nothing(folder, complaint, monkeypatch, error):
-    save, calls = model_folder.ocp.partial.save, []
-    monkeypatch.setattr(model_folder, "BATCH_BYTES", 10_000)
+    save, calls = arrays.ocp.partial.save, []
+    monkeypatch.setattr(arrays, "BATCH_BYTES", 10_000)
 
     def run_out_of_space(*args):
         calls.append(args)
@@ -485,7 +485,7 @@ def test_a_disk_that_fills_up_on_the_way_leaves_nothing(folder, complaint, monke
             raise error
         save(*args)
 
-    monkeypatch.setattr(model_folder.ocp.partial, "save", run_out_of_space)
+    monkeypatch.setattr(arrays.ocp.partial, "save", run_out_of_space)
     assert "could not be written" in complaint(folder)
     assert len(calls) == 3
 
@@ -507,7 +507,7 @@ def small_disk():
 def test_a_disk_that_is_really_full_is_one_sentence(
     folder, complaint, small_disk, monkeypatch, caplog, size, batch_bytes
 ):
-    monkeypatch.setattr(model_folder, "BATCH_BYTES", batch_bytes)
+    monkeypatch.setattr(arrays, "BATCH_BYTES", batch_bytes)
     small_disk(size)
     sentence = complaint(folder)
     assert "could not be written" in sentence
@@ -546,25 +546,25 @@ def test_a_flipped_bit_names_the_tensor(tmp_path):
     written = noise.T.tobytes()
     folder = tmp_path / "model"
     from_torch.convert(torch_folder.write(tmp_path / "released", state), folder)
-    assert model_folder.verify(folder) > 10
+    assert manifest.verify(folder) > 10
     files = [path for path in (folder / "params").rglob("*") if path.is_file()]
     (path,) = (path for path in files if written in path.read_bytes())
     changed = bytearray(path.read_bytes())
     changed[changed.find(written) + len(written) // 2] ^= 1
     path.write_bytes(changed)
-    damaged = model_folder.ParamsReader(folder / "params")
+    damaged = arrays.ParamsReader(folder / "params")
     damaged.read(damaged.leaves)  # the store notices nothing
     with pytest.raises(model_folder.CheckpointError) as error:
-        model_folder.verify(folder)
+        manifest.verify(folder)
     assert f"{path} is damaged" in str(error.value)
     told = "The tensor joint_layers/01/generation/q/kernel is not what was written."
     assert told in str(error.value)
 
 
 def test_every_tensor_has_a_digest(converted):
-    store = model_folder.ParamsReader(converted / "params")
+    store = arrays.ParamsReader(converted / "params")
     image = vq.named_parameters(vq.load(converted / "vq")[0])
-    assert set(model_folder._read_digests(converted)) == {
+    assert set(arrays.read_digests(converted)) == {
         *store.leaves,
         *(f"vq/params.safetensors:{name}" for name in image),
     }
@@ -582,17 +582,17 @@ def test_a_flipped_bit_of_the_image_tokenizer_names_the_tensor(tmp_path, folder)
     stored = tensors.list_tensors(path)
     flip(path, stored["decoder/conv_in/kernel"].start + 5)
     with pytest.raises(model_folder.CheckpointError) as error:
-        model_folder.verify(tmp_path / "model")
+        manifest.verify(tmp_path / "model")
     told = "The tensor vq/params.safetensors:decoder/conv_in/kernel is not what was written."
     assert told in str(error.value)
 
 
-@pytest.mark.parametrize("name", [model_folder.MANIFEST, model_folder.TENSORS])
+@pytest.mark.parametrize("name", [manifest.MANIFEST, arrays.TENSORS])
 def test_a_flipped_bit_in_a_list_of_digests(tmp_path, folder, name):
     from_torch.convert(folder, tmp_path / "model")
     flip(tmp_path / "model" / name, 5)
     with pytest.raises(model_folder.CheckpointError, match=f"{name} is damaged"):
-        model_folder.verify(tmp_path / "model")
+        manifest.verify(tmp_path / "model")
 
 
 def test_damage_that_the_store_chokes_on_is_one_sentence(tmp_path, folder, caplog):
@@ -601,7 +601,7 @@ def test_damage_that_the_store_chokes_on_is_one_sentence(tmp_path, folder, caplo
     with pytest.raises(
         model_folder.CheckpointError, match=r"and \d+ more are not what was written"
     ):
-        model_folder.verify(tmp_path / "model")
+        manifest.verify(tmp_path / "model")
     gc.collect()
     assert caplog.records == []
 

@@ -9,7 +9,7 @@ import pytest
 import torch_folder
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.checkpoints import arrays, model_folder
 from sparse_lavida_jax.convert import from_torch
 
 
@@ -48,7 +48,7 @@ def named(model):
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("batch_bytes", [1, 2**28])
 def test_eight_devices_hold_what_one_would(converted, mesh, dtype, batch_bytes, monkeypatch):
-    monkeypatch.setattr(model_folder, "BATCH_BYTES", batch_bytes)
+    monkeypatch.setattr(arrays, "BATCH_BYTES", batch_bytes)
     choose = over(mesh)
     whole = named(model_folder.load_model(converted, dtype=dtype).model)
     spread = named(model_folder.load_model(converted, sharding=choose, dtype=dtype).model)
@@ -90,11 +90,11 @@ def test_a_run_gives_its_parameters_without_its_training_state(converted, tmp_pa
 
 def test_a_module_is_filled_by_names_on_disk(converted):
     loaded = model_folder.load_model(converted)
-    store = model_folder.ParamsReader(converted / "params")
-    make = lambda: model_folder._make_denoiser(loaded.config)  # noqa: E731
-    filled = model_folder.module_of(make, store.read(store.leaves))
+    store = arrays.ParamsReader(converted / "params")
+    make = lambda: model_folder.make_denoiser(loaded.config)  # noqa: E731
+    filled = arrays.module_of(make, store.read(store.leaves))
     assert jax.tree.all(jax.tree.map(np.array_equal, filled, loaded.model))
     leaves = store.read(store.leaves)
     del leaves["final_norm/weight"]
     with pytest.raises(model_folder.CheckpointError, match=r"final_norm/weight: missing"):
-        model_folder.module_of(make, leaves)
+        arrays.module_of(make, leaves)

@@ -15,7 +15,7 @@ import torch_folder
 from flax import nnx
 
 from sparse_lavida_jax import config, config_files
-from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.checkpoints import arrays
 from sparse_lavida_jax.convert import names, settings
 from sparse_lavida_jax.convert.settings import ConvertError
 from sparse_lavida_jax.models import vq
@@ -230,7 +230,7 @@ def test_names_and_parameters_are_one_to_one(made):
     table = names.table(made)
     assert len({name.official for name in table}) == len(table)
     ours = {name.ours: name.our_shape for name in table if name.home == "params"}
-    model = model_folder.leaf_shapes(jax.eval_shape(lambda: Denoiser(made.model, rngs=nnx.Rngs(0))))
+    model = arrays.by_layer(jax.eval_shape(lambda: Denoiser(made.model, rngs=nnx.Rngs(0))))
     assert ours == {name: leaf.shape for name, leaf in model.items()}
     image = {name.ours: name.our_shape for name in table if name.home == "vq"}
     if not made.model.understanding_only:

@@ -81,19 +81,19 @@ def test_everything_that_was_trained_is_evaluated(tmp_path):
         [*asked("draw"), *asked("answer"), *asked("draw", "held_out")],
     )
     bench = exact.Bench(dataclasses.replace(pipe.settings, evaluate=EVALUATE))
-    rows = []
+    answers = []
     for batch in bench.batches(bench.items[::-1]):
         assert len({item.key.rsplit("/", 1)[0] for item in batch}) == 1 and len(batch) <= 8
         outputs = bench.answer(pipe, batch, tmp_path)
         for item, output in zip(batch, outputs, strict=True):
-            rows.append(benchmark.Row(item.index, item.key, bench.seed_of(item), output, 0.0))
-    rows.sort(key=lambda row: row.index)
-    scores = bench.scores(rows, tmp_path)
+            answers.append(benchmark.Answer(item, bench.seed_of(item), output, 0.0))
+    answers.sort(key=lambda answer: answer.item.index)
+    scores = bench.scores(answers, tmp_path)
     tasks_scored = [score.name for score in scores if not score.name.startswith("-")]
     assert tasks_scored == ["draw", "answer", "draw/held_out"]
     assert all(score.value == 1.0 for score in scores)
     # Every prompt has the seed that it has when its task is scored alone.
-    assert [row.seed for row in rows] == 3 * [exact.EVAL_SEED + i for i in range(PROMPTS)]
+    assert [answer.seed for answer in answers] == 3 * [exact.EVAL_SEED + i for i in range(PROMPTS)]
 
 
 def test_a_batch_of_infills_shows_images_to_all_rows_or_to_none(tmp_path):

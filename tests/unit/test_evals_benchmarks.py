@@ -19,13 +19,13 @@ from sparse_lavida_jax.evals import (
     files,
     imgedit,
     mathvista,
-    metrics,
     mmbench,
     mme,
     mmmu,
     refcoco,
+    scorers,
 )
-from sparse_lavida_jax.evals.benchmark import JUDGED, Row
+from sparse_lavida_jax.evals.benchmark import JUDGED, Answer
 from sparse_lavida_jax.evals.files import EvaluationError
 
 SAMPLES = pathlib.Path(__file__).parents[1] / "data" / "evals"
@@ -45,20 +45,17 @@ def load(name, data=None, **changes):
     return benchmark.load(config.build(config.Config, {"evaluate": evaluate | changes}))
 
 
-def rows(bench, outputs):
-    """Rows with these outputs; a text stands for itself."""
+def answers(bench, outputs):
+    """Answers with these outputs; a text stands for itself."""
     made = [{"text": one} if isinstance(one, str) else one for one in outputs]
-    return [
-        Row(item.index, item.key, 0, output, 0.0)
-        for item, output in zip(bench.items, made, strict=True)
-    ]
+    return [Answer(item, 0, output, 0.0) for item, output in zip(bench.items, made, strict=True)]
 
 
 def scored(bench, outputs, folder):
     """The value and the count of each score by its name, after an export."""
     (folder / "export").mkdir(exist_ok=True)
-    bench.export(rows(bench, outputs), folder / "export")
-    found = bench.scores(rows(bench, outputs), folder)
+    bench.export(answers(bench, outputs), folder / "export")
+    found = bench.scores(answers(bench, outputs), folder)
     return {score.name: (score.value, score.count) for score in found}
 
 
@@ -94,12 +91,11 @@ def test_items_are_numbered_and_show_their_images(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_missing_is_named_with_where_to_get_it(name, tmp_path):
-    source = benchmark.importlib.import_module(f"sparse_lavida_jax.evals.{name}").Bench.source
+    bench = benchmark.find(name)
+    source = bench.source
     for data, told in (("", "needs --config.evaluate.data"), ("nowhere", "there is no folder")):
         with pytest.raises(EvaluationError) as error:
-            load(name).__class__(
-                config.Config(evaluate=config.Evaluate(data=data, split=SPLITS.get(name, "")))
-            )
+            bench(config.Config(evaluate=config.Evaluate(data=data, split=SPLITS.get(name, ""))))
         assert told in str(error.value) and source in str(error.value)
     with pytest.raises(EvaluationError) as error:
         load(name, tmp_path)
@@ -181,7 +177,7 @@ def test_a_mark_of_byte_order_is_no_word(tmp_path):
 def test_hidden_colours_are_shown_as_lmms_eval_shows_them(tmp_path):
     path = tmp_path / "0.png"
     Image.new("RGBA", (2, 1), (9, 8, 7, 0)).save(path)
-    (shown,) = files.read_images(path)
+    (shown,) = files.read_image(path)
     assert shown[0, 0].tolist() == [9, 8, 7]
     assert image_files.read(path)[0, 0].tolist() == [255, 255, 255]
 
@@ -304,11 +300,13 @@ def test_mjhq_scores_features(tmp_path):
     np.savez(folder / "pickscore.npz", names=names, images=images, texts=texts, scale=100.0)
     np.savez(folder / "hps_v3.npz", names=names, scores=np.arange(5.0))
     found = scored(bench, outputs, tmp_path)
-    assert found["FID"] == (pytest.approx(metrics.frechet_distance(drawn, real)), 5)
-    cosines = metrics.cosine_scores(images, texts, 100.0)
+    assert found["FID"] == (pytest.approx(scorers.frechet_distance(drawn, real)), 5)
+    cosines = scorers.cosine_scores(images, texts, 100.0)
     assert found["pickscore"] == (pytest.approx(cosines.mean()), 5)
     assert found["hps_v3"] == (2.0, 5)
-    last = bench.scores(rows(bench, outputs), tmp_path)[1:5]  # of hps_v3, after FID
+    np.savez(folder / "pickscore.npz", names=names, pictures=images, texts=texts, scale=100.0)
+    assert scored(bench, outputs, tmp_path) == found  # an older name of the array
+    last = bench.scores(answers(bench, outputs), tmp_path)[1:5]  # of hps_v3, after FID
     assert [(one.name, one.value) for one in last] == [
         ("hps_v3", 2.0), ("- animals", 2.5), ("- art", 1.0), ("- food", 3.0),
     ]  # fmt: skip
@@ -437,10 +435,10 @@ def test_mmmu_guesses_the_same_every_time():
         ("x = 5", {5.0}),
         ("c", {" c", "c "}),
         ("It grows.\ntherefore final answer is 2e3", {2000.0, 3.0}),
-        ("So the value is \n12", {"so the value is \n12", 12.0}),  # nothing stands behind "is"
+        ("So the value is \n12", {"so the value is \n12", 12.0}),  # nothing comes after "is"
     ],
 )
-def test_mmmu_reads_what_stands_behind_is(said, meant):
+def test_mmmu_reads_what_comes_after_is(said, meant):
     assert mmmu.open_answers(said) == meant
 
 
@@ -494,8 +492,8 @@ def test_mathvista_uses_rules_and_what_the_judge_found(tmp_path):
     exported = read_json(tmp_path / "export" / "output.json")
     assert exported["5"]["response"] == said[4] and exported["5"]["choices"] is None
     assert exported["3"]["precision"] == 1.0 and "decoded_image" not in exported["3"]
-    answers = ("1.0", "(B) two", "1.52", "8", "[1, 2]")
-    for entry, answer in zip(exported.values(), answers, strict=True):
+    extracted = ("1.0", "(B) two", "1.52", "8", "[1, 2]")
+    for entry, answer in zip(exported.values(), extracted, strict=True):
         entry["extraction"] = answer
     judged(tmp_path, "output.json", exported)
     assert scored(bench, said, tmp_path)["accuracy"] == (1.0, 5)
@@ -542,7 +540,7 @@ def test_mathverse_takes_the_judgement(tmp_path):
         scored(bench, said, tmp_path)
 
 
-def test_images_of_mathverse_may_lie_beside_its_questions(tmp_path):
+def test_images_of_mathverse_may_lie_next_to_its_questions(tmp_path):
     data = shutil.copytree(SAMPLES / "mathverse", tmp_path / "data")
     for folder in (data / "images").iterdir():
         folder.rename(data / folder.name)

@@ -11,7 +11,7 @@ import tiny
 from flax import nnx
 
 from sparse_lavida_jax import config, train
-from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.checkpoints import adapters, model_folder
 from sparse_lavida_jax.models import lora, parameters
 from sparse_lavida_jax.models.layers import Linear
 from sparse_lavida_jax.scenes.tokenizer import SHIPPED
@@ -161,8 +161,8 @@ def test_a_saved_model_is_merged(attached, tmp_path):
 def test_adapters_go_to_disk_alone_and_come_back_to_their_base(attached, base, tmp_path):
     moved = parameters.replaced(attached, {"register_generation": np.full(24, 0.5)})
     settings = config.Config(model=MODEL, lora=LORA)
-    model_folder.save_adapters(tmp_path / "mine", trained_of(moved), settings, base=base)
-    loaded = model_folder.load_model(base, adapters=tmp_path / "mine")
+    adapters.save(tmp_path / "mine", trained_of(moved), settings, base=base)
+    loaded = adapters.load_model(tmp_path / "mine", base)
     assert loaded.config.lora == LORA
     expected = parameters.by_name(lora.merged(moved))
     found = parameters.by_name(loaded.model)
@@ -176,16 +176,16 @@ def test_adapters_go_to_disk_alone_and_come_back_to_their_base(attached, base, t
 
 def test_adapters_of_another_base_are_refused(attached, base, tmp_path):
     settings = config.Config(model=MODEL, lora=LORA)
-    model_folder.save_adapters(tmp_path / "mine", trained_of(attached), settings, base=base)
+    adapters.save(tmp_path / "mine", trained_of(attached), settings, base=base)
     other = jax.tree.map(lambda x: x + 1, tiny.denoiser(MODEL))
     save(tmp_path / "other", other)
-    with pytest.raises(model_folder.CheckpointError, match=r"beside the model that lay in .*base,"):
-        model_folder.load_model(tmp_path / "other", adapters=tmp_path / "mine")
+    with pytest.raises(model_folder.CheckpointError, match=r"next to the model that lay .*base,"):
+        adapters.load_model(tmp_path / "mine", tmp_path / "other")
     with pytest.raises(model_folder.CheckpointError, match="no adapters"):
-        model_folder.load_model(base, adapters=base)
+        adapters.load_model(base, base)
     file = tmp_path / "mine" / "adapters.safetensors"
     damaged = bytearray(file.read_bytes())
     damaged[-1] ^= 1
     file.write_bytes(damaged)
     with pytest.raises(model_folder.CheckpointError, match=r"damaged: .*The tensor .*lora"):
-        model_folder.load_model(base, adapters=tmp_path / "mine")
+        adapters.load_model(tmp_path / "mine", base)

@@ -262,7 +262,7 @@ def test_processes_are_told_of_each_other_or_not_at_all(folder, capsys, monkeypa
         words = [word for word in whole if word != missing]
         assert "go together" in complaint(capsys, "--config=configs/toy.py", *words)
     assert "by one process" in complaint(capsys, "--config=configs/toy_vq.py", "--distributed")
-    evaluating = ("--mode=evaluate", "--config=configs/eval_scenes.py")
+    evaluating = ("--mode=evaluate", "--config=configs/evaluate.py:scenes")
     for words in (["--distributed"], whole):
         assert "evaluate with --shard=i/n each" in complaint(capsys, *evaluating, *words)
 

@@ -512,8 +512,8 @@ def test_a_run_with_adapters_resumes_and_leaves_them_and_a_merged_model(
     with runs.Run(loop.folder, given) as opened:
         train.train(given, opened)
     assert len(loop.batches) == 4
-    adapters, base = loop.folder / "adapters", model_folder.load_model(base_model).model
-    merged = model_folder.load_model(base_model, adapters=adapters).model
+    folder, base = loop.folder / "adapters", model_folder.load_model(base_model).model
+    merged = adapters.load_model(folder, base_model).model
     written = model_folder.load_model(loop.folder).model
     for ours, theirs, before in zip(*map(jax.tree.leaves, (written, merged, base)), strict=True):
         near = {"rtol": 2**-8, "atol": error * np.abs(before).max()}  # in bfloat16 on disk

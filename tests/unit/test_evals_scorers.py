@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 
-from sparse_lavida_jax.evals import metrics
+from sparse_lavida_jax.evals import scorers
 
 words = st.text("abc ", max_size=6)
 
@@ -28,7 +28,7 @@ def distance(one, other):
 
 @hypothesis.given(words, words)
 def test_the_edit_distance_is_levenshteins(one, other):
-    assert metrics.edit_distance(one, other) == distance(one, other)
+    assert scorers.edit_distance(one, other) == distance(one, other)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_the_edit_distance_is_levenshteins(one, other):
     ],
 )
 def test_anls_is_that_of_the_site(answer, wanted, value):
-    assert metrics.anls(answer, wanted) == pytest.approx(value)
+    assert scorers.anls(answer, wanted) == pytest.approx(value)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_anls_is_that_of_the_site(answer, wanted, value):
     ],
 )  # fmt: skip
 def test_numbers_may_differ_by_a_twentieth(answer, wanted, right):
-    assert metrics.relaxed_match(answer, wanted) == right
+    assert scorers.relaxed_match(answer, wanted) == right
 
 
 boxes = st.tuples(*[st.integers(0, 9)] * 4).map(
@@ -70,11 +70,11 @@ def test_the_overlap_counts_pixels(one, other):
         mask[y1:y2, x1:x2] = True
     either = (pixels[0] | pixels[1]).sum()
     expected = (pixels[0] & pixels[1]).sum() / either if either else 0.0
-    assert metrics.overlap(one, other) == pytest.approx(expected)
+    assert scorers.overlap(one, other) == pytest.approx(expected)
 
 
 def test_a_box_without_area_overlaps_nothing():
-    assert metrics.overlap((5, 5, 2, 2), (0, 0, 9, 9)) == 0.0
+    assert scorers.overlap((5, 5, 2, 2), (0, 0, 9, 9)) == 0.0
 
 
 def test_the_frechet_distance_is_that_of_a_square_root_of_the_product():
@@ -85,28 +85,28 @@ def test_the_frechet_distance_is_that_of_a_square_root_of_the_product():
     root = scipy.linalg.sqrtm(first @ second).real
     gap = one.mean(0) - other.mean(0)
     expected = gap @ gap + np.trace(first + second - 2 * root)
-    assert metrics.frechet_distance(one, other) == pytest.approx(expected, rel=1e-6)
-    assert metrics.frechet_distance(one, one) == pytest.approx(0, abs=1e-6)
+    assert scorers.frechet_distance(one, other) == pytest.approx(expected, rel=1e-6)
+    assert scorers.frechet_distance(one, one) == pytest.approx(0, abs=1e-6)
 
 
 def test_the_frechet_distance_of_one_feature_is_of_mean_and_deviation():
     one, other = np.array([[0.0], [2.0]]), np.array([[10.0], [18.0]])
     deviations = 2**0.5, 32**0.5
     expected = (1 - 14) ** 2 + (deviations[0] - deviations[1]) ** 2
-    assert metrics.frechet_distance(one, other) == pytest.approx(expected)
+    assert scorers.frechet_distance(one, other) == pytest.approx(expected)
 
 
 def test_features_that_do_not_go_together_are_told():
     with pytest.raises(ValueError, match="two rows or more"):
-        metrics.frechet_distance(np.ones((1, 3)), np.ones((5, 3)))
+        scorers.frechet_distance(np.ones((1, 3)), np.ones((5, 3)))
     with pytest.raises(ValueError, match="one an image"):
-        metrics.cosine_scores(np.ones((2, 3)), np.ones((3, 3)))
+        scorers.cosine_scores(np.ones((2, 3)), np.ones((3, 3)))
     with pytest.raises(ValueError, match="all 0"):
-        metrics.cosine_scores(np.zeros((2, 3)), np.ones((2, 3)))
+        scorers.cosine_scores(np.zeros((2, 3)), np.ones((2, 3)))
 
 
 def test_clip_scores_are_scaled_cosines():
     images = np.array([[3.0, 4.0], [1.0, 0.0]])
     texts = np.array([[3.0, 4.0], [-1.0, 1.0]])
-    found = metrics.cosine_scores(images, texts, 100.0)
+    found = scorers.cosine_scores(images, texts, 100.0)
     np.testing.assert_allclose(found, [100, -100 / 2**0.5])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores that are formulas."""
+"""Metrics that are formulas."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from jaxtyping import Float
 Box = Sequence[int | float]  # x1, y1, x2, y2
 
 RELAXATION = 0.05  # by which numbers may differ in ChartQA
-LEAST_ANLS = 0.5
+LEAST_ANLS = 0.5  # lower similarities count as 0
 
 
 def wilson_interval(correct: int, total: int, z: float = 1.96) -> tuple[float, float]:
@@ -25,7 +25,7 @@ def wilson_interval(correct: int, total: int, z: float = 1.96) -> tuple[float, f
 
 
 def edit_distance(one: str, other: str) -> int:
-    """Returns how few characters must be put in, left out or replaced (V. Levenshtein, 1966)."""
+    """Returns the least number of insertions, deletions, substitutions (V. Levenshtein, 1966)."""
     before = list(range(len(other) + 1))
     for i, a in enumerate(one, 1):
         now = [i]
@@ -38,7 +38,8 @@ def edit_distance(one: str, other: str) -> int:
 def anls(answer: str, wanted: Sequence[str]) -> float:
     """Returns the similarity of an answer to the nearest of the wanted ones (arXiv:1905.13648).
 
-    That is 1 - edit distance / length of the longer, case and runs of spaces aside; 0 below 0.5.
+    That is 1 - edit distance / length of the longer one; 0 below 0.5. Case and runs of spaces do
+    not count.
     """
     given = " ".join(answer.lower().split())
     best = 0.0
@@ -52,7 +53,7 @@ def anls(answer: str, wanted: Sequence[str]) -> float:
 def relaxed_match(answer: str, wanted: str) -> bool:
     """Whether an answer is right for ChartQA (arXiv:2203.10244 Sec. 5.1).
 
-    Numbers may differ by 5 %, all else must be the same but for case.
+    Numbers may differ by 5 %; all else must be the same except for case.
     """
     given, right = _number(answer), _number(wanted)
     if given is not None and right:

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`MANIFEST.sha256`: the SHA-256 of every file of a model folder, and which tensors are damaged."""
+
+import hashlib
+import pathlib
+
+import safetensors
+
+from sparse_lavida_jax.checkpoints import arrays
+from sparse_lavida_jax.checkpoints.arrays import CheckpointError
+
+MANIFEST = "MANIFEST.sha256"
+TENSORS_NAMED = 5  # in a complaint about a damaged file
+
+
+def write(folder: pathlib.Path) -> None:
+    """Writes the digests of all files, and of the tensors in safetensors files."""
+    digests = arrays.read_digests(folder)
+    for path in sorted(folder.rglob("*.safetensors")):
+        digests |= _digests_in(folder, path)
+    arrays.write_digests(folder, digests)
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    lines = [f"{_sha256(path)}  {path.relative_to(folder).as_posix()}\n" for path in files]
+    (folder / MANIFEST).write_text("".join(lines))
+
+
+def digest(folder: pathlib.Path) -> str:
+    """Returns the SHA-256 of the manifest, which tells one model folder from another.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if not (folder / MANIFEST).is_file():
+        raise CheckpointError(f"{folder} has no {MANIFEST}: it was not written to its end.")
+    return _sha256(folder / MANIFEST)
+
+
+def verify(folder: pathlib.Path) -> int:
+    """Compares every file of a model folder with the manifest; returns how many there are.
+
+    Raises:
+        CheckpointError: names the first file that is missing or changed, and the tensors that
+            this changed.
+    """
+    try:
+        lines = (folder / MANIFEST).read_text().splitlines()
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder} has no {MANIFEST}: it was not written to its end. Copy it again."
+        ) from None
+    except ValueError as error:
+        raise CheckpointError(f"{folder / MANIFEST} is damaged. Copy {folder} again.") from error
+    for line in lines:
+        known, _, name = line.partition("  ")
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing. Copy the folder {folder} again.")
+        if _sha256(path) != known:
+            raise CheckpointError(
+                f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}."
+                f"{_damaged_tensors(folder, path)} Copy the folder {folder} again."
+            )
+    return len(lines)
+
+
+def _damaged_tensors(folder: pathlib.Path, path: pathlib.Path) -> str:
+    """Returns a sentence with the arrays that a damaged file changed; there may be none."""
+    name, digests = path.relative_to(folder).as_posix(), arrays.read_digests(folder)
+    if path.suffix == ".safetensors":
+        found = _digests_in(folder, path)
+        digests = {key: known for key, known in digests.items() if key.startswith(f"{name}:")}
+    elif name.startswith(f"{arrays.PARAMS}/"):
+        found = _digests_of_params(folder / arrays.PARAMS)
+        digests = {key: known for key, known in digests.items() if ":" not in key}
+    else:
+        return ""
+    damaged = [key for key, known in digests.items() if found.get(key) != known]
+    if not damaged:
+        return ""
+    more = f" and {len(damaged) - TENSORS_NAMED} more" if len(damaged) > TENSORS_NAMED else ""
+    named = f"{', '.join(damaged[:TENSORS_NAMED])}{more}"
+    if len(damaged) == 1:
+        return f" The tensor {named} is not what was written."
+    return f" The tensors {named} are not what was written."
+
+
+def _digests_of_params(folder: pathlib.Path) -> dict[str, str]:
+    with arrays.silence():
+        try:
+            return arrays.ParamsReader(folder).digests()
+        except CheckpointError:
+            return {}
+
+
+def _digests_in(folder: pathlib.Path, path: pathlib.Path) -> dict[str, str]:
+    """Returns the digests of the arrays of a safetensors file, by file and name."""
+    try:
+        with safetensors.safe_open(path, "numpy") as file:
+            names = {key: f"{path.relative_to(folder).as_posix()}:{key}" for key in file.keys()}
+            return {
+                name: arrays.digest_of({name: file.get_tensor(key)}) for key, name in names.items()
+            }
+    except (OSError, safetensors.SafetensorError):
+        return {}
+
+
+def _sha256(path: pathlib.Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
