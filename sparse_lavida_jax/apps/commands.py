@@ -19,11 +19,10 @@ from sparse_lavida_jax.apps.tasks import FORMS, cell_rows
 from sparse_lavida_jax.apps.terminal import progress, say
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.data.templates import RequestError, check_words
-from sparse_lavida_jax.inference.engine import Callback
 from sparse_lavida_jax.inference.requests import TASKS, ShownImage, shown_images
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.pipeline import SparseLaViDa
-from sparse_lavida_jax.sample import Progress
+from sparse_lavida_jax.sample import Callback, Progress
 from sparse_lavida_jax.sampling import options
 
 # What a line of a batch may hold; numbers are 0 or more.
@@ -66,7 +65,8 @@ def _task(name: str, asked: argparse.Namespace) -> None:
     """Does a task of a model."""
     # Words and files first: a model takes seconds to load.
     words, shown, given = _words(name, asked)
-    out, film_path = getattr(asked, "out", None), getattr(asked, "save_steps", None)
+    out: Any = getattr(asked, "out", None)
+    film_path = getattr(asked, "save_steps", None)
     if out is not None:
         image_files.check_writable(out)
     if film_path is not None:
@@ -170,7 +170,8 @@ def _entry(where: str, line: str) -> dict[str, Any]:
         raise UsageError(f"{where} is no JSON: {error}.") from error
     if not isinstance(entry, dict) or not str(entry.get("prompt", "")).strip():
         raise UsageError(f'{where} must be an object with a prompt: {{"prompt": "a red circle"}}.')
-    entry = {OLDER_KEYS.get(key, key): value for key, value in entry.items()}
+    for older in OLDER_KEYS.keys() & entry.keys():
+        entry[OLDER_KEYS[older]] = entry.pop(older)
     for key, value in entry.items():
         kind = BATCH_KEYS.get(key, ())
         kinds = (int, float) if kind is float else kind

@@ -5,10 +5,10 @@ from typing import Any
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.templates import RequestError
-from sparse_lavida_jax.inference.engine import Callback
 from sparse_lavida_jax.inference.requests import TASKS, Shown
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.pipeline import SparseLaViDa
+from sparse_lavida_jax.sample import Callback
 
 
 class Conversation:

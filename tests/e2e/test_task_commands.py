@@ -11,9 +11,9 @@ import pytest
 import stand_ins
 from PIL import Image
 
-from sparse_lavida_jax import cli, main
+from sparse_lavida_jax import cli, main, sample
 from sparse_lavida_jax.data import files, image_files
-from sparse_lavida_jax.inference import batching
+from sparse_lavida_jax.inference import engine
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.scenes import grammar, tasks, world
 
@@ -175,11 +175,12 @@ def test_boxes_are_in_pixels_of_the_image_that_was_shown(model, run, tmp_path, m
     assert len(told["boxes"]) == 2
     pipe = SparseLaViDa.from_pretrained(model)
 
-    def found(examples, **_):
+    def found(examples, *_, **__):
         text = grammar.box_text((6, 12, 12, 24))
-        return [pipe.encoder.text_example("", text, length=8).response for _ in examples]
+        ids = [pipe.encoder.text_example("", text, length=8).response for _ in examples]
+        return engine.Decoded(ids, engine.Bucket(1, (1, 1)), 1)
 
-    monkeypatch.setattr(pipe, "run", found)
+    monkeypatch.setattr(pipe.engine, "decode", found)
     result = pipe.ground(shown, "a red circle")
     assert result.box == (60, 24, 120, 48)
     assert pipe.ground(shown, ["the cross", "x"]).prompts == ("the cross", "x")
@@ -200,11 +201,11 @@ def test_a_warm_pipeline_compiles_nothing_for_its_first_image(model):
     sampling = dataclasses.replace(pipe.settings.sampling, plan=False)
     pipe = pipe.with_sampling(sampling)
     pipe.warmup(["a", LONG])
-    traced = batching.sample.run_segment._cache_size()
+    traced = sample.run_segment._cache_size()
     pipe.generate("a cross")
     pipe.generate(LONG.replace("red", "blue"))
     pipe.ask(None, "why?")
-    assert batching.sample.run_segment._cache_size() == traced
+    assert sample.run_segment._cache_size() == traced
 
 
 def test_an_image_of_another_program_is_told(tmp_path, model, capsys):
@@ -253,7 +254,7 @@ def complaint(model, tmp_path, capsys):
         (["a", "--steps=37"], "Sampling.num_steps=37 is more than there are tokens of the image"),
         (["a", "--steps=0"], "Sampling.num_steps=0 is out of range"),
         (["a", "--order=spiral"], "choose one of stratified, halton"),
-        (["a", "--temperature=-1"], "Sampling.temperature=-1.0 is out of range: it must be 0"),
+        (["a", "--temperature=-1"], "temperature=-1.0 is out of range: it must be 0"),
         (["a", "--sampler=fast"], "choose one of dense, none, p"),
         (["a", "--seed=-1"], "the seed -1 is out of range: 0 to 2147483647"),
         (["a", "--num-images=0"], "num_images=0 is out of range"),
