@@ -29,6 +29,7 @@ from sparse_lavida_jax.sampling import options
 BATCH_KEYS = {
     "prompt": str, "image": str, "seed": int, "temperature": float, "guidance": float,
 }  # fmt: skip
+OWN = ("temperature", "guidance")  # of those, numbers
 OLDER_KEYS = {"picture": "image", "guidance_scale": "guidance"}  # other names of those
 
 
@@ -82,6 +83,9 @@ def _task(name: str, asked: argparse.Namespace) -> None:
     # The other options have the names that requests have.
     given = {key: getattr(asked, key, None) for key in TASKS[name].takes} | given
     pipe = _load(asked, asked.checkpoint or DEFAULT_MODEL)
+    # Lines of a batch may have numbers of their own; the others go by the command line.
+    common = {key: getattr(asked, key, None) for key in OWN if isinstance(given.get(key), list)}
+    given["sampling"] = options.changed(pipe.settings.sampling, draws=TASKS[name].draws, **common)
     film = None if film_path is None else _Film(pipe, given.get("size"))
     with _shown_progress(film and film.add) as callback:
         result = pipe.run(pipe.requests(name, words, shown or None, **given), callback=callback)
@@ -136,7 +140,7 @@ def _batch(
         raise UsageError(f"{path}: this command draws no image, so it takes no guidance.")
     seeds = [entry.get("seed", seed + i) for i, entry in enumerate(entries)]
     own: dict[str, Any] = {"seed": seeds}
-    for key in ("temperature", "guidance"):
+    for key in OWN:
         if any(key in entry for entry in entries):
             own[key] = [entry.get(key) for entry in entries]
     shown = shown_images(images) if any(images) else []
