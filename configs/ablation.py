@@ -20,7 +20,7 @@ def get_config(name: str = "ablation") -> ml_collections.ConfigDict:
         train_steps=2000,
         batch_size=16,
         checkpoint_seconds=300.0,
-        picture_seconds=0.0,
+        image_seconds=0.0,
         log_every=100,
         eval_prompts=0,
     )

@@ -11,7 +11,7 @@ more work, so as many passes are also spent on more steps.
 import ablation
 import ml_collections
 
-FOUR = dict(model=dict(codes_per_token=4, codebook_size=256), data=dict(picture_codec="scenes_g4"))
+FOUR = dict(model=dict(codes_per_token=4, codebook_size=256), data=dict(image_codec="scenes_g4"))
 PASSES = {f"passes_{n}": dict(cell_passes=n) for n in (1, 2, 4)}
 STEPS = {f"steps_{n}": dict(num_steps=n) for n in (8, 16, 32)}
 

@@ -36,7 +36,7 @@ def get_config() -> ml_collections.ConfigDict:
     )
     c.data = dict(
         source="digits",
-        picture_codec="grey",
+        image_codec="grey",
         tasks=dict(digit=1.0),
         prompt_drop=0.1,
         given=0.1,
@@ -60,6 +60,6 @@ def get_config() -> ml_collections.ConfigDict:
         batch_size=16,
         seconds=400.0,
         checkpoint_seconds=120.0,
-        picture_seconds=130.0,
+        image_seconds=130.0,
     )
     return c

@@ -90,5 +90,5 @@ def for_training(name: str) -> ml_collections.ConfigDict:
         source_drop=0.5,  # spec Sec. 9.2
     )
     c.diffusion = dict(num_masked_blocks=8, plan_steps=(16, 32, 64), plan_text_steps=(8, 16, 32))
-    c.train = dict(init_from="models/lavida-o", loss_chunk=512, picture_seconds=0.0)
+    c.train = dict(init_from="models/lavida-o", loss_chunk=512, image_seconds=0.0)
     return c

@@ -45,7 +45,7 @@ def get_config() -> ml_collections.ConfigDict:
 
     c.data = dict(
         source="scenes",
-        picture_codec="scenes_g1",
+        image_codec="scenes_g1",
         # To draw comes first: among all tasks at once it is learned when the time is nearly over.
         lessons=dict(draw=dict(until=2000, tasks=dict(plan=3.0, draw=7.0))),
         tasks=dict(
@@ -89,7 +89,7 @@ def get_config() -> ml_collections.ConfigDict:
         batch_size=16,
         seconds=620.0,
         checkpoint_seconds=120.0,
-        picture_seconds=220.0,
+        image_seconds=220.0,
         eval_prompts=48,
     )
     return c

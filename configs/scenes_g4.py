@@ -16,5 +16,5 @@ def get_config() -> ml_collections.ConfigDict:
     c.name = "scenes_g4"
     c.model.codes_per_token = 4
     c.model.codebook_size = 256
-    c.data.picture_codec = "scenes_g4"
+    c.data.image_codec = "scenes_g4"
     return c

@@ -48,6 +48,6 @@ def get_config() -> ml_collections.ConfigDict:
     c.optimizer.ema = 0.9995
     c.train.train_steps = 34_000
     c.train.seconds = 0.0
-    c.train.picture_seconds = 900.0
+    c.train.image_seconds = 900.0
     c.train.checkpoint_seconds = 300.0
     return c

@@ -60,8 +60,10 @@ def unmasking() -> Image.Image:
         pipe.generate(
             CAPTION,
             sampling=with_preset(pipe.settings, preset),
-            on_segment=lambda progress, kept=frames: kept.extend(
-                pipe.preview(progress.after(block)[0]) for block in progress.blocks
+            callback=lambda progress, kept=frames: kept.extend(
+                pipe.preview(progress.after(block)[0])
+                for block in progress.blocks
+                if progress.making == "image"
             ),
         )
         rows.append(np.asarray(figures.strip(frames)))

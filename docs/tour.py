@@ -23,7 +23,7 @@ from sparse_lavida_jax import SparseLaViDa, sequence
 from sparse_lavida_jax.apps import figures
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.evals import report
-from sparse_lavida_jax.inference import batching
+from sparse_lavida_jax.inference import engine
 
 HERE = pathlib.Path(__file__).resolve().parent
 PAGE = """# Every task, by its command
@@ -94,12 +94,14 @@ def unmasking(name: str, folder: str) -> list[image_files.Pixels]:
     pipe, shown = SparseLaViDa.from_pretrained(folder), []
     drawn = pipe.generate(
         CAPTION,
-        on_segment=lambda progress: shown.extend(
-            pipe.preview(progress.after(block)[0]) for block in progress.blocks
+        callback=lambda progress: shown.extend(
+            pipe.preview(progress.after(block)[0])
+            for block in progress.blocks
+            if progress.making == "image"
         ),
     )
     settings, block_len = pipe.settings, pipe.prompts.text_block_len
-    laid_out = batching.tokens_passed(
+    laid_out = engine.tokens_passed(
         settings.model, settings.sampling, pipe.prompts.plan(CAPTION, None), block_len
     )
     cells = np.zeros_like(drawn.tokens[0])

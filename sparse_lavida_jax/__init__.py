@@ -8,6 +8,7 @@ from sparse_lavida_jax.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from sparse_lavida_jax.apps.conversation import Conversation as Conversation
+    from sparse_lavida_jax.inference.requests import Request as Request
     from sparse_lavida_jax.pipeline import SparseLaViDa as SparseLaViDa
 
 OLDEST_JAX = (0, 10, 2)
@@ -34,6 +35,10 @@ _check_jax()
 
 def __getattr__(name: str) -> Any:
     """Imports the interface when it is first asked for: it takes seconds."""
+    if name == "Request":
+        from sparse_lavida_jax.inference.requests import Request
+
+        return Request
     if name == "SparseLaViDa":
         from sparse_lavida_jax.pipeline import SparseLaViDa
 

@@ -13,7 +13,7 @@ r"""Trains, samples and evaluates from the command line.
     python -m sparse_lavida_jax.main --mode=verify --src=models/lavida-o
     python -m sparse_lavida_jax.main --mode=export --src=runs/mine --dst=for-pytorch
     python -m sparse_lavida_jax.main --mode=prepare --src=mixture.yaml --dst=prepared \
-        --config.data.picture_codec=models/lavida-o --config.prepare.workers=4
+        --config.data.image_codec=models/lavida-o --config.prepare.workers=4
     srun python -m sparse_lavida_jax.main --config=configs/sft_1024.py --distributed
 
 A config file is a Python program that is run: use only your own. Exit codes: 0 done, or training
@@ -33,7 +33,7 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from sparse_lavida_jax import config, config_files, runtime
+from sparse_lavida_jax import config, runtime, schema
 from sparse_lavida_jax.apps.errors import MISTAKES, UsageError
 from sparse_lavida_jax.apps.terminal import progress, say
 from sparse_lavida_jax.checkpoints import manifest, model_folder
@@ -179,7 +179,7 @@ def _prepare(asked: flags.FlagValues, settings: config.Config) -> str:
     from sparse_lavida_jax.mixture import prepare
     from sparse_lavida_jax.models import codec
 
-    load_encoder = functools.partial(codec.ImageEncoder, settings.data.picture_codec)
+    load_encoder = functools.partial(codec.ImageEncoder, settings.data.image_codec)
     with _cleared_up_when_stopped(), progress(f"{asked.src} -> {asked.dst}") as on_progress:
         done = prepare.prepare(asked.src, asked.dst, settings, load_encoder, on_progress)
     return (
@@ -341,15 +341,15 @@ def _base_config(asked: flags.FlagValues) -> config.Config:
             given = "FILE" if meaning.startswith("a mixture") else "FOLDER"
             raise UsageError(f"--mode={mode} needs --{name}={given}, {meaning}.")
     if mode in FOLDERS:
-        return config_files.read(path) if mode == "prepare" and path else config.Config()
+        return config.read(path) if mode == "prepare" and path else config.Config()
     if mode == "train":
         if path is None:
-            known = config_files.listed(pathlib.Path("configs"))
+            known = schema.listed(pathlib.Path("configs"))
             raise UsageError(f"training needs --config=FILE. {known}")
-        return config_files.read(path)
+        return config.read(path)
     given = f"--mode={mode}"
     if mode == "evaluate" and path is not None:
-        checkpoint = checkpoint or config_files.read(path).evaluate.checkpoint
+        checkpoint = checkpoint or config.read(path).evaluate.checkpoint
         given = f"--config={path}"
     if not checkpoint:
         raise UsageError(
@@ -361,10 +361,10 @@ def _base_config(asked: flags.FlagValues) -> config.Config:
     if mode == "sample" and asked.task != "draw" and not asked.image:
         raise UsageError(f"--task={asked.task} needs --image=FILE, the image it is about.")
     if mode == "sample" and path is not None:
-        return config_files.read(path)
+        return config.read(path)
     settings = model_folder.read_config(model_folder.find_model(checkpoint))
     if path is not None:  # settings of an evaluation, in place of those of the checkpoint
-        return config_files.read(path, settings)
+        return config.read(path, settings)
     if mode == "evaluate":  # its results have a folder of their own
         return dataclasses.replace(settings, name=f"eval_{settings.name}")
     return settings
@@ -373,6 +373,7 @@ def _base_config(asked: flags.FlagValues) -> config.Config:
 def _override(base: config.Config, words: list[str]) -> config.Config:
     """Returns the config with settings like `--config.train.train_steps=200` put in."""
     settings = config.to_dict(base)
+    words = [schema.renamed(word) for word in words]
     for word in words:
         _check_name(word, settings)
     values, argv = flags.FlagValues(), ["main", *words]

@@ -63,7 +63,7 @@ RANKING = 2**31 - 1  # keys the noise on confidences apart from that of the draw
 # share them. Programs of small models on CPUs compile sooner whole.
 TRIPS = (16, 8, 4, 2, 1)
 
-AVERAGED = ("no_source", "no_picture")  # rows that the full one is averaged with (spec Sec. 7.2)
+AVERAGED = ("no_source", "no_image")  # rows that the full one is averaged with (spec Sec. 7.2)
 
 
 @flax.struct.dataclass
@@ -557,18 +557,21 @@ def _repeat(values: Array, rows: int) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """A batch between two segments.
+    """A batch before its first step, or between two segments.
 
     Attributes:
+        making: what is made: "layout", "image" or "text".
+        steps, total: forward passes that are done, and all of the plan.
         canvas: the responses; `mask_id` where nothing is decoded yet.
         decoded_at: the block that decoded each token (`SamplerState`).
-        steps: forward passes done.
-        blocks: of the segment that has ended.
+        blocks: of the segment that has ended; none before the first step.
     """
 
+    making: str
+    steps: int
+    total: int
     canvas: Int[np.ndarray, "b l g"]
     decoded_at: Int[np.ndarray, "b l"]
-    steps: int
     blocks: range
     mask_id: int
 
@@ -578,7 +581,7 @@ class Progress:
         return np.where(later[..., None], self.mask_id, self.canvas)
 
 
-OnSegment = Callable[[Progress], None]
+Callback = Callable[[Progress], None]
 
 
 @functools.partial(jax.jit, static_argnames=("settings", "capacity"))
@@ -758,7 +761,8 @@ def sample(
     settings: StepSettings,
     prompt_len: tuple[int, int] = (0, 0),
     stop_early: bool = True,
-    on_segment: OnSegment | None = None,
+    callback: Callback | None = None,
+    making: str = "",
     draws: Draws | None = None,
     in_trips: bool | None = None,
     prefixes: Prefixes | None = None,
@@ -770,7 +774,8 @@ def sample(
         prompt_len: least padded prompt lengths (`prepare`).
         stop_early: for text, leave out segments once every row holds an end-of-text with
             everything before it decoded (never with `settings.released`).
-        on_segment: called with what is there after each segment.
+        callback: called before the first step and after each segment.
+        making: what it is told.
         draws: recorded random numbers of every step of the plan.
         in_trips: whether a segment is run by programs of `TRIPS` steps; by default not on CPUs.
         prefixes: where what requests share is kept (`sampling/prefixes.py`), of this very model.
@@ -782,10 +787,20 @@ def sample(
         ValueError: the requests differ in response length, or the plan is for another batch.
     """
     ends = settings.kind == "text" and not settings.released
+    total = sum(segment.num_steps for segment in segments)
+
+    def tell(steps: int, canvas, decoded_at, blocks: range) -> None:
+        if callback is not None:
+            canvas, decoded_at = np.asarray(canvas), np.asarray(decoded_at)
+            callback(Progress(making, steps, total, canvas, decoded_at, blocks, mask_id))
+
+    mask_id = _mask_id(model.settings, settings.kind)
+    canvas, given = _begun_canvas(requests, mask_id)
+    tell(0, canvas, np.where(given, GIVEN_BLOCK, NOT_DECODED), range(0))
     begun = begin(
         model, requests, segments, settings=settings, prompt_len=prompt_len, prefixes=prefixes
     )
-    state, mask_id = begun.state, _mask_id(model.settings, settings.kind)
+    state = begun.state
     if state is None:  # everything is given
         return begun.canvas
     start = 0
@@ -794,16 +809,8 @@ def sample(
         recorded = None if draws is None else jax.tree.map(lambda x, own=own: x[own], draws)
         state = advance(model, begun, state, segment, draws=recorded, in_trips=in_trips)
         start = own.stop
-        if on_segment is not None:
-            on_segment(
-                Progress(
-                    np.asarray(state.canvas),
-                    np.asarray(state.decoded_at),
-                    int(state.passes),
-                    range(int(segment.block[0]), int(segment.block[-1]) + 1),
-                    mask_id,
-                )
-            )
+        blocks = range(int(segment.block[0]), int(segment.block[-1]) + 1)
+        tell(int(state.passes), state.canvas, state.decoded_at, blocks)
         if stop_early and ends:
             decoded = np.asarray(state.decoded_at) != NOT_DECODED
             ended = (np.asarray(state.canvas)[..., 0] == model.settings.end_of_text_id) & decoded
@@ -855,13 +862,11 @@ def begin(
         raise ValueError(
             f"requests of one batch have one response length, got {lengths}: sample them apart."
         )
-    given = np.stack([request.given for request in requests])
-    tokens = np.stack([request.tokens for request in requests])
+    canvas, given = _begun_canvas(requests, mask_id)
     if segments and segments[0].decode.shape[1] != len(requests):
         raise ValueError(
             f"the plan is for {segments[0].decode.shape[1]} rows, got {len(requests)} requests."
         )
-    canvas = np.where(given[..., None], tokens, mask_id).astype(np.int32)
     rows = rows_of(requests, settings)
     program = settings.program(greedy=not np.any(rows.temperature))
     if not segments:
@@ -907,6 +912,15 @@ def begin(
                 prompt_len=_own_len(prompt, _decodes(settings.kind)),
             )
     return Begun(canvas, given, on_device, program, state)
+
+
+def _begun_canvas(
+    requests: list[Request], mask_id: int
+) -> tuple[Int[np.ndarray, "b l g"], Bool[np.ndarray, "b l"]]:
+    """Returns the responses at first, and which of their tokens are known."""
+    given = np.stack([request.given for request in requests])
+    tokens = np.stack([request.tokens for request in requests])
+    return np.where(given[..., None], tokens, mask_id).astype(np.int32), given
 
 
 def _passed(

@@ -187,7 +187,7 @@ def _train(
             pending = (step, logged, rate)
             now = time.monotonic()
             is_late = now - last_saved > settings.train.checkpoint_seconds
-            is_to_draw = 0 < settings.train.picture_seconds < now - last_drawn
+            is_to_draw = 0 < settings.train.image_seconds < now - last_drawn
             if not runtime.are_several():
                 seconds = now - clock
             elif step % settings.train.log_every == 0:
@@ -214,7 +214,7 @@ def _train(
         record(every=1)
         if step > start:
             save()
-            if settings.train.picture_seconds or settings.train.eval_every:
+            if settings.train.image_seconds or settings.train.eval_every:
                 _check(source, state, run, log, bar, step, seconds, mesh)
     return state, step, seconds
 
@@ -364,7 +364,7 @@ def _check(source, state, run, log, bar, step: int, seconds: float, mesh) -> flo
     if runtime.are_several():
         model, mesh = runtime.on_host(model), None
     if runtime.is_first():
-        path = run.folder / f"pictures/{step:06d}.png"
+        path = run.folder / f"images/{step:06d}.png"
         with _inside(mesh):
             scores = report.check(source.pipe.with_model(model), path, source.prompts)
         log.write(step, scores | {"seconds": seconds})

@@ -20,7 +20,7 @@ class Staged(SparseLaViDa):
     """Takes a step whenever it is let, three for all, and says what it was asked."""
 
     settings = config.Config()
-    origin = Origin("runs/staged", "ab")
+    source = Origin("runs/staged", "ab")
 
     def __init__(self):
         self.go = threading.Semaphore(0)
@@ -39,7 +39,7 @@ class Staged(SparseLaViDa):
             made = {"pixels": (np.full((2, 2, 3), 9, np.uint8),)}
         sampling = self.settings.sampling
         return Result(
-            request.task, (request.words,), (0,), sampling, self.origin, {}, tokens_passed=7, **made
+            request.task, (request.words,), (0,), sampling, self.source, {}, tokens_passed=7, **made
         )
 
     def preview(self, cells, rows):

@@ -10,9 +10,11 @@ import jax
 import numpy as np
 import tiny
 
-from sparse_lavida_jax import config, train
+from sparse_lavida_jax import config, sequence, train
 from sparse_lavida_jax import pipeline as pipelines
 from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.inference.engine import Bucket, Decoded, Engine
+from sparse_lavida_jax.inference.results import Origin, Result
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.models.codec import ImageCodec
 from sparse_lavida_jax.scenes import batches as data_batches
@@ -65,7 +67,7 @@ def settings(**sections) -> config.Config:
         "diffusion": {"num_masked_blocks": 2, "plan_steps": (4,), "plan_text_steps": (2,)},
         "optimizer": {"learning_rate": 1e-2, "warmup_steps": 2, "ema": 0.9},
         "train": {
-            "train_steps": 4, "batch_size": 2, "picture_seconds": 0.0, "log_every": 1,
+            "train_steps": 4, "batch_size": 2, "image_seconds": 0.0, "log_every": 1,
             "eval_prompts": 2,
         },
         "sampling": {"num_steps": 2, "schedule": "linear", "text_steps": 1},
@@ -138,40 +140,62 @@ class Knowing(pipelines.SparseLaViDa):
 
     def __init__(self, given: config.Config, samples: Iterable[tasks.Sample], *, ignorant=False):
         self.settings, self.prompts = given, ScenePrompts(encoder(given))
-        self.tokenizer, self.batch_size = tokenizer(), 2
-        self.model = tiny.denoiser(given.model)
+        self.tokenizer = tokenizer()
+        self.engine = Engine(tiny.denoiser(given.model), 2, given.data.text_block_len)
         self.ignorant = ignorant
         self.images, self.answers, self.calls = {}, {}, []
         for sample in samples:
             shown = None if sample.image is None else world.render(sample.image)
             known = self.answers if sample.target is None else self.images
-            known[_key(sample.prompt, shown)] = (
-                sample.answer if sample.target is None else sample.target
-            )
+            known[_key(sample.prompt, shown)] = sample if sample.target is None else sample.target
 
-    def draw(self, prompts, *, plans=None, sampling=None, seed=0, on_segment=None):
+    def generate(self, prompt, *, seed=0, **_):
         self.calls.append(("draw", seed))
-        return [self._image(prompt, None) for prompt in prompts]
+        return self._drawn(prompt, [None] * len(prompt))
 
-    def redraw(self, images, instructions, *, plans=None, known=None, sampling=None, seed=0):
-        self.calls.append(("edit" if known is None else "fill", seed))
-        return [self._image(*one) for one in zip(instructions, images, strict=True)]
+    def edit(self, shown, instruction, *, seed=0, **_):
+        self.calls.append(("edit", seed))
+        return self._drawn(instruction, shown)
 
-    def write(self, prompts, images=None, *, max_new_tokens=16, sampling=None, seed=0):
-        self.calls.append(("write", seed))
-        images = images or [None] * len(prompts)
-        return [
-            "" if self.ignorant else self.answers[_key(prompt, image)]
-            for prompt, image in zip(prompts, images, strict=True)
-        ]
+    def inpaint(self, shown, prompt, *, seed=0, **_):
+        self.calls.append(("fill", seed))
+        return self._drawn(prompt, shown)
 
-    def run(self, examples, *, sampling=None, seed=0, on_segment=None):
-        self.calls.append(("run", seed))
-        masks = self.settings.model.text_mask_id
-        return [e.response if not self.ignorant else e.response * 0 + masks for e in examples]
+    def decode(self, examples, *, seed=0, **_):
+        self.calls.append(("decode", seed))
+        if self.ignorant:
+            return [e.response * 0 + self.settings.model.text_mask_id for e in examples]
+        return [self._answer(example) for example in examples]
 
-    def _image(self, prompt, shown):
-        return EMPTY if self.ignorant else world.render(self.images[_key(prompt, shown)])
+    def _answer(self, example):
+        """What is given is right already; other answers are known by heart."""
+        if example.given.any():
+            return example.response
+        words = [p.ids for p in example.parts if isinstance(p, sequence.Text) and not p.keep]
+        said = self.tokenizer.decode(words[0].tolist())
+        sample = next(s for s in self.answers.values() if self._is_of(s, said, example.pixels))
+        length = max(len(example.response), 40)
+        return self.encoder.text_example("", sample.answer, length=length).response
+
+    def _is_of(self, sample, words, pixels):
+        if sample.prompt != words or (sample.image is None) != (pixels is None):
+            return False
+        if pixels is None:
+            return True
+        shown = world.render(sample.image, self.settings.vq.image_size)
+        return np.array_equal(self.prompts._seen(shown), pixels)
+
+    def _drawn(self, prompts, shown):
+        asked = zip(prompts, shown, strict=True)
+        pixels = tuple(
+            EMPTY if self.ignorant else world.render(self.images[_key(*one)]) for one in asked
+        )
+        return Result("", (), (), self.settings.sampling, Origin(), {}, pixels=pixels)
+
+
+def decoded(responses) -> Decoded:
+    """Returns responses as `Engine.decode` does."""
+    return Decoded(list(responses), Bucket(1, (16, 0)), 0)
 
 
 def _key(prompt, image):

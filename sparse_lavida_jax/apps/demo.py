@@ -66,7 +66,7 @@ def make_page(service: Service) -> gr.Blocks:
         analytics_enabled=False, title="Sparse-LaViDa", delete_cache=(KEEP_SECONDS, KEEP_SECONDS)
     )
     with page:
-        name = pathlib.Path(service.pipe.origin.name).name or "a model"
+        name = pathlib.Path(service.pipe.source.name).name or "a model"
         gr.Markdown(f"## Sparse-LaViDa: {name}\nOne request runs at a time; the others wait.")
         shown: list[gr.Image] = []  # that tasks are about
         drawn: list[gr.Image] = []  # that "generate" makes

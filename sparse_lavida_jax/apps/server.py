@@ -115,7 +115,7 @@ def make_app(service: Service, hosts: tuple[str, ...] = ()) -> fastapi.FastAPI:
 
 def model_name(service: Service) -> str:
     """Returns what clients call the model: the last part of its folder."""
-    return pathlib.Path(service.pipe.origin.name).name or "model"
+    return pathlib.Path(service.pipe.source.name).name or "model"
 
 
 # ---------------------------------------------------------------------------------------------

@@ -146,7 +146,12 @@ class Service:
             QueueFull: too many requests wait already.
         """
         self._check(words, options)
-        requests = self.pipe.requests(task, words, shown, **options)
+        try:
+            requests = self.pipe.requests(task, words, shown, **options)
+        except REFUSED:
+            with self._lock:
+                self.counts[task, "refused"] += 1
+            raise
         ticket = Ticket(self, task)
         with self._lock:
             if len(self._open) > self.limits.waiting:

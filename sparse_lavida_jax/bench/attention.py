@@ -26,10 +26,10 @@ import numpy as np
 from absl import app, flags, logging
 
 from sparse_lavida_jax.bench import cases, methods, table, tune
-from sparse_lavida_jax.bench.calibration import calibrate
 from sparse_lavida_jax.bench.cases import Case
 from sparse_lavida_jax.bench.methods import Program
 from sparse_lavida_jax.bench.record import Bench, read_rows
+from sparse_lavida_jax.bench.timing import calibrate
 from sparse_lavida_jax.kernels import attention, shapes
 
 SHAPES = flags.DEFINE_list("shapes", list(shapes.names()), "Of kernels/shapes.py.")
@@ -79,7 +79,7 @@ def main(argv: list[str]) -> None:
         )
         _or_left_out(case.task, lambda case=case: _measure(bench, case, shared))
     rows = [row for row in read_rows(bench.suite) if row["run"] == bench.run]
-    print(f"\n{table.attention_table(rows)}\n\n{table.attention_bars(rows)}")
+    print(f"\n{table.table('attention', rows)}\n\n{table.attention_bars(rows)}")
 
 
 def _or_left_out(what: str, measure: Callable[[], None]) -> None:

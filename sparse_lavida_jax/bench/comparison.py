@@ -11,11 +11,11 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from sparse_lavida_jax import config, config_files, train
+from sparse_lavida_jax import config, sample, schema, train
 from sparse_lavida_jax.bench import table as speed_tables
 from sparse_lavida_jax.bench.record import RESULTS, Bench, differing, path_of, read_rows
 from sparse_lavida_jax.data import markdown
-from sparse_lavida_jax.evals import scenes
+from sparse_lavida_jax.evals import exact
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.training import runs
@@ -86,9 +86,9 @@ def read(path: pathlib.Path) -> tuple[config.Config, Ablation]:
     """Returns the shared settings of a file, and what it compares.
 
     Raises:
-        ConfigError: as `config_files.read`.
+        ConfigError: as `config.read`.
     """
-    return config_files.read(path), config.build(Ablation, config_files.run(path, "get_ablation"))
+    return config.read(path), config.build(Ablation, schema.run(path, "get_ablation"))
 
 
 def settings_of(
@@ -99,7 +99,7 @@ def settings_of(
     Its name is that of its folder. It says what is trained and not who asks for it: ways of
     several files that train alike share a run.
     """
-    made = config_files.changed(shared, ablation.ways[way].changes)
+    made = config.changed(shared, ablation.ways[way].changes)
     after = ablation.ways[way].after
     base = settings_of(shared, ablation, after, seed, folder).name if after else ""
     made = dataclasses.replace(
@@ -128,7 +128,7 @@ def digest(settings: config.Config, base: str = "") -> str:
             sampling=config.Sampling(**{name: sampling[name] for name in SAMPLED_FROM}),
         )
     )
-    text = json.dumps([DEFAULTS, told], sort_keys=True)
+    text = json.dumps([DEFAULTS, schema.with_old_names(told)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
@@ -153,7 +153,7 @@ def measure(
     settings = settings_of(shared, ablation, way, seed, folder)
     place, wanted = [*ablation.ways].index(way), []
     for nth, (sampled, changes) in enumerate(ablation.ways[way].sampled.items()):
-        sampling = config_files.changed(settings, {"sampling": changes}).sampling
+        sampling = config.changed(settings, {"sampling": changes}).sampling
         for task in ablation.ways[way].tasks or ablation.tasks:
             row_id = f"{shared.name}/{way}/{sampled}/{task}/s{seed}"
             expected = {
@@ -170,10 +170,10 @@ def measure(
         trained(shared, ablation, way, seed, folder), ablation.batch_size
     )
     for nth, sampled, sampling, task, row_id, expected in wanted:
-        passes = pipe.on_step = Passes()
+        passes = Passes()
         name, _, split = task.partition("/")
-        result = scenes.evaluate(
-            pipe, name, ablation.prompts, split=split or "test", sampling=sampling
+        result = exact.evaluate(
+            pipe, name, ablation.prompts, split=split or "test", sampling=sampling, callback=passes
         )
         row = {
             **expected,
@@ -191,7 +191,7 @@ def measure(
             "passes": passes.of_a_batch,
             "curve": ablation.curve,
             "method": sampling.preset or presets.default_preset(pipe.settings.model),
-            **scenes.as_json(result),
+            **exact.as_json(result),
             "note": "exact scorers on pixels and text; says nothing about speed",
         }
         bench.write(row_id, row)
@@ -210,18 +210,17 @@ def as_read(values: dict[str, Any]) -> dict[str, Any]:
 
 
 class Passes:
-    """Counts forward passes, as `SparseLaViDa.on_step`."""
+    """Counts forward passes, as a callback of `SparseLaViDa.run`."""
 
     def __init__(self) -> None:
         self._batches: collections.Counter[str] = collections.Counter()
         self._steps: collections.Counter[str] = collections.Counter()
         self._before = 0
 
-    def __call__(self, making: str, done: int, total: int) -> None:
-        del total
-        self._batches[making] += not done
-        self._steps[making] += max(done - self._before, 0)
-        self._before = done
+    def __call__(self, now: sample.Progress) -> None:
+        self._batches[now.making] += not now.steps
+        self._steps[now.making] += max(now.steps - self._before, 0)
+        self._before = now.steps
 
     @property
     def of_a_batch(self) -> dict[str, float]:
@@ -338,7 +337,7 @@ def write_report(folder: pathlib.Path) -> pathlib.Path:
             "## What do cache and truncation bring?",
             "`python -m sparse_lavida_jax.bench.sampling --batch=1`, 2 and 4: the bundled model,"
             " medians of rows timed in turn; tokens are those of one response, padding left out.",
-            speed_tables.sampling_table(speed),
+            speed_tables.table("sampling", speed),
             "![how many times faster than dense](ablation_speed.png)",
         ]
     path = folder / "ablations.md"

@@ -16,7 +16,7 @@ from absl import app, flags, logging
 from sparse_lavida_jax import config
 from sparse_lavida_jax.bench.record import Bench
 from sparse_lavida_jax.checkpoints import model_folder
-from sparse_lavida_jax.evals import scenes
+from sparse_lavida_jax.evals import exact
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.scenes import tasks
@@ -63,7 +63,7 @@ def _score() -> None:
     ]
     results = []
     for task, split in wanted:
-        result = scenes.evaluate(pipe, task, PROMPTS.value, split=split, sampling=sampling)
+        result = exact.evaluate(pipe, task, PROMPTS.value, split=split, sampling=sampling)
         results.append(result)
         bench.write(
             f"{settings.name}/{method}/{result.task}",
@@ -75,12 +75,12 @@ def _score() -> None:
                 "train_steps": settings.train.train_steps,
                 "steps": sampling.num_steps,
                 "registers": settings.model.num_registers,
-                **scenes.as_json(result),
+                **exact.as_json(result),
                 "note": "exact scorers on pixels and text; says nothing about speed",
             },
         )
-        print(scenes.table([result]).splitlines()[2], flush=True)
-    print(scenes.table(results))
+        print(exact.table([result]).splitlines()[2], flush=True)
+    print(exact.table(results))
 
 
 if __name__ == "__main__":

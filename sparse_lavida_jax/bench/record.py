@@ -55,6 +55,10 @@ class Bench:
         files.write_json(path, row)
         return path
 
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns the rows of this call."""
+        return [row for row in read_rows(self.suite) if row["run"] == self.run]
+
 
 def path_of(suite: str, name: str, kind: str = "") -> pathlib.Path:
     """Returns where a row of a kind of device is written, by default of this one."""
@@ -62,14 +66,29 @@ def path_of(suite: str, name: str, kind: str = "") -> pathlib.Path:
     return RESULTS / folder / suite / f"{name.replace('/', '.')}.json"
 
 
+def read_rows(suite: str) -> list[dict[str, Any]]:
+    """Returns all rows of a suite, all devices."""
+    paths = sorted(RESULTS.glob(f"*/{suite}/*.json"))
+    return [json.loads(path.read_text()) for path in paths]
+
+
 def differing(row: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    """Returns the names of values that a row has not, or has otherwise."""
+    """Returns the names of values that a row does not have, or has otherwise."""
     return [name for name, value in expected.items() if row.get(name) != value]
 
 
+def code() -> str:
+    """Returns a digest of the package's code, except for the tables, which measure nothing."""
+    paths = [*PACKAGE.rglob("*.py"), *PACKAGE.glob("kernels/*.json")]
+    digest = hashlib.sha256()
+    for path in sorted(set(paths) - {PACKAGE / "bench" / "table.py"}):
+        digest.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
 @dataclasses.dataclass
-class Compiled:
-    """Programs of this process.
+class CompileCount:
+    """Programs that this process compiled.
 
     Attributes:
         seconds: of each.
@@ -81,9 +100,9 @@ class Compiled:
 
 
 @functools.cache
-def compiled() -> Compiled:
-    """Returns what is compiled from the first time on that this is asked; it goes on counting."""
-    found = Compiled()
+def compiled() -> CompileCount:
+    """Returns what is compiled from the first call of this on; it goes on counting."""
+    found = CompileCount()
 
     def listen(event: str, duration_secs: float, **_) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
@@ -95,18 +114,3 @@ def compiled() -> Compiled:
     jax.monitoring.register_event_duration_secs_listener(listen)
     jax.monitoring.register_event_listener(hit)
     return found
-
-
-def read_rows(suite: str) -> list[dict[str, Any]]:
-    """Returns all rows of a suite, all devices."""
-    paths = sorted(RESULTS.glob(f"*/{suite}/*.json"))
-    return [json.loads(path.read_text()) for path in paths]
-
-
-def code() -> str:
-    """Returns a digest of what rows are measured with: the package's code, but for the tables."""
-    paths = [*PACKAGE.rglob("*.py"), *PACKAGE.glob("kernels/*.json")]
-    digest = hashlib.sha256()
-    for path in sorted(set(paths) - {PACKAGE / "bench" / "table.py"}):
-        digest.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:12]

@@ -1,37 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A suite of whole requests, row by row: which rows there are already, and the run they are of."""
+"""Runs a suite row by row: finished rows, and the run that they are of."""
 
 import dataclasses
 import hashlib
 import itertools
 import json
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench import record, suite_cases, suites
-from sparse_lavida_jax.bench.calibration import calibrate
+from sparse_lavida_jax.bench import record, requests, suites
 from sparse_lavida_jax.bench.record import Bench
+from sparse_lavida_jax.bench.suites import RequestCase
+from sparse_lavida_jax.bench.timing import calibrate
 
 Row = dict[str, Any]
 
 
 def run_suite(
-    subject: suites.Subject,
+    subject: requests.Subject,
     suite: str,
+    cases: Sequence[RequestCase],
     *,
     runs: int,
     vq_dtype: str,
     variant: str = "",
     missing: bool = False,
     minutes: float = 0.0,
-) -> None:
-    """Measures a suite and writes a row as soon as it is measured.
+) -> str:
+    """Measures a suite and writes a row as soon as it is measured; returns the id of the run.
 
     Args:
         runs: timed requests of each row.
         vq_dtype: of the subject's decoder of images.
-        variant: behind the ids of what is measured in another way, with other flags perhaps.
+        variant: after the ids of what is measured in another way, with other flags perhaps.
         missing: goes on with the newest run of this code, model, software and device, and measures
             what it lacks.
         minutes: no row is begun that would end later, if it takes as long as the longest so far;
@@ -41,29 +44,28 @@ def run_suite(
         ConfigError: a row that is there was measured in another way and would be lost.
     """
     bench, how = Bench(suite), _how(subject, vq_dtype, variant)
-    wanted = {
-        f"{case.id}/{variant}" if variant else case.id: case
-        for case in suite_cases.cases(suite, subject.settings)
-    }
+    wanted = {f"{case.id}/{variant}" if variant else case.id: case for case in cases}
     there = {row_id: row for row_id in wanted if (row := _row(suite, how["model"], row_id))}
     _refuse_to_lose(there, how)
     if missing:
         bench, done = _newest_run(bench, there, how)
         wanted = {row_id: case for row_id, case in wanted.items() if row_id not in done}
     if not wanted:
-        return
+        return bench.run
     calibration = calibrate()
-    in_turn = suite_cases.in_turn(suite)
-    together = [list(wanted)] if in_turn else [[row_id] for row_id in wanted]
+    together = [[row_id] for row_id in wanted]
+    if suites.in_turn(suite):
+        by_task = itertools.groupby(wanted, lambda row_id: wanted[row_id].task)
+        together = [[*ids] for _, ids in by_task]
     begin, longest = time.monotonic(), 0.0
     for number, ids in enumerate(together):
         begun = time.monotonic() - begin
         if minutes and number and begun + longest > 60 * minutes:
             left = list(itertools.chain(*together[number:]))
             print(f"no time for {', '.join(left)}: --missing measures the rest.", flush=True)
-            return
-        cases = [wanted[row_id] for row_id in ids]
-        rows = suites.measure(subject, cases, runs=runs, calibration=calibration)
+            break
+        of_ids = [wanted[row_id] for row_id in ids]
+        rows = requests.measure(subject, of_ids, runs=runs, calibration=calibration)
         for row_id, row in zip(ids, rows, strict=True):
             path = bench.write(row_id, row | how, name=f"{how['model']}/{row_id}")
             print(
@@ -72,9 +74,10 @@ def run_suite(
                 flush=True,
             )
         longest = max(longest, time.monotonic() - begin - begun)
+    return bench.run
 
 
-def _how(subject: suites.Subject, vq_dtype: str, variant: str) -> Row:
+def _how(subject: requests.Subject, vq_dtype: str, variant: str) -> Row:
     """Returns what rows of one run have in common besides code, software and device."""
     return {
         "model": subject.settings.name,

@@ -1,342 +1,335 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the speed of whole requests is measured on: prompt in, pixels or words out."""
+"""Which requests the suites of sampling are made of."""
 
 import dataclasses
 import functools
-import hashlib
-import operator
-import random
-import statistics
-import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import UInt8
 
-from sparse_lavida_jax import config, sample, sequence
-from sparse_lavida_jax.bench import record, work
-from sparse_lavida_jax.bench.suite_cases import WORDS, Case, sizes
-from sparse_lavida_jax.models import fuse, quantize, vq
-from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax import config
+from sparse_lavida_jax.data import images
+from sparse_lavida_jax.data.example import Example
+from sparse_lavida_jax.kernels import attention
+from sparse_lavida_jax.models import fuse, text_head
 from sparse_lavida_jax.sampling import plans, presets, prompts
-from sparse_lavida_jax.sampling.prefixes import Prefixes
-from sparse_lavida_jax.sampling.prompts import Request
-from sparse_lavida_jax.sequence import Text
+from sparse_lavida_jax.sampling.prompts import Prompt, Request
+from sparse_lavida_jax.sequence import Kind, Response, Source, Text
 
-SPLIT = ("host", "prefill", "loop", "vq_encode", "vq_decode")
-# Step settings of rows that take a change back (`suite_cases.changes`).
+PRESETS_SUITE = "sampling"  # every preset of one model: `by_preset`
+# Suites whose parameters are those of one task; the others write text, or make its logits.
+TASKS: dict[str, fuse.Task] = dict.fromkeys(("ablation", "batch", "cpu"), "image")
+BATCHES = (1, 2, 4, 8)
+STEPS_A_BLOCK = (4, 8, 32)  # of reasoning
+FULL_CELLS = 1024  # of an image of 1024 pixels a side
+STEPS_TIMED = 8  # of rows whose steps all cost the same
+# Words of the prompt of an image and of a question, tokens of the answer; of a smaller model.
+WORDS, QUESTION, ANSWER = 128, 1500, 1024
+FEW_WORDS, SHORT_QUESTION, SHORT_ANSWER = 32, 48, 16
+# Changes of the fast path that settings of a step take back (`_changes`).
 TAKEN_BACK = {"tables_ahead": {"tables_ahead": False}, "tiled_head": {"head_tile": 0}}
 
 
-@dataclasses.dataclass
-class Subject:
-    """A model and its image tokenizer; other forms of it are made when they are asked for.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RequestCase:
+    """One row: a request by one method.
 
     Attributes:
-        codec: encodes, and None where there is none.
-        decoder: decodes; of another dtype perhaps (`vq.for_decoding`).
-        unfused: makes the parameters as they are stored; None where that is not known.
+        id: task/method/batch, and what else tells rows apart.
+        discards: see `presets.StepSettings`.
+        steps_timed: of the plan, from the middle of its longest segment; 0: all.
+        image: that is encoded before, in an edit.
+        in_trips: see `sample.sample`.
+        without: of the suite `fastpath`, which of its changes is taken back (`_changes`).
+        keeps_prefix: between requests, whose prompts then have one length.
+        varies: prompts of a few lengths, so that no prefix is ever kept.
+        steps: of a preset: of an image or a text block, and tokens are those of one response; 0:
+            steps and tokens of the row are those of the whole plan.
     """
 
-    model: Denoiser
-    settings: config.Config
-    codec: vq.VQModel | None
-    decoder: vq.VQModel | None
-    random_weights: bool
-    unfused: Callable[[], Denoiser] | None = None
+    id: str
+    task: str
+    method: str
+    example: Example
+    sampling: config.Sampling
+    text_block_len: int
+    batch: int = 1
+    discards: bool = False
+    steps_timed: int = 0
+    image: UInt8[np.ndarray, "h w 3"] | None = None
+    in_trips: bool | None = None
+    without: str = ""
+    keeps_prefix: bool = False
+    varies: bool = True
+    steps: int = 0
 
-    def in_form(self, case: Case) -> Denoiser:
-        """Returns the model as a row asks for it."""
-        if case.sampling.quantize:
-            return quantize.quantized(self.model, case.sampling.quantize)
-        if case.without not in ("fused", "by_layer"):
-            return self.model
-        if self.unfused is None:
-            raise config.ConfigError("the suite fastpath takes --config and --random-weights.")
-        unfused = self.unfused()
-        return unfused if case.without == "fused" else fuse.for_inference(unfused, by_layer=False)
+    def settings(self, model: config.Model) -> presets.StepSettings:
+        """Returns the compiled-in settings of its steps."""
+        has_source = self.image is not None
+        made = presets.step_settings(self.sampling, model, self.example.kind, has_source=has_source)
+        changes = TAKEN_BACK.get(self.without, {})
+        return dataclasses.replace(made, discards=self.discards, **changes)
+
+    def requests(self, seeds: Sequence[int], turn: int = 0) -> list[Request]:
+        """Returns a batch of requests; other turns may have fewer words within the bucket."""
+        fewer = turn % 8 if self.varies else 0
+        parts = tuple(
+            Text(part.ids[: len(part.ids) - fewer]) if isinstance(part, Text) else part
+            for part in self.example.parts
+        )
+        shown = self.example.views or self.example.pixels
+        response, given = self.example.response, self.example.given
+        return [Request(parts, response, given, shown, seed) for seed in seeds]
+
+    def plan(self, model: config.Model, seeds: Sequence[int] | None = None) -> list[plans.Segment]:
+        """Returns the steps of a batch with these seeds, by default those of the first."""
+        seeds = list(range(self.batch)) if seeds is None else seeds
+        given, settings = np.stack([self.example.given] * len(seeds)), self.settings(model)
+        return presets.plan(self.sampling, settings, model, given, self.text_block_len, seeds)
+
+    def timed_plan(
+        self, model: config.Model, seeds: Sequence[int] | None = None
+    ) -> list[plans.Segment]:
+        """Returns the steps that are timed."""
+        plan = self.plan(model, seeds)
+        if not self.steps_timed:
+            return plan
+        longest = max(plan, key=lambda part: part.num_steps)
+        start = max(longest.num_steps - self.steps_timed, 0) // 2
+        return [longest.steps(start, start + self.steps_timed)]
+
+    def prompt(self, model: config.Model) -> Prompt:
+        """Returns the prompts of a batch, all guidance rows."""
+        settings = self.settings(model)
+        return prompts.prepare(
+            self.requests(range(self.batch)),
+            settings.kind,
+            model,
+            settings.guidance_rows,
+            edit_guidance=settings.edit_guidance,
+            with_given=not settings.preset.passes_given,
+        )
+
+    def tokens_of_one(self, model: config.Model) -> int:
+        """Returns how many tokens all steps of one response pass, prompt included, padding not."""
+        prompt = prompts.prepare(self.requests([0]), self.example.kind, model)
+        streams = [one for one in (prompt.understanding, prompt.generation) if one is not None]
+        words = sum(int((stream.layout.horizon >= 0).sum()) for stream in streams)
+        return presets.tokens_passed(self.plan(model, [0]), self.settings(model), words)
 
 
-def measure(
-    subject: Subject, cases: Sequence[Case], *, runs: int, calibration: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """Returns the values of rows: of each `runs` whole requests behind one that compiles.
+def cases(suite: str, settings: config.Config) -> list[RequestCase]:
+    """Returns the rows of a suite for a model of this size."""
+    return SUITES[suite](settings)
 
-    Rows are timed in turn, in another order every turn, so that a machine that others use too is as
-    busy for all of them.
+
+def in_turn(suite: str) -> bool:
+    """Returns whether the rows of a suite are timed in turn: of small models, where others work."""
+    on_cpu = jax.default_backend() == "cpu"
+    return suite in ("cpu", PRESETS_SUITE) or (suite == "fastpath" and on_cpu)
+
+
+def by_preset(
+    settings: config.Config,
+    examples: Mapping[str, Example],
+    text_block_len: int,
+    *,
+    batch: int,
+    steps: int = 0,
+    names: Collection[str] = (),
+) -> list[RequestCase]:
+    """Returns a row for each example, "draw" or "text", and each preset that it may have.
+
+    Args:
+        steps: of an image and of a text block; 0: those of the config.
+        names: of the presets; by default all.
     """
-    warm = [_warmed(subject, case) for case in cases]
-    for turn in range(runs):
-        for one in random.Random(turn).sample(warm, len(warm)):
-            before, begin = len(record.compiled().seconds), time.process_time()
-            split, _ = _request(subject, one.model, one.case, one.settings, 1 + turn, one.prefixes)
-            one.splits.append(split)
-            one.cores.append((time.process_time() - begin) / sum(split.values()))
-            one.compilations_timed += len(record.compiled().seconds) - before
-    return [_row(subject, one, calibration) for one in warm]
+    found = []
+    for task, example in examples.items():
+        draws = task == "draw"
+        kind, field = ("preset", "num_steps") if draws else ("text_preset", "text_steps")
+        count = steps or getattr(settings.sampling, field)
+        for name in config.PRESETS if draws else (*config.PRESETS, *config.TEXT_PRESETS):
+            if names and name not in names:
+                continue
+            sampling = dataclasses.replace(settings.sampling, **{kind: name, field: count})
+            rows = presets.step_settings(sampling, settings.model, example.kind).guidance_rows
+            case = RequestCase(
+                id=f"{task}/{name}/b{batch}/k{count}/g{rows}",
+                task=task,
+                method=name,
+                example=example,
+                sampling=sampling,
+                text_block_len=text_block_len,
+                batch=batch,
+                varies=False,
+                steps=count,
+            )
+            found.append(case)
+    return found
 
 
-@dataclasses.dataclass
-class _Warm:
-    """A row whose programs are compiled, and what its requests took so far.
+def random_examples(settings: config.Config) -> dict[str, Example]:
+    """Returns what a model of random weights is asked for under every preset."""
+    model, ids = settings.model, _ids(settings.model, WORDS)
 
-    Attributes:
-        ids_sha256: of the response to the request that compiled.
-        compile_s: seconds of that request.
-        compiled, kept: seconds of its programs; how many of them were compiled before.
-        peak_before: bytes that this process held at most, before it.
-        cores: processors that each request had on average; fewer where others use the machine.
-    """
+    def example(kind: Kind, length: int, width: int) -> Example:
+        tokens, given = np.zeros((length, width), np.int32), np.zeros(length, bool)
+        return Example((Text(ids), Response(length)), tokens, given, kind, None, length)
 
-    case: Case
-    model: Denoiser
-    settings: presets.StepSettings
-    prefixes: Prefixes | None
-    ids_sha256: str
-    compile_s: float
-    compiled: list[float]
-    kept: int
-    peak_before: int
-    compilations_timed: int = 0
-    splits: list[dict[str, float]] = dataclasses.field(default_factory=list)
-    cores: list[float] = dataclasses.field(default_factory=list)
-
-
-def _warmed(subject: Subject, case: Case) -> _Warm:
-    model = subject.in_form(case)
-    settings = dataclasses.replace(
-        presets.step_settings(
-            case.sampling, subject.settings.model, case.example.kind,
-            has_source=case.image is not None,
-        ),
-        discards=case.discards, **TAKEN_BACK.get(case.without or "", {}),
-    )  # fmt: skip
-    prefixes = Prefixes() if case.keeps_prefix else None
-    compiled, peak = record.compiled(), _peak_bytes() or 0
-    before, kept, begin = len(compiled.seconds), compiled.kept, time.perf_counter()
-    _, canvas = _request(subject, model, case, settings, 0, prefixes)
-    seconds, own = time.perf_counter() - begin, compiled.seconds[before:]
-    digest = hashlib.sha256(canvas.tobytes()).hexdigest()
-    return _Warm(
-        case, model, settings, prefixes, digest, seconds, own, compiled.kept - kept, peak
-    )  # fmt: skip
-
-
-def _peak_bytes() -> int | None:
-    """Returns what this process held at most so far; None where devices do not say."""
-    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-
-
-def _row(subject: Subject, warm: _Warm, calibration: dict[str, Any]) -> dict[str, Any]:
-    case, model, settings, splits = warm.case, warm.model, warm.settings, warm.splits
-    plan = _plan(case, settings, range(case.batch), subject.settings.model)
-    prompt = _prompt(case, settings, subject.settings.model)
-    itemsize = 1 if case.sampling.quantize else 0
-    need = work.of_request(
-        subject.settings.model, settings, plan, prompt, weight_bytes=itemsize,
-        kept=case.keeps_prefix,
-    )  # fmt: skip
-    steps = sum(part.num_steps for part in plan)
-    scale = steps / (case.steps_timed or steps)
-    times = [sum(one.values()) + (scale - 1) * one["loop"] for one in splits]
-    split = {name: statistics.median(one[name] for one in splits) for name in SPLIT}
-    split["loop"] *= scale
-    peak = _peak_bytes()
     return {
-        "task": case.task,
-        "method": case.method,
-        "dtype": subject.settings.model.compute_dtype,
-        "quantize": case.sampling.quantize,
-        "batch": case.batch,
-        "guidance_rows": settings.guidance_rows,
-        "steps": steps,
-        "steps_timed": case.steps_timed or steps,
-        "registers": settings.num_registers,
-        "ids_sha256": None if case.steps_timed else warm.ids_sha256,
-        "times_s": times,
-        "median_s": statistics.median(times),
-        "min_s": min(times),
-        "max_s": max(times),
-        "split_s": split,
-        "process_s": statistics.median(map(operator.mul, warm.cores, times)),
-        "compile_s": warm.compile_s,
-        "compilations": len(warm.compiled),
-        "compilations_kept": warm.kept,
-        "longest_compile_s": max(warm.compiled, default=0.0),
-        "compilations_timed": warm.compilations_timed,
-        "tokens": {"useful": need.total("tokens"), "padded": need.total("slots"), "loss": 0},
-        "flops": {name: need.total(name) for name in ("useful", "padded")},
-        "bytes": {
-            "weights": need.total("weights"),
-            "kv": need.total("keys"),
-            "parameters": fuse.parameter_bytes(model),
-        },
-        "loop_flops": sum(one.useful for one in need.steps),
-        "floor_s": need.floor_s(
-            max(calibration["matmul_tflops"].values()), calibration["copy_gbps"]
-        ),
-        "calibration": calibration,
-        # None where an earlier row of this process held more.
-        "peak_memory_bytes": peak if peak and peak > warm.peak_before else None,
-        **_error(subject, model, case, settings, plan),
-        "note": "whole request; quality not measured"
-        + (f"; {case.steps_timed} of {steps} equal steps timed" if case.steps_timed else ""),
+        "draw": example("image", model.num_cells, model.codes_per_token),
+        "text": example("text", settings.data.max_answer_len, 1),
     }
 
 
-def _request(
-    subject: Subject,
-    model: Denoiser,
-    case: Case,
-    settings: presets.StepSettings,
-    turn: int,
-    prefixes: Prefixes | None,
-) -> tuple[dict[str, float], Int[np.ndarray, "b l g"]]:
-    """Runs one request, other words and seeds every turn; returns seconds of its parts, and ids."""
-    split: dict[str, float] = dict.fromkeys(SPLIT, 0.0)
-    clock = _Clock()
-    if case.image is not None and subject.codec is not None:
-        vq.encode_images(subject.codec, np.repeat(case.image[None], case.batch, 0), case.batch)
-        split["vq_encode"] = clock()
-    seeds = range(turn * case.batch, (turn + 1) * case.batch)
-    requests = _requests(case, seeds, turn)
-    plan = _plan(case, settings, seeds, model.settings)
-    if case.steps_timed:
-        plan = [_middle(plan, case.steps_timed)]
-    bucket = _bucket(_prompt(case, settings, model.settings))
-    split["host"] = clock()
-    begun = sample.begin(
-        model, requests, plan, settings=settings, prompt_len=bucket, prefixes=prefixes
-    )
-    state = jax.block_until_ready(begun.state)
-    split["prefill"] = clock()
-    assert state is not None
-    for segment in plan:
-        state = sample.advance(model, begun, state, segment, in_trips=case.in_trips)
-    canvas = np.asarray(state.canvas)
-    split["loop"] = clock()
-    decoder = subject.codec if case.without == "vq_dtype" else subject.decoder
-    if settings.kind == "image" and decoder is not None:
-        side = model.settings.codes_side
-        known = np.minimum(canvas, model.settings.codebook_size - 1)  # of steps not timed
-        grid = sequence.codes_from_cells(known, model.settings.grid_size, side)
-        vq.decode_codes(decoder, np.asarray(grid), batch=1)
-        split["vq_decode"] = clock()
-    return split, canvas
+# ---------------------------------------------------------------------------------------------
+# Suites of whole requests.
 
 
-class _Clock:
-    """Returns the seconds since it was last asked."""
-
-    def __init__(self):
-        self.last = time.perf_counter()
-
-    def __call__(self) -> float:
-        before, self.last = self.last, time.perf_counter()
-        return self.last - before
+def sizes(model: config.Model) -> tuple[int, int, int]:
+    """Returns words of the prompt of an image and of a question, and tokens of the answer."""
+    full = model.num_cells >= FULL_CELLS
+    return (WORDS, QUESTION, ANSWER) if full else (FEW_WORDS, SHORT_QUESTION, SHORT_ANSWER)
 
 
-def _requests(case: Case, seeds, turn: int = 0) -> list[Request]:
-    example = case.example
-    # Fewer words within the bucket, which is what lets requests share programs.
-    fewer = turn % 8 if case.without is None else 0
-    parts = tuple(
-        Text(part.ids[: len(part.ids) - fewer]) if isinstance(part, Text) else part
-        for part in example.parts
-    )
-    shown = example.views or example.pixels
-    return [Request(parts, example.response, example.given, shown, seed) for seed in seeds]
+def _ids(model: config.Model, number: int) -> np.ndarray:
+    return np.arange(number, dtype=np.int32) % min(model.text_mask_id, model.end_of_text_id)
 
 
-def _plan(case: Case, settings, seeds, model: config.Model) -> list[plans.Segment]:
-    given = np.stack([case.example.given] * case.batch)
-    return presets.plan(case.sampling, settings, model, given, case.text_block_len, list(seeds))
-
-
-def _prompt(case: Case, settings, model: config.Model) -> prompts.Prompt:
-    return prompts.prepare(
-        _requests(case, range(case.batch)),
-        settings.kind,
-        model,
-        settings.guidance_rows,
-        edit_guidance=settings.edit_guidance,
-        with_given=not settings.preset.passes_given,
-    )
-
-
-def _bucket(prompt: prompts.Prompt) -> tuple[int, int]:
-    generation = 0 if prompt.generation is None else prompt.generation.index.shape[1]
-    return prompt.understanding.index.shape[1], generation
-
-
-def _middle(plan: list[plans.Segment], number: int) -> plans.Segment:
-    longest = max(plan, key=lambda part: part.num_steps)
-    start = max(longest.num_steps - number, 0) // 2
-    return longest.steps(start, start + number)
-
-
-def _error(subject: Subject, model: Denoiser, case: Case, settings, plan) -> dict[str, Any]:
-    """Returns how far 8 bits move the logits of each step, and how many modes stay.
-
-    Both models decode what the whole one draws, each with a cache of its own making. Of a model of
-    full size only the first step: every width of a step would be compiled anew.
-    """
-    if not case.sampling.quantize:
-        return {}
-    small = sizes(subject.settings.model)[0] < WORDS
-    steps = [part.steps(i, i + 1) for part in plan for i in range(part.num_steps)]
-    requests, run = _requests(case, range(case.batch)), _one_step()
-    begun = [
-        sample.begin(which, requests, plan, settings=settings) for which in (subject.model, model)
+def _drawings(
+    settings: config.Config,
+    methods: Sequence[str] = ("sparse", "dense_lean", "dense_released"),
+    batches: Sequence[int] = (1,),
+    **options,
+) -> list[RequestCase]:
+    return [
+        _case(settings, method, batch=batch, **options) for batch in batches for method in methods
     ]
-    states, found = [one.state for one in begun], []
-    for part in steps if small else steps[:1]:
-        now = sample.StepTokens(
-            *(jnp.asarray(getattr(part, f.name))[0] for f in dataclasses.fields(sample.StepTokens))
+
+
+def _reasoning(settings: config.Config) -> list[RequestCase]:
+    # Sparse; the prompt cached and everything else passed in every step; both forms of Fast-dLLM.
+    methods = ("sparse", "dense_cached", "fast_dllm_dual_released", "fast_dllm_dual_lean")
+    steps = [k for k in STEPS_A_BLOCK if k <= settings.data.text_block_len]
+    return [_case(settings, method, steps=k) for k in steps for method in methods]
+
+
+def _both(settings: config.Config, **options) -> tuple[RequestCase, RequestCase]:
+    """A sparse image and a sparse answer."""
+    steps = min(8, settings.data.text_block_len)
+    return _case(settings, "sparse", **options), _case(settings, "sparse", steps=steps, **options)
+
+
+def _quantized(settings: config.Config) -> list[RequestCase]:
+    pairs = [_both(settings, quantized=method) for method in ("", *config.QUANTIZED)]
+    return [case for cases in zip(*pairs, strict=True) for case in cases]
+
+
+def _fast_path(settings: config.Config) -> list[RequestCase]:
+    return [
+        dataclasses.replace(
+            case,
+            id=case.id.replace("/sparse/", f"/without_{name}/" if name else "/full/"),
+            method=f"without_{name}" if name else "full",
+            without=name,
+            in_trips=False if name == "trips" else None,
+            keeps_prefix=name != "prefix",
+            varies=False,
         )
-        program = dataclasses.replace(
-            begun[0].program, guided=bool(part.guided[0]), refreshing=bool(part.refresh[0]),
-            num_registers=presets.num_registers(part, begun[0].program),
-        )  # fmt: skip
-        (plain, after), (moved, other) = (
-            run(which, state, now, begun[0].prompt, program)
-            for which, state in zip((subject.model, model), states, strict=True)
-        )
-        states = [after, dataclasses.replace(after, cache=other.cache)]
-        there = np.asarray(now.decode) >= 0
-        found.append(_moved(np.asarray(plain)[there], np.asarray(moved)[there]))
-    by_step = {name: [one[name] for one in found] for name in found[0]}
-    return {
-        "logits": {
-            "largest": max(by_step["largest"]),
-            "largest_difference": max(by_step["largest_difference"]),
-            "mean_difference": statistics.mean(by_step["mean_difference"]),
-            "argmax_agreement": statistics.mean(by_step["argmax_agreement"]),
-            "by_step": by_step,
-        }
+        for case in _both(settings)
+        for name in ("", *_changes(settings.model, case.example.kind))
+    ]
+
+
+def _changes(model: config.Model, kind: str) -> list[str]:
+    """Returns what makes a request fast on this device and is taken back, each in a row.
+
+    fused: matrices of queries, keys and values as one; by_layer: arrays of every layer apart;
+    trips: segments in programs of `sample.TRIPS` steps; tables_ahead: tables of attention before
+    the loop; prefix: kept between requests; vq_dtype: the decoder in it, otherwise in float32;
+    tiled_head: no logits over the vocabulary.
+    """
+    backend, implementation = jax.default_backend(), model.attention_implementation or None
+    if kind == "text":
+        return ["fused"] + ["tiled_head"] * bool(text_head.tile_of(model.vocab_size))
+    there = {
+        "fused": True,
+        "by_layer": backend == "gpu",
+        "trips": backend != "cpu",
+        "tables_ahead": attention.takes_tables(implementation),
+        "prefix": True,
+        "vq_dtype": True,
     }
+    return [name for name, is_there in there.items() if is_there]
 
 
-def _moved(plain: np.ndarray, moved: np.ndarray) -> dict[str, float]:
-    difference = np.abs(moved - plain)
-    return {
-        "largest": float(np.abs(plain).max()),
-        "largest_difference": float(difference.max()),
-        "mean_difference": float(difference.mean()),
-        "argmax_agreement": float((moved.argmax(-1) == plain.argmax(-1)).mean()),
-    }
+def _case(
+    settings: config.Config,
+    method: str,
+    *,
+    batch: int = 1,
+    steps: int = 0,
+    edits: bool = False,
+    quantized: str = "",
+    in_trips: bool | None = None,
+) -> RequestCase:
+    """Returns a request for an image; with `steps`, of a block, for an answer."""
+    model, sampling, name = settings.model, settings.sampling, quantized or method
+    words, question, answer = sizes(model)
+    length, width = (answer, 1) if steps else (model.num_cells, model.codes_per_token)
+    empty = np.zeros((length, width), np.int32)
+    parts, views, image = (Text(_ids(model, question if steps else words)),), (), None
+    if steps:
+        preset = "prefix" if method == "dense_cached" else method.removesuffix("_lean")
+        preset = preset.removesuffix("_released")
+        how = {"text_preset": preset, "text_steps": steps, "text_step_ratio": 0.0}
+        how["text_commit"] = "count"
+        row_id = f"reasoning/{name}/b1/k{steps}"
+        total = steps * answer // settings.data.text_block_len
+    else:
+        preset = "dense" if method.startswith("dense") else method
+        # Dense is LaViDa-O itself, over the grid of codes: every step passes the cells, no padding.
+        how = {"preset": preset, "grid": "code" if preset == "dense" else "cell"}
+        pixels, total = model.grid_size * model.codes_side * settings.vq.factor, sampling.num_steps
+        row_id = f"{'edit' if edits else 't2i'}{pixels}/{name}/b{batch}"
+        if edits:
+            rng = np.random.default_rng(0)
+            image = rng.integers(0, 256, (pixels, pixels, 3), dtype=np.uint8)
+            seen = images.see(image, model.vision)
+            codes = rng.integers(0, model.codebook_size, empty.shape).astype(np.int32)
+            parts, views = (seen.part, Source(codes), *parts), (seen.pixels,)
+    # All of these pass as many tokens in every step.
+    constant = preset in (("prefix",) if steps else ("dense", "none")) and total > STEPS_TIMED
+    kind: Kind = "text" if steps else "image"
+    known = np.zeros(length, bool)
+    return RequestCase(
+        id=row_id,
+        task=row_id.partition("/")[0],
+        method=name,
+        example=Example((*parts, Response(length)), empty, known, kind, None, length, views),
+        sampling=dataclasses.replace(sampling, quantize=quantized, **how),
+        text_block_len=settings.data.text_block_len,
+        batch=batch,
+        discards=method.endswith("_released"),
+        steps_timed=min(STEPS_TIMED, steps or STEPS_TIMED) if constant else 0,
+        image=image,
+        in_trips=in_trips,
+    )
 
 
-@functools.cache
-def _one_step() -> Callable[..., Any]:
-    """A step that also returns its logits."""
-
-    def run(model, state, now, prompt, settings):
-        logits, _ = sample.step_logits(model, state, now, prompt, settings)
-        policy = sample.policy_of(settings.choice)
-        return logits, sample.step(model, state, now, prompt, policy=policy, settings=settings)
-
-    return jax.jit(run, static_argnums=4)
+_TWO = ("sparse", "dense_lean")
+_NOT_DENSE = [name for name in config.PRESETS if name != "dense"]
+SUITES: dict[str, Callable[[config.Config], list[RequestCase]]] = {
+    "headline": _drawings,
+    # Segments run whole: half as many programs as in trips, and eight rows compile their own.
+    "ablation": functools.partial(_drawings, methods=_NOT_DENSE, in_trips=False),
+    "batch": functools.partial(_drawings, methods=_TWO, batches=BATCHES),
+    "edit": functools.partial(_drawings, edits=True),
+    "reasoning": _reasoning,
+    "quant": _quantized,
+    "fastpath": _fast_path,
+    "cpu": functools.partial(_drawings, methods=_TWO),
+}

@@ -36,7 +36,7 @@ import rich.table
 from absl import app, flags, logging
 from flax import nnx
 
-from sparse_lavida_jax import config, config_files
+from sparse_lavida_jax import config
 from sparse_lavida_jax.bench import described, objectives, plan, table
 from sparse_lavida_jax.bench.record import Bench, read_rows
 from sparse_lavida_jax.models.denoiser import Denoiser
@@ -97,9 +97,9 @@ def main(argv: list[str]) -> None:
         sys.exit("bench.training: this mode wants --config=FILE, such as configs/lavida_o.py.")
     try:
         if PLAN.value:
-            _print_plan(config_files.read(pathlib.Path(CONFIG.value)))
+            _print_plan(config.read(pathlib.Path(CONFIG.value)))
         elif AOT.value:
-            _compile(config_files.read(pathlib.Path(CONFIG.value)))
+            _compile(config.read(pathlib.Path(CONFIG.value)))
         else:
             _compare()
     except config.ConfigError as error:
@@ -162,13 +162,13 @@ def _compare() -> None:
         )
     _measure_head(bench)
     rows = [row for row in read_rows(bench.suite) if row["run"] == bench.run]
-    print(f"\n{table.training_table(rows)}\n\n{table.head_table(rows)}")
+    print(f"\n{table.table('training', rows)}\n\n{table.table('head', rows)}")
 
 
 def _subject() -> tuple[config.Config, Denoiser, objectives.MakeExample]:
     """Returns settings without a moving average, parameters and examples."""
     if CONFIG.value:
-        settings = config_files.read(pathlib.Path(CONFIG.value))
+        settings = config.read(pathlib.Path(CONFIG.value))
         params = Denoiser(settings.model, rngs=nnx.Rngs(settings.seed))
         frozen = optimizer.frozen_dtype(settings.optimizer)
         params = jax.tree.map(lambda x: x.astype(frozen), params)
@@ -219,7 +219,7 @@ def _compile(settings: config.Config) -> None:
             known = ", ".join([*described.TRAINING, *described.SAMPLING])
             raise config.ConfigError(f"--targets={topology} is unknown: choose among {known}.")
     rows = [row for row in read_rows(bench.suite) if row["run"] == bench.run]
-    print(f"\n{table.aot_table(rows)}\n\n{table.aot_times_table(rows)}")
+    print(f"\n{table.table('aot', rows)}\n\n{table.table('projected', rows)}")
 
 
 def _compile_training(bench: Bench, settings, topology: str, batch: plan.Batch) -> None:

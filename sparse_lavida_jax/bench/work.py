@@ -7,15 +7,18 @@ attention count; a product is two operations.
 """
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.sampling import plans, presets
 from sparse_lavida_jax.sampling.prompts import Prompt, parted
+from sparse_lavida_jax.training import flops
+
+NOTHING = (0.0, 0.0)  # text, image tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,18 +40,20 @@ class Pass:
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class RequestWork:
     """A request: its prefill in parts of one shape, none where nothing is cached, and its steps."""
 
     prefills: list[Pass]
     steps: list[Pass]
 
-    @property
-    def passes(self) -> list[Pass]:
-        return [*self.prefills, *self.steps]
-
     def total(self, name: str) -> float:
-        return float(sum(getattr(one, name) for one in self.passes))
+        """Returns the sum of a number over all passes."""
+        return float(sum(getattr(one, name) for one in (*self.prefills, *self.steps)))
+
+    @property
+    def padding(self) -> float:
+        """The share of all slots that hold no token."""
+        return 1 - self.total("tokens") / self.total("slots")
 
     def floor_s(self, matmul_tflops: float, copy_gbps: float) -> float:
         """Returns the least seconds of the loop at these rates: each step computes or reads."""
@@ -66,7 +71,7 @@ def of_request(
     *,
     weight_bytes: int = 0,
     kept: bool = False,
-) -> Work:
+) -> RequestWork:
     """Counts a batch.
 
     Args:
@@ -75,12 +80,10 @@ def of_request(
         weight_bytes: of a number of the layers' matrices; 0: those of the compute dtype.
     """
     counter = _Counter(model, settings, weight_bytes or jnp.dtype(model.compute_dtype).itemsize)
-    cached = settings.preset.cache_prompt
-    refreshes = settings.preset.refreshes
     prefills = []
     if settings.caches_prompt:
         prefills = [
-            counter.one_pass(len(part.prompt.length), *_lengths(part.prompt), 0.0, 0, 0.0, 0.0)
+            counter.one_pass(part.prompt, passes_prompt=True)
             for part in parted(prompt, settings.guidance_rows, keeping=kept)
             if not (kept and part.keeps)
         ]
@@ -91,29 +94,22 @@ def of_request(
         width = sum(positions.shape[-1] for positions in uses) + registers
         for i in range(part.num_steps):
             used = [float((positions[i] >= 0).sum(axis=-1).mean()) for positions in uses]
-            again = not cached or bool(part.refresh[i])
-            passes = []
-            for rows in _together(prompt, settings, guided=bool(part.guided[i])):
-                valid, padded = _lengths(rows)
-                passes.append(
-                    counter.one_pass(
-                        len(rows.length),
-                        valid if again else [0.0, 0.0],
-                        padded if again else [0.0, 0.0],
-                        sum(used) + registers,
-                        width,
-                        used[1],
-                        committed,
-                        cached_prompt=[0.0, 0.0] if again else valid,
-                        decode_width=float(part.decode.shape[-1]),
-                    )
+            passes = [
+                counter.one_pass(
+                    rows,
+                    passes_prompt=not settings.preset.cache_prompt or bool(part.refresh[i]),
+                    own=(sum(used) + registers, float(width)),
+                    predicted=(used[1], float(part.decode.shape[-1])),
+                    committed=committed,
                 )
+                for rows in _together(prompt, settings, guided=bool(part.guided[i]))
+            ]
             steps.append(_as_one(passes))
             if part.refresh[i]:
                 committed = used[0]
-            elif settings.preset.cache_response and not refreshes:
+            elif settings.preset.cache_response and not settings.preset.refreshes:
                 committed += used[0]
-    return Work(prefills, steps)
+    return RequestWork(prefills, steps)
 
 
 def _together(prompt: Prompt, settings: presets.StepSettings, *, guided: bool) -> list[Prompt]:
@@ -127,110 +123,113 @@ def _together(prompt: Prompt, settings: presets.StepSettings, *, guided: bool) -
 
 def _as_one(passes: list[Pass]) -> Pass:
     """Returns passes of one step as one: each matrix has to be read once."""
-
-    def total(name: str) -> Any:
-        return sum(getattr(one, name) for one in passes)
-
-    weights = max(one.weights for one in passes)
-    return Pass(total("useful"), total("padded"), weights, *map(total, ("keys", "tokens", "slots")))
+    names = [field.name for field in dataclasses.fields(Pass)]
+    total: dict[str, Any] = {name: sum(getattr(one, name) for one in passes) for name in names}
+    return dataclasses.replace(Pass(**total), weights=max(one.weights for one in passes))
 
 
-def _lengths(prompt: Prompt) -> tuple[list[float], list[float]]:
-    """Returns the mean tokens of a row, and its slots, in each of the two streams."""
-    streams = (prompt.understanding, prompt.generation)
-    valid, padded = (
-        [0.0 if s is None else float(count(s)) for s in streams]
-        for count in (
-            lambda s: (s.layout.horizon >= 0).sum() / len(prompt.length),
-            lambda s: s.index.shape[1],
-        )
-    )
-    return valid, padded
+def _lengths(prompt: Prompt) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Returns the mean tokens of a row in each of the two streams, and its slots."""
+    streams, rows = (prompt.understanding, prompt.generation), len(prompt.length)
+
+    def of_each(count) -> tuple[float, float]:
+        text, image = (0.0 if stream is None else float(count(stream)) for stream in streams)
+        return text, image
+
+    valid = of_each(lambda stream: (stream.layout.horizon >= 0).sum() / rows)
+    return valid, of_each(lambda stream: stream.index.shape[1])
 
 
 class _Counter:
-    """Parameters of the matrices that a token meets, by stream; of a cell, once for each code."""
+    """Counts passes by the parameters of the matrices that a token meets (`training/flops.py`)."""
 
     def __init__(self, model: config.Model, settings: presets.StepSettings, weight_bytes: int):
         self.model, self.settings, self.weight_bytes = model, settings, weight_bytes
-        heads = model.num_heads * model.head_dim
-
-        def layer(width: int, hidden: int) -> int:
-            return 4 * width * heads + 3 * width * hidden
-
-        self.heads = heads
-        self.text = layer(model.width, model.mlp_hidden)
-        self.image = layer(model.generation_width, model.generation_mlp_hidden)
-        e, g = model.generation_width, model.codes_per_token
-        spread = g * e * e if g > 1 else 0
-        by_code = {"embed": 0, "dit2": 2 * e * e}.get(model.image_head, e * e)
-        self.image_head = spread + g * (by_code + e * model.codebook_size)
-        self.image_head_size = spread + by_code + e * model.codebook_size  # read once for all codes
-        self.text_head = model.width * model.vocab_size
+        self.heads = model.num_heads * model.head_dim
+        self.layers = {name: flops.layer_size(name, model) for name in flops.STREAMS}
+        self.head = {name: flops.head_size(name, model) for name in flops.STREAMS}
+        self.is_text, self.whole = settings.kind == "text", settings.discards
 
     def one_pass(
         self,
-        rows: int,
-        prompt: list[float],
-        prompt_slots: list[float],
-        own: float,
-        own_slots: int,
-        predicted: float,
-        committed: float,
+        prompt: Prompt,
         *,
-        cached_prompt: list[float] | None = None,
-        decode_width: float = 0.0,
+        passes_prompt: bool,
+        own: tuple[float, float] = NOTHING,
+        predicted: tuple[float, float] = NOTHING,
+        committed: float = 0.0,
     ) -> Pass:
-        """Counts a pass of prompt tokens (text, image) and of the response's own."""
-        is_text = self.settings.kind == "text"
-        cached = cached_prompt or [0.0, 0.0]
+        """Counts a pass of some rows.
 
-        def tokens_of(prompt, own):
-            text, image = prompt
-            return (text + own, image) if is_text else (text, image + own)
-
-        numbers = (
-            (tokens_of(prompt, own), predicted),
-            (tokens_of(prompt_slots, own_slots), decode_width),
+        Args:
+            passes_prompt: and not only the response; otherwise the prompt's keys are cached.
+            own: tokens and slots of the response, `predicted` those of them that are predicted.
+            committed: tokens of the response whose keys are cached.
+        """
+        rows, lengths = len(prompt.length), _lengths(prompt)
+        cached = NOTHING if passes_prompt else lengths[0]
+        if not passes_prompt:
+            lengths = (NOTHING, NOTHING)
+        tokens, slots = (
+            (text + mine * self.is_text, image + mine * (not self.is_text))
+            for (text, image), mine in zip(lengths, own, strict=True)
         )
-        useful, padded = (self._operations(*one, cached, committed) for one in numbers)
-        text, image = tokens_of(prompt, own)
-        joint, split = self.model.num_joint_layers, self.model.num_split_layers
-        weights = self.text * (joint + split * (is_text or self.settings.discards)) if text else 0
-        weights += self.image * (joint + split * (not is_text)) if image else 0
+        text, image = tokens
         itemsize = jnp.dtype(self.model.compute_dtype).itemsize
-        image_head = self.image_head_size + self.text_head * self.settings.discards
-        head = (self.text_head if is_text else image_head) if predicted else 0
+        joint, split = self.model.num_joint_layers, self.model.num_split_layers
         keys = joint * (sum(cached) + committed + text + image)
-        keys += split * ((cached[0] + text if is_text else cached[1] + image) + committed)
+        keys += split * ((cached[0] + text if self.is_text else cached[1] + image) + committed)
         return Pass(
-            useful=rows * useful,
-            padded=rows * padded,
-            weights=float(weights * self.weight_bytes + head * itemsize),
+            useful=rows * self._operations(tokens, predicted[0], cached, committed),
+            padded=rows * self._operations(slots, predicted[1], cached, committed),
+            weights=self._weights(tokens, is_last=predicted[0] > 0),
             keys=float(rows * keys * 2 * self.heads * itemsize),
             tokens=round(rows * (text + image)),
-            slots=round(rows * (sum(prompt_slots) + own_slots)),
+            slots=round(rows * sum(slots)),
         )
 
-    def _operations(self, tokens, predicted: float, cached: list[float], committed: float) -> float:
+    def _depths(self) -> tuple[int, int]:
+        """Layers that text and image tokens pass."""
+        joint, split = self.model.num_joint_layers, self.model.num_split_layers
+        text = joint + split * (self.is_text or self.whole)
+        return text, joint + split * (not self.is_text or self.whole)
+
+    def _weights(self, tokens: Iterable[float], *, is_last: bool) -> float:
+        """Bytes of matrices to read: layers that a token passes, and the heads."""
+        (text, image), joint = tokens, self.model.num_joint_layers
+        of_text, of_image = self._depths()
+        if self.is_text:
+            of_image = joint  # the rest of them is computed only to be thrown away
+        read = self.layers["understanding"] * of_text * (text > 0)
+        read += self.layers["generation"] * of_image * (image > 0)
+        # The matrices around the codes of a cell are the same for all codes, and read once.
+        codes, width = self.model.codes_per_token, self.model.generation_width
+        head = self.head["generation"] // codes + (codes - 1) * width**2
+        head += self.head["understanding"] * self.whole
+        head = self.head["understanding"] if self.is_text else head
+        itemsize = jnp.dtype(self.model.compute_dtype).itemsize
+        return float(read * self.weight_bytes + head * itemsize * is_last)
+
+    def _operations(
+        self,
+        tokens: tuple[float, float],
+        predicted: float,
+        cached: Iterable[float],
+        committed: float,
+    ) -> float:
         """Of one row."""
         text, image = tokens
-        is_text, whole = self.settings.kind == "text", self.settings.discards
         joint, split = self.model.num_joint_layers, self.model.num_split_layers
-        text_layers = joint + split if is_text or whole else joint
-        image_layers = joint if is_text and not whole else joint + split
-        total = 2.0 * (text * self.text * text_layers + image * self.image * image_layers)
-        if is_text:
-            total += 2.0 * self.text_head * (text + image if whole else predicted)
+        of_text, of_image = self._depths()
+        total = 2.0 * text * self.layers["understanding"] * of_text
+        total += 2.0 * image * self.layers["generation"] * of_image
+        if self.is_text:
+            total += 2.0 * self.head["understanding"] * (text + image if self.whole else predicted)
         else:
-            total += 2.0 * (self.image_head * predicted + self.text_head * (text + image) * whole)
-        keys = sum(cached) + committed + text + image
+            total += 2.0 * self.head["generation"] * predicted
+            total += 2.0 * self.head["understanding"] * (text + image) * self.whole
+        text_cached, image_cached = cached
+        keys = text_cached + image_cached + committed + text + image
         total += 4.0 * self.heads * joint * (text + image) * keys
-        own, stored = (text, cached[0]) if is_text else (image, cached[1])
+        own, stored = (text, text_cached) if self.is_text else (image, image_cached)
         return total + 4.0 * self.heads * split * own * (own + stored + committed)
-
-
-def padding(work: Work) -> float:
-    """Returns the share of all slots that hold no token."""
-    slots = float(np.sum([one.slots for one in work.passes]))
-    return 1 - float(np.sum([one.tokens for one in work.passes])) / slots

@@ -3,7 +3,7 @@
 
 One tensor at a time is read, laid out as ours and written: what is held on the host does not grow
 with the depth of the model. Everything is looked at before anything is written, all problems are
-told at once, and where there is one nothing is left behind.
+listed at once, and where there is one nothing is left behind.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import json
 import pathlib
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -23,12 +23,9 @@ from flax import nnx
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import arrays, model_folder
 from sparse_lavida_jax.convert import names, tensors
-from sparse_lavida_jax.convert.settings import (
-    RELEASED_VQ,
-    ConvertError,
-    has_generation_branch,
-    settings_from,
-)
+from sparse_lavida_jax.convert.settings import RELEASED_VQ, has_generation_branch, settings_from
+from sparse_lavida_jax.convert.tensors import ConvertError
+from sparse_lavida_jax.data import files
 from sparse_lavida_jax.models import vq as image_tokenizer
 from sparse_lavida_jax.models.denoiser import ImageEmbedding
 
@@ -36,8 +33,9 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 OFFICIAL = "official"  # folder with the small files of the release
 UNUSED = "unused.safetensors"
+WORDS = "model.transformer.wte.weight"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-# Small files that PyTorch users need beside an export. Licences stay with their weights.
+# Small files that PyTorch users need next to an export. Licences stay with their weights.
 _SMALL = (".json", ".txt", ".model", ".jinja", ".md")
 _LICENCES = ("LICENSE", "LICENCE", "NOTICE")
 _SMALL_BYTES = 50 * 2**20
@@ -55,11 +53,12 @@ class Converted:
     dtypes: tuple[str, ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _Released:
     """A released folder, looked through.
 
     Attributes:
+        stored: its tensors, in the order of the files.
         problems: what is wrong with its files.
         unread: beginnings of the names of tensors in files that cannot be read.
     """
@@ -67,9 +66,18 @@ class _Released:
     folder: pathlib.Path
     config: Mapping[str, Any]
     vq_config: Mapping[str, Any] | None
-    stored: Mapping[str, tensors.Stored]
-    problems: tuple[str, ...]
-    unread: tuple[str, ...]
+    stored: dict[str, tensors.Tensor] = dataclasses.field(default_factory=dict)
+    problems: list[str] = dataclasses.field(default_factory=list)
+    unread: list[str] = dataclasses.field(default_factory=list)
+
+    def complain(self, problems: Iterable[str] = ()) -> None:
+        """Raises ConvertError if there is any problem."""
+        problems = _by_layer([*self.problems, *problems])
+        if len(problems) == 1:
+            raise ConvertError(f"{self.folder} cannot be converted: {problems[0]}")
+        if problems:
+            lines = "".join(f"\n  {problem}" for problem in problems)
+            raise ConvertError(f"{self.folder} cannot be converted:{lines}")
 
 
 def convert(
@@ -95,106 +103,82 @@ def convert(
     model_folder.check_replaceable(dst)
     released = _look_through(src, understanding_only)
     settings, wanted = _match(released, dtype)
-    total = sum(_size(released, name, dtype) for name in wanted)
+    laid_out = {home: [] for home in ("params", "vq", "unused")}
+    for name in wanted:
+        laid_out[name.home].append(_laid_out(name, released.stored[name.official], dtype))
+    converted = [tensor for found in laid_out.values() for tensor in found]
+    total, done = sum(tensor.nbytes for tensor in converted), 0
+    dtypes = sorted({str(tensors.DTYPES[tensor.dtype]) for tensor in converted})
+    num_parameters = sum(tensor.size for tensor in converted)
 
     with model_folder.new_model_folder(dst, settings, total) as new:
-        done = 0
-        for home in _write_homes(new, released, settings, wanted, dtype):
-            done += home
+        for tensor in _write(new, released, settings, laid_out):
+            done += tensor.nbytes
             if on_progress is not None:
                 on_progress(done, total)
         _copy_small_files(released, new)
-        (new / "README.md").write_text(_readme(released, wanted, dtype))
-    return Converted(
-        len(wanted),
-        sum(name.size for name in wanted),
-        tuple(sorted({str(_dtype(released, name, dtype)) for name in wanted})),
-    )
+        (new / "README.md").write_text(
+            f"# Converted from {src.resolve().name}\n\n{len(converted)} tensors,"
+            f" {num_parameters / 1e9:.3f} B parameters, {', '.join(dtypes)}.\n{_README}"
+        )
+    return Converted(len(converted), num_parameters, tuple(dtypes))
 
 
-def _write_homes(
+def _laid_out(name: names.Name, stored: tensors.Tensor, dtype: str | None) -> tensors.Tensor:
+    """Returns a released tensor as ours, still to be read."""
+    kind = tensors.DTYPES[stored.dtype] if dtype is None else jnp.dtype(dtype)
+
+    def read() -> np.ndarray:
+        ours = names.to_ours(name, stored.read().astype(kind, copy=False))
+        return np.ascontiguousarray(ours)  # and lets go of the released one
+
+    return tensors.Tensor(name.ours, tensors.dtype_name(kind), name.our_shape, read)
+
+
+def _write(
     new: pathlib.Path,
     released: _Released,
     settings: config.Config,
-    wanted: list[names.Name],
-    dtype: str | None,
-) -> Iterator[int]:
-    """Writes all tensors, and yields the bytes of each."""
-
-    def ours(name: names.Name) -> np.ndarray:
-        tensor = released.stored[name.official].read()
-        wished = names.to_ours(name, tensor.astype(_dtype(released, name, dtype), copy=False))
-        return np.ascontiguousarray(wished)  # and lets go of the released one
-
-    # In the order of the files, so that they are read from front to end.
-    wanted = sorted(wanted, key=lambda name: _place(released.stored[name.official]))
+    wanted: dict[str, list[tensors.Tensor]],
+) -> Iterator[tensors.Tensor]:
+    """Writes all tensors by where they belong, and yields each when it is written."""
     embedding: dict[str, np.ndarray] = {}
+    kinds = {tensor.name: tensor.dtype for tensor in wanted["params"]}
     with arrays.ParamsWriter(new) as writer:
-        for name in (name for name in wanted if name.home == "params"):
-            array = ours(name)
-            writer.add(name.ours, array)
-            if name.ours.startswith("image_embedding/"):
-                embedding[name.ours.removeprefix("image_embedding/")] = array
-            yield array.nbytes
-        given = {name.ours for name in wanted}
-        for name, array in _first_registers(released, settings.model, embedding, dtype).items():
-            if name not in given:
-                writer.add(name, array)
-
-    rest = {home: [n for n in wanted if n.home == home] for home in ("vq", "unused")}
-    if rest["vq"]:
-        image = {name.ours: ours(name) for name in rest["vq"]}
+        for tensor in wanted["params"]:
+            array = tensor.read()
+            writer.add(tensor.name, array)
+            if tensor.name.startswith("image_embedding/"):
+                embedding[tensor.name.removeprefix("image_embedding/")] = array
+            del array  # not held while the next one is read
+            yield tensor
+        kind = tensors.DTYPES[kinds["text_embedding"]]
+        for name, register in _first_registers(released, settings.model, embedding).items():
+            if name not in kinds:
+                writer.add(name, register.astype(kind))
+    if image := {tensor.name: tensor.read() for tensor in wanted["vq"]}:
         try:
             image_tokenizer.save_parameters(new / "vq", image, settings.vq)
         except safetensors.SafetensorError as error:
             raise OSError(str(error)) from error
-    if rest["unused"]:
-        unused = [
-            tensors.ToStore(
-                name.ours, _dtype(released, name, dtype), name.shape, lambda name=name: ours(name)
-            )
-            for name in rest["unused"]
-        ]
-        tensors.write(new / UNUSED, unused)
-    yield sum(_size(released, name, dtype) for home in rest.values() for name in home)
+    if wanted["unused"]:
+        tensors.write(new / UNUSED, wanted["unused"])
+    yield from wanted["vq"] + wanted["unused"]
 
 
 def _first_registers(
-    released: _Released,
-    model: config.Model,
-    embedding: Mapping[str, np.ndarray],
-    dtype: str | None,
+    released: _Released, model: config.Model, embedding: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
     """Returns registers that equal what they stand in for: a masked token of their stream."""
-    words = released.stored["model.transformer.wte.weight"]
-    kind = np.dtype(dtype) if dtype else tensors.DTYPES[words.dtype]
-    row = dataclasses.replace(
-        words,
-        shape=words.shape[1:],
-        start=words.start
-        + model.text_mask_id * words.shape[1] * tensors.DTYPES[words.dtype].itemsize,
-    )
-    registers = {"register_understanding": row.read().astype(kind)}
+    file = released.folder / released.stored[WORDS].file
+    registers = {"register_understanding": tensors.read(file, WORDS, row=model.text_mask_id)}
     if not model.understanding_only:
         embed = arrays.module_of(lambda: ImageEmbedding(model, rngs=nnx.Rngs(0)), embedding)
         masked = jnp.full((1, 1, model.codes_per_token), model.image_mask_id)
         with jax.default_matmul_precision("highest"):
             cell = embed(masked, jnp.dtype("float32"))[0, 0]
-        registers["register_generation"] = np.asarray(cell).astype(kind)
+        registers["register_generation"] = np.asarray(cell)
     return registers
-
-
-def _place(stored: tensors.Stored) -> tuple[str, int]:
-    return str(stored.path), stored.start
-
-
-def _dtype(released: _Released, name: names.Name, dtype: str | None) -> np.dtype:
-    """Returns the dtype of a tensor on our disk."""
-    return jnp.dtype(dtype or tensors.DTYPES[released.stored[name.official].dtype])
-
-
-def _size(released: _Released, name: names.Name, dtype: str | None) -> int:
-    return name.size * _dtype(released, name, dtype).itemsize
 
 
 # ---------------------------------------------------------------------------------------------
@@ -221,54 +205,43 @@ def _look_through(folder: pathlib.Path, understanding_only: bool) -> _Released:
         raise ConvertError(f"{folder} is a model folder of this project already.")
     if not has_generation_branch(given) and not understanding_only:
         kind = str(given.get("model_type", "of an unknown type"))
-        told = "that is LLaDA, which draws nothing" if "llada" in kind else f"that is {kind}"
+        named = "that is LLaDA, which draws nothing" if "llada" in kind else f"that is {kind}"
         raise ConvertError(
             f"{folder} holds a model without a generation branch (dual_tower is not true in its"
-            f" config.json): {told}. Give the folder of LaViDa-O."
+            f" config.json): {named}. Give the folder of LaViDa-O."
         )
-    described = folder / "vqvae" / "config.json"
-    released = _Released(
-        folder,
-        given,
-        _read_json(described) if described.is_file() else None,
-        *_list_weights(folder),
-    )
-    problems = [*released.problems, *_tokenizer_problems(folder / "tokenizer.json")]
+    vq_config = folder / "vqvae" / "config.json"
+    released = _Released(folder, given, _read_json(vq_config) if vq_config.is_file() else None)
+    _list_weights(released)
+    if not (folder / "tokenizer.json").is_file():
+        released.problems.append("tokenizer.json is missing.")
+    else:
+        try:
+            _read_json(folder / "tokenizer.json")
+        except ConvertError as error:
+            released.problems.append(str(error))
     if not released.stored:
-        _complain(folder, problems)
-    return dataclasses.replace(released, problems=tuple(problems))
+        released.complain()
+    return released
 
 
-def _tokenizer_problems(path: pathlib.Path) -> list[str]:
-    if not path.is_file():
-        return [f"{path.name} is missing."]
-    try:
-        _read_json(path)
-    except ConvertError as error:
-        return [str(error)]
-    return []
-
-
-def _list_weights(
-    folder: pathlib.Path,
-) -> tuple[dict[str, tensors.Stored], tuple[str, ...], tuple[str, ...]]:
-    """Returns where every tensor lies, what is wrong with the files, and which are not read."""
-    index, single = folder / INDEX, folder / SINGLE
-    if not index.is_file() and not single.is_file():
-        return {}, (_no_weights(folder),), ()
-    placed = _read_index(index) if index.is_file() else {}
-    stored: dict[str, tensors.Stored] = {}
-    problems, unread = [], []
+def _list_weights(released: _Released) -> None:
+    """Notes where every tensor lies, what is wrong with the files, and which are not read."""
+    folder, problems = released.folder, released.problems
+    if not (folder / INDEX).is_file() and not (folder / SINGLE).is_file():
+        problems.append(_no_weights(folder))
+        return
+    placed = _read_index(folder / INDEX) if (folder / INDEX).is_file() else {}
     for file in sorted(set(placed.values())) or [SINGLE]:
         try:
             found = _list_file(folder, file)
         except ConvertError as error:
             problems.append(str(error))
-            unread += [name for name, place in placed.items() if place == file]
+            released.unread += [name for name, place in placed.items() if place == file]
             continue
         problems += [
-            f"{name} is in {tensor.path.name}, {INDEX} places it in {placed.get(name, 'no file')}."
-            for name, tensor in found.items()
+            f"{name} is in {file}, {INDEX} places it in {placed.get(name, 'no file')}."
+            for name in found
             if placed and placed.get(name) != file
         ]
         problems += [
@@ -276,10 +249,26 @@ def _list_weights(
             for name, place in placed.items()
             if place == file and name not in found
         ]
-        stored |= found
-    if not any(name.startswith(names.VQ_PREFIX) for name in [*stored, *unread]):
-        _add_tokenizer_of_images(folder / "vqvae", stored, problems, unread)
-    return stored, tuple(problems), tuple(unread)
+        released.stored |= found
+    if not any(name.startswith(names.VQ_PREFIX) for name in [*released.stored, *released.unread]):
+        _list_image_tokenizer(released)
+
+
+def _list_image_tokenizer(released: _Released) -> None:
+    """Adds the tensors of the `vqvae` subfolder, where the main files leave them out."""
+    folder = released.folder / "vqvae"
+    paths, problem = sorted(folder.glob("*.safetensors")), ""
+    if not paths and (pickled := _pickled_files(folder)):
+        problem = _pickled(pickled)
+    for path in paths:
+        try:
+            found = tensors.list_tensors(path)
+            released.stored |= {names.VQ_PREFIX + name: one for name, one in found.items()}
+        except ConvertError as error:
+            problem = str(error)
+    if problem:
+        released.problems.append(f"vqvae: {problem}")
+        released.unread.append(names.VQ_PREFIX)
 
 
 def _read_index(path: pathlib.Path) -> dict[str, str]:
@@ -296,7 +285,7 @@ def _read_index(path: pathlib.Path) -> dict[str, str]:
     return placed
 
 
-def _list_file(folder: pathlib.Path, file: str) -> dict[str, tensors.Stored]:
+def _list_file(folder: pathlib.Path, file: str) -> dict[str, tensors.Tensor]:
     """Returns the tensors of a file that the index names.
 
     Raises:
@@ -306,31 +295,7 @@ def _list_file(folder: pathlib.Path, file: str) -> dict[str, tensors.Stored]:
         raise ConvertError(_pickled([file]))
     if pathlib.PurePath(file).name != file or not (folder / file).is_file():
         raise ConvertError(f"{INDEX} names {file}, which is not there. Download it again.")
-    try:
-        return tensors.list_tensors(folder / file)
-    except tensors.TensorFileError as error:
-        raise ConvertError(str(error)) from error
-
-
-def _add_tokenizer_of_images(
-    folder: pathlib.Path,
-    stored: dict[str, tensors.Stored],
-    problems: list[str],
-    unread: list[str],
-) -> None:
-    """Adds the tensors of the `vqvae` subfolder, where the main files leave them out."""
-    paths = sorted(folder.glob("*.safetensors"))
-    if not paths and (pickled := _pickled_files(folder)):
-        problems.append(f"vqvae: {_pickled(pickled)}")
-        unread.append(names.VQ_PREFIX)
-    for path in paths:
-        try:
-            found = tensors.list_tensors(path)
-        except tensors.TensorFileError as error:
-            problems.append(f"vqvae: {error}")
-            unread.append(names.VQ_PREFIX)
-            continue
-        stored |= {names.VQ_PREFIX + name: tensor for name, tensor in found.items()}
+    return tensors.list_tensors(folder / file)
 
 
 def _no_weights(folder: pathlib.Path) -> str:
@@ -345,9 +310,9 @@ def _pickled_files(folder: pathlib.Path) -> list[str]:
     return sorted(p.name for p in folder.glob("*") if p.suffix in _PICKLED and p.is_file())
 
 
-def _pickled(files: list[str]) -> str:
+def _pickled(found: list[str]) -> str:
     return (
-        f"its weights are pickled ({', '.join(files[:3])}), and unpickling runs whatever a file"
+        f"its weights are pickled ({', '.join(found[:3])}), and unpickling runs whatever a file"
         " says, so that is not done. Get the safetensors files, or load the model in PyTorch if"
         " you trust it and save it by save_pretrained(..., safe_serialization=True)."
     )
@@ -356,14 +321,14 @@ def _pickled(files: list[str]) -> str:
 def _settings(released: _Released, dtype: str | None) -> config.Config:
     vq = released.vq_config or released.config.get("vq_config") or _vq_from(released.stored)
     settings = settings_from(released.config, vq)
-    words = released.stored.get("model.transformer.wte.weight")
+    words = released.stored.get(WORDS)
     if dtype is None and words is not None:
         dtype = {"BF16": "bfloat16"}.get(words.dtype)
     model = dataclasses.replace(settings.model, compute_dtype=dtype or "float32")
     return dataclasses.replace(settings, model=model)
 
 
-def _vq_from(stored: Mapping[str, tensors.Stored]) -> dict[str, Any]:
+def _vq_from(stored: Mapping[str, tensors.Tensor]) -> dict[str, Any]:
     """Describes an image tokenizer by its shapes, where no file describes it."""
     vq = {
         name.removeprefix(names.VQ_PREFIX): tensor.shape
@@ -399,7 +364,7 @@ def _match(released: _Released, dtype: str | None) -> tuple[config.Config, list[
         settings = _settings(released, dtype)
         table = names.table(settings)
     except ConvertError as error:
-        _complain(released.folder, [*released.problems, str(error)])
+        released.complain([str(error)])
         raise
     stored, known = released.stored, {name.official: name for name in table}
     problems = [
@@ -407,38 +372,28 @@ def _match(released: _Released, dtype: str | None) -> tuple[config.Config, list[
         for name in table
         if name.official not in stored
         and not name.optional
-        and not name.official.startswith(released.unread)
+        and not name.official.startswith(tuple(released.unread))
     ]
     problems += [
-        f"{name} {list(tensor.shape)} in {tensor.path.name} is unknown."
+        f"{name} {list(tensor.shape)} in {tensor.file} is unknown."
         for name, tensor in stored.items()
         if name not in known
     ]
     there = {name: tensor for name, tensor in stored.items() if name in known}
     problems += [
-        f"{name} in {tensor.path.name} is {list(tensor.shape)}; by config.json it should be"
+        f"{name} in {tensor.file} is {list(tensor.shape)}; by config.json it should be"
         f" {list(known[name].shape)}."
         for name, tensor in there.items()
         if tensor.shape != known[name].shape
     ]
     problems += [
-        f"{name} in {tensor.path.name} is {tensor.dtype}; only {', '.join(tensors.DTYPES)} are"
+        f"{name} in {tensor.file} is {tensor.dtype}; only {', '.join(tensors.DTYPES)} are"
         " supported."
         for name, tensor in there.items()
         if tensor.dtype not in tensors.DTYPES
     ]
-    _complain(released.folder, [*released.problems, *problems])
+    released.complain(problems)
     return settings, [known[name] for name in there]
-
-
-def _complain(folder: pathlib.Path, problems: list[str]) -> None:
-    """Raises ConvertError if there is any problem."""
-    problems = _by_layer(problems)
-    if len(problems) == 1:
-        raise ConvertError(f"{folder} cannot be converted: {problems[0]}")
-    if problems:
-        lines = "".join(f"\n  {problem}" for problem in problems)
-        raise ConvertError(f"{folder} cannot be converted:{lines}")
 
 
 def _by_layer(problems: list[str]) -> list[str]:
@@ -447,13 +402,13 @@ def _by_layer(problems: list[str]) -> list[str]:
     for problem in dict.fromkeys(problems):
         kinds.setdefault(_LAYER_NUMBER.sub("*", problem), []).append(problem)
 
-    def told(kind: str, same: list[str]) -> str:
+    def joined(kind: str, same: list[str]) -> str:
         if len(same) == 1:
             return same[0]
         numbers = ", ".join(_LAYER_NUMBER.findall(problem)[0] for problem in same)
         return f"{kind} (* is {numbers}.)"
 
-    return [told(kind, same) for kind, same in kinds.items()]
+    return [joined(kind, same) for kind, same in kinds.items()]
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
@@ -467,7 +422,7 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------------------
-# Files beside the parameters.
+# Files next to the parameters.
 
 
 def _copy_small_files(released: _Released, new: pathlib.Path) -> None:
@@ -487,16 +442,11 @@ def _copy_small_files(released: _Released, new: pathlib.Path) -> None:
         )
     # Which tensors came from where; a folder of one file has no index of its own.
     if not (official / INDEX).is_file():
-        placed = {name: tensor.path.name for name, tensor in released.stored.items()}
-        (official / INDEX).write_text(json.dumps({"weight_map": placed}, indent=2) + "\n")
+        placed = {name: tensor.file for name, tensor in released.stored.items()}
+        files.write_json(official / INDEX, {"weight_map": placed}, indent=2)
 
 
-def _readme(released: _Released, wanted: list[names.Name], dtype: str | None) -> str:
-    dtypes = ", ".join(sorted({str(_dtype(released, name, dtype)) for name in wanted}))
-    return f"""# Converted from {released.folder.resolve().name}
-
-{len(wanted)} tensors, {sum(name.size for name in wanted) / 1e9:.3f} B parameters, {dtypes}.
-
+_README = f"""
 The parameters are those of the released PyTorch model, laid out for `sparse_lavida_jax`; nothing
 was trained. Its licence, in `{OFFICIAL}/` where it came with the weights, applies to this folder
 too: LaViDa-O is released for non-commercial research.

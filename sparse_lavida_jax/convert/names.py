@@ -7,17 +7,19 @@ come from the model itself, so a parameter that no rule names is found, not forg
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Iterator
 from typing import Literal
 
+import einops
 import jax
 import numpy as np
 from flax import nnx
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import arrays
-from sparse_lavida_jax.convert.settings import ConvertError
+from sparse_lavida_jax.convert.tensors import ConvertError
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.vision import Tower
@@ -26,81 +28,67 @@ REGISTERS = ("model.register_understanding.weight", "model.register_generation.w
 VQ_PREFIX = "model.vqvae."
 TOWER_PREFIX = "model.vision_tower.vision_tower.vision_model."
 
-# How PyTorch lays out a tensor that we hold otherwise. Matrices are [out, in] there and [in, out]
-# here; convolutions OIHW and HWIO. The 2x2 convolution that merges the codes of a cell is a matrix
-# here, its inputs code by code in raster order (spec Sec. 2.6); so is the transposed one, IOHW.
+# How PyTorch lays out a tensor that we hold otherwise, and how we do. The 2x2 convolution that
+# merges the codes of a cell is a matrix here, its inputs code by code in raster order (spec
+# Sec. 2.6); so is the transposed one.
 Layout = Literal["same", "matrix", "convolution", "merge", "spread"]
+LAYOUTS: dict[Layout, tuple[str, str]] = {
+    "same": ("...", "..."),
+    "matrix": ("o i", "i o"),
+    "convolution": ("o i h w", "h w i o"),
+    "merge": ("o i h w", "(h w i) o"),
+    "spread": ("i o h w", "i (h w o)"),
+}
 # Where a tensor lives in a model folder: among the parameters, in the image tokenizer, or, unused,
-# beside them until it is exported again.
+# next to them until it is exported again.
 Home = Literal["params", "vq", "unused"]
 
-_BRANCH: dict[str, tuple[str, Layout]] = {
-    "attn_norm/weight": ("attn_norm{}.weight", "same"),
-    "q/kernel": ("q_proj{}.weight", "matrix"),
-    "k/kernel": ("k_proj{}.weight", "matrix"),
-    "v/kernel": ("v_proj{}.weight", "matrix"),
-    "mlp_norm/weight": ("ff_norm{}.weight", "same"),
-    "mlp/gate/kernel": ("ff_proj{}.weight", "matrix"),
-    "mlp/up/kernel": ("up_proj{}.weight", "matrix"),
-    "mlp/down/kernel": ("ff_out{}.weight", "matrix"),
+# Our modules, or parameters without one, and the released modules.
+_LAYER = {
+    "attn_norm": "attn_norm",
+    "q": "q_proj",
+    "k": "k_proj",
+    "v": "v_proj",
+    "mlp_norm": "ff_norm",
+    "mlp/gate": "ff_proj",
+    "mlp/up": "up_proj",
+    "mlp/down": "ff_out",
 }
-_LAYER: dict[str, tuple[str, Layout]] = {
-    "attn_out/kernel": ("attn_out.weight", "matrix"),
-    **{
-        f"{branch}/{ours}": (name.format(suffix), layout)
-        for branch, suffix in (("understanding", ""), ("generation", "_vision"))
-        for ours, (name, layout) in _BRANCH.items()
-    },
+_MERGE = {
+    "image_embedding/merge_norm": "model.downsample_gen.downsample.norm",
+    "image_embedding/merge": "model.downsample_gen.downsample.conv",
+    "image_head/spread_norm": "model.upsample_gen.upsample.norm",
+    "image_head/spread": "model.upsample_gen.upsample.conv",
 }
-_MERGE: dict[str, tuple[str, Layout]] = {
-    "image_embedding/merge_norm/weight": ("model.downsample_gen.downsample.norm.weight", "same"),
-    "image_embedding/merge/kernel": ("model.downsample_gen.downsample.conv.weight", "merge"),
-    "image_head/spread_norm/weight": ("model.upsample_gen.upsample.norm.weight", "same"),
-    "image_head/spread/kernel": ("model.upsample_gen.upsample.conv.weight", "spread"),
-}
-_SINGLE: dict[str, tuple[str, Layout]] = {
-    "text_embedding": ("model.transformer.wte.weight", "same"),
-    "final_norm/weight": ("model.transformer.ln_f.weight", "same"),
-    "text_head/kernel": ("model.transformer.ff_out.weight", "matrix"),
-    "register_understanding": (REGISTERS[0], "same"),
-    "register_generation": (REGISTERS[1], "same"),
-    "image_newline": ("model.image_newline", "same"),
-    "image_embedding/code_norm/weight": ("model.gen_embedding.1.weight", "same"),
-    "image_embedding/code/kernel": ("model.gen_embedding.2.weight", "matrix"),
-    "image_embedding/cell_norm/weight": ("model.gen_embedding_2.0.weight", "same"),
-    "image_embedding/cell/kernel": ("model.gen_embedding_2.1.weight", "matrix"),
-    "image_head/cell_norm/weight": ("model.gen_predictor_2.0.weight", "same"),
-    "image_head/cell/kernel": ("model.gen_predictor_2.1.weight", "matrix"),
-    "image_head/code/kernel": ("model.gen_predictor.0.weight", "matrix"),
-    "image_head/code_norm/weight": ("model.gen_predictor.1.weight", "same"),
-    "vision/tower/patch_embedding/kernel": (
-        f"{TOWER_PREFIX}embeddings.patch_embedding.weight", "convolution",
-    ),
-    "vision/tower/patch_embedding/bias": (f"{TOWER_PREFIX}embeddings.patch_embedding.bias", "same"),
-    "vision/tower/position_embedding": (
-        f"{TOWER_PREFIX}embeddings.position_embedding.weight", "same",
-    ),
-    "vision/tower/post_norm/scale": (f"{TOWER_PREFIX}post_layernorm.weight", "same"),
-    "vision/tower/post_norm/bias": (f"{TOWER_PREFIX}post_layernorm.bias", "same"),
-    "vision/pool/kernel": ("model.vision_resampler.pool.weight", "convolution"),
-    "vision/pool/bias": ("model.vision_resampler.pool.bias", "same"),
-    "vision/projector/fc1/kernel": ("model.mm_projector.0.weight", "matrix"),
-    "vision/projector/fc1/bias": ("model.mm_projector.0.bias", "same"),
-    "vision/projector/fc2/kernel": ("model.mm_projector.2.weight", "matrix"),
-    "vision/projector/fc2/bias": ("model.mm_projector.2.bias", "same"),
+_MODULES = {
+    "text_embedding": "model.transformer.wte",
+    "final_norm": "model.transformer.ln_f",
+    "text_head": "model.transformer.ff_out",
+    "register_understanding": "model.register_understanding",
+    "register_generation": "model.register_generation",
+    "image_embedding/table": "model.gen_embedding.0",
+    "image_embedding/code_norm": "model.gen_embedding.1",
+    "image_embedding/code": "model.gen_embedding.2",
+    "image_embedding/cell_norm": "model.gen_embedding_2.0",
+    "image_embedding/cell": "model.gen_embedding_2.1",
+    "image_head/cell_norm": "model.gen_predictor_2.0",
+    "image_head/cell": "model.gen_predictor_2.1",
+    "image_head/code": "model.gen_predictor.0",
+    "image_head/code_norm": "model.gen_predictor.1",
+    "image_head/logits": "model.gen_predictor.2",
+    "vision/tower/patch_embedding": f"{TOWER_PREFIX}embeddings.patch_embedding",
+    "vision/tower/position_embedding": f"{TOWER_PREFIX}embeddings.position_embedding",
+    "vision/tower/post_norm": f"{TOWER_PREFIX}post_layernorm",
+    "vision/pool": "model.vision_resampler.pool",
+    "vision/projector/fc1": "model.mm_projector.0",
+    "vision/projector/fc2": "model.mm_projector.2",
     **_MERGE,
-}  # fmt: skip
+}
 # The table and the last matrix of the image embedding and head stand alone without layers
 # between, and in a sequence otherwise (spec Sec. 2.5).
-_IMAGE_ENDS: dict[bool, dict[str, tuple[str, Layout]]] = {
-    False: {
-        "image_embedding/table": ("model.gen_embedding.weight", "same"),
-        "image_head/logits/kernel": ("model.gen_predictor.weight", "matrix"),
-    },
-    True: {
-        "image_embedding/table": ("model.gen_embedding.0.weight", "same"),
-        "image_head/logits/kernel": ("model.gen_predictor.2.weight", "matrix"),
-    },
+_ALONE = {
+    "image_embedding/table": "model.gen_embedding",
+    "image_head/logits": "model.gen_predictor",
 }
 _TOWER_PARTS = {
     "layer_norm1": "layer_norm1",
@@ -113,19 +101,13 @@ _TOWER_PARTS = {
     "fc2": "mlp.fc2",
 }
 _VQ_PARTS = {
-    "codebook": "quantize.embedding.weight",
+    "codebook": "quantize.embedding",
     "downsampler": "downsamplers.0.conv",
     "upsampler": "upsamplers.0.conv",
+    "attention/norm": "attentions.0.group_norm",
+    "attention/(q|k|v)": r"attentions.0.to_\1",
+    "attention/out": "attentions.0.to_out.0",
 }
-_VQ_ATTENTION_PARTS = {
-    "norm": "group_norm",
-    "q": "to_q",
-    "k": "to_k",
-    "v": "to_v",
-    "out": "to_out.0",
-}
-_JOINT_OR_SPLIT = re.compile(r"(joint|split)_layers/(\d+)/(.+)")
-_TOWER_LAYER = re.compile(r"vision/tower/layers/(\d+)/(\w+)/(\w+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +136,7 @@ class Name:
     @property
     def size(self) -> int:
         """Numbers in the tensor."""
-        return int(np.prod(self.shape))
+        return math.prod(self.shape)
 
 
 def table(settings: config.Config) -> list[Name]:
@@ -180,99 +162,50 @@ def _table(model: config.Model, image: config.VQ) -> list[Name]:
             f"the released model has no {' and no '.join(odd)}, so a model with them has no"
             " released form."
         )
-    return [*_params(model), *_vq(image), *_unused(model)]
+    return [*_params(model), *vq_names(image), *_unused(model)]
 
 
 def to_ours(name: Name, tensor: np.ndarray) -> np.ndarray:
     """Returns a released tensor in our layout; a view where that is possible."""
-    match name.layout:
-        case "matrix":
-            return tensor.T
-        case "convolution" | "merge":
-            return tensor.transpose(2, 3, 1, 0).reshape(name.our_shape)
-        case "spread":
-            return tensor.transpose(0, 2, 3, 1).reshape(name.our_shape)
-    return tensor
+    theirs, ours = LAYOUTS[name.layout]
+    return einops.rearrange(tensor, f"{theirs} -> {ours}")
 
 
 def to_official(name: Name, ours: np.ndarray) -> np.ndarray:
     """Returns our parameter in the released layout; a view where that is possible."""
-    match name.layout:
-        case "matrix":
-            return ours.T
-        case "convolution" | "merge":
-            out_width, in_width, *window = name.shape
-            return ours.reshape(*window, in_width, out_width).transpose(3, 2, 0, 1)
-        case "spread":
-            in_width, out_width, *window = name.shape
-            return ours.reshape(in_width, *window, out_width).transpose(0, 3, 1, 2)
-    return ours
+    return _to_official(name.layout, ours, name.shape[-1])
+
+
+def _to_official(layout: Layout, ours: np.ndarray, side: int) -> np.ndarray:
+    theirs, mine = LAYOUTS[layout]
+    window = {"h": side, "w": side} if "(" in mine else {}
+    return einops.rearrange(ours, f"{mine} -> {theirs}", **window)
 
 
 def vq_names(settings: config.VQ, prefix: str = VQ_PREFIX) -> list[Name]:
     """Returns the tensors of an image tokenizer whose released names begin with `prefix`."""
+    model = jax.eval_shape(lambda: vq.VQModel(settings, rngs=nnx.Rngs(0)))
     return [
-        dataclasses.replace(name, official=prefix + name.official.removeprefix(VQ_PREFIX))
-        for name in _vq(settings)
+        _name(prefix + _official_vq(ours), ours, leaf.shape, home="vq")
+        for ours, leaf in vq.named_parameters(model).items()
     ]
 
 
 def tower_names(settings: config.Vision, prefix: str = TOWER_PREFIX) -> list[Name]:
     """Returns the tensors of a vision tower alone, its leaves named without `vision/tower/`."""
     side = settings.image_size // settings.patch_size
-    shapes = arrays.by_layer(jax.eval_shape(lambda: Tower(settings, side, rngs=nnx.Rngs(0))))
-    found = []
-    for ours, leaf in shapes.items():
-        official, layout = _official(f"vision/tower/{ours}", config.Model())
-        found.append(_name(prefix + official.removeprefix(TOWER_PREFIX), ours, layout, leaf.shape))
-    return found
+    leaves = arrays.by_layer(jax.eval_shape(lambda: Tower(settings, side, rngs=nnx.Rngs(0))))
+    found = {ours: _official(f"vision/tower/{ours}", config.Model()) for ours in leaves}
+    return [
+        _name(prefix + official.removeprefix(TOWER_PREFIX), ours, leaves[ours].shape)
+        for ours, official in found.items()
+    ]
 
 
 def _params(model: config.Model) -> Iterator[Name]:
-    shapes = arrays.by_layer(jax.eval_shape(lambda: Denoiser(model, rngs=nnx.Rngs(0))))
-    for ours, leaf in shapes.items():
-        official, layout = _official(ours, model)
-        optional = official in REGISTERS
-        yield _name(official, ours, layout, leaf.shape, model.codes_side, optional=optional)
-
-
-def _official(ours: str, model: config.Model) -> tuple[str, Layout]:
-    """Returns the released name and layout of a leaf of the denoiser."""
-    if match := _JOINT_OR_SPLIT.fullmatch(ours):
-        stack, layer, part = match.groups()
-        number = int(layer) + (model.num_joint_layers if stack == "split" else 0)
-        official, layout = _LAYER[part]
-        return f"model.transformer.blocks.{number}.{official}", layout
-    if match := _TOWER_LAYER.fullmatch(ours):
-        layer, part, leaf = match.groups()
-        prefix = f"{TOWER_PREFIX}encoder.layers.{int(layer)}.{_TOWER_PARTS[part]}"
-        return f"{prefix}.{_torch_leaf(leaf)}", "matrix" if leaf == "kernel" else "same"
-    return (_SINGLE | _IMAGE_ENDS[model.image_head != "embed"])[ours]
-
-
-@functools.cache
-def _vq(settings: config.VQ) -> list[Name]:
-    found = []
-    model = jax.eval_shape(lambda: vq.VQModel(settings, rngs=nnx.Rngs(0)))
-    for ours, leaf in vq.named_parameters(model).items():
-        dimensions = len(leaf.shape)
-        layout: Layout = "same"
-        if ours.endswith("kernel"):
-            layout = "convolution" if dimensions == 4 else "matrix"
-        official = VQ_PREFIX + _official_vq(ours)
-        found.append(_name(official, ours, layout, leaf.shape, home="vq"))
-    return found
-
-
-def _official_vq(ours: str) -> str:
-    *path, leaf = ours.split("/")
-    if leaf in _VQ_PARTS:
-        return _VQ_PARTS[leaf]
-    parts = []
-    for part in path:
-        known = _VQ_ATTENTION_PARTS if parts[-1:] == ["attentions.0"] else _VQ_PARTS
-        parts.append("attentions.0" if part == "attention" else known.get(part, part))
-    return ".".join([*parts, _torch_leaf(leaf)])
+    leaves = arrays.by_layer(jax.eval_shape(lambda: Denoiser(model, rngs=nnx.Rngs(0))))
+    for ours, leaf in leaves.items():
+        yield _name(_official(ours, model), ours, leaf.shape, side=model.codes_side)
 
 
 def _unused(model: config.Model) -> Iterator[Name]:
@@ -280,34 +213,58 @@ def _unused(model: config.Model) -> Iterator[Name]:
     if model.codes_per_token > 1:
         return
     width = model.generation_width
-    for official, layout in _MERGE.values():
-        shape = (width,) if layout == "same" else (width, width, 2, 2)
+    for ours, module in _MERGE.items():
+        official = f"{module}.weight"
+        shape = (width,) if ours.endswith("norm") else (width, width, 2, 2)
         yield Name(official, official, "same", shape, shape, "unused", optional=True)
 
 
-def _torch_leaf(leaf: str) -> str:
-    return "bias" if leaf == "bias" else "weight"
+def _official(ours: str, model: config.Model) -> str:
+    """Returns the released name of a leaf of the denoiser."""
+    module, leaf = _split(ours)
+    match module.split("/"):
+        case ["image_newline"]:
+            return "model.image_newline"
+        case ["joint_layers" | "split_layers" as stack, layer, branch, *part]:
+            number = int(layer) + (model.num_joint_layers if stack == "split_layers" else 0)
+            suffix = "_vision" if branch == "generation" else ""
+            name = f"{_LAYER['/'.join(part)]}{suffix}" if part else branch
+            return f"model.transformer.blocks.{number}.{name}.{leaf}"
+        case ["vision", "tower", "layers", layer, part]:
+            return f"{TOWER_PREFIX}encoder.layers.{int(layer)}.{_TOWER_PARTS[part]}.{leaf}"
+    alone = _ALONE if model.image_head == "embed" else {}
+    return f"{(_MODULES | alone)[module]}.{leaf}"
+
+
+def _official_vq(ours: str) -> str:
+    module, leaf = _split(ours)
+    for path, released in _VQ_PARTS.items():
+        module = re.sub(rf"\b{path}\b", released, module)
+    return f"{module.replace('/', '.')}.{leaf}"
+
+
+def _split(ours: str) -> tuple[str, str]:
+    """Returns the path of a module, or of a parameter without one, and PyTorch's leaf of it."""
+    match = re.fullmatch(r"(.*)/(weight|kernel|scale|bias)", ours)
+    if match is None:
+        return ours, "weight"
+    return match[1], "bias" if match[2] == "bias" else "weight"
 
 
 def _name(
-    official: str,
-    ours: str,
-    layout: Layout,
-    our_shape: tuple[int, ...],
-    side: int = 1,
-    *,
-    home: Home = "params",
-    optional: bool = False,
+    official: str, ours: str, our_shape: tuple[int, ...], *, side: int = 1, home: Home = "params"
 ) -> Name:
-    match layout:
-        case "same":
-            shape = our_shape
-        case "matrix":
-            shape = our_shape[::-1]
-        case "convolution":
-            shape = tuple(our_shape[i] for i in (3, 2, 0, 1))
-        case "merge":
-            shape = (our_shape[1], our_shape[0] // side**2, side, side)
-        case "spread":
-            shape = (our_shape[0], our_shape[1] // side**2, side, side)
-    return Name(official, ours, layout, shape, our_shape, home, optional)
+    layout = _layout(ours, our_shape)
+    blank = np.broadcast_to(False, our_shape)
+    shape = _to_official(layout, blank, side).shape
+    return Name(official, ours, layout, shape, our_shape, home, official in REGISTERS)
+
+
+def _layout(ours: str, our_shape: tuple[int, ...]) -> Layout:
+    if not ours.endswith("/kernel"):
+        return "same"
+    special: dict[str, Layout] = {
+        "image_embedding/merge/kernel": "merge",
+        "image_head/spread/kernel": "spread",
+    }
+    return special.get(ours, "convolution" if len(our_shape) == 4 else "matrix")

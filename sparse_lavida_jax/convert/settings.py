@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.convert.tensors import ConvertError
 
 # Values that our code implements; a key that is absent has one of them. Dropout is none of the
 # release's (all zero), and ours has none.
@@ -101,7 +101,7 @@ RELEASED_VQ = {
     "num_vq_embeddings": 8192,
 }
 _IMAGE_SIZE = 1024  # pixels a side that the release draws
-_SPARE_ROWS = 256  # of the table of codes, behind the codebook (spec Sec. 2.5)
+_SPARE_ROWS = 256  # of the table of codes, after the codebook (spec Sec. 2.5)
 # How the release draws, edits and writes (spec Sec. 6 and 7.5, the 1024 px settings).
 _SAMPLING = config.Sampling(
     num_steps=64,
@@ -123,8 +123,36 @@ _SPARSE_SAMPLING = dataclasses.replace(
 OURS = "sparse_lavida"  # section of an exported config.json for what the release has no key for
 
 
-class ConvertError(model_folder.CheckpointError):
-    """A released folder that cannot be converted, or a model that cannot be exported."""
+# Our settings that are keys of the released file under another name.
+_MODEL_KEYS = {
+    "end_of_text_id": "eos_token_id",
+    "text_mask_id": "mask_token_id",
+    "width": "d_model",
+    "mlp_hidden": "mlp_hidden_size",
+    "num_layers": "n_layers",
+    "num_heads": "n_heads",
+    "rope_theta": "rope_theta",
+    "norm_eps": "rms_norm_eps",
+}
+_GENERATION_KEYS = {
+    "dual_tower_layers": "dual_tower_layers",
+    "generation_width": "d_model_gen",
+    "generation_mlp_hidden": "mlp_hidden_size_gen",
+    "image_head": "gen_mlp_type",
+}
+_SIGLIP_KEYS = {
+    "image_size": "image_size",
+    "patch_size": "patch_size",
+    "width": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "mlp_hidden": "intermediate_size",
+}
+_VQ_KEYS = {
+    "layers_per_block": "layers_per_block",
+    "latent_channels": "latent_channels",
+    "codebook_size": "num_vq_embeddings",
+    "norm_groups": "norm_num_groups",
+}
 
 
 def settings_from(given: Mapping[str, Any], vq: Mapping[str, Any] | None = None) -> config.Config:
@@ -171,11 +199,8 @@ def vq_settings(vq: Mapping[str, Any], gen_shape: list[int] | None = None) -> co
     return config.VQ(
         image_size=max(gen_shape) * factor if gen_shape else _IMAGE_SIZE,
         channels=channels,
-        layers_per_block=vq["layers_per_block"],
         mid_attention=bool(vq.get("mid_block_add_attention", True)),
-        latent_channels=vq["latent_channels"],
-        codebook_size=vq["num_vq_embeddings"],
-        norm_groups=vq["norm_num_groups"],
+        **_ours(vq, _VQ_KEYS),
     )
 
 
@@ -186,32 +211,20 @@ def vision_settings(given: Mapping[str, Any]) -> config.Vision:
     used = siglip.get("num_hidden_layers_used", siglip["num_hidden_layers"] - 1)
     cut = given.get("image_aspect_ratio") == "anyres"
     return config.Vision(
-        image_size=siglip["image_size"],
-        patch_size=siglip["patch_size"],
-        width=siglip["hidden_size"],
         num_layers=used,
-        num_heads=siglip["num_attention_heads"],
-        mlp_hidden=siglip["intermediate_size"],
         pool=given.get("mm_spatial_pool_stride", 2),
         newline=True,
         grid_sizes=tuple(map(tuple, given["image_grid_pinpoints"])) if cut else (),
         unused_post_norm=True,
+        **_ours(siglip, _SIGLIP_KEYS),
     )
 
 
 def _model(given: Mapping[str, Any], vq: config.VQ) -> dict[str, Any]:
     ours = given.get(OURS, {})
-    values = {
+    values = _ours(given, _MODEL_KEYS) | {
         "vocab_size": given.get("embedding_size") or given["vocab_size"],
-        "end_of_text_id": given["eos_token_id"],
-        "text_mask_id": given["mask_token_id"],
-        "width": given["d_model"],
-        "mlp_hidden": given["mlp_hidden_size"],
-        "num_layers": given["n_layers"],
-        "num_heads": given["n_heads"],
         "head_dim": given["d_model"] // given["n_heads"],
-        "rope_theta": given["rope_theta"],
-        "norm_eps": given["rms_norm_eps"],
         "num_registers": ours.get("num_registers", config.Model.num_registers),
         "trained_attention": ours.get("trained_attention", "full"),
         "compute_dtype": "bfloat16" if given.get("torch_dtype") == "bfloat16" else "float32",
@@ -225,16 +238,21 @@ def _model(given: Mapping[str, Any], vq: config.VQ) -> dict[str, Any]:
     head = given.get("gen_head_config", {})
     merges = given.get("downsample", False) and head.get("downsample_active", True)
     return values | {
-        "dual_tower_layers": given["dual_tower_layers"],
-        "generation_width": given["d_model_gen"],
-        "generation_mlp_hidden": given["mlp_hidden_size_gen"],
+        **_ours(given, _GENERATION_KEYS),
         "codebook_size": vq.codebook_size,
         "codes_per_token": 4 if merges else 1,
         "grid_size": vq.image_size // vq.factor // (2 if merges else 1),
-        "image_head": given["gen_mlp_type"],
         "image_table_rows": head.get("embedding_rows", vq.codebook_size + _SPARE_ROWS),
         "vision": vision_settings(given),
     }
+
+
+def _ours(given: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
+    return {ours: given[theirs] for ours, theirs in keys.items()}
+
+
+def _official(settings: Any, keys: Mapping[str, str]) -> dict[str, Any]:
+    return {theirs: getattr(settings, ours) for ours, theirs in keys.items()}
 
 
 def _siglip(given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -254,15 +272,12 @@ def _problems(given: Mapping[str, Any], vq: Mapping[str, Any]) -> list[str]:
     ]
     if odd:
         return odd
-    needed = [
-        "d_model", "eos_token_id", "mask_token_id", "mlp_hidden_size", "n_heads", "n_layers",
-        "rms_norm_eps", "rope_theta",
-    ]  # fmt: skip
+    needed = sorted(_MODEL_KEYS.values())
     found = _contradictions("", given, _FIXED)
     if not (given.get("embedding_size") or given.get("vocab_size")):
         needed.append("vocab_size")
     if has_generation_branch(given):
-        needed += ["d_model_gen", "dual_tower_layers", "gen_mlp_type", "mlp_hidden_size_gen"]
+        needed += sorted(_GENERATION_KEYS.values())
         if given.get("image_aspect_ratio") == "anyres":
             needed.append("image_grid_pinpoints")
         found += _contradictions("", given, _FIXED_GENERATION)
@@ -275,18 +290,11 @@ def _problems(given: Mapping[str, Any], vq: Mapping[str, Any]) -> list[str]:
         return wrong + found
     if given["d_model"] % given["n_heads"]:
         found.append(f"d_model is {given['d_model']}: no multiple of n_heads, {given['n_heads']}.")
+    shared = "keys shared between heads are not supported, it must equal n_heads"
     for key in ("n_kv_heads", "effective_n_kv_heads"):
-        if given.get(key) not in (None, given["n_heads"]):
-            found.append(
-                f"{key} is {given[key]!r}: keys shared between heads are not supported, it must"
-                f" equal n_heads, {given['n_heads']}."
-            )
-    if given.get("pad_token_id") not in (None, given["eos_token_id"]):
-        found.append(
-            f"pad_token_id is {given['pad_token_id']!r}: text is padded with its end, so it must"
-            f" equal eos_token_id, {given['eos_token_id']}."
-        )
-    return found
+        found += _unequal(key, given, given["n_heads"], shared)
+    padded = "text is padded with its end, so it must equal eos_token_id"
+    return found + _unequal("pad_token_id", given, given["eos_token_id"], padded)
 
 
 def _tower_problems(given: Mapping[str, Any]) -> list[str]:
@@ -299,11 +307,7 @@ def _tower_problems(given: Mapping[str, Any]) -> list[str]:
     found += _not_whole("", given, ["mm_spatial_pool_stride"])
     found += _contradictions("siglip_config.", siglip, _FIXED_SIGLIP)
     for key in ("mm_hidden_size", "mm_spatial_pool_out_channels"):
-        if given.get(key) not in (None, siglip.get("hidden_size")):
-            found.append(
-                f"{key} is {given[key]!r}: it must equal the tower's width,"
-                f" {siglip.get('hidden_size')}."
-            )
+        found += _unequal(key, given, siglip.get("hidden_size"), "it must equal the tower's width")
     return found
 
 
@@ -320,11 +324,8 @@ def _vq_problems(vq: Mapping[str, Any]) -> list[str]:
         given = vq.get(key, [])
         if not isinstance(given, list) or any(block != kind for block in given):
             found.append(f"vqvae: {key} is {given!r}: only {kind} is known.")
-    if vq.get("vq_embed_dim") not in (None, vq.get("latent_channels")):
-        found.append(
-            f"vqvae: vq_embed_dim is {vq['vq_embed_dim']!r}: it must equal latent_channels,"
-            f" {vq.get('latent_channels')}."
-        )
+    width = vq.get("latent_channels")
+    found += _unequal("vq_embed_dim", vq, width, "it must equal latent_channels", "vqvae: ")
     return found
 
 
@@ -335,6 +336,15 @@ def _not_whole(where: str, given: Mapping[str, Any], keys: Iterable[str]) -> lis
         for key in keys
         if given.get(key) is not None and (not isinstance(given[key], int) or given[key] <= 0)
     ]
+
+
+def _unequal(
+    key: str, given: Mapping[str, Any], wanted: Any, why: str, where: str = ""
+) -> list[str]:
+    """Returns a line if a key is there and has another value."""
+    if given.get(key) in (None, wanted):
+        return []
+    return [f"{where}{key} is {given[key]!r}: {why}, {wanted}."]
 
 
 def _contradictions(where: str, given: Mapping[str, Any], fixed: Mapping[str, tuple]) -> list[str]:
@@ -357,52 +367,42 @@ def official_config(settings: config.Config, dtype: str) -> dict[str, Any]:
     """
     model, vision = settings.model, settings.model.vision
     given = {
-        **{key: allowed[0] for key, allowed in _FIXED.items() if None not in allowed},
+        **_implemented(_FIXED),
+        **_official(model, _MODEL_KEYS),
         "architectures": ["LlavaLladaForMaskedDiffusion"],
-        "d_model": model.width,
         "dual_tower": not model.understanding_only,
         "embedding_size": model.vocab_size,
-        "eos_token_id": model.end_of_text_id,
-        "mask_token_id": model.text_mask_id,
         "max_sequence_length": 4096,
-        "mlp_hidden_size": model.mlp_hidden,
         "model_type": "llava_llada",
-        "n_heads": model.num_heads,
         "n_kv_heads": model.num_heads,
-        "n_layers": model.num_layers,
         "pad_token_id": model.end_of_text_id,
-        "rms_norm_eps": model.norm_eps,
-        "rope_theta": model.rope_theta,
         "torch_dtype": dtype,
         "vocab_size": model.vocab_size,
     }
     if model.understanding_only:
         return given
     return given | {
-        **{key: allowed[0] for key, allowed in _FIXED_GENERATION.items() if None not in allowed},
-        "d_model_gen": model.generation_width,
+        **_implemented(_FIXED_GENERATION),
+        **_official(model, _GENERATION_KEYS),
         "downsample": model.codes_per_token == 4,
-        "dual_tower_layers": model.dual_tower_layers,
         "gen_head_config": {"embedding_rows": model.image_table_rows or model.image_mask_id + 1},
-        "gen_mlp_type": model.image_head,
         "gen_shape": [settings.vq.image_size // settings.vq.factor] * 2,
         "image_aspect_ratio": "anyres" if vision.grid_sizes else "pad",
         "image_grid_pinpoints": [list(size) for size in vision.grid_sizes],
-        "mlp_hidden_size_gen": model.generation_mlp_hidden,
         "mm_hidden_size": vision.width,
         "mm_spatial_pool_out_channels": vision.width,
         "mm_spatial_pool_stride": vision.pool,
         "mm_vision_tower": f"google/{_SIGLIP_NAME}",
         "mm_vqvae": ".",
         "siglip_config": {
-            "hidden_size": vision.width,
-            "image_size": vision.image_size,
-            "intermediate_size": vision.mlp_hidden,
-            "num_attention_heads": vision.num_heads,
+            **_official(vision, _SIGLIP_KEYS),
             "num_hidden_layers": vision.num_layers + 1,
-            "patch_size": vision.patch_size,
         },
     }
+
+
+def _implemented(fixed: Mapping[str, tuple]) -> dict[str, Any]:
+    return {key: allowed[0] for key, allowed in fixed.items() if None not in allowed}
 
 
 def official_vq_config(vq: config.VQ) -> dict[str, Any]:
@@ -414,14 +414,11 @@ def official_vq_config(vq: config.VQ) -> dict[str, Any]:
         "block_out_channels": list(vq.channels),
         "down_block_types": ["DownEncoderBlock2D"] * blocks,
         "in_channels": 3,
-        "latent_channels": vq.latent_channels,
-        "layers_per_block": vq.layers_per_block,
         "lookup_from_codebook": True,
         "mid_block_add_attention": vq.mid_attention,
-        "norm_num_groups": vq.norm_groups,
         "norm_type": "group",
-        "num_vq_embeddings": vq.codebook_size,
         "out_channels": 3,
         "up_block_types": ["UpDecoderBlock2D"] * blocks,
         "vq_embed_dim": vq.latent_channels,
+        **_official(vq, _VQ_KEYS),
     }

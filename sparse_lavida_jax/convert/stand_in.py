@@ -4,7 +4,6 @@
 It converts, loads and exports as the release does. What it draws is noise.
 """
 
-import json
 import pathlib
 from collections.abc import Sequence
 
@@ -16,6 +15,7 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.convert import names, tensors
 from sparse_lavida_jax.convert.from_torch import INDEX
 from sparse_lavida_jax.convert.settings import official_config, official_vq_config
+from sparse_lavida_jax.data import files
 from sparse_lavida_jax.lavida_o import chat
 
 SHARD_TENSORS = 200
@@ -63,8 +63,8 @@ def byte_tokenizer(
 def write(folder: pathlib.Path, settings: config.Config) -> int:
     """Writes a released folder of a model; returns the bytes of its tensors."""
     (folder / "vqvae").mkdir(parents=True)
-    _write_json(folder / "config.json", official_config(settings, "bfloat16"))
-    _write_json(folder / "vqvae" / "config.json", official_vq_config(settings.vq))
+    files.write_json(folder / "config.json", official_config(settings, "bfloat16"))
+    files.write_json(folder / "vqvae" / "config.json", official_vq_config(settings.vq))
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     wanted = [_arbitrary(name) for name in names.table(settings) if not name.optional]
     placed = {}
@@ -73,18 +73,14 @@ def write(folder: pathlib.Path, settings: config.Config) -> int:
         file = f"model-{start:05d}.safetensors"
         tensors.write(folder / file, shard)
         placed |= {tensor.name: file for tensor in shard}
-    _write_json(folder / INDEX, {"weight_map": placed})
+    files.write_json(folder / INDEX, {"weight_map": placed})
     return sum(tensor.nbytes for tensor in wanted)
 
 
-def _arbitrary(name: names.Name) -> tensors.ToStore:
-    def make() -> np.ndarray:
+def _arbitrary(name: names.Name) -> tensors.Tensor:
+    def read() -> np.ndarray:
         # Signs and digits at random, so that nothing can be compressed; sizes around 0.01.
         bits = np.random.default_rng(0).integers(0, 2**16, name.shape, np.uint16)
         return ((bits & 0x80FF) | 0x3C00).view(tensors.DTYPES["BF16"])
 
-    return tensors.ToStore(name.official, tensors.DTYPES["BF16"], name.shape, make)
-
-
-def _write_json(path: pathlib.Path, content: dict) -> None:
-    path.write_text(json.dumps(content))
+    return tensors.Tensor(name.official, "BF16", name.shape, read)

@@ -1,121 +1,119 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Safetensors files, one tensor at a time: plain reads and writes, nothing is mapped or unpickled.
-
-The library loads whole files or maps them, and then the whole file counts as used memory. Its
-`safe_open` still judges every file first: lengths, overlaps, and the size of the header.
-"""
+"""Safetensors files, one tensor at a time."""
 
 import dataclasses
+import functools
 import json
+import math
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 import jax.numpy as jnp
 import numpy as np
 import safetensors
 
-from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.checkpoints.arrays import CheckpointError
 
 DTYPES = {
     "F32": np.dtype(np.float32),
     "BF16": jnp.dtype(jnp.bfloat16),
     "F16": np.dtype(np.float16),
 }
-_LENGTH_BYTES = 8  # of the number in front that says how long the header is
+_LENGTH_BYTES = 8  # of the number at the beginning that says how long the header is
 
 
-class TensorFileError(model_folder.CheckpointError):
-    """A file that is no safetensors file, or a part of one."""
+class ConvertError(CheckpointError):
+    """A released folder that cannot be converted, or a model that cannot be exported."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
-    """Where a tensor lies in a file.
+class Tensor:
+    """A tensor that is in a file, or that is made when its turn to be written comes.
 
     Attributes:
         dtype: as the format calls it: "BF16".
-        start: of its bytes in the file.
+        read: returns it.
+        file: name of the file that it is in.
     """
-
-    path: pathlib.Path
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-
-    def read(self) -> np.ndarray:
-        """Returns the tensor.
-
-        Raises:
-            TensorFileError: the file has become shorter, or cannot be read.
-        """
-        count = int(np.prod(self.shape))
-        try:
-            flat = np.fromfile(self.path, DTYPES[self.dtype], count, offset=self.start)
-        except OSError as error:
-            raise TensorFileError(f"{self.path} cannot be read: {error}") from error
-        if len(flat) != count:
-            raise TensorFileError(f"{self.path} is cut short. Download it again.")
-        return flat.reshape(self.shape)
-
-
-def list_tensors(path: pathlib.Path) -> dict[str, Stored]:
-    """Returns the tensors of a file by name.
-
-    Raises:
-        TensorFileError: it is cut short or damaged.
-    """
-    try:
-        with safetensors.safe_open(path, framework="numpy"):
-            pass
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            header = json.loads(file.read(length))
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise TensorFileError(
-            f"{path.name} is cut short or damaged ({error}). Download it again."
-        ) from error
-    return {
-        name: Stored(
-            path,
-            entry["dtype"],
-            tuple(entry["shape"]),
-            _LENGTH_BYTES + length + entry["data_offsets"][0],
-        )
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }
-
-
-@dataclasses.dataclass(frozen=True)
-class ToStore:
-    """A tensor that is made when its turn to be written comes."""
 
     name: str
-    dtype: np.dtype
+    dtype: str
     shape: tuple[int, ...]
-    make: Callable[[], np.ndarray]
+    read: Callable[[], np.ndarray]
+    file: str = ""
+
+    @property
+    def size(self) -> int:
+        """Numbers in the tensor."""
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
-        return int(np.prod(self.shape)) * self.dtype.itemsize
+        return self.size * DTYPES[self.dtype].itemsize
 
 
-def write(path: pathlib.Path, tensors: Sequence[ToStore]) -> None:
+def dtype_name(dtype: np.dtype) -> str:
+    """Returns what the format calls a dtype."""
+    return next(name for name, known in DTYPES.items() if known == dtype)
+
+
+def list_tensors(path: pathlib.Path) -> dict[str, Tensor]:
+    """Returns the tensors of a file by name, in their order in the file.
+
+    Raises:
+        ConvertError: it is cut short or damaged.
+    """
+    try:
+        with safetensors.safe_open(path, "numpy") as file:
+            found = {name: file.get_slice(name) for name in file.offset_keys()}
+            return {
+                name: Tensor(
+                    name,
+                    one.get_dtype(),
+                    tuple(one.get_shape()),
+                    functools.partial(read, path, name),
+                    path.name,
+                )
+                for name, one in found.items()
+            }
+    except (OSError, safetensors.SafetensorError) as error:
+        raise ConvertError(
+            f"{path.name} is cut short or damaged ({error}). Download it again."
+        ) from error
+
+
+def read(path: pathlib.Path, name: str, row: int | None = None) -> np.ndarray:
+    """Returns a tensor of a file, or one row of it.
+
+    The library maps the file into memory, which counts as used until it is closed: so it is opened
+    again for each tensor.
+
+    Raises:
+        ConvertError: the file has become shorter, or cannot be read.
+    """
+    try:
+        with safetensors.safe_open(path, "numpy") as file:
+            return file.get_tensor(name) if row is None else file.get_slice(name)[row]
+    except (OSError, safetensors.SafetensorError) as error:
+        raise ConvertError(f"{path} cannot be read ({error}). Download it again.") from error
+
+
+def write(path: pathlib.Path, tensors: Iterable[Tensor]) -> None:
     """Writes a file that PyTorch users can load, holding one tensor at a time, in this order.
+
+    The library writes no file whose tensors are not in memory all at once.
 
     Raises:
         OSError: the disk is full.
     """
     # Wide numbers first, as the library does it: every tensor is aligned to its own numbers.
-    tensors = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
-    known = {dtype: name for name, dtype in DTYPES.items()}
+    tensors = sorted(tensors, key=lambda tensor: -DTYPES[tensor.dtype].itemsize)
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:
         start, end = end, end + tensor.nbytes
         header[tensor.name] = {
-            "dtype": known[tensor.dtype],
+            "dtype": tensor.dtype,
             "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }
@@ -124,4 +122,4 @@ def write(path: pathlib.Path, tensors: Sequence[ToStore]) -> None:
     with path.open("wb") as file:
         file.write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
         for tensor in tensors:
-            np.ascontiguousarray(tensor.make()).tofile(file)
+            np.ascontiguousarray(tensor.read()).tofile(file)

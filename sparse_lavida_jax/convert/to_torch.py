@@ -6,6 +6,7 @@ with the release. One tensor at a time is read and written.
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
 import shutil
@@ -17,13 +18,10 @@ import numpy as np
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import arrays, manifest, model_folder
 from sparse_lavida_jax.convert import names, tensors
-from sparse_lavida_jax.convert.from_torch import INDEX, OFFICIAL, UNUSED
-from sparse_lavida_jax.convert.settings import (
-    OURS,
-    ConvertError,
-    official_config,
-    official_vq_config,
-)
+from sparse_lavida_jax.convert.from_torch import INDEX, OFFICIAL, UNUSED, WORDS
+from sparse_lavida_jax.convert.settings import OURS, official_config, official_vq_config
+from sparse_lavida_jax.convert.tensors import ConvertError
+from sparse_lavida_jax.data import files
 from sparse_lavida_jax.models import vq as image_tokenizer
 
 SHARD_BYTES = 5_000_000_000
@@ -91,12 +89,13 @@ def export(
         shards = _write_shards(new, in_shards, max_shard_bytes)
         _write_small_files(new, model, in_shards)
         if tokenizer:
-            tensors.write(new / VQ_FOLDER / VQ_FILE, [_without_prefix(t) for t in tokenizer])
-    return Exported(
-        len(denoiser) + len(tokenizer),
-        sum(int(np.prod(tensor.shape)) for tensor in [*denoiser, *tokenizer]),
-        shards,
-    )
+            alone = [
+                dataclasses.replace(tensor, name=tensor.name.removeprefix(names.VQ_PREFIX))
+                for tensor in tokenizer
+            ]
+            tensors.write(new / VQ_FOLDER / VQ_FILE, alone)
+    exported = denoiser + tokenizer
+    return Exported(len(exported), sum(tensor.size for tensor in exported), shards)
 
 
 def _look_through(folder: pathlib.Path) -> _Model:
@@ -112,66 +111,62 @@ def _look_through(folder: pathlib.Path) -> _Model:
     return _Model(folder, settings, vq, placed)
 
 
-def _of_denoiser(model: _Model) -> Iterator[tensors.ToStore]:
+def _of_denoiser(model: _Model) -> Iterator[tensors.Tensor]:
     """Yields the tensors of the denoiser, and those that it did without."""
-    table = [name for name in names.table(model.settings) if name.home == "params"]
-    store = arrays.ParamsReader(model.folder / "params")
-    store.check({name.ours: name.our_shape for name in table})
-    by_our_name = {name.ours: name for name in table}
+    table = {name.ours: name for name in names.table(model.settings) if name.home == "params"}
+    store = arrays.ParamsReader(model.folder / arrays.PARAMS)
+    store.check({ours: name.our_shape for ours, name in table.items()})
     for ours, leaf in store.leaves.items():  # in the order in which they are read together
-        name = by_our_name[ours]
-        if not name.optional or model.has_registers:
-            yield _to_store(name, leaf.dtype, lambda ours=ours: store.read_one(ours))
+        if not table[ours].optional or model.has_registers:
+            yield _official(table[ours], leaf.dtype, functools.partial(store.read_one, ours))
     if (model.folder / UNUSED).is_file():
-        for official, stored in tensors.list_tensors(model.folder / UNUSED).items():
-            dtype = tensors.DTYPES[stored.dtype]
-            yield tensors.ToStore(official, dtype, stored.shape, stored.read)
+        yield from tensors.list_tensors(model.folder / UNUSED).values()
 
 
-def _of_tokenizer(model: _Model) -> Iterator[tensors.ToStore]:
+def _of_tokenizer(model: _Model) -> Iterator[tensors.Tensor]:
     if model.vq is None:
         return
     found = image_tokenizer.named_parameters(model.vq)
     for name in names.vq_names(model.settings.vq):
         array = np.asarray(found[name.ours])
-        yield _to_store(name, array.dtype, lambda array=array: array)
+        yield _official(name, array.dtype, lambda array=array: array)
 
 
-def _to_store(name: names.Name, dtype: Any, read: Callable[[], np.ndarray]) -> tensors.ToStore:
-    return tensors.ToStore(
-        name.official, np.dtype(dtype), name.shape, lambda: names.to_official(name, read())
+def _official(name: names.Name, dtype: np.dtype, read: Callable[[], np.ndarray]) -> tensors.Tensor:
+    return tensors.Tensor(
+        name.official,
+        tensors.dtype_name(dtype),
+        name.shape,
+        lambda: names.to_official(name, read()),
     )
-
-
-def _without_prefix(tensor: tensors.ToStore) -> tensors.ToStore:
-    return dataclasses.replace(tensor, name=tensor.name.removeprefix(names.VQ_PREFIX))
 
 
 # ---------------------------------------------------------------------------------------------
 # Files.
 
 
-def _write_shards(new: pathlib.Path, wanted: list[tensors.ToStore], max_shard_bytes: int) -> int:
+def _write_shards(new: pathlib.Path, wanted: list[tensors.Tensor], max_shard_bytes: int) -> int:
     """Writes the safetensors files and their index; returns how many files."""
-    shards: list[list[tensors.ToStore]] = [[]]
+    shards: list[list[tensors.Tensor]] = [[]]
     for tensor in wanted:
         held = sum(other.nbytes for other in shards[-1])
         if shards[-1] and held + tensor.nbytes > max_shard_bytes:
             shards.append([])
         shards[-1].append(tensor)
-    files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    for file, shard in zip(files, shards, strict=True):
+    placed: dict[str, str] = {}
+    for i, shard in enumerate(shards, 1):
+        file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         tensors.write(new / file, shard)
-    placed = {t.name: file for file, shard in zip(files, shards, strict=True) for t in shard}
+        placed |= {tensor.name: file for tensor in shard}
     index = {
         "metadata": {"total_size": sum(tensor.nbytes for tensor in wanted)},
         "weight_map": dict(sorted(placed.items())),
     }
-    _write_json(new / INDEX, index)
+    files.write_json(new / INDEX, index, indent=2)
     return len(shards)
 
 
-def _write_small_files(new: pathlib.Path, model: _Model, wanted: list[tensors.ToStore]) -> None:
+def _write_small_files(new: pathlib.Path, model: _Model, wanted: list[tensors.Tensor]) -> None:
     """Writes config.json, the tokenizer's files, and what came with the release."""
     official = model.folder / OFFICIAL
     if official.is_dir():
@@ -183,13 +178,14 @@ def _write_small_files(new: pathlib.Path, model: _Model, wanted: list[tensors.To
     if model.vq is None:
         (new / VQ_FOLDER).rmdir()
     elif not described.is_file():
-        _write_json(described, official_vq_config(model.settings.vq))
+        files.write_json(described, official_vq_config(model.settings.vq), indent=2)
 
 
-def _write_config(path: pathlib.Path, model: _Model, wanted: list[tensors.ToStore]) -> None:
+def _write_config(path: pathlib.Path, model: _Model, wanted: list[tensors.Tensor]) -> None:
     """Writes config.json; that of the release as it was, unless the parameters changed."""
-    dtype = str(next(t.dtype for t in wanted if t.name == "model.transformer.wte.weight"))
-    given = json.loads(path.read_text()) if path.is_file() else {}
+    kind = next(tensor.dtype for tensor in wanted if tensor.name == WORDS)
+    dtype = str(tensors.DTYPES[kind])
+    given: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
     wished = dict(given or official_config(model.settings, dtype))
     if given.get("torch_dtype", dtype) != dtype:
         wished["torch_dtype"] = dtype
@@ -200,8 +196,4 @@ def _write_config(path: pathlib.Path, model: _Model, wanted: list[tensors.ToStor
             "trained_attention": settings.trained_attention,
         }
     if wished != given:
-        _write_json(path, wished)
-
-
-def _write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")
+        files.write_json(path, wished, indent=2)

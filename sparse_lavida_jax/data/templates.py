@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every language of prompts shares: tasks, mistakes in a request, texts with gaps."""
+"""What both languages of prompts share: mistakes in a request, texts with gaps, an interface."""
 
 import re
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, UInt8
 
-TASKS = (
-    "generate", "edit", "inpaint", "outpaint", "ask", "reason", "caption", "constrained_caption",
-    "infill", "ground", "reflect",
-)  # fmt: skip
+from sparse_lavida_jax.data.example import Example
 
+Pixels = UInt8[np.ndarray, "_h _w 3"]
+Grid = Bool[np.ndarray, "y x"]
+Box = tuple[int | float, int | float, int | float, int | float]  # x1, y1, x2, y2 in pixels
 Template = tuple[str | int, ...]  # pieces of text, and between them gaps of so many tokens
 
 _GAP = re.compile(r"_{2,}|\{(\d+)\}")
 MOST_GAP = 512  # tokens
-WORD_GAP = 3  # tokens before, between and behind required words: "a small red" circle
+WORD_GAP = 3  # tokens before, between and after required words: "a small red" circle
 
 
 class RequestError(ValueError):
@@ -82,14 +83,177 @@ def check_words(text: str, what: str = "prompt") -> str:
     return text
 
 
-def check_context(tokens: int, most: int, text: str) -> None:
-    """Checks the length of a prompt in tokens.
+def too_long(text: str, tokens: int, most: int) -> RequestError:
+    """Returns the mistake of a prompt that is longer than the model has seen."""
+    shown = text if len(text) <= 40 else f"{text[:40]}..."
+    return RequestError(
+        f"the prompt {shown!r} is {tokens} tokens long, images included: at most {most} fit."
+    )
 
-    Raises:
-        RequestError: it is longer than the model has seen.
+
+@runtime_checkable
+class PromptLanguage(Protocol):
+    """How every task is put to a model: `scenes/prompts.py` and `lavida_o/prompts.py` do it.
+
+    Attributes:
+        encoder: makes training examples; None for models that the package has no examples for.
+        describe: what asks for a caption.
+        describe_in: what asks for a caption of which words are given.
+        fill_in: what asks to fill the gaps of a text.
+        locates_in_one_step: whether all boxes take one step, as released.
     """
-    if tokens > most:
-        shown = text if len(text) <= 40 else f"{text[:40]}..."
-        raise RequestError(
-            f"the prompt {shown!r} is {tokens} tokens long, images included: at most {most} fit."
-        )
+
+    encoder: Any
+    describe: str
+    describe_in: str
+    fill_in: str
+    locates_in_one_step: bool
+
+    # What the model can do.
+
+    def refusal(self, task: str) -> str:
+        """Returns why the model cannot do a task; "" if it can."""
+        ...
+
+    def check_task(self, task: str) -> None:
+        """Checks that the model can do a task.
+
+        Raises:
+            RequestError: it cannot.
+        """
+        if refusal := self.refusal(task):
+            raise RequestError(refusal)
+
+    def lays_out(self, task: str) -> bool:
+        """Whether an image of this task can be laid out in text first."""
+        ...
+
+    @property
+    def answer_tokens(self) -> int:
+        """Tokens of a short answer."""
+        ...
+
+    @property
+    def long_answer_tokens(self) -> int:
+        """Tokens of a long answer, such as a caption."""
+        ...
+
+    @property
+    def text_block_len(self) -> int:
+        """Tokens of a text block."""
+        ...
+
+    # Images.
+
+    def canvas(self, image: Pixels, side: int) -> Pixels:
+        """Returns an image at the size of those the model draws."""
+        ...
+
+    def on_canvas(self, mask: Bool[np.ndarray, "h w"]) -> Bool[np.ndarray, "_h _w"]:
+        """Returns a mask over an image as a mask over its canvas."""
+        ...
+
+    def erased(self, canvas: Pixels, known: Grid) -> Pixels:
+        """Returns a canvas as it is shown while the cells that are not known are drawn."""
+        ...
+
+    def fill_words(self, task: str, prompt: str, known: Grid) -> str:
+        """Returns what asks to inpaint or outpaint an image."""
+        ...
+
+    def draw(
+        self,
+        prompt: str,
+        codes: Int[np.ndarray, "l g"],
+        *,
+        plan: str | None = None,
+        attempts: Sequence[tuple[Pixels, str]] = (),
+    ) -> Example:
+        """Returns what draws an image, after earlier attempts with what is wrong with each."""
+        ...
+
+    def edit(
+        self, instruction: str, codes: Int[np.ndarray, "l g"], image: Pixels, *, plan: str | None
+    ) -> Example:
+        """Returns what changes an image of these codes as told."""
+        ...
+
+    def fill(
+        self,
+        instruction: str,
+        codes: Int[np.ndarray, "l g"],
+        image: Pixels,
+        known: Grid,
+        *,
+        plan: str | None,
+    ) -> Example:
+        """Returns what draws the cells of an image that are not known."""
+        ...
+
+    # Text.
+
+    def plan(self, prompt: str, image: Pixels | None = None) -> Example:
+        """Returns what lays out an image, or the change of one."""
+        ...
+
+    def ask(self, question: str, shown: Sequence[Pixels], tokens: int) -> Example:
+        """Returns what answers a question in so many tokens, rounded up to whole text blocks."""
+        ...
+
+    def judge(self, prompt: str, image: Pixels) -> Example:
+        """Returns what says whether an image is what was asked for."""
+        ...
+
+    def accepts(self, verdict: str) -> bool:
+        """Whether a verdict says that the image is right."""
+        ...
+
+    def correction(self, verdict: str) -> str | None:
+        """Returns the edit that mends the first fault of a verdict; None: draw a new image."""
+        ...
+
+    def complete(self, words: str, template: Template, shown: Sequence[Pixels]) -> Example:
+        """Returns what fills the gaps of a template."""
+        ...
+
+    def template_ids(
+        self, template: Template
+    ) -> tuple[Int[np.ndarray, " l"], Bool[np.ndarray, " l"]]:
+        """Returns the ids of a template, something else in its gaps, and which are known."""
+        ...
+
+    def ends(self) -> set[int]:
+        """Returns the ids that end a text."""
+        ...
+
+    def decode(self, ids: list[int]) -> str:
+        """Returns the text of ids."""
+        ...
+
+    def text(self, ids: Int[np.ndarray, "_l 1"]) -> str:
+        """Returns the text of a response, up to its first end."""
+        said, ends = ids[:, 0].tolist(), self.ends()
+        return self.decode(said[: next((i for i, x in enumerate(said) if x in ends), len(said))])
+
+    def completed(self, template: Template, ids: Int[np.ndarray, "_l 1"]) -> str:
+        """Returns a template with its gaps filled from a response."""
+        return self.decode(ids[: len(self.template_ids(template)[0]), 0].tolist())
+
+    # Boxes.
+
+    def locate(self, phrases: Sequence[str], image: Pixels) -> list[Example]:
+        """Returns what finds things in an image."""
+        ...
+
+    def locate_one(self, phrase: str, image: Pixels) -> Example:
+        """Returns what finds one thing."""
+        ...
+
+    def boxes(
+        self,
+        phrases: Sequence[str],
+        responses: Sequence[Int[np.ndarray, "_l 1"]],
+        size: tuple[int, int],
+    ) -> list[Box | None]:
+        """Returns what was found, in pixels of an image of `size` (width, height)."""
+        ...

@@ -16,12 +16,12 @@ from typing import Any, ClassVar
 
 from sparse_lavida_jax import config, evals
 from sparse_lavida_jax.data import image_files
-from sparse_lavida_jax.evals import scorers
 from sparse_lavida_jax.evals.files import EvaluationError, Pixels, Record, image_name, read_image
-from sparse_lavida_jax.inference.batching import LARGEST_SEED
+from sparse_lavida_jax.evals.scorers import Metric
+from sparse_lavida_jax.inference.requests import LARGEST_SEED
 from sparse_lavida_jax.pipeline import SparseLaViDa
 
-MACHINERY = ("benchmark", "circumstances", "files", "lmms", "report", "run", "scorers")
+MACHINERY = ("benchmark", "circumstances", "exact", "files", "lmms", "report", "run", "scorers")
 EXPORT, JUDGED = "export", "judged"  # folders: what scorers read, and what they leave
 # One token a step at temperature 0, as the base model was evaluated (spec Sec. 6).
 TOKEN_BY_TOKEN = {"text_temperature": 0.0, "text_step_ratio": 1.0}
@@ -83,51 +83,6 @@ class Answer:
         }  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class Metric:
-    """A line of the table.
-
-    Attributes:
-        name: what was measured.
-        value: in the unit of the benchmark: a share, points, a distance.
-        count: the number of items.
-        correct: how many of them are right; None where the value is no share of right items.
-    """
-
-    name: str
-    value: float
-    count: int
-    correct: int | None = None
-
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """The 95 % confidence interval of a share; None for other values."""
-        return None if self.correct is None else scorers.wilson_interval(self.correct, self.count)
-
-    def as_json(self) -> dict[str, Any]:
-        """Returns the entry of `results.json`."""
-        return {**dataclasses.asdict(self), "interval_95": self.interval}
-
-
-def share(name: str, hits: Sequence[bool]) -> Metric:
-    """Returns the share of hits."""
-    return Metric(name, sum(hits) / max(len(hits), 1), len(hits), sum(hits))
-
-
-def shares(name: str, hits: Sequence[tuple[str, bool]]) -> list[Metric]:
-    """Returns the share of all hits, then of each group, in order of its first member."""
-    groups: dict[str, list[bool]] = {}
-    for group, hit in hits:
-        groups.setdefault(group, []).append(hit)
-    parts = [share(f"- {group}", members) for group, members in groups.items()]
-    return [share(name, [hit for _, hit in hits]), *parts]
-
-
-def mean(name: str, values: Sequence[float]) -> Metric:
-    """Returns the mean of values."""
-    return Metric(name, sum(values) / max(len(values), 1), len(values))
-
-
 def has_solutions(answers: Sequence[Answer]) -> bool:
     """Whether the official file gives the right answers; those of test splits are kept secret."""
     return any(one.record.get("answer") not in (None, "", "?") for one in answers)
@@ -140,8 +95,7 @@ def written(
     seeds: Sequence[int],
 ) -> Sequence[Any]:
     """Returns the tokens that answer each example; all run in one compiled program."""
-    bucket = pipe.shared_bucket(examples, sampling)
-    return pipe.run(examples, sampling=sampling, seed=seeds, bucket=bucket)
+    return pipe.decode(examples, sampling=sampling, seed=seeds, shared=True)
 
 
 def written_texts(

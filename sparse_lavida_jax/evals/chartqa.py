@@ -8,9 +8,9 @@ the base model was evaluated.
 from typing import ClassVar
 
 from sparse_lavida_jax.data.files import write_json
-from sparse_lavida_jax.evals.benchmark import QuestionBenchmark, shares
+from sparse_lavida_jax.evals.benchmark import QuestionBenchmark
 from sparse_lavida_jax.evals.files import read_json, records
-from sparse_lavida_jax.evals.scorers import relaxed_match
+from sparse_lavida_jax.evals.scorers import relaxed_match, shares
 
 PARTS = ("human", "augmented")
 FIELDS = ("imgname", "query", "label")

@@ -8,9 +8,9 @@ model was evaluated.
 from typing import ClassVar
 
 from sparse_lavida_jax.data.files import write_json
-from sparse_lavida_jax.evals.benchmark import QuestionBenchmark, mean
+from sparse_lavida_jax.evals.benchmark import QuestionBenchmark
 from sparse_lavida_jax.evals.files import check_fields, of_kind, read_json, records
-from sparse_lavida_jax.evals.scorers import anls
+from sparse_lavida_jax.evals.scorers import anls, mean
 
 FIELDS = ("questionId", "question", "image")
 ENDING = "\nAnswer the question using a single word or phrase."

@@ -12,8 +12,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from sparse_lavida_jax.evals.benchmark import JUDGED, ImageBenchmark, mean
+from sparse_lavida_jax.evals.benchmark import JUDGED, ImageBenchmark
 from sparse_lavida_jax.evals.files import EvaluationError, read_separated, read_text
+from sparse_lavida_jax.evals.scorers import mean
 
 MOST_IMAGES = 4  # on one sheet
 DETAIL = "dpg_detail.txt"

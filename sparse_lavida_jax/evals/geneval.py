@@ -8,8 +8,9 @@ import json
 import pathlib
 from typing import ClassVar
 
-from sparse_lavida_jax.evals.benchmark import JUDGED, ImageBenchmark, mean, shares
+from sparse_lavida_jax.evals.benchmark import JUDGED, ImageBenchmark
 from sparse_lavida_jax.evals.files import EvaluationError, of_kind, read_lines, records
+from sparse_lavida_jax.evals.scorers import mean, shares
 
 RESULTS = "results.jsonl"
 

@@ -8,8 +8,9 @@ from typing import ClassVar
 
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.data.images import centre_crop
-from sparse_lavida_jax.evals.benchmark import EXPORT, JUDGED, Benchmark, mean, share
+from sparse_lavida_jax.evals.benchmark import EXPORT, JUDGED, Benchmark
 from sparse_lavida_jax.evals.files import EvaluationError, image_name, read_json, records
+from sparse_lavida_jax.evals.scorers import mean, share
 
 RESULT = "result.json"
 ORIGINALS = "singleturn"

@@ -9,8 +9,9 @@ compares it; the only rule of the official script, equal text, is given as a low
 from typing import ClassVar
 
 from sparse_lavida_jax.data.files import write_json
-from sparse_lavida_jax.evals.benchmark import JUDGED, QuestionBenchmark, share, shares
+from sparse_lavida_jax.evals.benchmark import JUDGED, QuestionBenchmark
 from sparse_lavida_jax.evals.files import EvaluationError, image_name, read_json, records
+from sparse_lavida_jax.evals.scorers import share, shares
 
 FIELDS = ("sample_index", "problem_version", "question", "image", "answer", "query_cot")
 OUTPUT = "output_testmini.json"

@@ -12,16 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from sparse_lavida_jax.data.files import write_json
-from sparse_lavida_jax.evals.benchmark import (
-    JUDGED,
-    Metric,
-    QuestionBenchmark,
-    has_solutions,
-    share,
-    shares,
-)
+from sparse_lavida_jax.evals.benchmark import JUDGED, QuestionBenchmark, has_solutions
 from sparse_lavida_jax.evals.files import EvaluationError, Parquet, check_fields, read_json
-from sparse_lavida_jax.evals.scorers import edit_distance
+from sparse_lavida_jax.evals.scorers import Metric, edit_distance, share, shares
 
 FIELDS = ("pid", "question", "image", "question_type", "answer_type", "query")
 OTHERS = ("choices", "unit", "precision", "answer", "metadata")

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from sparse_lavida_jax.evals.benchmark import JUDGED, ImageBenchmark, Metric, mean
+from sparse_lavida_jax.evals.benchmark import JUDGED, ImageBenchmark
 from sparse_lavida_jax.evals.files import (
     EvaluationError,
     Record,
@@ -21,7 +21,7 @@ from sparse_lavida_jax.evals.files import (
     read_json,
     records,
 )
-from sparse_lavida_jax.evals.scorers import cosine_scores, frechet_distance
+from sparse_lavida_jax.evals.scorers import Metric, cosine_scores, frechet_distance, mean
 
 PAIRS = "prompts.jsonl"
 FID = "fid"

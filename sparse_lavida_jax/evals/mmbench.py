@@ -14,8 +14,9 @@ import string
 from typing import ClassVar
 
 from sparse_lavida_jax.data import image_files
-from sparse_lavida_jax.evals.benchmark import Item, QuestionBenchmark, share, shares
+from sparse_lavida_jax.evals.benchmark import Item, QuestionBenchmark
 from sparse_lavida_jax.evals.files import EvaluationError, read_separated
+from sparse_lavida_jax.evals.scorers import share, shares
 
 FIELDS = ("index", "question", "A", "B", "category", "image")
 LETTERS = "ABCDE"

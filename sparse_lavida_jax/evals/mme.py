@@ -11,8 +11,9 @@ import functools
 import pathlib
 from typing import ClassVar
 
-from sparse_lavida_jax.evals.benchmark import Metric, QuestionBenchmark
+from sparse_lavida_jax.evals.benchmark import QuestionBenchmark
 from sparse_lavida_jax.evals.files import EvaluationError, read_image, read_text
+from sparse_lavida_jax.evals.scorers import Metric
 
 CATEGORIES = {
     "perception": (

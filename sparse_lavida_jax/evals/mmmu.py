@@ -15,8 +15,9 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from sparse_lavida_jax.data.files import write_json
-from sparse_lavida_jax.evals.benchmark import QuestionBenchmark, has_solutions, shares
+from sparse_lavida_jax.evals.benchmark import QuestionBenchmark, has_solutions
 from sparse_lavida_jax.evals.files import EvaluationError, Parquet
+from sparse_lavida_jax.evals.scorers import shares
 
 FIELDS = ("id", "question", "options", "question_type")
 OTHERS = ("answer", "subfield")

@@ -10,7 +10,7 @@ import pickle
 from typing import Any, ClassVar
 
 from sparse_lavida_jax.data.files import write_json
-from sparse_lavida_jax.evals.benchmark import Benchmark, mean, share, written
+from sparse_lavida_jax.evals.benchmark import Benchmark, written
 from sparse_lavida_jax.evals.files import (
     EvaluationError,
     check_fields,
@@ -18,7 +18,7 @@ from sparse_lavida_jax.evals.files import (
     read_json,
     records,
 )
-from sparse_lavida_jax.evals.scorers import overlap
+from sparse_lavida_jax.evals.scorers import mean, overlap, share
 
 LEAST_OVERLAP = 0.5
 FIELDS = ("ref_id", "ann_id", "image_id", "split", "sentences")

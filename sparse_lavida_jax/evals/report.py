@@ -13,8 +13,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import markdown
-from sparse_lavida_jax.evals import scenes as exact
-from sparse_lavida_jax.inference.batching import tokens_passed
+from sparse_lavida_jax.evals import exact
+from sparse_lavida_jax.inference.engine import tokens_passed
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.scenes import digits, grammar, scoring, tasks, world
 from sparse_lavida_jax.training import metrics
@@ -58,14 +58,14 @@ def check(pipe: SparseLaViDa, path: pathlib.Path, prompts: Sequence[str] = ()) -
         prompts: what to draw of prepared data, whose images no program can judge.
     """
     if pipe.settings.data.source == "prepared":
-        drawn = pipe.draw(prompts) if prompts else []
+        drawn = pipe.generate(prompts).pixels if prompts else ()
         tiles = [Tile(pixels, prompt) for pixels, prompt in zip(drawn, prompts, strict=True)]
         if tiles:
             _save(sheet(tiles), path)
         return {}
     if pipe.settings.data.source == "digits":
         samples = [digits.sample(exact.EVAL_SEED, i, "test") for i in range(CHECK_PROMPTS)]
-        images = pipe.draw([s.prompt for s in samples])
+        images = pipe.generate([s.prompt for s in samples]).pixels
         judged = [digits.score(s, p) for s, p in zip(samples, images, strict=True)]
         scores = {"draw": float(np.mean([score.ok for score in judged]))}
     else:
@@ -130,8 +130,8 @@ def write(pipe: SparseLaViDa, folder: pathlib.Path, *, step: int, seconds: float
     )
     parts += ["## While it trained", _curve(folder / "metrics.jsonl")]
     if settings.data.source == "digits":
-        parts += ["## Drawn", "![drawn](pictures/drawn.png)"]
-        scores = check(pipe, folder / "pictures/drawn.png")
+        parts += ["## Drawn", "![drawn](images/drawn.png)"]
+        scores = check(pipe, folder / "images/drawn.png")
         parts.append(f"Nearest-neighbour judge: {scores['draw']:.2f} of {CHECK_PROMPTS} right.")
     else:
         parts += _scene_sections(pipe, folder)
@@ -161,8 +161,12 @@ def _losses(path: pathlib.Path) -> str:
 
 
 def _newest_sheet(folder: pathlib.Path) -> list[str]:
-    sheets = sorted(folder.glob("pictures/*.png"))
-    return [f"## Drawn\n\n![drawn](pictures/{sheets[-1].name})"] if sheets else []
+    folders = ("images", "pictures")  # the second is what older versions called it
+    sheets = [path for name in folders for path in folder.glob(f"{name}/*.png")]
+    if not sheets:
+        return []
+    newest = max(sheets, key=lambda path: path.name)
+    return [f"## Drawn\n\n![drawn]({newest.relative_to(folder).as_posix()})"]
 
 
 def _scene_sections(pipe: SparseLaViDa, folder: pathlib.Path) -> list[str]:
@@ -196,7 +200,7 @@ def _examples(task, samples, outputs, folder: pathlib.Path) -> str:
                 if task == "point":
                     before = _with_box(before, o)
                 tiles.append(Tile(before, f"{s.prompt} {o.strip()}", j.ok))
-    name = f"pictures/{title.lower()}.png"
+    name = f"images/{title.lower()}.png"
     _save(sheet(tiles), folder / name)
     return f"## {title}\n\n![{title.lower()}]({name})"
 
@@ -205,7 +209,7 @@ def _curve(path: pathlib.Path) -> str:
     """A table of the checks of a run: the image scores over time."""
     checks = [row for row in metrics.read_metrics(path) if "draw" in row]
     if not checks:
-        return "No image was scored while it trained (train.picture_seconds, train.eval_every)."
+        return "No image was scored while it trained (train.image_seconds, train.eval_every)."
     names = [name for name in ("attribute_precision", "single", "draw") if name in checks[0]]
     lines = [
         (row["step"], f"{row['seconds'] / 60:.1f}", *(f"{row[name]:.2f}" for name in names))
@@ -226,7 +230,7 @@ def _speed(pipe: SparseLaViDa) -> str:
     for run in range(SPEED_RUNS + 1):
         for name, taken in times.items():
             begin = time.perf_counter()
-            pipe.run(examples, sampling=samplings[name])
+            pipe.decode(examples, sampling=samplings[name])
             if run:  # the first compiles
                 taken.append(time.perf_counter() - begin)
     sparse, dense = (

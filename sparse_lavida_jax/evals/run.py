@@ -20,9 +20,10 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import manifest, model_folder
 from sparse_lavida_jax.data import files, markdown
 from sparse_lavida_jax.evals import benchmark
-from sparse_lavida_jax.evals.benchmark import EXPORT, JUDGED, Answer, Benchmark, Metric
+from sparse_lavida_jax.evals.benchmark import EXPORT, JUDGED, Answer, Benchmark
 from sparse_lavida_jax.evals.circumstances import circumstances, commit
 from sparse_lavida_jax.evals.files import EvaluationError
+from sparse_lavida_jax.evals.scorers import Metric
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.training import runs
 

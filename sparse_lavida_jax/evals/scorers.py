@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics that are formulas."""
+"""Metrics, and the formulas that give them."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -11,6 +13,51 @@ Box = Sequence[int | float]  # x1, y1, x2, y2
 
 RELAXATION = 0.05  # by which numbers may differ in ChartQA
 LEAST_ANLS = 0.5  # lower similarities count as 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Metric:
+    """A line of the table.
+
+    Attributes:
+        name: what was measured.
+        value: in the unit of the benchmark: a share, points, a distance.
+        count: the number of items.
+        correct: how many of them are right; None where the value is no share of right items.
+    """
+
+    name: str
+    value: float
+    count: int
+    correct: int | None = None
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 95 % confidence interval of a share; None for other values."""
+        return None if self.correct is None else wilson_interval(self.correct, self.count)
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the entry of `results.json`."""
+        return {**dataclasses.asdict(self), "interval_95": self.interval}
+
+
+def share(name: str, hits: Sequence[bool]) -> Metric:
+    """Returns the share of hits."""
+    return Metric(name, sum(hits) / max(len(hits), 1), len(hits), sum(hits))
+
+
+def shares(name: str, hits: Sequence[tuple[str, bool]]) -> list[Metric]:
+    """Returns the share of all hits, then of each group, in order of its first member."""
+    groups: dict[str, list[bool]] = {}
+    for group, hit in hits:
+        groups.setdefault(group, []).append(hit)
+    parts = [share(f"- {group}", members) for group, members in groups.items()]
+    return [share(name, [hit for _, hit in hits]), *parts]
+
+
+def mean(name: str, values: Sequence[float]) -> Metric:
+    """Returns the mean of values."""
+    return Metric(name, sum(values) / max(len(values), 1), len(values))
 
 
 def wilson_interval(correct: int, total: int, z: float = 1.96) -> tuple[float, float]:

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images to be drawn: what is shown, what is known, and where it stands."""
+"""What is asked of a model: a `Request` is made once, where a person asks, and is then carried on.
+
+`SparseLaViDa.requests` makes them, with the checks and the pairing of this file.
+"""
 
 import dataclasses
 import hashlib
-import math
 import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from jaxtyping import Bool, UInt8
@@ -14,13 +16,17 @@ from PIL import Image
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import image_files
-from sparse_lavida_jax.data.images import resize
-from sparse_lavida_jax.data.templates import RequestError, check_words
-from sparse_lavida_jax.inference.batching import NOTHING, Numbers, Own, row_numbers, row_seeds
+from sparse_lavida_jax.data.templates import RequestError, Template
 from sparse_lavida_jax.inference.results import Result
 
 Pixels = UInt8[np.ndarray, "_h _w 3"]  # each of its own size
 Grid = Bool[np.ndarray, "y x"]
+Number = int | float
+Numbers = Number | Sequence[Number | None] | None  # of all rows, or one for each
+T = TypeVar("T")
+
+LARGEST_SEED = 2**31 - 1
+ROUNDS = 3  # most attempts of "reflect", unless the request says otherwise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +43,118 @@ class ShownImage:
 
 # An image, or what holds one: an array, a Pillow image, a file, a result of an earlier task.
 Shown = Pixels | Image.Image | pathlib.Path | str | Result | ShownImage
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Request:
+    """One thing that is asked of a model.
+
+    Attributes:
+        task: one of `TASKS`.
+        words: prompt, instruction, question, phrase, or text with gaps.
+        images: what the task is about; one image, except for questions about several.
+        seed: all randomness of this row.
+        temperature: of the image, or of the text; None: as `sampling` says.
+        guidance, guidance_image: scales of an image; None: as `sampling` says.
+        sampling: how it is sampled; None: by the settings of the checkpoint.
+        plan: whether to lay an image out in text first, or the layout to follow; None: as
+            `sampling` says, where the model learned it.
+        size: height and width of the image to draw, in pixels; None: the largest.
+        known: cells of an inpainted image that stay as they are.
+        box: where the given image stands in an outpainted one: x1, y1, x2, y2 in pixels.
+        rounds: most attempts at an image that the model judges itself.
+        max_new_tokens: of an answer; None: the usual number.
+        template: the text with gaps of a constrained caption.
+        required: words that a constrained caption must hold, in their order.
+    """
+
+    task: str
+    words: str = ""
+    images: tuple[ShownImage, ...] = ()
+    seed: int = 0
+    temperature: float | None = None
+    guidance: float | None = None
+    guidance_image: float | None = None
+    sampling: config.Sampling | None = None
+    plan: bool | str | None = None
+    size: tuple[int, int] | None = None
+    known: Grid | None = None
+    box: tuple[int, int, int, int] | None = None
+    rounds: int = ROUNDS
+    max_new_tokens: int | None = None
+    template: Template | None = None
+    required: tuple[str, ...] = ()
+
+    @property
+    def pixels(self) -> Pixels:
+        """The image, of a task that needs one."""
+        return self.images[0].pixels
+
+    @property
+    def seen(self) -> tuple[Pixels, ...]:
+        """The pixels of all images."""
+        return tuple(image.pixels for image in self.images)
+
+
+# ---------------------------------------------------------------------------------------------
+# Tasks.
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskSpec:
+    """What a task makes and takes.
+
+    Attributes:
+        words: what its words are called; "": it has none.
+        image: whether it is about an image.
+        takes: names of its options, of `Request` and of `sampling/options.py`.
+    """
+
+    makes: Literal["image", "text", "boxes"]
+    words: str
+    image: Literal["", "optional", "needed"]
+    takes: frozenset[str]
+
+    @property
+    def draws(self) -> bool:
+        return self.makes == "image"
+
+
+_ALL = frozenset({"seed", "sampling", "steps", "temperature", "sampler", "registers", "quantize"})
+_DRAWS = _ALL | {"num_images", "plan", "guidance", "order", "vq_dtype"}
+_CHANGES = _DRAWS | {"guidance_image"}
+
+TASKS: dict[str, TaskSpec] = {
+    "generate": TaskSpec("image", "prompt", "", _DRAWS | {"size"}),
+    "edit": TaskSpec("image", "instruction", "needed", _CHANGES),
+    "inpaint": TaskSpec("image", "prompt", "needed", _CHANGES | {"mask", "box", "known"}),
+    "outpaint": TaskSpec("image", "prompt", "needed", _CHANGES | {"box"}),
+    "ask": TaskSpec("text", "question", "optional", _ALL | {"max_new_tokens"}),
+    "reason": TaskSpec("text", "question", "optional", _ALL | {"max_new_tokens"}),
+    "caption": TaskSpec("text", "", "needed", _ALL),
+    "constrained_caption": TaskSpec("text", "", "needed", _ALL | {"template", "required"}),
+    "infill": TaskSpec("text", "text", "optional", _ALL),
+    "ground": TaskSpec("boxes", "phrases", "needed", _ALL),
+    "reflect": TaskSpec("image", "prompt", "", _DRAWS | {"rounds"}),
+}
+
+
+def spec_of(task: str, given: dict[str, Any]) -> TaskSpec:
+    """Returns what a task makes and takes, after a look at the options that it is given.
+
+    Raises:
+        RequestError: there is no such task, or it cannot honour an option.
+    """
+    if task not in TASKS:
+        raise RequestError(f"there is no task {task!r}. Choose one of {', '.join(TASKS)}.")
+    spec = TASKS[task]
+    if wrong := sorted(set(given) - spec.takes):
+        raise RequestError(f"{task} takes no {wrong[0]}. It takes {', '.join(sorted(spec.takes))}.")
+    return spec
+
+
+# ---------------------------------------------------------------------------------------------
+# Words, images, seeds and numbers, a row each.
 
 
 def shown_images(shown: Shown | Sequence[Shown] | None) -> list[ShownImage]:
@@ -60,50 +178,21 @@ def shown_images(shown: Shown | Sequence[Shown] | None) -> list[ShownImage]:
     return [ShownImage(image_files.check(shown))]
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One thing that is asked: words, the image that goes with them, a seed; what is its own."""
-
-    words: str
-    shown: ShownImage | None
-    seed: int
-    own: Own = NOTHING
-
-    @property
-    def pixels(self) -> Pixels:
-        """The image, of a task that needs one."""
-        assert self.shown is not None
-        return self.shown.pixels
-
-    @property
-    def images(self) -> tuple[Pixels, ...]:
-        return () if self.shown is None else (self.shown.pixels,)
-
-
-def rows_of(
-    words: str | Sequence[str],
-    shown: Shown | Sequence[Shown] | None,
-    copies: int,
-    seed: int | Sequence[int],
-    *,
-    needs_image: bool,
-    **numbers: Numbers,
-) -> list[Row]:
-    """Returns what is asked as rows: one image goes with all words, one text with all images.
+def paired(
+    words: str | Sequence[str], shown: Shown | Sequence[Shown] | None, copies: int = 1
+) -> list[tuple[str, tuple[ShownImage, ...]]]:
+    """Returns words and images row by row: one image goes with all words, one text with all images.
 
     Args:
-        copies: of each pair of words and image.
-        seed: see `decoding.row_seeds`.
-        numbers: see `decoding.row_numbers`.
+        copies: of each pair.
 
     Raises:
-        RequestError: nothing or too little is asked, or words and images do not go together.
+        RequestError: nothing is asked, or words and images do not go together.
     """
-    asked = [check_words(one) for one in ([words] if isinstance(words, str) else words)]
-    seen: list[ShownImage | None] = [*shown_images(shown)]
-    if needs_image and not seen:
-        raise RequestError("this task is about an image: give one.")
-    seen = seen or [None]
+    asked = [words] if isinstance(words, str) else [*words]
+    if any(not one.strip() for one in asked):
+        raise RequestError("the prompt is empty: say in words what you want.")
+    seen = [(image,) for image in shown_images(shown)] or [()]
     count = max(len(asked), len(seen))
     if not asked or {len(asked), len(seen)} - {1, count}:
         raise RequestError(
@@ -112,11 +201,69 @@ def rows_of(
         )
     if copies < 1:
         raise RequestError(f"num_images={copies} is out of range: 1 or more.")
-    asked = asked * (count // len(asked))
-    seen = seen * (count // len(seen))
-    pairs = [pair for pair in zip(asked, seen, strict=True) for _ in range(copies)]
-    seeds, own = row_seeds(seed, len(pairs)), row_numbers(len(pairs), **numbers)
-    return [Row(*pair, one, its) for pair, one, its in zip(pairs, seeds, own, strict=True)]
+    pairs = zip(asked * (count // len(asked)), seen * (count // len(seen)), strict=True)
+    return [pair for pair in pairs for _ in range(copies)]
+
+
+def row_seeds(seed: int | Sequence[int], rows: int, copies: int = 1) -> list[int]:
+    """Returns a seed for each row.
+
+    Args:
+        seed: of the first row, from which the others count on; or one for each row, or for each
+            thing that is copied.
+
+    Raises:
+        RequestError: one is out of range, or there are not as many as rows.
+    """
+    if not isinstance(seed, Sequence):
+        seeds = [int(seed) + i for i in range(rows)]
+    elif copies > 1 and len(seed) * copies == rows:
+        seeds = [one + i for one in seed for i in range(copies)]
+    else:
+        seeds = list(seed)
+    if len(seeds) != rows:
+        raise RequestError(f"{len(seeds)} seeds were given for {rows} rows: give as many, or one.")
+    if wrong := [one for one in seeds if not 0 <= one <= LARGEST_SEED]:
+        raise RequestError(f"the seed {wrong[0]} is out of range: 0 to {LARGEST_SEED}.")
+    return seeds
+
+
+def row_numbers(name: str, numbers: Numbers, rows: int, copies: int = 1) -> list[float | None]:
+    """Returns a number for each row; None: as the sampling settings say.
+
+    Raises:
+        RequestError: one is out of range, or there are not as many as rows.
+    """
+    column = [*numbers] if isinstance(numbers, Sequence) else [numbers] * rows
+    if copies > 1 and len(column) * copies == rows:
+        column = [one for one in column for _ in range(copies)]
+    if len(column) != rows:
+        raise RequestError(
+            f"{len(column)} numbers were given as {name} of {rows} rows: give as many, or one."
+        )
+    if wrong := [one for one in column if one is not None and not one >= 0]:
+        raise RequestError(f"{name}={wrong[0]} is out of range: it must be 0 or more.")
+    return [None if one is None else float(one) for one in column]
+
+
+def row_plans(plan: bool | str | Sequence[str] | None, rows: int) -> list[bool | str | None]:
+    """Returns what is said of the layout of each row.
+
+    Raises:
+        RequestError: there are not as many layouts as rows.
+    """
+    if plan is None or isinstance(plan, bool | str):
+        return [plan] * rows
+    if len(plan) != rows:
+        raise RequestError(f"{len(plan)} layouts were given for {rows} images.")
+    return list(plan)
+
+
+def of_row(sampling: config.Sampling, request: Request) -> config.Sampling:
+    """Returns the settings by which the image of a request is drawn when it is drawn alone."""
+    names = ("temperature", "guidance", "guidance_image")
+    own = {name: value for name in names if (value := getattr(request, name)) is not None}
+    return dataclasses.replace(sampling, **own) if own else sampling
 
 
 def recorded_image(record: dict[str, Any], shown: Shown | None) -> ShownImage | None:
@@ -137,140 +284,3 @@ def recorded_image(record: dict[str, Any], shown: Shown | None) -> ShownImage | 
             " pixels differ."
         )
     return given
-
-
-@dataclasses.dataclass(frozen=True)
-class Drawing:
-    """One image to be drawn.
-
-    Attributes:
-        words: what the model is told, for example with the box of a hole.
-        seed: of its noise.
-        cells: rows and columns of its grid.
-        image: what is shown to the vision tower; None where nothing is shown.
-        canvas: what is given as codes, at the size of the image to be drawn.
-        known: cells that stay as they are on the canvas.
-        plan: the layout to follow.
-        attempts: earlier images, each with what is wrong with it.
-        own: what it has in place of sampling settings.
-    """
-
-    words: str
-    seed: int
-    cells: tuple[int, int]
-    image: Pixels | None = None
-    canvas: Pixels | None = None
-    known: Grid | None = None
-    plan: str | None = None
-    attempts: tuple[tuple[Pixels, str], ...] = ()
-    own: Own = NOTHING
-
-
-def grid_of(size: Sequence[int] | None, side: int, model: config.Model) -> tuple[int, int]:
-    """Returns rows and columns of cells of an image of height and width `size`.
-
-    Args:
-        size: in pixels; None: the largest.
-        side: of the largest image, in pixels.
-
-    Raises:
-        RequestError: the model draws no image of that size.
-    """
-    if size is None:
-        return model.grid_size, model.grid_size
-    step, (height, width) = side // model.grid_size, size
-    if model.cell_positions and (height, width) != (side, side):
-        raise RequestError(
-            f"an image of {height}x{width} cannot be drawn: this checkpoint has learned the places"
-            f" of {side}x{side} alone."
-        )
-    if height % step or width % step or not step <= min(size) <= max(size) <= side:
-        raise RequestError(
-            f"an image of {height}x{width} cannot be drawn: both must be {step} to {side} pixels,"
-            f" multiples of {step}."
-        )
-    return height // step, width // step
-
-
-def hole(image: Pixels, mask: Any, box: Sequence[int | float] | None) -> Bool[np.ndarray, "h w"]:
-    """Returns which pixels of an image a mask or a box wants drawn.
-
-    Raises:
-        ImageError: both or neither, a mask of another size, or a box outside.
-    """
-    if (mask is None) == (box is None):
-        raise image_files.ImageError("inpainting needs a mask or a box, one of the two.")
-    if box is None:
-        return image_files.check_mask(mask, image)
-    height, width = image.shape[:2]
-    x1, y1, x2, y2 = image_files.check_box(box, (width, height))
-    pixels = np.zeros((height, width), bool)
-    pixels[math.floor(y1) : math.ceil(y2), math.floor(x1) : math.ceil(x2)] = True
-    return pixels
-
-
-def untouched(pixels: Bool[np.ndarray, "h w"], grid: int) -> Grid:
-    """Returns which cells of a grid over an image no pixel of a mask touches."""
-
-    def touching(length: int) -> Bool[np.ndarray, "grid length"]:
-        """Which pixels along a side touch which cells: a pixel may touch several."""
-        cell, pixel = np.arange(grid)[:, None], np.arange(length)[None]
-        return (pixel * grid < (cell + 1) * length) & ((pixel + 1) * grid > cell * length)
-
-    rows, columns = (touching(length).astype(int) for length in pixels.shape)
-    return (rows @ pixels.astype(int) @ columns.T) == 0
-
-
-def inner_box(
-    image: Pixels, box: Sequence[int | float] | None, side: int, step: int
-) -> tuple[int, int, int, int]:
-    """Returns where an image stands in a new one, moved outwards to whole cells.
-
-    Args:
-        box: x1, y1, x2, y2 in pixels of the new one; None: in its middle, at the image's own
-            size, or at half the new one's if it is larger.
-        side: of the new image, in pixels.
-        step: pixels a side of a cell.
-
-    Raises:
-        ImageError: a box outside, or one that leaves nothing to draw.
-    """
-    if box is None:
-        height, width = image.shape[:2]
-        if max(height, width) >= side:
-            height, width = (
-                max(step, round(x * side / 2 / max(height, width))) for x in (height, width)
-            )
-        left, top = ((side - x) // 2 // step * step for x in (width, height))
-        box = left, top, left + width, top + height
-    x1, y1, x2, y2 = image_files.check_box(box, (side, side))
-    inner = (
-        math.floor(x1 / step) * step, math.floor(y1 / step) * step,
-        math.ceil(x2 / step) * step, math.ceil(y2 / step) * step,
-    )  # fmt: skip
-    if inner == (0, 0, side, side):
-        raise image_files.ImageError(
-            f"the box {','.join(f'{edge:g}' for edge in box)} leaves nothing to draw: the new"
-            f" image is {side}x{side}, in cells of {step} pixels."
-        )
-    return inner
-
-
-def placed(image: Pixels, box: Sequence[int], side: int, step: int) -> tuple[Pixels, Grid]:
-    """Returns a canvas with an image in a box, and the cells that it fills."""
-    x1, y1, x2, y2 = box
-    canvas = np.zeros((side, side, 3), np.uint8)
-    canvas[y1:y2, x1:x2] = resize(image, (x2 - x1, y2 - y1))
-    known = np.zeros((side // step, side // step), bool)
-    known[y1 // step : y2 // step, x1 // step : x2 // step] = True
-    return canvas, known
-
-
-def squared(pixels: Bool[np.ndarray, "h w"]) -> Bool[np.ndarray, "s s"]:
-    """Returns a mask padded with False to a square, in its middle, as `images.source_view` pads."""
-    height, width = pixels.shape
-    longest = max(height, width)
-    top, left = (longest - height) // 2, (longest - width) // 2
-    square = np.zeros((longest, longest), bool)
-    square[top : top + height, left : left + width] = pixels
-    return square

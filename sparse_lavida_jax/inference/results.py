@@ -17,7 +17,7 @@ FORMAT = "sparse-lavida-picture/1"
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class Origin:
     """Where a model came from.
 
     Attributes:
@@ -37,7 +37,7 @@ class Result:
         task: which one.
         prompts: what was asked, in the words of the person.
         seeds: of each row.
-        sampling: how it was sampled, but for what a row has of its own.
+        sampling: how it was sampled, except for what a row has of its own.
         source: the checkpoint.
         seconds: what each stage took, all rows together.
         tokens: the decoded responses: text ids [l 1] or codes of cells [l g].
@@ -48,13 +48,15 @@ class Result:
         plans: the layouts that images were drawn after.
         attempts: of "reflect": every image with what was said of it, one entry a row.
         records: how to draw each image again (`SparseLaViDa.replay`).
+        tokens_passed: tokens that all steps of all rows passed through the network, prompts
+            included and padding not, as planned: a text that ends early passes fewer.
     """
 
     task: str
     prompts: tuple[str, ...]
     seeds: tuple[int, ...]
     sampling: config.Sampling
-    source: Source
+    source: Origin
     seconds: dict[str, float]
     tokens: tuple[Int[np.ndarray, "_l _g"], ...] = ()
     pixels: tuple[UInt8[np.ndarray, "_h _w 3"], ...] = ()
@@ -63,6 +65,7 @@ class Result:
     plans: tuple[str, ...] = ()
     attempts: tuple[tuple[tuple[UInt8[np.ndarray, "_h _w 3"], str], ...], ...] = ()
     records: tuple[dict[str, Any], ...] = ()
+    tokens_passed: int = 0
 
     @property
     def images(self) -> tuple[Image.Image, ...]:

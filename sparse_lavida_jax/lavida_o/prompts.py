@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How every task is put to a converted LaViDa-O: the same methods as `scenes/sampling/prompts.py`.
+"""How every task is put to a converted LaViDa-O.
 
 The words are those of `lavida_o/chat.py`, as released, where the release has the task; "ours" marks
 the others. Images are seen and cut as `data/images.py` does it.
@@ -14,29 +14,32 @@ from jaxtyping import Bool, Int, UInt8
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import images
 from sparse_lavida_jax.data.example import Example
-from sparse_lavida_jax.data.templates import RequestError, Template, check_context, template_ids
+from sparse_lavida_jax.data.templates import (
+    Grid,
+    Pixels,
+    PromptLanguage,
+    RequestError,
+    Template,
+    template_ids,
+    too_long,
+)
 from sparse_lavida_jax.lavida_o import chat
 from sparse_lavida_jax.sequence import Kind, Part, Response, num_tokens
-
-Pixels = UInt8[np.ndarray, "_h _w 3"]
-Grid = Bool[np.ndarray, "y x"]
 
 TEXT_BLOCK_LEN = 32  # tokens, as the paper samples
 ANSWER_TOKENS = 64
 LONG_ANSWER_TOKENS = 256
 VERDICT_TOKENS = 32  # as released
 MOST_TOKENS = 8192  # of a sequence: what the released tokenizer allows
-DESCRIBE = "Describe the image in detail."  # ours, as the next one
-FILL_IN = "Complete the text."
 ACCEPTED = "is correct"
 
 
 @dataclasses.dataclass(frozen=True)
-class ChatPrompts:
+class ChatPrompts(PromptLanguage):
     """The prompts of a converted LaViDa-O, or of LLaDA, which knows text alone.
 
     Attributes:
-        tokenizer: the one that lies beside the model.
+        tokenizer: the one that comes with the model.
         model: its settings.
         factor: pixels a side that one code stands for.
     """
@@ -44,23 +47,20 @@ class ChatPrompts:
     tokenizer: chat.ChatTokenizer
     model: config.Model
     factor: int
+    encoder = None
+    describe = describe_in = "Describe the image in detail."  # ours, as the next one
+    fill_in = "Complete the text."
+    locates_in_one_step = True
 
-    # What it can do.
-
-    def check_task(self, task: str) -> None:
-        """Checks that the model can do a task: LaViDa-O all of them, LLaDA those of text.
-
-        Raises:
-            RequestError: it cannot.
-        """
-        if self.model.understanding_only and task not in ("ask", "reason", "infill"):
-            raise RequestError(
-                f"this checkpoint knows neither images nor how to {task}: it can ask, reason and"
-                " infill without one."
-            )
+    def refusal(self, task: str) -> str:
+        if not self.model.understanding_only or task in ("ask", "reason", "infill"):
+            return ""
+        return (
+            f"this checkpoint knows neither images nor how to {task}: it can ask, reason and"
+            " infill without one."
+        )
 
     def lays_out(self, task: str) -> bool:
-        """Whether an image of this task can be laid out in text first."""
         return task in ("generate", "edit")
 
     @property
@@ -80,6 +80,15 @@ class ChatPrompts:
     def canvas(self, image: Pixels, side: int) -> UInt8[np.ndarray, "side side 3"]:
         """Returns an image as the image tokenizer takes it: padded with black to a square."""
         return images.source_view(image, side, self.factor)
+
+    def on_canvas(self, mask: Bool[np.ndarray, "h w"]) -> Bool[np.ndarray, "s s"]:
+        """Returns a mask padded with False to a square, in its middle, as `canvas` pads."""
+        height, width = mask.shape
+        longest = max(height, width)
+        top, left = (longest - height) // 2, (longest - width) // 2
+        square = np.zeros((longest, longest), bool)
+        square[top : top + height, left : left + width] = mask
+        return square
 
     def erased(self, canvas: Pixels, known: Grid) -> Pixels:
         """Returns a canvas as it is: what is to be drawn is told by the cells that are known."""
@@ -153,15 +162,6 @@ class ChatPrompts:
         parts = self._words(chat.ask, question, [s.part for s in seen], tokens)
         return self._fits(question, self._example(parts, None, None, "text", seen))
 
-    def caption(self, image: Pixels) -> Example:
-        return self.ask(DESCRIBE, (image,), LONG_ANSWER_TOKENS)
-
-    def constrained_caption(self, template: Template, image: Pixels) -> Example:
-        return self._complete(DESCRIBE, template, image)
-
-    def infill(self, template: Template, image: Pixels | None) -> Example:
-        return self._complete(FILL_IN, template, image)
-
     def judge(self, prompt: str, image: Pixels) -> Example:
         """Returns what says whether an image is what was asked for."""
         seen = images.see(image, self.model.vision)
@@ -175,17 +175,25 @@ class ChatPrompts:
         """Returns None: this model draws again, told what was wrong before."""
         return None
 
-    def text(self, ids: Int[np.ndarray, "_l 1"]) -> str:
-        """Returns the text of a response, up to its first end-of-text or end of turn."""
-        said = ids[:, 0].tolist()
-        ends = {self.model.end_of_text_id, self.tokenizer.id_of(chat.END_OF_TURN)}
-        end = next((i for i, token in enumerate(said) if token in ends), len(said))
-        return self.tokenizer.decode(said[:end])
+    def ends(self) -> set[int]:
+        return {self.model.end_of_text_id, self.tokenizer.id_of(chat.END_OF_TURN)}
 
-    def completed(self, template: Template, ids: Int[np.ndarray, "_l 1"]) -> str:
-        """Returns a template with its gaps filled from a response."""
-        length = len(self._template_ids(template)[0])
-        return self.tokenizer.decode(ids[:length, 0].tolist())
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids)
+
+    def template_ids(
+        self, template: Template
+    ) -> tuple[Int[np.ndarray, " l"], Bool[np.ndarray, " l"]]:
+        first, *rest = template
+        first = first.removeprefix(" ") if isinstance(first, str) else first
+        pieces = (first, *rest) if first else tuple(rest)
+        return template_ids(pieces, self.tokenizer.encode, self.model.text_mask_id)
+
+    def complete(self, words: str, template: Template, shown: Sequence[Pixels]) -> Example:
+        ids, given = self.template_ids(template)
+        seen = [images.see(image, self.model.vision) for image in shown]
+        parts = self._words(chat.ask, words, [s.part for s in seen], len(ids))
+        return self._fits(words, self._example(parts, ids[:, None], given, "text", seen))
 
     # Boxes.
 
@@ -206,11 +214,6 @@ class ChatPrompts:
         parts = self._words(chat.locate, phrase, seen.part)
         return self._fits(phrase, self._example(parts, None, None, "text", [seen]))
 
-    @property
-    def locates_in_one_step(self) -> bool:
-        """Whether boxes take one step: as released, all boxes at once."""
-        return True
-
     def boxes(
         self,
         phrases: Sequence[str],
@@ -219,7 +222,7 @@ class ChatPrompts:
     ) -> list[images.Box | None]:
         """Returns what was found, in pixels of an image of `size` (width, height)."""
         begin = self.tokenizer.id_of(chat.LOC_BEGIN)
-        # The response reaches from the first LOC token, behind LOC_BEGIN, to the last.
+        # The response reaches from the first LOC token, after LOC_BEGIN, to the last.
         (ids,) = (response[:, 0] for response in responses)
         starts = [0, *(np.flatnonzero(ids == begin) + 1).tolist()]
         found = [self.tokenizer.box(ids[start : start + 4]) for start in starts]
@@ -257,19 +260,8 @@ class ChatPrompts:
         views = tuple(one.pixels for one in seen)
         return Example(parts, response.astype(np.int32), given, kind, None, length, views)
 
-    def _template_ids(self, template: Template):
-        first, *rest = template
-        first = first.removeprefix(" ") if isinstance(first, str) else first
-        pieces = (first, *rest) if first else tuple(rest)
-        return template_ids(pieces, self.tokenizer.encode, self.model.text_mask_id)
-
-    def _complete(self, prompt: str, template: Template, image: Pixels | None) -> Example:
-        ids, given = self._template_ids(template)
-        seen = [] if image is None else [images.see(image, self.model.vision)]
-        parts = self._words(chat.ask, prompt, [s.part for s in seen], len(ids))
-        example = self._example(parts, ids[:, None], given, "text", seen)
-        return self._fits(prompt, example)
-
     def _fits(self, prompt: str, example: Example) -> Example:
-        check_context(sum(num_tokens(part) for part in example.parts), MOST_TOKENS, prompt)
+        used = sum(num_tokens(part) for part in example.parts)
+        if used > MOST_TOKENS:
+            raise too_long(prompt, used, MOST_TOKENS)
         return example

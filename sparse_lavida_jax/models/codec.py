@@ -43,7 +43,7 @@ class ImageCodec:
             raise config.ConfigError(
                 f"the image tokenizer {name_or_folder or 'grey'} makes {codes}x{codes} codes of"
                 f" {levels} kinds, and the model takes {wanted}x{wanted} of {model.codebook_size}:"
-                " choose another Data.picture_codec, or change Model.grid_size, codes_per_token or"
+                " choose another Data.image_codec, or change Model.grid_size, codes_per_token or"
                 " codebook_size."
             )
 

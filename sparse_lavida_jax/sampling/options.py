@@ -1,57 +1,111 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampling settings that a person changes by name: one list for command, page and server."""
+"""The sampling options that a person names: one table for Python, command line, page and server."""
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sparse_lavida_jax import config
+from sparse_lavida_jax.data.templates import RequestError
 
 
-def changed(
-    sampling: config.Sampling,
-    *,
-    draws: bool,
-    steps: int | None = None,
-    temperature: float | None = None,
-    sampler: str | None = None,
-    registers: tuple[int, int] | None = None,
-    guidance: float | None = None,
-    order: str | None = None,
-    quantize: str | None = None,
-    vq_dtype: str | None = None,
-) -> config.Sampling:
-    """Returns settings with what is given put in; None leaves a checkpoint's own.
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """A sampling option.
 
-    Args:
-        draws: whether the task makes an image; steps, temperature and sampler are then those of
-            the image, otherwise those of the text.
-        steps: of an image, or of a text block.
-        sampler: a preset.
-        registers: the first and the last number of them; the last -1: they do not fall.
-        quantize: matrices in 8 bits.
-        vq_dtype: of the decoder of images.
+    Attributes:
+        changes: the fields of `config.Sampling` that a value sets; the second argument says
+            whether the task makes an image.
+        aliases: other names of it.
+        needs_image: what a task that makes no image lacks for it; "": nothing.
+        by_row: whether each row may have a value of its own.
+    """
+
+    changes: Callable[[Any, bool], dict[str, Any]]
+    aliases: tuple[str, ...] = ()
+    needs_image: str = ""
+    by_row: bool = False
+
+
+def _steps(value: int, draws: bool) -> dict[str, Any]:
+    return {"num_steps": value} if draws else {"text_steps": value, "text_step_ratio": 0.0}
+
+
+def _sampler(value: str, draws: bool) -> dict[str, Any]:
+    if draws:
+        return {"preset": value}
+    known = value in config.PRESETS
+    return {"preset": value, "text_preset": ""} if known else {"text_preset": value}
+
+
+def _registers(value: int | tuple[int, int], draws: bool) -> dict[str, Any]:
+    first, last = (value, -1) if isinstance(value, int) else value
+    if last != -1 and not draws:
+        raise RequestError("registers fall from step to step in images only: give one number.")
+    return {"registers": first, "registers_end": last}
+
+
+OPTIONS: dict[str, Option] = {
+    # Of an image, or of a text block.
+    "steps": Option(_steps, ("num_inference_steps",)),
+    "temperature": Option(
+        lambda value, draws: {"temperature" if draws else "text_temperature": value}, by_row=True
+    ),
+    # A preset (`sampling/presets.py`).
+    "sampler": Option(_sampler),
+    # How many, or the first and the last number of them; the last -1: they do not fall.
+    "registers": Option(_registers),
+    # The scale of the prompt; it holds for edits too.
+    "guidance": Option(
+        lambda value, draws: {"guidance": value, "guidance_edit": -1.0},
+        ("guidance_scale",),
+        "text is not guided",
+        by_row=True,
+    ),
+    "guidance_image": Option(
+        lambda value, draws: {"guidance_image": value}, (), "text is not guided", by_row=True
+    ),
+    "order": Option(lambda value, draws: {"order": value}, (), "text has no grid of cells"),
+    # Matrices in 8 bits.
+    "quantize": Option(lambda value, draws: {"quantize": value}),
+    "vq_dtype": Option(lambda value, draws: {"vq_dtype": value}, (), "no image is decoded"),
+}
+_NAMES = {alias: name for name, option in OPTIONS.items() for alias in option.aliases}
+
+
+def named(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what is given under its own names; what is None is not given.
 
     Raises:
-        ConfigError: one is out of range.
+        RequestError: an option under two names.
+    """
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        own = _NAMES.get(name, name)
+        if value is None:
+            continue
+        if own in found:
+            raise RequestError(
+                f"{own} is given twice, also as {' and '.join(OPTIONS[own].aliases)}."
+            )
+        found[own] = value
+    return found
+
+
+def changed(sampling: config.Sampling, *, draws: bool, **given: Any) -> config.Sampling:
+    """Returns settings with the given options put in; None leaves a checkpoint's own.
+
+    Args:
+        draws: whether the task makes an image: steps, temperature and sampler are then those of
+            the image, otherwise those of the text.
+
+    Raises:
+        ConfigError: a value is out of range.
+        RequestError: text cannot honour an option.
     """
     changes: dict[str, Any] = {}
-    if steps is not None:
-        changes |= {"num_steps": steps} if draws else {"text_steps": steps, "text_step_ratio": 0.0}
-    if temperature is not None:
-        changes["temperature" if draws else "text_temperature"] = temperature
-    if sampler is not None:
-        by_all = draws or sampler in config.PRESETS
-        changes["preset" if by_all else "text_preset"] = sampler
-        if by_all and not draws:
-            changes["text_preset"] = ""
-    if registers is not None:
-        changes |= dict(zip(("registers", "registers_end"), registers, strict=True))
-    if guidance is not None:
-        changes |= {"guidance": guidance, "guidance_edit": -1.0}  # of what is asked, an edit too
-    if order is not None:
-        changes["order"] = order
-    if quantize is not None:
-        changes["quantize"] = quantize
-    if vq_dtype is not None:
-        changes["vq_dtype"] = vq_dtype
-    return dataclasses.replace(sampling, **changes)
+    for name, value in named(given).items():
+        if OPTIONS[name].needs_image and not draws:
+            raise RequestError(f"this task takes no {name}: {OPTIONS[name].needs_image}.")
+        changes |= OPTIONS[name].changes(value, draws)
+    return dataclasses.replace(sampling, **changes) if changes else sampling

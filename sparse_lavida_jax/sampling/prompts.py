@@ -38,7 +38,7 @@ EDIT_DROPS: dict[str, dict[str, bool]] = {
     "source": {"drop_prompt": True},
     "source_only": {"drop_prompt": True, "drop_kept": True},  # released edit mode 0, and so on
     "no_source": {"drop_source": True},
-    "no_picture": {"drop_source": True, "drop_vision": True},
+    "no_image": {"drop_source": True, "drop_vision": True},
     "no_text": {"drop_prompt": True, "drop_kept": True, "drop_vision": False},
 }
 

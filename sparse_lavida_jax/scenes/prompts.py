@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How every task is put to a model of the small world, in the words it was trained on.
-
-`ChatPrompts` (`lavida_o/sampling/prompts.py`) has the same methods for a converted LaViDa-O.
-"""
+"""How every task is put to a model of the small world, in the words it was trained on."""
 
 import dataclasses
 import re
@@ -13,19 +10,27 @@ from jaxtyping import Bool, Int, UInt8
 
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.images import resize
-from sparse_lavida_jax.data.templates import RequestError, Template, check_context, template_ids
+from sparse_lavida_jax.data.templates import (
+    Box,
+    Grid,
+    Pixels,
+    PromptLanguage,
+    RequestError,
+    Template,
+    template_ids,
+    too_long,
+)
 from sparse_lavida_jax.scenes import rules, world
 from sparse_lavida_jax.scenes.encoder import Encoder
 from sparse_lavida_jax.scenes.grammar import LOCATIONS, GrammarError, box_text, cell_box, parse_box
 
-Pixels = UInt8[np.ndarray, "_h _w 3"]
-Box = tuple[int | float, int | float, int | float, int | float]  # x1, y1, x2, y2 in pixels
-Grid = Bool[np.ndarray, "y x"]
-
-# What a checkpoint must have been trained on to be asked for a task.
+# Of what a checkpoint must have been trained on one to be asked for a task.
 TRAINED_ON = {
-    "generate": "draw", "ask": "answer", "reason": "arithmetic", "ground": "point",
-}  # fmt: skip
+    "generate": ("draw", "digit"),
+    "ask": ("answer", "point"),
+    "reason": ("arithmetic",),
+    "ground": ("point",),
+}
 ANSWER_TOKENS = 16  # of a short answer
 ONE_BOX_TOKENS = 8
 
@@ -36,7 +41,7 @@ _FAULT = re.compile(
 
 
 @dataclasses.dataclass(frozen=True)
-class ScenePrompts:
+class ScenePrompts(PromptLanguage):
     """The prompts of the small world, and of digits.
 
     Attributes:
@@ -44,24 +49,18 @@ class ScenePrompts:
     """
 
     encoder: Encoder
+    describe = "describe the picture"
+    describe_in = "describe the picture in these words"
+    fill_in = "fill in the text"
+    locates_in_one_step = False
 
-    # What it can do.
-
-    def check_task(self, task: str) -> None:
-        """Checks that the checkpoint was trained for a task.
-
-        Raises:
-            RequestError: it was not.
-        """
+    def refusal(self, task: str) -> str:
         trained = self.encoder.data.tasks
-        if TRAINED_ON.get(task, task) not in trained:
-            raise RequestError(
-                f"this checkpoint was not trained to {task}: it was trained on"
-                f" {', '.join(trained)}."
-            )
+        if any(one in trained for one in TRAINED_ON.get(task, (task,))):
+            return ""
+        return f"this checkpoint was not trained to {task}: it was trained on {', '.join(trained)}."
 
     def lays_out(self, task: str) -> bool:
-        """Whether an image of this task is laid out in text first."""
         wanted = {"generate": "plan", "edit": "edit_plan"}.get(task, "fill_plan")
         return wanted in self.encoder.data.tasks
 
@@ -80,8 +79,10 @@ class ScenePrompts:
     # Images.
 
     def canvas(self, image: Pixels, side: int) -> UInt8[np.ndarray, "side side 3"]:
-        """Returns an image at the size of those the model draws."""
         return resize(image, (side, side))
+
+    def on_canvas(self, mask: Bool[np.ndarray, "h w"]) -> Bool[np.ndarray, "_h _w"]:
+        return mask
 
     def erased(self, canvas: Pixels, known: Grid) -> Pixels:
         """Returns a canvas with the cells that are not known left empty."""
@@ -119,7 +120,9 @@ class ScenePrompts:
             corner[0] * known.shape[1] + corner[1]
             for corner in ((rows.min(), columns.min()), (rows.max(), columns.max()))
         )
-        return f"{prompt}, {word}{box_text((*cell_box(int(first))[:2], *cell_box(int(last))[2:]))}"
+        box = box_text((*cell_box(int(first))[:2], *cell_box(int(last))[2:]))
+        # The prompts of the world itself say it already.
+        return prompt if prompt.endswith(f"{word}{box}") else f"{prompt}, {word}{box}"
 
     def fill(
         self,
@@ -158,15 +161,6 @@ class ScenePrompts:
         )
         return self._fits(question, example)
 
-    def caption(self, image: Pixels) -> Example:
-        return self.ask("describe the picture", (image,), self.long_answer_tokens)
-
-    def constrained_caption(self, template: Template, image: Pixels) -> Example:
-        return self._complete("describe the picture in these words", template, image)
-
-    def infill(self, template: Template, image: Pixels | None) -> Example:
-        return self._complete("fill in the text", template, image)
-
     def judge(self, prompt: str, image: Pixels) -> Example:
         """Returns what says whether an image is what was asked for."""
         return self.ask(f"check: {prompt}", (image,), self.answer_tokens)
@@ -177,22 +171,33 @@ class ScenePrompts:
     def correction(self, verdict: str) -> str | None:
         """Returns the edit that mends the first fault of a verdict; None if none does."""
         match = _FAULT.match(verdict.strip().partition(",")[0])
-        if match is None:
+        if match is None or "edit" not in self.encoder.data.tasks:
             return None
         if match["wrong"]:
             return f"replace the {match['wrong']} with a {match['right']}"
         return f"add a {match['missing']}" if match["missing"] else f"remove the {match['extra']}"
 
-    def text(self, ids: Int[np.ndarray, "_l 1"]) -> str:
-        """Returns the text of a response, up to its first end-of-text."""
-        end = self.encoder.tokenizer.end_of_text_id
-        said = ids[:, 0].tolist()
-        return self.encoder.tokenizer.decode(said[: said.index(end)] if end in said else said)
+    def ends(self) -> set[int]:
+        return {self.encoder.tokenizer.end_of_text_id}
 
-    def completed(self, template: Template, ids: Int[np.ndarray, "_l 1"]) -> str:
-        """Returns a template with its gaps filled from a response."""
-        length = len(self._template_ids(template)[0])
-        return self.encoder.tokenizer.decode(ids[:length, 0].tolist())
+    def decode(self, ids: list[int]) -> str:
+        return self.encoder.tokenizer.decode(ids)
+
+    def template_ids(
+        self, template: Template
+    ) -> tuple[Int[np.ndarray, " l"], Bool[np.ndarray, " l"]]:
+        tokenizer = self.encoder.tokenizer
+        return template_ids(template, tokenizer.encode, tokenizer.end_of_text_id)
+
+    def complete(self, words: str, template: Template, shown: Sequence[Pixels]) -> Example:
+        ids, known = self.template_ids(template)
+        most = self.long_answer_tokens
+        if len(ids) > most:
+            raise RequestError(f"the text with its gaps is {len(ids)} tokens long: at most {most}.")
+        empty = self.ask(words, shown, len(ids) + 1)
+        response, given = empty.response.copy(), np.zeros(len(empty.response), bool)
+        response[: len(ids), 0], given[: len(ids)] = ids, known
+        return dataclasses.replace(empty, response=response, given=given)
 
     # Boxes.
 
@@ -207,11 +212,6 @@ class ScenePrompts:
         """Returns what finds one thing."""
         (example,) = self.locate([phrase], image)
         return example
-
-    @property
-    def locates_in_one_step(self) -> bool:
-        """Whether boxes take one step; here they take as many as any answer."""
-        return False
 
     def boxes(
         self,
@@ -228,26 +228,12 @@ class ScenePrompts:
         side = self.encoder.model.vision.image_size
         return resize(image, (side, side))
 
-    def _template_ids(self, template: Template):
-        tokenizer = self.encoder.tokenizer
-        return template_ids(template, tokenizer.encode, tokenizer.end_of_text_id)
-
-    def _complete(self, prompt: str, template: Template, image: Pixels | None) -> Example:
-        ids, known = self._template_ids(template)
-        empty = self.ask(prompt, () if image is None else (image,), len(ids) + 1)
-        response, given = empty.response.copy(), np.zeros(len(empty.response), bool)
-        response[: len(ids), 0], given[: len(ids)] = ids, known
-        example = dataclasses.replace(empty, response=response, given=given)
-        most = self.long_answer_tokens
-        if len(ids) > most:
-            raise RequestError(f"the text with its gaps is {len(ids)} tokens long: at most {most}.")
-        return example
-
     def _fits(self, prompt: str, example: Example) -> Example:
         """Checks the length of what a person says, with the image."""
         seen = self.encoder.model.vision.num_tokens if example.pixels is not None else 0
         used = len(self.encoder.tokenizer.encode(prompt)) + seen
-        check_context(used, self.encoder.data.max_prompt_len, prompt)
+        if used > (most := self.encoder.data.max_prompt_len):
+            raise too_long(prompt, used, most)
         return example
 
 

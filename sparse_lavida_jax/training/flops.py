@@ -18,6 +18,7 @@ from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.layout import Stream, TokenLayout
 from sparse_lavida_jax.visibility import PAD_BLOCK, AnyArray
 
+STREAMS = ("understanding", "generation")
 # Dense bfloat16 products a second, by what `device_kind` begins with; from the makers' tables.
 PEAKS = {
     "TPU v4": 275e12,
@@ -77,8 +78,8 @@ def work_of(batch: Corrupted, model: config.Model, trained: float = 1.0) -> Work
     products = pairs = 0.0
     for name, stream in held.items():
         layers = model.num_joint_layers + (model.num_split_layers if name in last else 0)
-        products += layers * tokens[name] * _layer_size(name, model)
-        products += with_loss[name] * _head_size(name, model)
+        products += layers * tokens[name] * layer_size(name, model)
+        products += with_loss[name] * head_size(name, model)
         if name in last:
             pairs += model.num_split_layers * _visible_pairs([stream])
     products += tokens.get("generation", 0) * _embedding_size(model)
@@ -130,7 +131,7 @@ def _heads(model: config.Model) -> int:
     return model.num_heads * model.head_dim
 
 
-def _layer_size(stream: str, model: config.Model) -> int:
+def layer_size(stream: str, model: config.Model) -> int:
     """Numbers in the matrices that a token of a stream meets in one layer."""
     if stream == "understanding":
         width, hidden = model.width, model.mlp_hidden
@@ -139,7 +140,7 @@ def _layer_size(stream: str, model: config.Model) -> int:
     return 4 * width * _heads(model) + 3 * width * hidden
 
 
-def _head_size(stream: str, model: config.Model) -> int:
+def head_size(stream: str, model: config.Model) -> int:
     """Numbers in the matrices that a token with a loss meets behind the layers."""
     if stream == "understanding":
         return model.width * model.vocab_size

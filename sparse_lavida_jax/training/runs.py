@@ -26,7 +26,7 @@ T = TypeVar("T")
 # images are sampled. Anything else would make the resumed run another experiment.
 MAY_CHANGE = frozenset(
     {
-        "train.train_steps", "train.seconds", "train.checkpoint_seconds", "train.picture_seconds",
+        "train.train_steps", "train.seconds", "train.checkpoint_seconds", "train.image_seconds",
         "train.eval_every",
         "train.log_every", "train.eval_prompts", "train.keep_states", "train.keep_every",
         "data.folder", "sampling.preset", "sampling.order_seed",

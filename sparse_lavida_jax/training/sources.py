@@ -61,7 +61,7 @@ def open_source(
     """
     readme = _base_readme(settings)
     if settings.data.source != "prepared":
-        codec = make_codec(settings.data.picture_codec, settings.model)
+        codec = make_codec(settings.data.image_codec, settings.model)
         pipe = SparseLaViDa(model, settings, Tokenizer(SHIPPED), codec)
         data = GroupedBatches(settings, pipe.encoder, process_index=index, process_count=count)
         return TrainingData(pipe, data, SHIPPED, base_readme=readme)

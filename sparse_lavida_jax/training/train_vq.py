@@ -90,7 +90,7 @@ def _check(settings: config.Config) -> None:
     if settings.data.source != "scenes":
         raise config.ConfigError(
             f"Data.source={settings.data.source!r}: the image tokenizer is trained on images of"
-            " scenes; digits need none (Data.picture_codec='grey'). Set Data.source='scenes'."
+            " scenes; digits need none (Data.image_codec='grey'). Set Data.source='scenes'."
         )
     if settings.train.seconds:
         raise config.ConfigError(

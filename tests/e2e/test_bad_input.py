@@ -93,7 +93,7 @@ def test_unknown_tasks_and_tokenizers_list_the_known_ones(tmp_path, words, compl
     sentence = complaint(*unknown, f"--workdir={tmp_path / 'run'}")
     assert "Data.tasks has no drawing. It has: answer, arithmetic" in sentence
     words = [*stand_ins.command_line(tmp_path, stand_ins.settings()), *words[-1:]]
-    sentence = complaint(*words, "--config.data.picture_codec=scenes_g9")
+    sentence = complaint(*words, "--config.data.image_codec=scenes_g9")
     assert "scenes_g1, scenes_g4" in sentence
     left = {path.name for path in (tmp_path / "run").iterdir()}
     assert left <= {"config.json", "lock", "state"}

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from sparse_lavida_jax.bench import attention, cases, methods, record
-from sparse_lavida_jax.bench.calibration import copy_gbps, launch_us, matmul_tflops
+from sparse_lavida_jax.bench.timing import copy_gbps, launch_us, matmul_tflops
 from sparse_lavida_jax.evals import circumstances
 from sparse_lavida_jax.kernels import attention as kernel_entry
 from sparse_lavida_jax.kernels import devices, shapes

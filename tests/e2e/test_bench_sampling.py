@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from sparse_lavida_jax import config_files
-from sparse_lavida_jax.bench import suite_cases, table
+from sparse_lavida_jax import config
+from sparse_lavida_jax.bench import suites, table
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 
@@ -74,8 +74,8 @@ def test_random_weights_are_timed_by_every_preset_that_is_asked_for(run, tmp_pat
     # The prompt and 16 cells four times; the prompt once, each step's cells, 2 registers, newest.
     assert passed["dense"] == 4 * (128 + 16)
     assert passed["sparse"] < 128 + 4 * 2 + 2 * 16
-    assert "| small, draw, 1, 4 | sparse |" in table.sampling_table(rows)
-    assert done.stdout.endswith(f"\n{table.sampling_table(rows, seconds=True)}\n")
+    assert "| small, draw, 1, 4 | sparse |" in table.table("sampling", rows)
+    assert done.stdout.endswith(f"\n{table.table('sampling_seconds', rows)}\n")
 
 
 @pytest.mark.parametrize(
@@ -105,17 +105,17 @@ def get_config():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("suite", suite_cases.SUITES)
+@pytest.mark.parametrize("suite", suites.SUITES)
 def test_every_suite_of_whole_requests_runs_at_the_full_structure(run, tmp_path, suite):
     """Words in, pixels or words out; what is there is not measured again."""
-    config = tmp_path / "tiny.py"
-    config.write_text(TINY.format(path=str(CONFIGS / "lavida_o_tiny.py")))
-    settings = config_files.read(config)
-    words = (f"--suite={suite}", f"--config={config}", "--random-weights", "--runs=5", "--missing")
+    path = tmp_path / "tiny.py"
+    path.write_text(TINY.format(path=str(CONFIGS / "lavida_o_tiny.py")))
+    settings = config.read(path)
+    words = (f"--suite={suite}", f"--config={path}", "--random-weights", "--runs=5", "--missing")
     done = run(*words)
     assert done.returncode == 0, done.stderr
     rows = record_rows(tmp_path / "results" / "cpu" / suite)
-    assert set(rows) == {case.id for case in suite_cases.cases(suite, settings)}
+    assert set(rows) == {case.id for case in suites.cases(suite, settings)}
     assert len({row["run"] for row in rows.values()}) == 1
     for row in rows.values():
         assert row["compilations"] > 0 == row["compilations_timed"]
@@ -127,7 +127,7 @@ def test_every_suite_of_whole_requests_runs_at_the_full_structure(run, tmp_path,
         draws = row["task"] != "reasoning"
         assert (row["split_s"]["vq_decode"] > 0) == draws
         assert (row["split_s"]["vq_encode"] > 0) == row["task"].startswith("edit")
-    table.speed_table(list(rows.values()))
+    table.table("whole_requests", rows.values())
     if suite == "headline":
         assert run(*words).stdout == ""
 

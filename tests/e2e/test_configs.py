@@ -12,8 +12,8 @@ import pytest
 import stand_ins
 from flax import nnx
 
-from sparse_lavida_jax import config, config_files, diffusion, orders, pipeline
-from sparse_lavida_jax.evals import scenes as exact
+from sparse_lavida_jax import config, diffusion, orders, pipeline
+from sparse_lavida_jax.evals import exact
 from sparse_lavida_jax.models import codec as codecs
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.sampling import plans, presets
@@ -29,7 +29,7 @@ BUNDLED_BYTES = 16_000_000  # of the model that comes with the package
 
 
 def read(name) -> config.Config:
-    return config_files.read(CONFIGS[name])
+    return config.read(CONFIGS[name])
 
 
 DENOISERS = [
@@ -72,7 +72,7 @@ def test_the_model_knows_the_tokenizer(name):
 @each_denoiser
 def test_the_codes_of_the_images_fit_the_model(name):
     given = read(name)
-    codec = codecs.ImageCodec(given.data.picture_codec, given.model)  # raises if they do not
+    codec = codecs.ImageCodec(given.data.image_codec, given.model)  # raises if they do not
     if given.data.source == "scenes":
         assert given.model.grid_size == world.GRID
         assert codec.image_size == given.vq.image_size

@@ -13,7 +13,7 @@ import pytest
 import torch_folder
 from PIL import Image
 
-from sparse_lavida_jax import cli, config, config_files, main
+from sparse_lavida_jax import cli, config, main
 from sparse_lavida_jax.checkpoints import manifest, model_folder
 from sparse_lavida_jax.convert import from_torch, stand_in
 from sparse_lavida_jax.evals import benchmark
@@ -160,17 +160,17 @@ def test_another_checkpoint_needs_another_folder(model, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", [*QUESTIONS, *IMAGES, "scenes"])
 def test_every_benchmark_has_a_config(name):
-    settings = config_files.read(EVALUATE.with_name(f"evaluate.py:{name}"))
+    settings = config.read(EVALUATE.with_name(f"evaluate.py:{name}"))
     assert settings.name == f"eval_{name}"
     assert settings.evaluate.benchmark == BENCHMARKS.get(name, name)
     older = EVALUATE.with_name(f"eval_{name}.py")  # a file for each, once
-    assert config_files.read(older) == settings
+    assert config.read(older) == settings
     assert name in (ast.get_docstring(ast.parse(EVALUATE.read_text())) or "")
 
 
 def test_a_config_for_no_benchmark_lists_those_that_there_are():
     known = [*QUESTIONS, *IMAGES, "scenes"]
     with pytest.raises(config.ConfigError) as error:
-        config_files.read(EVALUATE.with_name("eval_genevil.py"))
+        config.read(EVALUATE.with_name("eval_genevil.py"))
     assert f"no benchmark 'genevil'. There are: {', '.join(sorted(known))}." in str(error.value)
     assert {BENCHMARKS.get(name, name) for name in known} == {*benchmark.names()}

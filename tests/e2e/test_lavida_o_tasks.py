@@ -7,6 +7,7 @@ import chat_tokenizer
 import jax
 import numpy as np
 import pytest
+import stand_ins
 import torch_folder
 
 from sparse_lavida_jax import config
@@ -80,13 +81,13 @@ def test_a_drawn_image_is_replayed(pipe):
 
 @pytest.mark.slow
 def test_an_edit_sees_the_image_and_its_codes(pipe, shown, monkeypatch):
-    kept, run = [], pipe.run
+    kept, decode = [], pipe.engine.decode
 
-    def watched(examples, **more):
+    def watched(examples, *asked, **more):
         kept.extend(examples)
-        return run(examples, **more)
+        return decode(examples, *asked, **more)
 
-    monkeypatch.setattr(pipe, "run", watched)
+    monkeypatch.setattr(pipe.engine, "decode", watched)
     edited = pipe.edit(shown, "make it blue")
     assert edited.pixels[0].shape == (24, 24, 3)
     (example,) = kept
@@ -126,17 +127,17 @@ def test_given_words_stay(pipe, shown):
 def test_boxes_of_several_phrases_come_from_one_step(pipe, shown, monkeypatch):
     asked = []
 
-    def found(examples, *, sampling, seed):
+    def found(examples, requests, sampling, **_):
         (example,) = examples
-        asked.append((sampling.text_steps, seed))
+        asked.append((sampling.text_steps, [request.seed for request in requests]))
         response = example.response.copy()
         location = pipe.tokenizer.location_ids
         response[~example.given, 0] = [location[i] for i in (0, 2, 4, 6, 2, 2, 8, 6)]
-        return [response]
+        return stand_ins.decoded([response])
 
     result = pipe.ground(shown, ["a robot", "a cat"])
     assert len(result.boxes) == 2
-    monkeypatch.setattr(pipe, "run", found)
+    monkeypatch.setattr(pipe.engine, "decode", found)
     result = pipe.ground(shown, ["a robot", "a cat"])
     # A frame of 8 over a square of 30 with 5 rows of padding.
     assert result.boxes == ((0.0, 2.5, 15.0, 17.5), (7.5, 2.5, 30.0, 17.5))
@@ -145,13 +146,13 @@ def test_boxes_of_several_phrases_come_from_one_step(pipe, shown, monkeypatch):
 
 @pytest.mark.slow
 def test_reflection_shows_earlier_attempts(pipe, monkeypatch):
-    kept, run = [], pipe.run
+    kept, decode = [], pipe.engine.decode
 
-    def watched(examples, **more):
+    def watched(examples, *asked, **more):
         kept.extend(example for example in examples if example.kind == "image")
-        return run(examples, **more)
+        return decode(examples, *asked, **more)
 
-    monkeypatch.setattr(pipe, "run", watched)
+    monkeypatch.setattr(pipe.engine, "decode", watched)
     result = pipe.reflect("a robot", rounds=2)
     assert len(result.attempts[0]) == len(kept)
     if len(kept) == 2:

@@ -20,7 +20,7 @@ from sparse_lavida_jax.mixture.records import ShardedRecords
 from sparse_lavida_jax.models import codec
 
 CHECKOUT = pathlib.Path(__file__).parents[2]
-CODEC = "--config.data.picture_codec=scenes_g1"
+CODEC = "--config.data.image_codec=scenes_g1"
 
 
 def front(*words):
@@ -109,7 +109,7 @@ def test_a_mistake_is_a_sentence(tmp_path, complaint):
     to = (f"--src={source}", f"--dst={out}")
     assert "needs --src=FILE, a mixture file" in complaint()
     assert "needs --dst=FOLDER" in complaint(to[0])
-    assert "No image tokenizer at 'x'" in complaint(*to, "--config.data.picture_codec=x")
+    assert "No image tokenizer at 'x'" in complaint(*to, "--config.data.image_codec=x")
     assert "config.prepare has no 'shards'" in complaint(*to, "--config.prepare.shards=2")
     told = "Prepare.max_bad_fraction=2.0 is out of range: it must lie in [0, 1]."
     assert told in complaint(*to, "--config.prepare.max_bad_fraction=2.0")

@@ -40,7 +40,7 @@ def given(tokenizer, tmp_path_factory):
     )  # fmt: skip
     data = {"source": "prepared", "folder": str(folder / "prepared")}
     train = {"init_from": str(base), "train_steps": STEPS, "batch_size": 2, "log_every": 1}
-    train |= {"picture_seconds": 1e-9}
+    train |= {"image_seconds": 1e-9}
     return raw_data.settings(tokenizer, data=data, train=train)
 
 
@@ -125,8 +125,8 @@ def test_what_the_data_asks_for_is_drawn(given, tokenizer, tmp_path):
         def draw(self, prompts):
             return [np.full((32, 32, 3), 10 * i, np.uint8) for i, _ in enumerate(prompts)]
 
-    assert report.check(Pipe(), tmp_path / "pictures/000001.png", asked) == {}
-    assert (tmp_path / "pictures/000001.png").is_file()
-    assert "pictures/000001.png" in report._newest_sheet(tmp_path)[0]
+    assert report.check(Pipe(), tmp_path / "images/000001.png", asked) == {}
+    assert (tmp_path / "images/000001.png").is_file()
+    assert "images/000001.png" in report._newest_sheet(tmp_path)[0]
     assert report.check(Pipe(), tmp_path / "none.png") == {}
     assert not (tmp_path / "none.png").exists()

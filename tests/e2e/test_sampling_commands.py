@@ -17,11 +17,11 @@ def test_a_loaded_model_draws_what_it_drew_in_memory(finished):
     loaded = pipeline.SparseLaViDa.from_pretrained(finished.folder)
     assert loaded.settings == finished.pipe.settings
     for seed in (0, 5):
-        ours, theirs = loaded.draw(PROMPTS, seed=seed), finished.pipe.draw(PROMPTS, seed=seed)
+        ours, theirs = (one.generate(PROMPTS, seed=seed).pixels for one in (loaded, finished.pipe))
         np.testing.assert_array_equal(ours, theirs)
     images = [world.render(tasks.sample("answer", 0, index).image) for index in range(2)]
     asked = ["how many circles are there?", "is there a red cross?"]
-    assert loaded.write(asked, images) == finished.pipe.write(asked, images)
+    assert loaded.ask(images, asked).texts == finished.pipe.ask(images, asked).texts
 
 
 def drawn(path):
@@ -71,7 +71,7 @@ def rows(monkeypatch):
 def test_guided_drawing_takes_two_rows_an_image(finished, rows):
     pipe = finished.pipe
     guided = dataclasses.replace(pipe.settings.sampling, guidance=50.0)
-    without, guided = (pipe.draw(PROMPTS, sampling=chosen) for chosen in (None, guided))
+    without, guided = (pipe.generate(PROMPTS, sampling=chosen).pixels for chosen in (None, guided))
     assert rows == [(4, 4), (4, 8)]
     assert np.not_equal(without, guided).any()
 
@@ -83,9 +83,8 @@ def test_guided_editing_takes_three_rows_and_keeps_what_is_known(finished, rows)
     filled = [tasks.sample("inpaint", 0, index) for index in range(2)]
     shown = [world.render(sample.image) for sample in filled]
     known = [sample.known_grid for sample in filled]
-    images = pipe.redraw(
-        shown, [sample.prompt for sample in filled], known=known, sampling=guided, seed=1
-    )
+    words = [sample.prompt for sample in filled]
+    images = pipe.inpaint(shown, words, known=known, sampling=guided, seed=1).pixels
     assert rows == [(2, 6)]
     before, after = pipe.codec.encode(np.stack(shown)), pipe.codec.encode(np.stack(images))
     kept = np.stack(known).reshape(2, -1)

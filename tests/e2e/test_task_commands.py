@@ -13,7 +13,6 @@ from PIL import Image
 
 from sparse_lavida_jax import cli, main, sample
 from sparse_lavida_jax.data import files, image_files
-from sparse_lavida_jax.inference import engine
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.scenes import grammar, tasks, world
 
@@ -177,8 +176,8 @@ def test_boxes_are_in_pixels_of_the_image_that_was_shown(model, run, tmp_path, m
 
     def found(examples, *_, **__):
         text = grammar.box_text((6, 12, 12, 24))
-        ids = [pipe.encoder.text_example("", text, length=8).response for _ in examples]
-        return engine.Decoded(ids, engine.Bucket(1, (1, 1)), 1)
+        said = [pipe.encoder.text_example("", text, length=8).response for _ in examples]
+        return stand_ins.decoded(said)
 
     monkeypatch.setattr(pipe.engine, "decode", found)
     result = pipe.ground(shown, "a red circle")

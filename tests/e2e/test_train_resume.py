@@ -33,10 +33,10 @@ def test_a_run_leaves_a_model_a_report_metrics_and_images(finished, capsys):
         assert all(np.isfinite(value) for value in line.values())
     assert {"text_nll", "image_nll"} <= {name for line in lines for name in line}
     text = (finished.folder / "report.md").read_text()
-    for part in ("6 steps", "| draw | ", "| answer | ", "pictures/drawn.png", "times faster"):
+    for part in ("6 steps", "| draw | ", "| answer | ", "images/drawn.png", "times faster"):
         assert part in text
-    assert (finished.folder / "pictures" / "drawn.png").is_file()
-    assert (finished.folder / "pictures" / "answered.png").is_file()
+    assert (finished.folder / "images" / "drawn.png").is_file()
+    assert (finished.folder / "images" / "answered.png").is_file()
     loaded = model_folder.load_model(finished.folder)
     assert loaded.config == stand_ins.settings(train={"train_steps": 6})
     assert (loaded.vq_folder / "params.safetensors").is_file()

@@ -21,7 +21,7 @@ from sparse_lavida_jax.visibility import PAD_BLOCK
 
 REMASKING = {"low_confidence": "probability", "entrophy": "entropy"}  # released name -> ours
 # The second rows of the released edit modes 0 to 3.
-EDIT_MODES = ("source_only", "no_source", "no_picture", "no_text")
+EDIT_MODES = ("source_only", "no_source", "no_image", "no_text")
 
 
 def variants(name, key=""):
@@ -181,7 +181,7 @@ def history(model, request, segments, settings, draws=None):
         passes = now.steps
 
     last = traces.finished(
-        model, [request], one_by_one(segments), settings, draws=draws, on_segment=show
+        model, [request], one_by_one(segments), settings, draws=draws, callback=show
     )
     return np.stack(shown), last[0], passes
 

@@ -51,7 +51,7 @@ def test_whole_segments_take_the_same_steps(case):
             passes = []
             last = sample.sample(
                 given.model(), [request], plan, settings=settings,
-                on_segment=lambda progress, seen=passes: seen.append(progress.steps),
+                callback=lambda progress, seen=passes: seen.append(progress.steps),
             )  # fmt: skip
             expected = given.outputs[f"{name}.final"][0, -variant["max_new_tokens"] :]
             np.testing.assert_array_equal(last[0, :, 0], expected)

@@ -11,7 +11,7 @@ import pathlib
 import pytest
 import segment_programs
 
-from sparse_lavida_jax import config_files
+from sparse_lavida_jax import config
 from sparse_lavida_jax.bench import described
 
 pytestmark = pytest.mark.skipif(
@@ -29,7 +29,7 @@ CASES = [
 @pytest.fixture(scope="module", params=CASES)
 def programs(request):
     """Prefill and the longest segment of images with guidance: two rows each."""
-    settings = described.full_run(config_files.read(CONFIG))
+    settings = described.full_run(config.read(CONFIG))
     topology, images = request.param
     axes = described.SAMPLING[topology]
     with segment_programs.unchecked():

@@ -14,7 +14,7 @@ import jax
 import pytest
 import segment_programs
 
-from sparse_lavida_jax import config_files
+from sparse_lavida_jax import config
 from sparse_lavida_jax.bench import described, plan
 
 pytestmark = pytest.mark.skipif(
@@ -34,7 +34,7 @@ def test_a_training_step_of_the_full_model_fits_64_chips(name, topology):
 
     The optimizer's state alone would need 125 GB on a chip that held all of it.
     """
-    settings = described.full_run(config_files.read(CONFIGS / f"{name}.py"))
+    settings = described.full_run(config.read(CONFIGS / f"{name}.py"))
     axes = described.training_axes(settings, topology)
     batch = plan.Batch(rows=128, understanding=1024, generation=1280)
     with segment_programs.unchecked():

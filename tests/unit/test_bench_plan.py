@@ -14,7 +14,7 @@ import tiny
 from flax import nnx
 from jax.sharding import Mesh
 
-from sparse_lavida_jax import config, config_files, train
+from sparse_lavida_jax import config, train
 from sparse_lavida_jax.bench import plan
 from sparse_lavida_jax.models import parameters, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
@@ -109,7 +109,7 @@ def test_a_device_of_a_mesh_holds_its_share_of_a_run():
 
 
 def test_the_mesh_of_a_plan_is_that_of_the_config():
-    mesh = config_files.read(CONFIGS / "sft_1024.py").train.mesh
+    mesh = config.read(CONFIGS / "sft_1024.py").train.mesh
     assert plan.axes_of(mesh, 64) == {"data": 1, "fsdp": 64}
     assert plan.axes_of({"fsdp": 4}) == {"fsdp": 4}
     assert plan.axes_of({}) == {}
@@ -123,7 +123,7 @@ def test_the_mesh_of_a_plan_is_that_of_the_config():
 
 
 def test_the_branch_of_the_plan_is_that_of_the_config():
-    given = config_files.read(CONFIGS / "lavida_o_branch.py")
+    given = config.read(CONFIGS / "lavida_o_branch.py")
     model = jax.eval_shape(lambda: Denoiser(given.model, rngs=nnx.Rngs(0)))
     parts = [
         jax.eval_shape(lambda m, s=s: optimizer.parted(s, m), model)
@@ -135,7 +135,7 @@ def test_the_branch_of_the_plan_is_that_of_the_config():
 
 def test_the_release_fits_as_it_should():
     """Figures of the plan of this project: LoRA about 26 GB, the branch alone about 58 GB."""
-    given = config_files.read(CONFIGS / "lavida_o_lora.py")
+    given = config.read(CONFIGS / "lavida_o_lora.py")
     found = plan.plan(given, plan.Batch(1, 1024, 1280))
     assert 24e9 < found.total < 27e9
     assert found.fits(32 * 2**30) and not found.fits(24 * 2**30)

@@ -11,11 +11,11 @@ import jax
 import pytest
 from flax import nnx
 
-from sparse_lavida_jax import config, config_files
-from sparse_lavida_jax.bench import record, running, suites
+from sparse_lavida_jax import config
+from sparse_lavida_jax.bench import record, requests, running, suites
 from sparse_lavida_jax.models.denoiser import Denoiser
 
-SMALL = config_files.read(pathlib.Path(__file__).parents[2] / "configs" / "speed_cpu.py")
+SMALL = config.read(pathlib.Path(__file__).parents[2] / "configs" / "speed_cpu.py")
 MODEL = jax.eval_shape(lambda: Denoiser(SMALL.model, rngs=nnx.Rngs(0)))
 IDS = [f"t2i256/{name}/b1" for name in ("sparse", "dense_lean", "dense_released")]
 
@@ -40,10 +40,13 @@ def run(tmp_path, monkeypatch):
             clock[0] += 240
             return [row for _ in cases]
 
-        monkeypatch.setattr(suites, "measure", measure)
-        subject = suites.Subject(MODEL, settings, None, None, random_weights=True)
+        monkeypatch.setattr(requests, "measure", measure)
+        subject = requests.Subject(MODEL, settings, None, None, random_weights=True)
+        cases = suites.cases("headline", settings)
         with contextlib.suppress(KeyboardInterrupt):
-            running.run_suite(subject, "headline", **{"runs": 5, "vq_dtype": "bfloat16"} | options)
+            running.run_suite(
+                subject, "headline", cases, **{"runs": 5, "vq_dtype": "bfloat16"} | options
+            )
         return measured
 
     return suite

@@ -2,7 +2,6 @@
 """Ratios and bars of attention, from rows that nobody measured and nobody writes."""
 
 import pathlib
-import tomllib
 
 import pytest
 
@@ -70,11 +69,11 @@ def test_seconds_of_sampling_are_told_where_they_are_asked_for_alone():
 
     rows = [sampled("dense", 3.0, 376), sampled("sparse", 1.0, 107), sampled("sparse", 1, 107, "b")]
     case = "| scenes, draw, 1, 8"
-    assert table.sampling_table(rows).splitlines()[2:] == [
+    assert table.table("sampling", rows).splitlines()[2:] == [
         f"{case} | dense | 376 | 1.00 | H200 |",
         f"{case} | sparse | 107 | 3.00 | H200 |",
     ]
-    told = table.sampling_table(rows, seconds=True).splitlines()
+    told = table.table("sampling_seconds", rows).splitlines()
     assert "| preset | seconds | tokens | times faster than dense |" in told[0]
     assert told[2:] == [
         f"{case} | dense | 3.0000 | 376 | 1.00 | H200 |",
@@ -84,7 +83,7 @@ def test_seconds_of_sampling_are_told_where_they_are_asked_for_alone():
 
 
 def test_every_bar_of_the_suite_is_listed_even_if_nothing_was_measured():
-    bars = tomllib.loads(table.BARS.read_text())["attention"]
+    bars = table.bars()["attention"]
     lines = table.attention_bars([]).splitlines()[2:]
     assert len(lines) == sum(len(of_kind) for of_kind in bars.values()) == 16
     assert all(line.endswith("| not measured |") for line in lines)
@@ -98,7 +97,7 @@ def test_bars_name_shapes_and_methods_that_there_are():
         case = cases.Case(name, 1, shapes.tags(name))
         for what in ("forward", "forward_backward"):
             known |= {f"{name}/{what}/{method}" for method in methods.methods(case)}
-    for bars in tomllib.loads(table.BARS.read_text())["attention"].values():
+    for bars in table.bars()["attention"].values():
         for pattern in bars:
             assert any(table.fnmatch.fnmatchcase(name, pattern) for name in known), pattern
 
@@ -157,8 +156,8 @@ def test_tables_take_microseconds(seconds, held):
 
 def test_the_table_has_every_row_with_its_rates():
     rows = [row("x/forward", "kernel", 1e-5), row("x/forward", "cudnn", 2e-5)]
-    lines = table.attention_table(rows).splitlines()[2:]
+    lines = table.table("attention", rows).splitlines()[2:]
     assert lines == [
         "| x/forward | 1 | kernel | 10.0 | 1.00 | 100 | 200 | H200 |",
-        "| x/forward | 1 | cudnn | 20.0 | 2.00 | 50 |  | H200 |",
+        "| x/forward | 1 | cudnn | 20.0 | 2.00 | 50 | | H200 |",
     ]

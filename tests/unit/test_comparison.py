@@ -11,7 +11,7 @@ import pytest
 import stand_ins
 import tiny
 
-from sparse_lavida_jax import config, config_files, train
+from sparse_lavida_jax import config, train
 from sparse_lavida_jax.bench import comparison, record
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.models import parameters
@@ -39,7 +39,7 @@ def test_every_way_of_a_file_can_be_trained(path):
     shared, found = comparison.read(path)
     assert f"bench.ablation --config=configs/{path.name}" in path.read_text()
     assert shared.name == path.stem
-    assert not shared.train.eval_prompts and not shared.train.picture_seconds
+    assert not shared.train.eval_prompts and not shared.train.image_seconds
     for way in found.ways:
         made = comparison.settings_of(shared, found, way, 1, pathlib.Path("runs"))
         assert made.seed == (1001 if found.ways[way].after else 1)
@@ -47,7 +47,7 @@ def test_every_way_of_a_file_can_be_trained(path):
         same = dataclasses.replace(made, name=shared.name, seed=shared.seed)
         assert (same == shared) == (not found.ways[way].changes and not found.ways[way].after)
         for changes in found.ways[way].sampled.values():
-            config_files.changed(made, {"sampling": changes})
+            config.changed(made, {"sampling": changes})
 
 
 def test_ways_that_train_alike_share_a_run_and_others_do_not():
@@ -72,7 +72,7 @@ def test_ways_that_train_alike_share_a_run_and_others_do_not():
     (shared, found), folder = comparison.read(CONFIGS[0]), pathlib.Path("runs")
     one = comparison.settings_of(shared, found, "schedule", 0, folder)
     for changes in ({"train": {"train_steps": 7}}, {"sampling": {"shift": 1.0}}):
-        changed = config_files.changed(shared, changes)
+        changed = config.changed(shared, changes)
         assert comparison.settings_of(changed, found, "schedule", 0, folder).name != one.name
     assert comparison.settings_of(shared, found, "schedule", 1, folder).name != one.name
 

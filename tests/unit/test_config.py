@@ -8,7 +8,7 @@ import pathlib
 import ml_collections
 import pytest
 
-from sparse_lavida_jax import config, config_files
+from sparse_lavida_jax import config, schema
 
 CONFIGS = sorted((pathlib.Path(__file__).parents[2] / "configs").glob("*.py"))
 
@@ -22,7 +22,7 @@ def test_unknown_setting_lists_the_known_ones():
 def test_what_the_release_drops_is_dropped(name):
     """Spec Sec. 9.2."""
     (path,) = (path for path in CONFIGS if path.stem == name)
-    data = config_files.read(path).data
+    data = config.read(path).data
     assert (data.prompt_drop, data.source_drop) == (0.1, 0.5)
 
 
@@ -49,7 +49,7 @@ def test_unknown_section_lists_the_known_ones():
         ("sampling", "text_most", 2, 'it must be 0 with text_commit="count"'),
         ("sampling", "edit_guidance", "mode0", "source, source_only, no_source"),
         ("model", "head_dim", 31, "even"),
-        ("model", "codes_per_token", 2, "1 or 4"),
+        ("model", "codes_per_token", 2, "choose one of 1, 4"),
         ("model", "dual_tower_layers", 9, r"one of 0\.\.4"),
         ("data", "max_answer_len", 41, "a multiple of self.text_block_len=8"),
         ("diffusion", "corruption", "swapped", "choose one of blocks, released"),
@@ -95,6 +95,21 @@ def test_settings_survive_json():
     assert after == before
 
 
+def test_older_names_are_still_read():
+    given = {
+        "data": {"picture_codec": "grey"},
+        "train": {"picture_seconds": 3},
+        "sampling": {"edit_guidance": "no_picture"},
+    }
+    built = config.build(config.Config, given)
+    assert (built.data.image_codec, built.train.image_seconds) == ("grey", 3.0)
+    assert built.sampling.edit_guidance == "no_image"
+    assert config.changed(built, {"data": {"picture_codec": "other"}}).data.image_codec == "other"
+    word = schema.renamed("--config.data.picture_codec=picture_codec")
+    assert word == "--config.data.image_codec=picture_codec"
+    assert schema.with_old_names(config.changes(built))["data"] == given["data"]
+
+
 def test_changes_are_what_is_not_the_default():
     assert config.changes(config.Config()) == {}
     lesson = {"first": {"until": 3, "tasks": {"draw": 1.0}}}
@@ -117,5 +132,5 @@ def test_settings_cannot_be_changed():
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_builds(path):
-    settings = config_files.read(path)
+    settings = config.read(path)
     assert settings.name != "unnamed"

@@ -14,7 +14,7 @@ import pytest
 import torch_folder
 from flax import nnx
 
-from sparse_lavida_jax import config, config_files
+from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import arrays
 from sparse_lavida_jax.convert import names, settings
 from sparse_lavida_jax.convert.settings import ConvertError
@@ -66,7 +66,7 @@ def test_the_release_has_as_many_tensors_and_parameters_as_it_should(release):
 def test_the_config_of_the_release_has_its_sizes():
     """`configs/lavida_o.py`, whose model differs in how it was trained alone."""
     theirs = settings.settings_from(RELEASE)
-    ours = config_files.read(pathlib.Path(__file__).parents[2] / "configs/lavida_o.py")
+    ours = config.read(pathlib.Path(__file__).parents[2] / "configs/lavida_o.py")
     assert dataclasses.replace(ours.model, trained_attention="full") == theirs.model
     assert ours.vq == theirs.vq
 

@@ -542,7 +542,7 @@ def test_digits_need_no_image_codec():
     model = {"vocab_size": stand_ins.tokenizer().vocab_size, "grid_size": 8, "codebook_size": 17}
     given = stand_ins.settings(
         model=tiny.model_settings(**model),
-        data={"source": "digits", "picture_codec": "grey", "tasks": {"digit": 1.0}},
+        data={"source": "digits", "image_codec": "grey", "tasks": {"digit": 1.0}},
     )
     batch = stand_ins.batches(given).batch("draw", 0)
     assert batch.pixels is None

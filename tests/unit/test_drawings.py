@@ -10,14 +10,15 @@ from PIL import Image
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.data.templates import RequestError
-from sparse_lavida_jax.inference import batching, requests
-from sparse_lavida_jax.inference.results import Result, Source
+from sparse_lavida_jax.inference import engine, regions, requests
+from sparse_lavida_jax.inference.requests import Request
+from sparse_lavida_jax.inference.results import Origin, Result
 
 IMAGE = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3)
 
 
 def result(*shown):
-    return Result("generate", (), (), config.Sampling(), Source(), {}, pixels=shown)
+    return Result("generate", (), (), config.Sampling(), Origin(), {}, pixels=shown)
 
 
 def test_images_come_from_arrays_images_files_and_results(tmp_path):
@@ -35,15 +36,19 @@ def test_images_come_from_arrays_images_files_and_results(tmp_path):
 
 def test_one_of_either_goes_with_all_of_the_other():
     def rows(words, shown, copies=1, seed=5):
-        made = requests.rows_of(words, shown, copies, seed, needs_image=False)
-        return [(row.words, row.shown is not None, row.seed) for row in made]
+        pairs = requests.paired(words, shown, copies)
+        seeds = requests.row_seeds(seed, len(pairs), copies)
+        return [(*pair, seed) for pair, seed in zip(pairs, seeds, strict=True)]
 
-    assert rows("a", None) == [("a", False, 5)]
-    assert rows(["a", "b"], IMAGE) == [("a", True, 5), ("b", True, 6)]
-    assert rows("a", [IMAGE, IMAGE], seed=[9, 2]) == [("a", True, 9), ("a", True, 2)]
-    assert rows(["a", "b"], None, copies=2) == [
-        ("a", False, 5), ("a", False, 6), ("b", False, 7), ("b", False, 8),
-    ]  # fmt: skip
+    def short(rows):
+        return [(words, len(images), seed) for words, images, seed in rows]
+
+    assert short(rows("a", None)) == [("a", 0, 5)]
+    assert short(rows(["a", "b"], IMAGE)) == [("a", 1, 5), ("b", 1, 6)]
+    assert short(rows("a", [IMAGE, IMAGE], seed=[9, 2])) == [("a", 1, 9), ("a", 1, 2)]
+    copied = [("a", 0, 5), ("a", 0, 6), ("b", 0, 7), ("b", 0, 8)]
+    assert short(rows(["a", "b"], None, copies=2)) == copied
+    assert short(rows(["a", "b"], None, copies=2, seed=[5, 7])) == copied
 
 
 @pytest.mark.parametrize(
@@ -52,44 +57,42 @@ def test_one_of_either_goes_with_all_of_the_other():
         (["a", "b"], [IMAGE] * 3, "2 prompts and 3 images do not go together"),
         ([], IMAGE, "0 prompts"),
         ("\n", None, "the prompt is empty"),
-        ("a", None, "about an image: give one"),
     ],
 )
 def test_rows_that_do_not_go_together_are_told(words, shown, told):
     with pytest.raises(RequestError, match=told):
-        requests.rows_of(words, shown, 1, 0, needs_image=True)
+        requests.paired(words, shown)
 
 
 def test_seeds_are_told():
-    assert batching.row_seeds(3, 2) == [3, 4]
+    assert requests.row_seeds(3, 2) == [3, 4]
     with pytest.raises(RequestError, match="1 seeds were given for 2 rows"):
-        batching.row_seeds([3], 2)
+        requests.row_seeds([3], 2)
     with pytest.raises(RequestError, match="the seed 2147483648 is out of range"):
-        batching.row_seeds(2**31 - 1, 2)
+        requests.row_seeds(2**31 - 1, 2)
 
 
 def test_numbers_are_those_of_all_rows_or_of_each():
-    rows = requests.rows_of(
-        ["a", "b"], None, 1, 0, needs_image=False, temperature=[0, None], guidance=1.5
-    )
-    assert [row.own for row in rows] == [batching.Own(0.0, 1.5), batching.Own(None, 1.5)]
-    assert rows[0].own.of_image(config.Sampling()) == config.Sampling(temperature=0.0, guidance=1.5)
+    assert requests.row_numbers("temperature", [0, None], 2) == [0.0, None]
+    assert requests.row_numbers("guidance", 1.5, 2) == [1.5, 1.5]
+    row = Request(task="generate", temperature=0.0, guidance=1.5)
+    alone = config.Sampling(temperature=0.0, guidance=1.5)
+    assert requests.of_row(config.Sampling(), row) == alone
     with pytest.raises(RequestError, match="3 numbers were given as temperature of 2 rows: give"):
-        batching.row_numbers(2, temperature=[0.1, 0.2, 0.3])
+        requests.row_numbers("temperature", [0.1, 0.2, 0.3], 2)
     for wrong in (-1, float("nan")):
         with pytest.raises(RequestError, match=f"guidance={wrong} is out of range: it must be 0"):
-            batching.row_numbers(2, guidance=[1.0, wrong])
+            requests.row_numbers("guidance", [1.0, wrong], 2)
 
 
 def test_a_batch_is_guided_if_any_row_of_it_is():
     sampling = config.Sampling(guidance=2.0)
-    own = [batching.Own(), batching.Own(0.5, 0.0), batching.Own(None, 3.0, 1.0)]
-    how, filled = batching.together(sampling, own)
+    scales = [(None, None), (0.0, None), (3.0, 1.0)]
+    rows = [Request(task="edit", guidance=g, guidance_image=i) for g, i in scales]
+    how = engine.of_all(sampling, rows)
     assert (how.guidance, how.guidance_image) == (3, 1)
-    assert [(row.guidance, row.guidance_image) for row in filled] == [(2.0, 0.0), (0, 0.0), (3, 1)]
-    assert batching.together(how, filled) == (how, filled)
-    how, _ = batching.together(sampling, [batching.Own(guidance=0.0)])
-    assert how.guidance == 0
+    assert engine.of_all(how, rows) == how
+    assert engine.of_all(sampling, [Request(task="edit", guidance=0.0)]).guidance == 0
 
 
 @hypothesis.given(st.integers(1, 12), st.integers(1, 40), st.integers(1, 40), st.data())
@@ -97,7 +100,7 @@ def test_a_cell_is_untouched_where_no_pixel_overlaps_it(grid, height, width, dat
     y, x = data.draw(st.integers(0, height - 1)), data.draw(st.integers(0, width - 1))
     pixels = np.zeros((height, width), bool)
     pixels[y, x] = True
-    free = requests.untouched(pixels, grid)
+    free = regions.untouched(pixels, grid)
     for row in range(grid):
         for column in range(grid):
             apart = (
@@ -111,13 +114,13 @@ def test_a_cell_is_untouched_where_no_pixel_overlaps_it(grid, height, width, dat
 
 def test_an_image_stands_in_whole_cells():
     tall = np.zeros((64, 32, 3), np.uint8)
-    assert requests.inner_box(tall, None, 96, 16) == (32, 16, 64, 80)
-    assert requests.inner_box(tall, (17, 30, 40, 33), 96, 16) == (16, 16, 48, 48)
+    assert regions.inner_box(tall, None, 96, 16) == (32, 16, 64, 80)
+    assert regions.inner_box(tall, (17, 30, 40, 33), 96, 16) == (16, 16, 48, 48)
     large = np.zeros((960, 480, 3), np.uint8)
-    assert requests.inner_box(large, None, 96, 16) == (32, 16, 64, 64)
+    assert regions.inner_box(large, None, 96, 16) == (32, 16, 64, 64)
     with pytest.raises(image_files.ImageError, match="leaves nothing to draw"):
-        requests.inner_box(tall, (1, 1, 95, 95), 96, 16)
-    canvas, known = requests.placed(tall + 9, (32, 16, 64, 80), 96, 16)
+        regions.inner_box(tall, (1, 1, 95, 95), 96, 16)
+    canvas, known = regions.placed(tall + 9, (32, 16, 64, 80), 96, 16)
     assert (canvas[16:80, 32:64] == 9).all()
     assert canvas.sum() == 9 * 64 * 32 * 3
     assert np.argwhere(known)[[0, -1]].tolist() == [[1, 2], [4, 3]]

@@ -8,8 +8,7 @@ import pytest
 import stand_ins
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.evals import benchmark
-from sparse_lavida_jax.evals import scenes as exact
+from sparse_lavida_jax.evals import benchmark, exact, scenes, scorers
 from sparse_lavida_jax.pipeline import ANSWER_TOKENS
 from sparse_lavida_jax.scenes import digits, tasks, world
 
@@ -33,13 +32,13 @@ def asked(task, split="test", count=PROMPTS):
 )
 def test_the_interval_is_the_published_one(correct, total, low, high):
     """R. G. Newcombe, Statistics in Medicine 17 (1998) 857, Table I, method 3."""
-    assert exact.wilson_interval(correct, total) == pytest.approx((low, high), abs=6e-5)
+    assert scorers.wilson_interval(correct, total) == pytest.approx((low, high), abs=6e-5)
 
 
 def test_an_interval_stays_between_0_and_1():
-    assert exact.wilson_interval(0, 0) == (0.0, 1.0)
+    assert scorers.wilson_interval(0, 0) == (0.0, 1.0)
     for total in (1, 7, 2000):
-        low, high = exact.wilson_interval(total, total)
+        low, high = scorers.wilson_interval(total, total)
         assert 0 < low < high == 1.0
 
 
@@ -80,7 +79,7 @@ def test_everything_that_was_trained_is_evaluated(tmp_path):
         stand_ins.settings(data={"tasks": trained}),
         [*asked("draw"), *asked("answer"), *asked("draw", "held_out")],
     )
-    bench = exact.Bench(dataclasses.replace(pipe.settings, evaluate=EVALUATE))
+    bench = scenes.Bench(dataclasses.replace(pipe.settings, evaluate=EVALUATE))
     answers = []
     for batch in bench.batches(bench.items[::-1]):
         assert len({item.key.rsplit("/", 1)[0] for item in batch}) == 1 and len(batch) <= 8
@@ -98,7 +97,7 @@ def test_everything_that_was_trained_is_evaluated(tmp_path):
 
 def test_a_batch_of_infills_shows_images_to_all_rows_or_to_none(tmp_path):
     """Those without a given word, too, of which some show an image and some do not."""
-    bench = exact.Bench(
+    bench = scenes.Bench(
         dataclasses.replace(
             stand_ins.settings(data={"tasks": {"infill": 1.0}}),
             evaluate=config.Evaluate(limit=250, batch_size=32),
@@ -131,7 +130,8 @@ def test_tasks_that_show_different_things_are_asked_in_their_own_way():
     assert kinds == {
         task: [(call, exact.EVAL_SEED)]
         for task, call in {
-            "draw": "draw", "edit": "edit", "inpaint": "fill", "answer": "write", "infill": "run",
+            "draw": "draw", "edit": "edit", "inpaint": "fill", "answer": "decode",
+            "infill": "decode",
         }.items()
     }  # fmt: skip
 

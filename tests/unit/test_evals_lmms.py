@@ -26,7 +26,8 @@ class Pipe(pipeline.SparseLaViDa):
     """Answers with what it was asked, and how."""
 
     def __init__(self, batch_size):
-        self.settings, self.batch_size, self.prompts = config.Config(), batch_size, self
+        self.settings, self.prompts = config.Config(), self
+        self.engine = types.SimpleNamespace(batch_size=batch_size)
         self.calls = []
 
     @classmethod
@@ -37,11 +38,8 @@ class Pipe(pipeline.SparseLaViDa):
     def ask(self, words, images, tokens):
         return words, [tuple(image[0, 0].tolist()) for image in images], tokens
 
-    def shared_bucket(self, examples, sampling):
-        return len(examples)
-
-    def run(self, examples, *, sampling, seed, bucket):
-        assert bucket == len(examples)
+    def decode(self, examples, *, sampling, seed, shared):
+        assert shared
         self.calls.append((len(examples), sampling.text_step_ratio, sampling.text_steps))
         return list(zip(examples, seed, strict=True))
 

@@ -41,11 +41,8 @@ class Pipe(pipeline.SparseLaViDa):
         assert len(images) == 1
         return words
 
-    def shared_bucket(self, examples, sampling):
-        return len(examples)
-
-    def run(self, examples, *, sampling, seed, bucket):
-        assert bucket == len(examples)
+    def decode(self, examples, *, sampling, seed, shared):
+        assert shared
         for words in examples:
             with self.log.open("a") as file:
                 file.write(words.splitlines()[0] + "\n")

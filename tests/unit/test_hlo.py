@@ -12,7 +12,7 @@ import stand_ins
 import tiny
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from sparse_lavida_jax import config, config_files, train
+from sparse_lavida_jax import config, train
 from sparse_lavida_jax.bench import described, hlo, plan
 from sparse_lavida_jax.models import parameters, sharding
 
@@ -114,7 +114,7 @@ def test_a_step_gathers_weights_and_no_rows_and_sums_gradients():
 
 def test_the_papers_run_over_its_own_mesh_holds_nothing_large_whole():
     """From the config alone: no model lies at its `init_from`."""
-    settings = config_files.read(CONFIGS / "sft_1024.py")
+    settings = config.read(CONFIGS / "sft_1024.py")
     axes = described.training_axes(settings, "v6e:8x8")
     assert axes == {"data": 1, "fsdp": 64}
     with segment_programs.unchecked():

@@ -15,7 +15,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # A module may import those of its own level and of lower ones. A folder stands for what is in it
 # unless a file of it is named.
 LEVELS = [
-    {"config", "config_files", "visibility", "markdown", "programs", "bench/record"},
+    {"config", "schema", "visibility", "markdown", "programs", "bench/record"},
     {"layout"},
     {"kernels", "orders", "choose", "prompts"},
     {"presets"},

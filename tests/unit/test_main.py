@@ -186,7 +186,7 @@ def test_a_stopped_run_says_how_to_go_on(folder, monkeypatch, capsys, number, co
 
 def test_a_full_disk_is_a_sentence(folder, monkeypatch, capsys):
     def train(settings, run, profile):
-        raise OSError(28, "No space left on device", "runs/toy/pictures/000001.png")
+        raise OSError(28, "No space left on device", "runs/toy/images/000001.png")
 
     fake = types.SimpleNamespace(train=train)
     monkeypatch.setattr(sparse_lavida_jax, "train", fake, raising=False)

@@ -100,6 +100,6 @@ def test_the_table_holds_every_way_against_masked_diffusion():
         }  # fmt: skip
 
     rows = [row("vanilla", 1.0, 100, 4e9, 0.2), row("step_causal", 0.5, 150, 2e9, 0.4)]
-    ours, theirs = table.training_table(rows).splitlines()[2:]
+    ours, theirs = table.table("training", rows).splitlines()[2:]
     assert "| 3.00 x | 3.00 x | 0.200 |" in ours and "| 150 | 50 % |" in ours
     assert "| 1.00 x | 1.00 x | 0.100 |" in theirs

@@ -10,7 +10,7 @@ import stand_ins
 import tiny
 
 from sparse_lavida_jax import config, pipeline, sequence
-from sparse_lavida_jax.inference import batching
+from sparse_lavida_jax.inference import engine
 from sparse_lavida_jax.models import codec as codecs
 from sparse_lavida_jax.models import fuse
 from sparse_lavida_jax.scenes import digits, tasks, world
@@ -86,17 +86,17 @@ def pipe(monkeypatch):
         )
         made.asked, made.texts_told = [], []
 
-        def run(examples, **_):
+        def decode(examples, *_, **__):
             made.asked.append(examples)
             if examples[0].kind == "image":
-                return [example.response for example in examples]
+                return stand_ins.decoded(example.response for example in examples)
             told = made.texts_told or [""] * len(examples)
-            return [
+            return stand_ins.decoded(
                 made.encoder.text_example("", text, length=len(example.response)).response
                 for text, example in zip(told, examples, strict=True)
-            ]
+            )
 
-        monkeypatch.setattr(made, "run", run)
+        monkeypatch.setattr(made.engine, "decode", decode)
         return made
 
     return make
@@ -114,7 +114,7 @@ def texts_in(made, example):
 def test_an_image_is_laid_out_before_it_is_drawn(pipe):
     made = pipe(PLANS)
     made.texts_told = [" a plan", " another"]
-    images = made.draw(["one", "two"])
+    images = made.generate(["one", "two"]).pixels
     planned, drawn = made.asked
     assert [texts_in(made, example) for example in planned] == [["one"], ["two"]]
     assert [texts_in(made, example) for example in drawn] == [
@@ -127,11 +127,11 @@ def test_an_image_is_laid_out_before_it_is_drawn(pipe):
 
 def test_an_image_is_not_laid_out_where_that_was_not_learned_or_not_wanted(pipe):
     untrained = pipe({"draw": 1.0})
-    untrained.draw(["one"])
+    untrained.generate(["one"])
     unwanted = pipe(PLANS)
-    unwanted.draw(["one"], sampling=config.Sampling(plan=False))
+    unwanted.generate(["one"], sampling=config.Sampling(plan=False))
     told = pipe(PLANS)
-    told.draw(["one"], plans=[" mine"])
+    told.generate(["one"], plan=[" mine"])
     assert [texts_in(untrained, e) for (e,) in untrained.asked] == [["one"]]
     assert [texts_in(unwanted, e) for (e,) in unwanted.asked] == [["one"]]
     assert [texts_in(told, e) for (e,) in told.asked] == [["one", " mine"]]
@@ -139,11 +139,14 @@ def test_an_image_is_not_laid_out_where_that_was_not_learned_or_not_wanted(pipe)
 
 @pytest.mark.parametrize("known", [False, True])
 def test_an_edit_shows_image_and_source_and_keeps_what_is_known(pipe, known):
-    made = pipe(PLANS)
+    made = pipe(PLANS | {"inpaint": 1.0})
     made.texts_told = [" a plan"]
     sample = tasks.sample("inpaint" if known else "edit", 0, 0)
     shown = world.render(sample.image)
-    (edited,) = made.redraw([shown], [sample.prompt], known=[sample.known_grid] if known else None)
+    if known:
+        edited = made.inpaint(shown, sample.prompt, known=sample.known_grid).pixels[0]
+    else:
+        edited = made.edit(shown, sample.prompt).pixels[0]
     (planned,), (changed,) = made.asked
     for example in (planned, changed):
         assert example.pixels.shape == (48, 48, 3)
@@ -157,10 +160,10 @@ def test_an_edit_shows_image_and_source_and_keeps_what_is_known(pipe, known):
 
 def test_which_plan_an_edit_needs_depends_on_what_is_known(pipe):
     shown, known = [stand_ins.EMPTY], [np.zeros((6, 6), bool)]
-    made = pipe({"edit": 1.0, "edit_plan": 1.0})
-    made.redraw(shown, ["x"])
+    made = pipe({"edit": 1.0, "edit_plan": 1.0, "inpaint": 1.0})
+    made.edit(shown, ["x"])
     assert len(made.asked) == 2
-    made.redraw(shown, ["x"], known=known)
+    made.inpaint(shown, ["x"], known=known)
     assert len(made.asked) == 3
 
 
@@ -168,16 +171,16 @@ def test_an_image_of_another_size_is_brought_to_ours(pipe):
     made = pipe({"edit": 1.0, "answer": 1.0})
     scene = tasks.sample("edit", 0, 3).image
     large = world.render(scene, 240)
-    (edited,) = made.redraw([large], ["x"])
+    (edited,) = made.edit([large], ["x"]).pixels
     assert world.read(edited) == scene
-    made.write(["what?"], [np.zeros((31, 77, 3), np.uint8)])
+    made.ask(np.zeros((31, 77, 3), np.uint8), "what?")
     assert made.asked[-1][0].pixels.shape == (48, 48, 3)
 
 
 def test_text_ends_at_its_first_end(pipe):
     made = pipe({"answer": 1.0})
     made.texts_told = [" yes", ""]
-    assert made.write(["one?", "two?"]) == [" yes", ""]
+    assert made.ask(None, ["one?", "two?"]).texts == ("yes", "")
     ids = made.encoder.text_example("", " yes", length=8).response
     assert made.texts([np.concatenate([ids, ids]), ids[:1]]) == [" yes", " yes"]
 
@@ -185,7 +188,7 @@ def test_text_ends_at_its_first_end(pipe):
 @pytest.mark.parametrize(("asked", "given"), [(1, 8), (8, 8), (9, 16), (16, 16)])
 def test_the_space_for_an_answer_is_whole_text_blocks(pipe, asked, given):
     made = pipe({"answer": 1.0})
-    made.write(["how many?"], max_new_tokens=asked)
+    made.ask(None, "how many?", max_new_tokens=asked)
     assert len(made.asked[0][0].response) == given
 
 
@@ -198,13 +201,13 @@ def batches(monkeypatch):
     """The batches that reach the sampler, as lists of (words of the prompt, seed)."""
     seen = []
 
-    def sample(model, requests, segments, *, settings, prompt_len, on_segment, prefixes):
+    def sample(model, requests, segments, *, settings, prompt_len, **_):
         seen.append([(len(request.parts[1].ids), request.seed) for request in requests])
         sample.prompt_lens.add(prompt_len)
         return np.stack([np.full_like(r.tokens, r.seed) for r in requests])
 
     sample.prompt_lens = set()
-    monkeypatch.setattr(batching.sample, "sample", sample)
+    monkeypatch.setattr(engine.sample, "sample", sample)
     return seen, sample.prompt_lens
 
 
@@ -218,7 +221,7 @@ def test_examples_of_one_length_are_decoded_together_and_come_back_in_order(batc
         made.encoder.text_example(" red" * (i + 1), length=length)
         for i, length in enumerate(lengths)
     ]
-    responses = made.run(examples, seed=70)
+    responses = made.decode(examples, seed=70)
     seen, prompt_lens = batches
     # The last batch is filled up with its last row; row i has the seed 70 + i wherever it is.
     assert seen == [[(1, 70), (3, 72)], [(2, 71), (4, 73)], [(5, 74), (5, 74)]]
@@ -296,10 +299,10 @@ def test_a_model_that_is_loaded_for_images_keeps_what_they_read_and_writes_no_te
     sizes = [fuse.parameter_bytes(pipe.model) for pipe in (whole, drawing)]
     assert sizes[1] < 0.9 * sizes[0]
     sampling = dataclasses.replace(whole.settings.sampling, num_steps=1, plan=False)
-    (image,) = drawing.draw(["a red circle"], sampling=sampling)
+    (image,) = drawing.generate("a red circle", sampling=sampling).pixels
     assert image.shape[-1] == 3
     with pytest.raises(ValueError, match="these parameters no understanding branch"):
-        drawing.write(["what is it?"])
+        drawing.ask(None, "what is it?")
 
 
 def test_over_a_mesh_no_task_is_asked_for():

@@ -9,9 +9,8 @@ import stand_ins
 from PIL import Image
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.evals import report
-from sparse_lavida_jax.evals import scenes as exact
-from sparse_lavida_jax.inference import batching
+from sparse_lavida_jax.evals import exact, report
+from sparse_lavida_jax.inference import engine
 from sparse_lavida_jax.scenes import digits, tasks, world
 from sparse_lavida_jax.training import metrics
 
@@ -51,10 +50,10 @@ def test_a_sheet_shows_every_image_and_writes_in_the_colour_of_the_judgement():
 
 def test_a_check_scores_prompts_and_saves_a_sheet(tmp_path):
     pipe = stand_ins.Knowing(stand_ins.settings(), asked(report.CHECK_PROMPTS, "draw"))
-    scores = report.check(pipe, tmp_path / "pictures" / "000007.png")
+    scores = report.check(pipe, tmp_path / "images" / "000007.png")
     assert scores == {"draw": 1.0, "single": 1.0, "attribute_precision": 1.0}
     rows = 4 * (world.IMAGE_SIZE + report.CAPTION_HEIGHT + 8)
-    assert pixels_of(tmp_path / "pictures" / "000007.png").shape[0] == rows
+    assert pixels_of(tmp_path / "images" / "000007.png").shape[0] == rows
     ignorant = stand_ins.Knowing(stand_ins.settings(), [], ignorant=True)
     assert report.check(ignorant, tmp_path / "empty.png") == {
         "draw": 0.0, "single": 0.0, "attribute_precision": 0.0,
@@ -116,8 +115,8 @@ def test_the_report_has_a_score_for_every_task(written):
 def test_the_images_of_the_report_are_there(written):
     text, folder = written
     for name in ("drawn", "edited", "answered", "pointed"):
-        assert f"![{name}](pictures/{name}.png)" in text
-        assert pixels_of(folder / "pictures" / f"{name}.png").min() < 200
+        assert f"![{name}](images/{name}.png)" in text
+        assert pixels_of(folder / "images" / f"{name}.png").min() < 200
 
 
 def test_the_report_says_how_fast_sparse_is(written):
@@ -149,7 +148,7 @@ def counted():
 
 def passed_by(pipe, sampling, example):
     block = pipe.settings.data.text_block_len
-    return batching.tokens_passed(pipe.settings.model, sampling, example, block)
+    return engine.tokens_passed(pipe.settings.model, sampling, example, block)
 
 
 @pytest.mark.parametrize(

@@ -282,10 +282,13 @@ def test_compiled_loops_take_the_same_steps_and_callbacks_keep_their_images():
         requests,
         segments,
         settings=image_settings(),
-        on_segment=shown.append,
+        callback=shown.append,
     )
     steps, expected = traces.moments(model, requests, segments, image_settings())
     np.testing.assert_array_equal(canvas, expected)
+    begin, *shown = shown
+    assert (begin.steps, list(begin.blocks), begin.total) == (0, [], 4)
+    np.testing.assert_array_equal(begin.canvas, steps[0].canvas)
     assert [now.steps for now in shown] == [2, 4]
     np.testing.assert_array_equal(shown[0].canvas, steps[2].canvas)
     np.testing.assert_array_equal(shown[1].canvas, canvas)
@@ -388,7 +391,7 @@ def test_a_text_that_ends_early_does_not_know_of_one_that_does_not():
         passes = []
         canvas = traces.finished(
             model, requests, *row_run("text", requests, **ENDS_EARLY), stop_early=False,
-            on_segment=lambda now: passes.append(now.steps),
+            callback=lambda now: passes.append(now.steps),
         )  # fmt: skip
         return canvas, passes[-1]
 
@@ -460,7 +463,7 @@ def test_text_stops_at_its_first_end_with_everything_before_it_decoded():
     block_end = (end // tiny.TEXT_BLOCK_LEN + 1) * tiny.TEXT_BLOCK_LEN
     twin, steps = ends_at(model, whole, end), []
     stopped = traces.finished(
-        twin, requests, plan, settings, on_segment=lambda now: steps.append(now.steps)
+        twin, requests, plan, settings, callback=lambda now: steps.append(now.steps)
     )[0]
     np.testing.assert_array_equal(stopped[: end + 1], whole[: end + 1])
     # What would stand behind it is never decoded; it comes out as end-of-text.
@@ -477,12 +480,12 @@ def test_a_batch_goes_on_until_its_last_row_has_ended():
         tokens[end], given[end] = SETTINGS.end_of_text_id, True
         requests[row] = dataclasses.replace(requests[row], tokens=tokens, given=given)
     plan = traces.plan(requests, settings, 2)
-    traces.finished(model, requests, plan, settings, on_segment=lambda now: shown.append(now.steps))
+    traces.finished(model, requests, plan, settings, callback=lambda now: shown.append(now.steps))
     steps, _ = traces.moments(model, requests, plan, settings)
     bounds = np.cumsum([segment.num_steps for segment in plan])[:-1].tolist()
     over = [bound for bound in bounds if all(has_ended(steps[bound], row) for row in (0, 1))]
-    assert shown == [bound for bound in bounds if bound <= over[0]]
-    assert not all(has_ended(steps[shown[0]], row) for row in (0, 1))
+    assert shown == [0, *(bound for bound in bounds if bound <= over[0])]
+    assert not all(has_ended(steps[shown[1]], row) for row in (0, 1))
 
 
 def has_ended(moment: traces.Moment, row: int) -> bool:
@@ -531,9 +534,9 @@ def canvases(model, requests, plan, settings, **options):
     shown = []
     traces.finished(
         model, requests, steps_apart(plan), settings,
-        on_segment=lambda now: shown.append(now.canvas), **options,
+        callback=lambda now: shown.append(now.canvas), **options,
     )  # fmt: skip
-    return np.stack(shown)
+    return np.stack(shown[1:])  # without what is there before the first
 
 
 def test_recorded_codes_come_out_at_the_step_of_the_order():
@@ -783,7 +786,7 @@ def test_outside_its_interval_guidance_does_not_act(name):
         ("source", 9, 0, [False, True]),
         ("source_only", 9, 0, [False, False]),
         ("no_source", 0, tiny.VISION.num_tokens, [True, True]),
-        ("no_picture", 0, 0, [True, True]),
+        ("no_image", 0, 0, [True, True]),
         ("no_text", 9, tiny.VISION.num_tokens, [False, False]),
     ],
 )
@@ -808,7 +811,7 @@ def test_the_second_row_pushes_or_is_averaged_with(edit_guidance):
     settings = dataclasses.replace(settings, edit_guidance=edit_guidance)
     dropped, second, full = logits = np.random.default_rng(0).normal(size=(3, 1, 2, 1, 5))
     pulled = full + 0.4 * (full - second)
-    if edit_guidance in ("no_source", "no_picture"):
+    if edit_guidance in ("no_source", "no_image"):
         pulled = (full + 0.4 * second) / 1.4
     expected = pulled + 0.7 * (pulled - dropped)
     rows = sample.rows_of([tiny.request("image", SETTINGS, 0, words=3)], settings)
@@ -940,7 +943,8 @@ def test_an_image_of_the_pipeline_runs_these_programs_and_one_that_decodes_it(gu
     pipe = pipeline.SparseLaViDa(model, given, stand_ins.tokenizer(), codec)
     for first in (True, False):
         segments, before = [], len(ran)
-        pipe.generate("a red circle", plan=False, on_segment=segments.append)
+        pipe.generate("a red circle", plan=False, callback=segments.append)
+        del segments[0]  # before the first step
         begin = ["pass_prompt"] * (2 if first else 1) + ["gather"] if guidance else ["prefill"]
         assert ran[before:] == [*begin, *["run_segment"] * len(segments), "_decode"]
         assert len(segments) > 1
@@ -1187,7 +1191,7 @@ def test_sure_text_blocks_end_early():
         done = []
         canvas = traces.finished(
             model, requests, plan, settings, stop_early=False,
-            on_segment=lambda now, seen=done: seen.append(now.steps),
+            callback=lambda now, seen=done: seen.append(now.steps),
         )  # fmt: skip
         assert done[-1] == passes
         assert (canvas != SETTINGS.text_mask_id).all()

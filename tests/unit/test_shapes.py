@@ -6,7 +6,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from sparse_lavida_jax import config_files, diffusion, layout, sequence
+from sparse_lavida_jax import config, diffusion, layout, sequence
 from sparse_lavida_jax.data import packing, rows
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.kernels import shapes, tables
@@ -56,7 +56,7 @@ def test_the_packed_row_is_what_training_makes():
     A joint layer has all prompts before all images; sorted, a segment lies in one piece, as
     cuDNN's packed rows need it.
     """
-    settings = config_files.read(CHECKOUT / "configs" / "sft_1024.py")
+    settings = config.read(CHECKOUT / "configs" / "sft_1024.py")
     rng, examples, cells = np.random.default_rng(SEED), 24, settings.model.grid_size**2
     made = [rows.laid_out(image(rng, cells), settings, rng) for _ in range(examples)]
     lengths = [packing.length_of(row) for row, _ in made]

@@ -10,12 +10,12 @@ import tiny
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sparse_lavida_jax import config, config_files
+from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.models import lora, parameters, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
 
-RELEASE = config_files.read(pathlib.Path(__file__).parents[2] / "configs/lavida_o.py").model
+RELEASE = config.read(pathlib.Path(__file__).parents[2] / "configs/lavida_o.py").model
 
 
 def mesh_of(**axes):

@@ -11,7 +11,7 @@ PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "speed.md").read_text()
 
 
 def test_the_table_of_8_bits_is_that_of_the_rows():
-    assert table.quantized_table(record.read_rows("quant")) in PAGE
+    assert table.table("quantized", record.read_rows("quant")) in PAGE
 
 
 @pytest.mark.parametrize("row", record.read_rows("vq"), ids=lambda row: row["model"])

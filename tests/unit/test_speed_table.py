@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bars of whole requests, from rows that nobody measured and nobody writes."""
 
-import tomllib
-
 from sparse_lavida_jax.bench import table
 
 
@@ -26,7 +24,7 @@ def held(rows):
 
 
 def test_every_bar_is_listed_even_if_nothing_was_measured():
-    bars = tomllib.loads(table.BARS.read_text())
+    bars = table.bars()
     number = sum(
         len(of) for s in ("speed", "speed_cpu") for of in bars[s].values() if isinstance(of, dict)
     )
@@ -90,7 +88,7 @@ def test_programs_that_were_found_compiled_say_nothing_of_compilation():
 
 
 def test_the_table_tells_what_was_timed_in_part():
-    told = table.speed_table([row("t2i1024/dense_lean/b1", 1.5, steps_timed=8)])
+    told = table.table("whole_requests", [row("t2i1024/dense_lean/b1", 1.5, steps_timed=8)])
     assert "1.5000 (8 steps timed)" in told and "10.0 / 10.0 / 1460.0 / 20.0" in told
 
 

@@ -5,68 +5,58 @@ import dataclasses
 import fnmatch
 import functools
 import pathlib
-import tomllib
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
 
-from sparse_lavida_jax import config_files, sample
-from sparse_lavida_jax.bench import suite_cases, suites, table, work
+from sparse_lavida_jax import config, sample
+from sparse_lavida_jax.bench import requests, suites, table, work
 from sparse_lavida_jax.models import fuse
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.sampling import presets
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
-FULL = config_files.read(CONFIGS / "lavida_o.py")
-SMALL = config_files.read(CONFIGS / "speed_cpu.py")
+FULL = config.read(CONFIGS / "lavida_o.py")
+SMALL = config.read(CONFIGS / "speed_cpu.py")
 
 
 def case_of(suite, row_id, settings=FULL):
-    return next(case for case in suite_cases.cases(suite, settings) if case.id == row_id)
+    return next(case for case in suites.cases(suite, settings) if case.id == row_id)
 
 
 def work_of(case, settings=FULL, **options):
-    how = dataclasses.replace(
-        presets.step_settings(
-            case.sampling, settings.model, case.example.kind, has_source=case.image is not None
-        ),
-        discards=case.discards,
+    model = settings.model
+    return work.of_request(
+        model, case.settings(model), case.plan(model), case.prompt(model), **options
     )
-    plan = suites._plan(case, how, range(case.batch), settings.model)
-    prompt = suites._prompt(case, how, settings.model)
-    return work.of_request(settings.model, how, plan, prompt, **options)
 
 
 def test_every_bar_is_of_a_row_that_some_suite_has():
-    bars = tomllib.loads(table.BARS.read_text())
     for section, settings in (("speed", FULL), ("speed_cpu", SMALL)):
-        ids = {
-            case.id for suite in suite_cases.SUITES for case in suite_cases.cases(suite, settings)
-        }
-        patterns = [p for of in bars[section].values() if isinstance(of, dict) for p in of]
+        ids = {case.id for suite in suites.SUITES for case in suites.cases(suite, settings)}
+        patterns = [p for of in table.bars()[section].values() if isinstance(of, dict) for p in of]
         for pattern in " ".join(patterns).split():
             assert any(fnmatch.fnmatchcase(row_id, pattern) for row_id in ids), pattern
 
 
 def test_the_suites_have_the_rows_that_are_asked_for():
     def methods(suite):
-        return [case.method for case in suite_cases.cases(suite, FULL)]
+        return [case.method for case in suites.cases(suite, FULL)]
 
     assert methods("headline") == ["sparse", "dense_lean", "dense_released"]
     assert methods("ablation") == ["none", "p", "r", "t", "pr", "pt", "rt", "sparse"]
     assert methods("edit") == methods("headline")
-    assert [case.batch for case in suite_cases.cases("batch", FULL)] == [1, 1, 2, 2, 4, 4, 8, 8]
-    steps = [case.sampling.text_steps for case in suite_cases.cases("reasoning", FULL)]
+    assert [case.batch for case in suites.cases("batch", FULL)] == [1, 1, 2, 2, 4, 4, 8, 8]
+    steps = [case.sampling.text_steps for case in suites.cases("reasoning", FULL)]
     assert steps == [4] * 4 + [8] * 4 + [32] * 4
     assert set(methods("quant")) == {"sparse", "int8", "w8a8", "fp8"}
-    for suite in suite_cases.SUITES:
-        for case in suite_cases.cases(suite, FULL):
+    for suite in suites.SUITES:
+        for case in suites.cases(suite, FULL):
             # Only rows whose steps cost the same are timed in part.
             dense = case.method.startswith("dense") or case.method == "none"
             assert bool(case.steps_timed) == dense, case.id
-    edit = suite_cases.cases("edit", FULL)[0]
+    edit = suites.cases("edit", FULL)[0]
     vision, source, *_ = edit.example.parts
     assert (vision.num_tokens, len(source.codes)) == (871, 1024)
 
@@ -74,7 +64,7 @@ def test_the_suites_have_the_rows_that_are_asked_for():
 def test_each_change_of_the_fast_path_that_a_device_has_is_taken_back_in_a_row(monkeypatch):
     def methods(**changes):
         settings = dataclasses.replace(FULL, model=dataclasses.replace(FULL.model, **changes))
-        cases = suite_cases.cases("fastpath", settings)
+        cases = suites.cases("fastpath", settings)
         assert len({case.id for case in cases}) == len(cases)
         return [case.method.removeprefix("without_") for case in cases]
 
@@ -85,20 +75,20 @@ def test_each_change_of_the_fast_path_that_a_device_has_is_taken_back_in_a_row(m
     assert methods(**blockwise) == [
         "full", "fused", "by_layer", "trips", "tables_ahead", "prefix", "vq_dtype", *text,
     ]  # fmt: skip
-    case = next(c for c in suite_cases.cases("fastpath", FULL) if c.without == "prefix")
-    assert not case.keeps_prefix and suite_cases.cases("fastpath", FULL)[0].keeps_prefix
-    assert not any(c.keeps_prefix for c in suite_cases.cases("headline", FULL))
+    case = next(c for c in suites.cases("fastpath", FULL) if c.without == "prefix")
+    assert not case.keeps_prefix and suites.cases("fastpath", FULL)[0].keeps_prefix
+    assert not any(c.keeps_prefix for c in suites.cases("headline", FULL))
 
 
 def test_what_a_change_is_worth_is_told_against_the_full_path():
     def row(method, seconds, run="a"):
         return {
             "run": run, "model": "tiny", "task": "t2i64", "method": method, "median_s": seconds,
-            "device": {"kind": "cpu"},
+            "batch": 1, "device": {"kind": "cpu"},
         }  # fmt: skip
 
     rows = [row("full", 2.0), row("without_fused", 3.0), row("without_trips", 9.0, run="b")]
-    *_, line = table.fastpath_table(rows).split("\n")
+    *_, line = table.table("fastpath", rows).split("\n")
     assert line == "| tiny, t2i64 | fused | 3.0000 | 2.0000 | 1.50 | cpu |"
 
 
@@ -123,24 +113,22 @@ def test_work_of_the_release_is_what_its_sizes_make():
 
 def test_little_is_padding():
     """Of images at most 15 %; a dense step, and one of text, has none."""
-    assert work.padding(work_of(case_of("headline", "t2i1024/sparse/b1"))) < 0.15
-    assert work.padding(work_of(case_of("headline", "t2i1024/dense_lean/b1"))) == 0
-    assert work.padding(work_of(case_of("reasoning", "reasoning/sparse/b1/k8"))) < 0.01
-    text = presets.step_settings(
-        case_of("reasoning", "reasoning/sparse/b1/k8").sampling, FULL.model, "text"
-    )
-    plan = suites._plan(case_of("reasoning", "reasoning/sparse/b1/k8"), text, [0], FULL.model)
+    assert work_of(case_of("headline", "t2i1024/sparse/b1")).padding < 0.15
+    assert work_of(case_of("headline", "t2i1024/dense_lean/b1")).padding == 0
+    assert work_of(case_of("reasoning", "reasoning/sparse/b1/k8")).padding < 0.01
+    case = case_of("reasoning", "reasoning/sparse/b1/k8")
+    plan = case.plan(FULL.model)
     # 32 tokens of the block and 64 registers; a block's first step passes the block before.
     assert {part.decode.shape[-1] + part.rest.shape[-1] for part in plan} == {32}
     assert {part.clean.shape[-1] for part in plan if part.num_steps > 1} == {0}
-    assert text.num_registers == 64
+    assert case.settings(FULL.model).num_registers == 64
 
 
 def test_rows_of_an_edit_have_little_padding_and_a_kept_prefix_is_not_passed_again():
     """In one shape its three rows were 19 % padding: the dropped one is 1,024 tokens longer."""
     case = case_of("edit", "edit1024/sparse/b1")
     whole, kept = work_of(case), work_of(case, kept=True)
-    assert work.padding(whole) < 0.10
+    assert whole.padding < 0.10
     assert [one.slots for one in whole.prefills] == [2032, 2 * (1008 + 1024)]
     assert [one.slots for one in kept.prefills] == [2 * (1008 + 1024)]
     image = case_of("headline", "t2i1024/sparse/b1")
@@ -157,7 +145,7 @@ def test_the_dense_edit_has_little_padding_and_costs_what_its_sizes_make():
     lean, released = (
         work_of(case_of("edit", f"edit1024/dense_{name}/b1")) for name in ("lean", "released")
     )
-    assert work.padding(lean) == work.padding(released) < 0.01
+    assert lean.padding == released.padding < 0.01
     text, cells = 2 * (4 * 4096**2 + 3 * 4096 * 12288), 2 * (4 * 2048 * 4096 + 3 * 2048 * 8192)
 
     def row(words, image):
@@ -173,19 +161,19 @@ def test_the_dense_edit_has_little_padding_and_costs_what_its_sizes_make():
 
 def test_rows_that_are_measured_together_are_timed_in_turn(monkeypatch):
     """Each turn has a request of every row; of rows timed in part the loop is scaled."""
-    cases, asked = suite_cases.cases("cpu", SMALL), []
+    cases, asked = suites.cases("cpu", SMALL), []
     model = jax.eval_shape(lambda: Denoiser(SMALL.model, rngs=nnx.Rngs(0)))
-    subject = suites.Subject(model, SMALL, None, None, random_weights=True)
+    subject = requests.Subject(model, SMALL, None, None, random_weights=True)
 
-    def request(subject, model, case, settings, turn, prefixes):
+    def request(subject, model, case, turn, prefixes):
         asked.append((case.method, turn))
         seconds = {"sparse": 1.0, "dense_lean": 2.0}[case.method]
-        split = dict.fromkeys(suites.SPLIT, 0.0) | {"loop": seconds, "host": 0.5}
+        split = dict.fromkeys(requests.SPLIT, 0.0) | {"loop": seconds, "host": 0.5}
         return split, np.zeros((1, 256, 1), np.int32)
 
-    monkeypatch.setattr(suites, "_request", request)
+    monkeypatch.setattr(requests, "_request", request)
     calibration = {"matmul_tflops": {"any": 1.0}, "copy_gbps": 1.0}
-    rows = suites.measure(subject, cases, runs=5, calibration=calibration)
+    rows = requests.measure(subject, cases, runs=5, calibration=calibration)
     assert asked[:2] == [("sparse", 0), ("dense_lean", 0)]  # these compile
     for turn in range(1, 6):
         own = asked[2 * turn : 2 * turn + 2]
@@ -194,7 +182,7 @@ def test_rows_that_are_measured_together_are_timed_in_turn(monkeypatch):
     sparse, dense = rows
     assert (sparse["method"], dense["method"]) == ("sparse", "dense_lean")
     assert sparse["times_s"] == [1.5] * 5
-    assert dense["times_s"] == [2.0 * SMALL.sampling.num_steps / suite_cases.STEPS_TIMED + 0.5] * 5
+    assert dense["times_s"] == [2.0 * SMALL.sampling.num_steps / suites.STEPS_TIMED + 0.5] * 5
 
 
 def test_how_far_8_bits_move_logits_is_told_by_row():
@@ -203,7 +191,9 @@ def test_how_far_8_bits_move_logits_is_told_by_row():
         "argmax_agreement": 0.98, "by_step": {"argmax_agreement": [1.0, 0.96]},
     }  # fmt: skip
     row = {"model": "tiny", "id": "t2i64/int8/b1", "logits": moved}
-    *_, line = table.quantized_table([row, {"model": "tiny", "id": "t2i64/sparse/b1"}]).split("\n")
+    *_, line = table.table("quantized", [row, {"model": "tiny", "id": "t2i64/sparse/b1"}]).split(
+        "\n"
+    )
     assert line == "| tiny | t2i64/int8/b1 | 2 | 10.0 % | 0.25 % | 98.0 % | 96.0 % |"
 
 
@@ -270,7 +260,7 @@ def test_the_page_counts_slots_and_padding(name, row_id, kept):
     prefill = f"{sum(one.slots for one in need.prefills):,} slots"
     operations = f", {sum(one.useful for one in need.prefills) / 1e12:.1f} TF"
     cells = [f"{need.total(what):,.0f}" for what in ("tokens", "slots")]
-    cells += [f"{100 * work.padding(need):.0f} %", *([prefill + operations] * bool(need.prefills))]
+    cells += [f"{100 * need.padding:.0f} %", *([prefill + operations] * bool(need.prefills))]
     assert told(name, *cells).rstrip("\n") in PAGE
 
 
@@ -292,7 +282,7 @@ def test_the_page_counts_options_that_change_what_comes_out(name, steps):
     case = dataclasses.replace(case, sampling=dataclasses.replace(case.sampling, **asked))
     need = work_of(case)
     assert len(need.steps) == steps
-    share = f"{100 * work.padding(need):.0f} %"
+    share = f"{100 * need.padding:.0f} %"
     assert told(name, str(steps), f"{need.total('tokens'):,.0f}", share, *counted(need)) in PAGE
 
 
@@ -301,12 +291,8 @@ def test_the_page_counts_programs():
 
     def number(suite, *, trips):
         found = set()
-        for case in suite_cases.cases(suite, FULL):
-            how = presets.step_settings(
-                case.sampling, FULL.model, case.example.kind, has_source=case.image is not None
-            )
-            plan = suites._plan(case, how, range(case.batch), FULL.model)
-            plan = [suites._middle(plan, case.steps_timed)] if case.steps_timed else plan
+        for case in suites.cases(suite, FULL):
+            plan = case.timed_plan(FULL.model)
             own = trips and case.in_trips is not False
             for part in plan:
                 for one in sample.trips(part) if own else [part]:
@@ -334,9 +320,9 @@ def suite_model(task):
 
 def test_padding_above_the_bar_is_told():
     padding = {
-        case.id: work.padding(work_of(case))
+        case.id: work_of(case).padding
         for suite in ("headline", "ablation", "edit", "reasoning")
-        for case in suite_cases.cases(suite, FULL)
+        for case in suites.cases(suite, FULL)
     }
     above = {row_id: share for row_id, share in padding.items() if share > 0.15}
     assert list(above) == ["t2i1024/pt/b1"]

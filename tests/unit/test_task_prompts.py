@@ -54,10 +54,11 @@ def test_a_text_without_gaps_is_told():
 def test_words_and_image_are_those_of_training(prompts, task):
     sample, image = first(task)
     trained = prompts.encoder.scene_example(sample)
+    shown = () if image is None else (image,)
     asked = {
-        "caption": lambda: prompts.caption(image),
-        "constrained_caption": lambda: prompts.constrained_caption((3,), image),
-        "infill": lambda: prompts.infill((3,), image),
+        "caption": lambda: prompts.ask(prompts.describe, [image], 40),
+        "constrained_caption": lambda: prompts.complete(prompts.describe_in, (3,), [image]),
+        "infill": lambda: prompts.complete(prompts.fill_in, (3,), shown),
         "reflect": lambda: prompts.judge(sample.prompt.removeprefix("check: "), image),
         "point": lambda: prompts.locate([sample.prompt[len("where is the ") : -1]], image)[0],
         "answer": lambda: prompts.ask(sample.prompt, [image], 1),
@@ -78,14 +79,14 @@ def test_holes_are_told_as_in_training(prompts, task):
 
 def test_a_template_is_given_where_it_is_known(prompts):
     template = templates.parse_template("a red ___ above a blue square")
-    example = prompts.infill(template, None)
+    example = prompts.complete(prompts.fill_in, template, ())
     assert example.given.tolist() == [True, True, False, True, True, True, True, False]
     filled = example.response.copy()
     filled[2] = prompts.encoder.tokenizer.encode(" circle")
     filled[7] = prompts.encoder.tokenizer.encode(" and")
     assert prompts.completed(template, filled) == " a red circle above a blue square"
     with pytest.raises(RequestError, match="41 tokens long: at most 40"):
-        prompts.infill((41,), None)
+        prompts.complete(prompts.fill_in, (41,), ())
 
 
 @pytest.mark.parametrize(

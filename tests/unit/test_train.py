@@ -644,7 +644,7 @@ def test_seconds_that_have_passed_are_remembered(loop, clock):
 
 
 def test_images_are_drawn_in_between_and_at_the_end(loop, clock, capsys):
-    loop.run(train_steps=10, picture_seconds=3.5)
+    loop.run(train_steps=10, image_seconds=3.5)
     assert loop.images[-1] == "000010.png"
     assert 2 <= len(loop.images) < 6
     lines = [json.loads(line) for line in (loop.folder / "metrics.jsonl").read_text().splitlines()]

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this device reaches at all, measured in every run: matrix products, copies, launches."""
+"""What every benchmark times with: turns in random order, medians, and what the device reaches."""
 
+import random
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,27 @@ COPIED_BYTES = 2**30
 CPU_MATMULS, CPU_COPIED_BYTES = ((512, 512, 512),), 2**26  # what a processor does in a moment
 LAUNCHES = 200
 
+Key = TypeVar("Key")
+
+
+def in_turn(keys: Sequence[Key], turns: int) -> Iterator[tuple[int, Key]]:
+    """Yields the number of the turn and each key, in another random order every turn.
+
+    So a machine that others use too is as busy for all of them.
+    """
+    for turn in range(turns):
+        for key in random.Random(turn).sample(keys, len(keys)):
+            yield turn, key
+
+
+def times(taken: Sequence[float]) -> dict[str, Any]:
+    """Returns what a row says of the seconds of its runs."""
+    median = statistics.median(taken)
+    return {"times_s": taken, "median_s": median, "min_s": min(taken), "max_s": max(taken)}
+
 
 def calibrate(runs: int = 10) -> dict[str, Any]:
-    """Returns medians: TFLOP/s, GB/s read and written, microseconds a launch.
+    """Returns medians of this device: TFLOP/s, GB/s read and written, microseconds a launch.
 
     Products are in bfloat16; on CPUs, which have no such products, they and the arrays are small
     and in float32.
@@ -50,7 +69,7 @@ def copy_gbps(size: int, *, runs: int) -> float:
 
 
 def launch_us(launches: int, *, runs: int) -> float:
-    """Programs of one small kernel, one behind the other: what the host needs to start each."""
+    """Programs of one small kernel, one after the other: what the host needs to start each."""
     step = jax.jit(lambda x: x + 1)
 
     def chain():

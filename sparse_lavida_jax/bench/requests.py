@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times whole requests: prompt in, pixels or words out."""
+
+import dataclasses
+import functools
+import hashlib
+import operator
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from sparse_lavida_jax import config, sample, sequence
+from sparse_lavida_jax.bench import record, suites, timing, work
+from sparse_lavida_jax.bench.suites import RequestCase
+from sparse_lavida_jax.models import fuse, quantize, vq
+from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.sampling import plans, presets
+from sparse_lavida_jax.sampling.prefixes import Prefixes
+from sparse_lavida_jax.sampling.prompts import Prompt
+
+SPLIT = ("host", "prefill", "loop", "vq_encode", "vq_decode")
+
+
+@dataclasses.dataclass
+class Subject:
+    """A model and its image tokenizer; other forms of it are made when they are asked for.
+
+    Attributes:
+        codec: encodes, and None where there is none.
+        decoder: decodes; of another dtype perhaps (`vq.for_decoding`).
+        unfused: makes the parameters as they are stored; None where that is not known.
+    """
+
+    model: Denoiser
+    settings: config.Config
+    codec: vq.VQModel | None
+    decoder: vq.VQModel | None
+    random_weights: bool
+    unfused: Callable[[], Denoiser] | None = None
+
+    def in_form(self, case: RequestCase) -> Denoiser:
+        """Returns the model as a row asks for it."""
+        if case.sampling.quantize:
+            return quantize.quantized(self.model, case.sampling.quantize)
+        if case.without not in ("fused", "by_layer"):
+            return self.model
+        if self.unfused is None:
+            raise config.ConfigError("the suite fastpath takes --config and --random-weights.")
+        unfused = self.unfused()
+        return unfused if case.without == "fused" else fuse.for_inference(unfused, by_layer=False)
+
+
+@dataclasses.dataclass
+class _Warm:
+    """A row whose programs are compiled, and what its requests took so far.
+
+    Attributes:
+        compiled: of the request that compiled, what a row says of it.
+        peak_before: bytes that this process held at most, before this request.
+        cores: processors that each request had on average; fewer where others use the machine.
+    """
+
+    case: RequestCase
+    model: Denoiser
+    prefixes: Prefixes | None
+    compiled: dict[str, Any] = dataclasses.field(default_factory=dict)
+    peak_before: int = 0
+    compilations_timed: int = 0
+    splits: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    cores: list[float] = dataclasses.field(default_factory=list)
+
+
+def measure(
+    subject: Subject, cases: Sequence[RequestCase], *, runs: int, calibration: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Returns the values of rows: of each `runs` whole requests after one that compiles.
+
+    Rows are timed in turn (`timing.in_turn`).
+    """
+    warm = [_warmed(subject, case) for case in cases]
+    for turn, one in timing.in_turn(warm, runs):
+        before, begin = len(record.compiled().seconds), time.process_time()
+        split, _ = _request(subject, one.model, one.case, 1 + turn, one.prefixes)
+        one.splits.append(split)
+        one.cores.append((time.process_time() - begin) / sum(split.values()))
+        one.compilations_timed += len(record.compiled().seconds) - before
+    return [_row(subject, one, calibration) for one in warm]
+
+
+def _warmed(subject: Subject, case: RequestCase) -> _Warm:
+    warm = _Warm(case, subject.in_form(case), Prefixes() if case.keeps_prefix else None)
+    compiled, warm.peak_before = record.compiled(), _peak_bytes() or 0
+    before, kept, begin = len(compiled.seconds), compiled.kept, time.perf_counter()
+    _, canvas = _request(subject, warm.model, case, 0, warm.prefixes)
+    seconds, own = time.perf_counter() - begin, compiled.seconds[before:]
+    digest = hashlib.sha256(canvas.tobytes()).hexdigest()
+    warm.compiled = {
+        "ids_sha256": None if case.steps_timed else digest,
+        "compile_s": seconds,
+        "compilations": len(own),
+        "compilations_kept": compiled.kept - kept,
+        "longest_compile_s": max(own, default=0.0),
+    }
+    return warm
+
+
+def _peak_bytes() -> int | None:
+    """Returns what this process held at most so far; None where devices do not say."""
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def _row(subject: Subject, warm: _Warm, calibration: dict[str, Any]) -> dict[str, Any]:
+    case, model = warm.case, subject.settings.model
+    settings, plan, prompt = case.settings(model), case.plan(model), case.prompt(model)
+    itemsize = 1 if case.sampling.quantize else 0
+    need = work.of_request(
+        model, settings, plan, prompt, weight_bytes=itemsize, kept=case.keeps_prefix
+    )
+    steps = sum(part.num_steps for part in plan)
+    scale = steps / (case.steps_timed or steps)
+    times = [sum(one.values()) + (scale - 1) * one["loop"] for one in warm.splits]
+    split = {name: statistics.median(one[name] for one in warm.splits) for name in SPLIT}
+    split["loop"] *= scale
+    peak = _peak_bytes()
+    tokens = {"useful": need.total("tokens"), "padded": need.total("slots"), "loss": 0}
+    part = f"; {case.steps_timed} of {steps} equal steps timed" if case.steps_timed else ""
+    matmul_tflops = max(calibration["matmul_tflops"].values())
+    return {
+        "task": case.task,
+        "method": case.method,
+        "dtype": model.compute_dtype,
+        "quantize": case.sampling.quantize,
+        "batch": case.batch,
+        "guidance_rows": settings.guidance_rows,
+        "steps": case.steps or steps,
+        "steps_timed": case.steps or case.steps_timed or steps,
+        "registers": settings.num_registers,
+        **timing.times(times),
+        "split_s": split,
+        "process_s": statistics.median(map(operator.mul, warm.cores, times)),
+        **warm.compiled,
+        "compilations_timed": warm.compilations_timed,
+        "tokens": {"useful": case.tokens_of_one(model)} if case.steps else tokens,
+        "flops": {name: need.total(name) for name in ("useful", "padded")},
+        "bytes": {
+            "weights": need.total("weights"),
+            "kv": need.total("keys"),
+            "parameters": fuse.parameter_bytes(warm.model),
+        },
+        "loop_flops": sum(one.useful for one in need.steps),
+        "floor_s": need.floor_s(matmul_tflops, calibration["copy_gbps"]),
+        "calibration": calibration,
+        # None where an earlier row of this process held more.
+        "peak_memory_bytes": peak if peak and peak > warm.peak_before else None,
+        **_error(subject, warm.model, case, settings, plan),
+        "note": f"whole request; quality not measured{part}",
+    }
+
+
+def _request(
+    subject: Subject, model: Denoiser, case: RequestCase, turn: int, prefixes: Prefixes | None
+) -> tuple[dict[str, float], Int[np.ndarray, "b l g"]]:
+    """Runs one request, other words and seeds every turn; returns seconds of its parts, and ids."""
+    split: dict[str, float] = dict.fromkeys(SPLIT, 0.0)
+    clock = _Clock()
+    if case.image is not None and subject.codec is not None:
+        vq.encode_images(subject.codec, np.repeat(case.image[None], case.batch, 0), case.batch)
+        split["vq_encode"] = clock()
+    seeds, settings = range(turn * case.batch, (turn + 1) * case.batch), model.settings
+    requests, plan = case.requests(seeds, turn), case.timed_plan(settings, list(seeds))
+    how, bucket = case.settings(settings), _bucket(case.prompt(settings))
+    split["host"] = clock()
+    begun = sample.begin(model, requests, plan, settings=how, prompt_len=bucket, prefixes=prefixes)
+    state = jax.block_until_ready(begun.state)
+    split["prefill"] = clock()
+    assert state is not None
+    for segment in plan:
+        state = sample.advance(model, begun, state, segment, in_trips=case.in_trips)
+    canvas = np.asarray(state.canvas)
+    split["loop"] = clock()
+    decoder = subject.codec if case.without == "vq_dtype" else subject.decoder
+    if how.kind == "image" and decoder is not None:
+        known = np.minimum(canvas, settings.codebook_size - 1)  # of steps not timed
+        grid = sequence.codes_from_cells(known, settings.grid_size, settings.codes_side)
+        vq.decode_codes(decoder, np.asarray(grid), batch=1)
+        split["vq_decode"] = clock()
+    return split, canvas
+
+
+class _Clock:
+    """Returns the seconds since it was last asked."""
+
+    def __init__(self):
+        self.last = time.perf_counter()
+
+    def __call__(self) -> float:
+        before, self.last = self.last, time.perf_counter()
+        return self.last - before
+
+
+def _bucket(prompt: Prompt) -> tuple[int, int]:
+    generation = 0 if prompt.generation is None else prompt.generation.index.shape[1]
+    return prompt.understanding.index.shape[1], generation
+
+
+def _error(
+    subject: Subject,
+    model: Denoiser,
+    case: RequestCase,
+    settings: presets.StepSettings,
+    plan: list[plans.Segment],
+) -> dict[str, Any]:
+    """Returns how far 8 bits move the logits of each step, and how many modes stay.
+
+    Both models decode what the whole one draws, each with a cache of its own making. Of a model of
+    full size only the first step: every width of a step would be compiled again.
+    """
+    if not case.sampling.quantize:
+        return {}
+    small = suites.sizes(subject.settings.model)[0] < suites.WORDS
+    steps = [part.steps(i, i + 1) for part in plan for i in range(part.num_steps)]
+    requests, run = case.requests(range(case.batch)), _one_step()
+    begun = [
+        sample.begin(which, requests, plan, settings=settings) for which in (subject.model, model)
+    ]
+    states, found = [one.state for one in begun], []
+    for part in steps if small else steps[:1]:
+        now = sample.StepTokens(
+            *(jnp.asarray(getattr(part, f.name))[0] for f in dataclasses.fields(sample.StepTokens))
+        )
+        program = dataclasses.replace(
+            begun[0].program,
+            guided=bool(part.guided[0]),
+            refreshing=bool(part.refresh[0]),
+            num_registers=presets.num_registers(part, begun[0].program),
+        )
+        (plain, after), (moved, other) = (
+            run(which, state, now, begun[0].prompt, program)
+            for which, state in zip((subject.model, model), states, strict=True)
+        )
+        states = [after, dataclasses.replace(after, cache=other.cache)]
+        there = np.asarray(now.decode) >= 0
+        found.append(_moved(np.asarray(plain)[there], np.asarray(moved)[there]))
+    by_step = {name: [one[name] for one in found] for name in found[0]}
+    over_all = {name: statistics.mean(values) for name, values in by_step.items()}
+    largest = {name: max(by_step[name]) for name in ("largest", "largest_difference")}
+    return {"logits": over_all | largest | {"by_step": by_step}}
+
+
+def _moved(plain: np.ndarray, moved: np.ndarray) -> dict[str, float]:
+    difference = np.abs(moved - plain)
+    return {
+        "largest": float(np.abs(plain).max()),
+        "largest_difference": float(difference.max()),
+        "mean_difference": float(difference.mean()),
+        "argmax_agreement": float((moved.argmax(-1) == plain.argmax(-1)).mean()),
+    }
+
+
+@functools.cache
+def _one_step() -> Callable[..., Any]:
+    """A step that also returns its logits."""
+
+    def run(model, state, now, prompt, settings):
+        logits, _ = sample.step_logits(model, state, now, prompt, settings)
+        policy = sample.policy_of(settings.choice)
+        return logits, sample.step(model, state, now, prompt, policy=policy, settings=settings)
+
+    return jax.jit(run, static_argnums=4)

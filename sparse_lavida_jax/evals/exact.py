@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exact scores on the scenes: programs that read pixels or text judge what a model made.
+
+`evals/scenes.py` is the benchmark; reports of training runs use the same scores.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from sparse_lavida_jax import config
+from sparse_lavida_jax.data import markdown
+from sparse_lavida_jax.evals.scorers import Metric, wilson_interval
+from sparse_lavida_jax.scenes import scoring, tasks, world
+
+Output = np.ndarray | str
+LONG_ANSWERS = ("plan", "edit_plan", "caption", "detect", "locate", "name")
+EVAL_SEED = 2026  # of the prompts; the test stream is disjoint from training whatever the seed
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskResult:
+    """Scores of one task.
+
+    Attributes:
+        task: its name; for held-out combinations with "/held_out" after it.
+        correct, total: prompts answered right, and asked.
+        columns: (correct, total) of each column of "draw".
+        precision: share of drawn objects that were asked for, with shape and colour; None for
+            tasks without images.
+        reasons: the commonest reasons for a 0, with their counts.
+    """
+
+    task: str
+    correct: int
+    total: int
+    columns: dict[str, tuple[int, int]]
+    precision: float | None
+    reasons: dict[str, int]
+
+    @property
+    def share(self) -> float:
+        return self.correct / max(self.total, 1)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        return wilson_interval(self.correct, self.total)
+
+    @property
+    def metrics(self) -> list[Metric]:
+        """The lines of a table: the whole, each column, the precision of what was drawn."""
+        found = [Metric(self.task, self.share, self.total, self.correct)]
+        for column, (hits, total) in sorted(self.columns.items()):
+            found.append(Metric(f"- {column}", hits / total, total, hits))
+        if self.precision is not None and self.columns:
+            found.append(Metric("- attribute precision", self.precision, self.total))
+        return found
+
+
+def answer(
+    pipe: Any,
+    samples: Sequence[tasks.Sample],
+    *,
+    sampling: config.Sampling | None = None,
+    seed: int | Sequence[int] = 0,
+    callback: Callable[..., None] | None = None,
+) -> list[Output]:
+    """Returns the model's output for samples of one task: images or text.
+
+    Args:
+        pipe: a `SparseLaViDa`.
+        samples: all with an image or none, and so with given tokens.
+        callback: see `SparseLaViDa.run`.
+    """
+    task, prompts = samples[0].task, [sample.prompt for sample in samples]
+    how = {"sampling": sampling, "seed": seed, "callback": callback}
+    if any(sample.given for sample in samples):
+        examples = [pipe.encoder.scene_example(sample) for sample in samples]
+        return list(pipe.texts(pipe.decode(examples, **how)))
+    size = pipe.settings.vq.image_size
+    shown = [world.render(s.image, size) for s in samples if s.image is not None]
+    if task == "draw":
+        return list(pipe.generate(prompts, **how).pixels)
+    if task == "edit":
+        return list(pipe.edit(shown, prompts, **how).pixels)
+    if task in ("inpaint", "outpaint"):
+        known = [s.known_grid for s in samples if s.known_grid is not None]
+        return list(pipe.inpaint(shown, prompts, known=known, **how).pixels)
+    long = task in LONG_ANSWERS
+    room = pipe.prompts.long_answer_tokens if long else pipe.prompts.answer_tokens
+    examples = [
+        pipe.prompts.ask(prompt, shown[i : i + 1], room) for i, prompt in enumerate(prompts)
+    ]
+    return list(pipe.texts(pipe.decode(examples, **how)))
+
+
+def evaluate(
+    pipe: Any,
+    task: str,
+    prompts: int,
+    *,
+    split: str = "test",
+    sampling: config.Sampling | None = None,
+    seed: int = EVAL_SEED,
+    callback: Callable[..., None] | None = None,
+) -> TaskResult:
+    """Scores `prompts` samples of a task.
+
+    Args:
+        pipe: a `SparseLaViDa`.
+        split: "test", or "held_out" for attribute combinations that training never showed.
+    """
+    samples = [tasks.sample(task, seed, index, split) for index in range(prompts)]
+    outputs = answer(pipe, samples, sampling=sampling, seed=seed, callback=callback)
+    return tally(task if split == "test" else f"{task}/{split}", samples, outputs)
+
+
+def tally(name: str, samples: Sequence[tasks.Sample], outputs: Sequence[Output]) -> TaskResult:
+    """Adds up the scores of outputs."""
+    columns: dict[str, tuple[int, int]] = {}
+    reasons: collections.Counter[str] = collections.Counter()
+    correct = right = drawn = 0
+    for sample, output in zip(samples, outputs, strict=True):
+        score = scoring.score(sample, output)
+        correct += score.ok
+        right += score.attributes[0]
+        drawn += score.attributes[1]
+        if not score.ok:
+            reasons[score.reason] += 1
+        if sample.column:
+            hits, total = columns.get(sample.column, (0, 0))
+            columns[sample.column] = (hits + score.ok, total + 1)
+    return TaskResult(
+        name,
+        correct,
+        len(samples),
+        columns,
+        right / drawn if drawn else None,
+        dict(reasons.most_common(8)),
+    )
+
+
+def as_json(result: TaskResult) -> dict:
+    """Returns what `bench/quality.py` writes."""
+    return {
+        "task": result.task,
+        "correct": result.correct,
+        "total": result.total,
+        "share": result.share,
+        "interval_95": list(result.interval),
+        "columns": {name: list(pair) for name, pair in result.columns.items()},
+        "attribute_precision": result.precision,
+        "reasons": result.reasons,
+    }
+
+
+def table(results: Sequence[TaskResult]) -> str:
+    """Returns a Markdown table of shares with their 95 % intervals."""
+    lines = []
+    for metric in (one for result in results for one in result.metrics):
+        counts = (None, None) if metric.correct is None else (metric.correct, metric.count)
+        interval = metric.interval and "{:.2f} to {:.2f}".format(*metric.interval)
+        lines.append((metric.name, *counts, f"{metric.value:.2f}", interval))
+    return markdown.table(("task", "right", "of", "share", "95 % interval"), lines)

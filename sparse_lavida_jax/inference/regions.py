@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where an image to be drawn is new: sizes, masks and boxes in pixels become cells."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, UInt8
+
+from sparse_lavida_jax import config
+from sparse_lavida_jax.data import image_files
+from sparse_lavida_jax.data.images import resize
+from sparse_lavida_jax.data.templates import RequestError
+
+Pixels = UInt8[np.ndarray, "_h _w 3"]  # each of its own size
+Grid = Bool[np.ndarray, "y x"]
+
+
+def grid_of(size: Sequence[int] | None, side: int, model: config.Model) -> tuple[int, int]:
+    """Returns rows and columns of cells of an image of height and width `size`.
+
+    Args:
+        size: in pixels; None: the largest.
+        side: of the largest image, in pixels.
+
+    Raises:
+        RequestError: the model draws no image of that size.
+    """
+    if size is None:
+        return model.grid_size, model.grid_size
+    step, (height, width) = side // model.grid_size, size
+    if model.cell_positions and (height, width) != (side, side):
+        raise RequestError(
+            f"an image of {height}x{width} cannot be drawn: this checkpoint has learned the places"
+            f" of {side}x{side} alone."
+        )
+    if height % step or width % step or not step <= min(size) <= max(size) <= side:
+        raise RequestError(
+            f"an image of {height}x{width} cannot be drawn: both must be {step} to {side} pixels,"
+            f" multiples of {step}."
+        )
+    return height // step, width // step
+
+
+def hole(image: Pixels, mask: Any, box: Sequence[int | float] | None) -> Bool[np.ndarray, "h w"]:
+    """Returns which pixels of an image a mask or a box wants drawn.
+
+    Raises:
+        ImageError: both or neither, a mask of another size, or a box outside.
+    """
+    if (mask is None) == (box is None):
+        raise image_files.ImageError("inpainting needs a mask or a box, one of the two.")
+    if box is None:
+        return image_files.check_mask(mask, image)
+    height, width = image.shape[:2]
+    x1, y1, x2, y2 = image_files.check_box(box, (width, height))
+    pixels = np.zeros((height, width), bool)
+    pixels[math.floor(y1) : math.ceil(y2), math.floor(x1) : math.ceil(x2)] = True
+    return pixels
+
+
+def untouched(pixels: Bool[np.ndarray, "h w"], grid: int) -> Grid:
+    """Returns which cells of a grid over an image no pixel of a mask touches."""
+
+    def touching(length: int) -> Bool[np.ndarray, "grid length"]:
+        """Which pixels along a side touch which cells: a pixel may touch several."""
+        cell, pixel = np.arange(grid)[:, None], np.arange(length)[None]
+        return (pixel * grid < (cell + 1) * length) & ((pixel + 1) * grid > cell * length)
+
+    rows, columns = (touching(length).astype(int) for length in pixels.shape)
+    return (rows @ pixels.astype(int) @ columns.T) == 0
+
+
+def inner_box(
+    image: Pixels, box: Sequence[int | float] | None, side: int, step: int
+) -> tuple[int, int, int, int]:
+    """Returns where an image stands in a new one, moved outwards to whole cells.
+
+    Args:
+        box: x1, y1, x2, y2 in pixels of the new one; None: in its middle, at the image's own
+            size, or at half the new one's if it is larger.
+        side: of the new image, in pixels.
+        step: pixels a side of a cell.
+
+    Raises:
+        ImageError: a box outside, or one that leaves nothing to draw.
+    """
+    if box is None:
+        height, width = image.shape[:2]
+        if max(height, width) >= side:
+            height, width = (
+                max(step, round(x * side / 2 / max(height, width))) for x in (height, width)
+            )
+        left, top = ((side - x) // 2 // step * step for x in (width, height))
+        box = left, top, left + width, top + height
+    x1, y1, x2, y2 = image_files.check_box(box, (side, side))
+    inner = (
+        math.floor(x1 / step) * step, math.floor(y1 / step) * step,
+        math.ceil(x2 / step) * step, math.ceil(y2 / step) * step,
+    )  # fmt: skip
+    if inner == (0, 0, side, side):
+        raise image_files.ImageError(
+            f"the box {','.join(f'{edge:g}' for edge in box)} leaves nothing to draw: the new"
+            f" image is {side}x{side}, in cells of {step} pixels."
+        )
+    return inner
+
+
+def placed(image: Pixels, box: Sequence[int], side: int, step: int) -> tuple[Pixels, Grid]:
+    """Returns a canvas with an image in a box, and the cells that it fills."""
+    x1, y1, x2, y2 = box
+    canvas = np.zeros((side, side, 3), np.uint8)
+    canvas[y1:y2, x1:x2] = resize(image, (x2 - x1, y2 - y1))
+    known = np.zeros((side // step, side // step), bool)
+    known[y1 // step : y2 // step, x1 // step : x2 // step] = True
+    return canvas, known
+
+
+def squared(pixels: Bool[np.ndarray, "h w"]) -> Bool[np.ndarray, "s s"]:
+    """Returns a mask padded with False to a square, in its middle, as `images.source_view` pads."""
+    height, width = pixels.shape
+    longest = max(height, width)
+    top, left = (longest - height) // 2, (longest - width) // 2
+    square = np.zeros((longest, longest), bool)
+    square[top : top + height, left : left + width] = pixels
+    return square

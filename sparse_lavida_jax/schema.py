@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How settings are checked, read and written, whatever they are called (`config.py` names them).
+
+Config files are Python programs that return settings. Run only your own.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import pathlib
+import re
+import sys
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from ml_collections import ConfigDict
+
+T = TypeVar("T")
+
+# Older names of settings and of a value, which files and command lines may still use.
+OLD_NAMES = {
+    "picture_codec": "image_codec",
+    "picture_seconds": "image_seconds",
+    "no_picture": "no_image",
+}
+
+
+class ConfigError(ValueError):
+    """A setting that does not exist, has the wrong type or is out of range."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Allowed:
+    """The values that a setting may have: part of its annotation.
+
+    Attributes:
+        holds: whether a value is one of them.
+        sentence: which ones they are, for the person who gave another one.
+    """
+
+    holds: Callable[[Any], bool]
+    sentence: str
+
+
+def at_least(least: int) -> Allowed:
+    """Returns a lower bound, itself allowed."""
+    return Allowed(lambda value: value >= least, f"it must be {least} or more")
+
+
+def _is_pattern(text: Any) -> bool:
+    try:
+        re.compile(text)
+    except (re.error, TypeError):
+        return False
+    return True
+
+
+def _is_group(group: Any) -> bool:
+    if not (isinstance(group, tuple) and len(group) == 2 and _is_pattern(group[0])):
+        return False
+    return isinstance(group[1], int | float) and group[1] >= 0
+
+
+def _is_mesh(sizes: dict[str, int]) -> bool:
+    return all(n > 0 or n == -1 for n in sizes.values()) and [*sizes.values()].count(-1) <= 1
+
+
+# Kinds of settings.
+_ABOVE_0 = Allowed(lambda value: value > 0, "it must be greater than 0")
+Positive = Annotated[int, _ABOVE_0]
+PositiveFloat = Annotated[float, _ABOVE_0]
+Count = Annotated[int, at_least(0)]
+NonNegative = Annotated[float, at_least(0)]
+NonNegativeOrAuto = Annotated[
+    float, Allowed(lambda x: x >= 0 or x == -1, "it must be 0 or more, or -1")
+]
+CountOrAuto = Annotated[int, at_least(-1)]
+Share = Annotated[float, Allowed(lambda x: 0 <= x <= 1, "it must lie in [0, 1]")]
+BelowOne = Annotated[float, Allowed(lambda x: 0 <= x < 1, "it must lie in [0, 1)")]
+PositiveShare = Annotated[float, Allowed(lambda x: 0 < x <= 1, "it must lie in (0, 1]")]
+Blocks = Annotated[int, Allowed(lambda n: 1 <= n <= 16, "it must lie in 1..16")]
+Steps = Annotated[
+    tuple[int, ...],
+    Allowed(lambda steps: steps and min(steps) >= 1, "at least one number, all 1 or more"),
+]
+Pattern = Annotated[str, Allowed(_is_pattern, "a regular expression")]
+Weights = Annotated[
+    dict[str, float],
+    Allowed(
+        lambda weights: weights and all(weight > 0 for weight in weights.values()),
+        "at least one task, every weight greater than 0",
+    ),
+]
+Groups = Annotated[
+    tuple[Any, ...],
+    Allowed(
+        lambda groups: all(map(_is_group, groups)),
+        'pairs of a regular expression and a rate of 0 or more, such as (("^vision/", 2e-6),)',
+    ),
+]
+Interval = Annotated[
+    tuple[float, float],
+    Allowed(
+        lambda ends: len(ends) == 2 and 0 <= ends[0] <= ends[1] <= 1,
+        "two shares of the steps, 0 <= first <= last <= 1",
+    ),
+]
+Identifier = Annotated[str, Allowed(str.isidentifier, "a name of letters, digits and _")]
+Mesh = Annotated[dict[str, int], Allowed(_is_mesh, "sizes above 0, at most one of them -1")]
+
+
+@functools.cache
+def _allowed(schema: type) -> list[tuple[str, Allowed]]:
+    """Returns what the annotations of a section allow, by field."""
+    found = []
+    for name, kind in _kinds(schema).items():
+        if typing.get_origin(kind) is Literal:
+            choices = typing.get_args(kind)
+            named = ", ".join(str(choice) for choice in choices if choice != "")
+            sentence = f"choose one of {named}" + ", or leave it empty" * ("" in choices)
+            found.append((name, Allowed(choices.__contains__, sentence)))
+        marks = getattr(kind, "__metadata__", ())
+        found += [(name, mark) for mark in marks if isinstance(mark, Allowed)]
+    return found
+
+
+class Section:
+    """Settings that are checked when they are made.
+
+    Raises:
+        ConfigError: a value is not allowed; the message says which ones are.
+    """
+
+    __no_type_check__ = True  # the check of the tests stays out: the one below explains itself
+
+    def __post_init__(self):
+        for name, allowed in _allowed(type(self)):
+            self._check(name, bool(allowed.holds(getattr(self, name))), allowed.sentence)
+        for rule in self._rules():
+            self._check(*rule)
+
+    def _rules(self) -> Iterator[tuple[str, bool, str]]:
+        """Yields what ties settings together: a field, whether it holds, and what is allowed."""
+        return iter(())
+
+    def _check(self, name: str, holds: bool, allowed: str) -> None:
+        if not holds:
+            value = getattr(self, name)
+            raise ConfigError(f"{type(self).__name__}.{name}={value!r} is out of range: {allowed}.")
+
+
+def build(schema: type[T], given: ConfigDict | dict[str, Any]) -> T:
+    """Turns a config section, and the sections in it, into its frozen dataclass.
+
+    An older name of a setting (`OLD_NAMES`) is taken for the new one.
+
+    Raises:
+        ConfigError: an unknown name (lists the known ones), a wrong type, or a value out of range.
+    """
+    kinds = _kinds(schema)
+    # Only what a person set has an old name: it comes last and replaces a default.
+    old_last = sorted(given, key=OLD_NAMES.__contains__)
+    current = {OLD_NAMES.get(name, name): given[name] for name in old_last}
+    if unknown := sorted(set(current) - set(kinds)):
+        raise ConfigError(
+            f"{schema.__name__} has no {', '.join(unknown)}. It has: {', '.join(kinds)}."
+        )
+    return schema(**{k: _convert(schema, k, kinds[k], value) for k, value in current.items()})
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Returns plain dicts, lists and scalars that `json` can write and `build` can read."""
+    return dataclasses.asdict(config)
+
+
+def changes(settings: Any) -> dict[str, Any]:
+    """Returns what is not the default, section by section, as `to_dict` has it."""
+    plain, defaults, found = to_dict(settings), type(settings)(), {}
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        inside = changes(value) if dataclasses.is_dataclass(value) else plain[field.name]
+        if value != getattr(defaults, field.name):
+            found[field.name] = inside
+    return found
+
+
+def with_old_names(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what `to_dict` or `changes` gave under the older names, which digests are made of."""
+    old = {new: old for old, new in OLD_NAMES.items()}
+    return {
+        old.get(name, name): with_old_names(value) if isinstance(value, Mapping) else value
+        for name, value in settings.items()
+    }
+
+
+def renamed(word: str) -> str:
+    """Returns a word of a command line, such as `--config.seed=1`, with the setting's new name."""
+    path, equals, value = word.partition("=")
+    section, dot, name = path.rpartition(".")
+    return f"{section}{dot}{OLD_NAMES.get(name, name)}{equals}{value}"
+
+
+def _kinds(schema: Any) -> dict[str, Any]:
+    """Returns the annotations of a dataclass, by field."""
+    return {field.name: field.type for field in dataclasses.fields(schema)}
+
+
+def _convert(schema: type, name: str, kind: Any, value: Any) -> Any:
+    if typing.get_origin(kind) is Annotated:
+        kind = typing.get_args(kind)[0]
+    origin = typing.get_origin(kind) or kind
+    if dataclasses.is_dataclass(kind):
+        return value if isinstance(value, kind) else build(kind, value)  # type: ignore[arg-type]
+    if origin is dict:
+        of = typing.get_args(kind)[1]
+        if dataclasses.is_dataclass(of):
+            return {str(key): _convert(schema, name, of, one) for key, one in dict(value).items()}
+        return {str(key): of(one) for key, one in dict(value).items()}
+    if origin is tuple:
+        return tuple(tuple(item) if isinstance(item, list | tuple) else item for item in value)
+    if origin is Literal:
+        choices = typing.get_args(kind)
+        origin = type(choices[0])
+        value = OLD_NAMES.get(value, value) if isinstance(value, str) else value
+    if origin is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, origin) or (origin is int and isinstance(value, bool)):
+        raise ConfigError(
+            f"{schema.__name__}.{name}={value!r} is a {type(value).__name__}; "
+            f"it must be a {origin.__name__}."
+        )
+    return value
+
+
+# ---------------------------------------------------------------------------------------------
+# Config files.
+
+
+def changed(base: T, given: ConfigDict | dict[str, Any]) -> T:
+    """Returns settings with those of `given` in their place, section by section, checked.
+
+    What is no section, such as the weights of tasks, is replaced as a whole.
+
+    Raises:
+        ConfigError: `given` sets what does not exist or is out of range.
+    """
+    return build(type(base), _over(base, given))
+
+
+def run(path: pathlib.Path, function: str) -> Any:
+    """Runs a config file and returns what a function of it gives.
+
+    Args:
+        path: the file, with an argument for the function after a colon, if it takes one.
+            `eval_mme.py` is the older name of `evaluate.py:mme`.
+
+    Raises:
+        ConfigError: there is no such file, it has no such function, or it cannot be run.
+    """
+    path, arguments = _split(path)
+    if not path.is_file() or path.suffix != ".py":
+        raise ConfigError(f"there is no config file {path}. {listed(path.parent)}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path} is no Python file.")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        with _importable(path.parent):
+            spec.loader.exec_module(module)
+            if not hasattr(module, function):
+                raise ConfigError(f"{path} has no function {function}.")
+            return getattr(module, function)(*arguments)
+    except ConfigError:
+        raise
+    except Exception as error:  # the file may do anything
+        raise ConfigError(f"{path} failed: {type(error).__name__}: {error}") from error
+
+
+def _split(path: pathlib.Path) -> tuple[pathlib.Path, list[str]]:
+    """Returns the file, and the argument for its function if there is one."""
+    if match := re.fullmatch(r"(.*\.py):(\w+)", str(path)):
+        return pathlib.Path(match[1]), [match[2]]
+    benchmarks = path.parent / "evaluate.py"
+    if path.stem.startswith("eval_") and not path.is_file() and benchmarks.is_file():
+        return benchmarks, [path.stem.removeprefix("eval_")]
+    return path, []
+
+
+def _over(base: Any, given: Any) -> dict[str, Any]:
+    """Returns settings with those of `given` in their place, section by section."""
+    merged = to_dict(base)
+    for name in given:
+        section = getattr(base, name, None)
+        inside = dataclasses.is_dataclass(section) and isinstance(given[name], dict | ConfigDict)
+        merged[name] = _over(section, given[name]) if inside else given[name]
+    return merged
+
+
+@contextlib.contextmanager
+def _importable(folder: pathlib.Path) -> Iterator[None]:
+    """Lets the files of a folder be imported by name, and forgets them afterwards."""
+    before = set(sys.modules)
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        for name in set(sys.modules) - before:
+            if (folder / f"{name}.py").is_file():
+                del sys.modules[name]
+
+
+def listed(folder: pathlib.Path) -> str:
+    """Returns a sentence that names the Python files of a folder."""
+    names = ", ".join(sorted(str(path) for path in folder.glob("*.py")))
+    if names:
+        return f"There are: {names}."
+    return (
+        f"There is none in {folder.resolve()}: those of this project lie in the folder configs/ of"
+        " its repository, not in the package that pip installs."
+    )
