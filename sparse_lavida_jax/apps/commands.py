@@ -94,7 +94,7 @@ def _task(name: str, asked: argparse.Namespace) -> None:
         image_files.write_animation(film_path, film.first(drawn))
     files: list[pathlib.Path] = []
     if result.pixels:
-        files = _save(result, out, on_one_sheet=asked.grid)
+        files = _save(result, asked.out, on_one_sheet=asked.grid)
     elif result.boxes and out is not None:
         image_files.write(out, image_files.with_boxes(shown[0].pixels, result.boxes))
         files = [out]
