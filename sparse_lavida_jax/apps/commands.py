@@ -84,8 +84,11 @@ def _task(name: str, asked: argparse.Namespace) -> None:
     given = {key: getattr(asked, key, None) for key in TASKS[name].takes} | given
     pipe = _load(asked, asked.checkpoint or DEFAULT_MODEL)
     # Lines of a batch may have numbers of their own; the others go by the command line.
-    common = {key: getattr(asked, key, None) for key in OWN if isinstance(given.get(key), list)}
-    given["sampling"] = options.changed(pipe.settings.sampling, draws=TASKS[name].draws, **common)
+    if common := {
+        key: getattr(asked, key, None) for key in OWN if isinstance(given.get(key), list)
+    }:
+        draws, base = TASKS[name].draws, pipe.settings.sampling
+        given["sampling"] = options.changed(base, draws=draws, **common)
     film = None if film_path is None else _Film(pipe, given.get("size"))
     with _shown_progress(film and film.add) as callback:
         result = pipe.run(pipe.requests(name, words, shown or None, **given), callback=callback)

@@ -231,7 +231,7 @@ class _Metrics(prometheus_client.registry.Collector):
 
 
 def _counter(
-    name: str, meaning: str, labels: list[str], values: Mapping[tuple[str, ...], float]
+    name: str, meaning: str, labels: list[str], values: Mapping[tuple[str, ...], int | float]
 ) -> prometheus_client.core.Metric:
     family = prometheus_client.core.CounterMetricFamily(
         f"sparse_lavida_{name}", meaning, labels=labels
