@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sparse_lavida_jax import config, sample, train
 from sparse_lavida_jax.bench import hlo, plan
+from sparse_lavida_jax.kernels import devices
 from sparse_lavida_jax.kernels.attention import slot_multiple
 from sparse_lavida_jax.models import parameters, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
@@ -40,29 +41,6 @@ KERNEL_SHARE = 0.5  # of its peak that attention is taken to reach: the compiler
 PROMPT_LEN = 250  # words of a prompt to draw from
 
 
-@dataclasses.dataclass(frozen=True)
-class Chip:
-    """What the vendor says of a chip (https://cloud.google.com/tpu/docs/system-architecture-tpu-vm).
-
-    Attributes:
-        memory: bytes.
-        flops: of bfloat16 in a second, at most.
-        hertz: cycles in a second, from `flops` and its 8 (v5p), 4 (v5e) matrix units of 128 x 128
-            or 4 (v6e) of 256 x 256.
-        link: bytes in a second that it can send to its neighbours, over all links.
-    """
-
-    memory: int
-    flops: float
-    hertz: float
-    link: float
-
-
-CHIPS = {
-    "v5e": Chip(16 * 2**30, 197e12, 1.5e9, 200e9),
-    "v5p": Chip(95 * 2**30, 459e12, 1.75e9, 600e9),
-    "v6e": Chip(32 * 2**30, 918e12, 1.75e9, 448e9),
-}
 # 64 chips for training, of configs that name no mesh; 8 or 4 to sample.
 TRAINING: dict[str, dict[str, int]] = {
     "v5p:4x4x4": {"data": 2, "fsdp": 16, "tensor": 2},
@@ -90,8 +68,10 @@ class Compiled:
     seconds: float
 
     @property
-    def chip(self) -> Chip:
-        return CHIPS[self.topology.partition(":")[0]]
+    def chip(self) -> devices.Device:
+        found = devices.device(f"TPU {self.topology.partition(':')[0]}")
+        assert found is not None
+        return found
 
     @functools.cached_property
     def text(self) -> str:

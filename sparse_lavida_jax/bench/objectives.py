@@ -17,16 +17,15 @@ import numpy as np
 from flax import nnx
 
 from sparse_lavida_jax import config, train
-from sparse_lavida_jax.data import packing
+from sparse_lavida_jax.data.batch import corrupt, longest_of, make_row, stack
 from sparse_lavida_jax.data.example import Example
-from sparse_lavida_jax.data.rows import laid_out
-from sparse_lavida_jax.diffusion import Corrupted, batch_rows
+from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.kernels import attention
 from sparse_lavida_jax.models import lora
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.scenes import tasks
 from sparse_lavida_jax.scenes.encoder import Encoder
-from sparse_lavida_jax.sequence import Response, Text
+from sparse_lavida_jax.sequence import Response, Text, stack_images
 from sparse_lavida_jax.training import optimizer
 from sparse_lavida_jax.training.flops import count_tokens
 from sparse_lavida_jax.training.loss import linear_cross_entropy, weighted_cross_entropy
@@ -84,25 +83,21 @@ def batches(
     settings: config.Config, make_example: MakeExample, count: int, rows: int
 ) -> list[Corrupted]:
     """Returns batches of one static shape, the longest row's: the same examples for all ways."""
-    made = []
-    for index in range(count * rows):
-        example = make_example(index)
-        made.append((example, *laid_out(example, settings, np.random.default_rng(index))))
-    shape = packing.longest_of([packing.length_of(row) for _, row, _ in made], LENGTH_MULTIPLE)
-    found = []
-    for start in range(0, len(made), rows):
-        examples, laid, blocks = zip(*made[start : start + rows], strict=True)
-        batch = batch_rows(
-            list(laid),
-            list(blocks),
-            [example.kind for example in examples],
-            [example.pixels for example in examples],
+    made = [
+        make_row(make_example(index), settings, np.random.default_rng(index))
+        for index in range(count * rows)
+    ]
+    shape = longest_of([row.length for row in made], LENGTH_MULTIPLE)
+    return [
+        stack(
+            [corrupt(row, settings.model) for row in made[start : start + rows]],
             shape,
             settings.model,
             full_attention=settings.diffusion.attention != "step_causal",
+            pixels=stack_images([row.example.pixels for row in made[start : start + rows]]),
         )
-        found.append(batch)
-    return found
+        for start in range(0, len(made), rows)
+    ]
 
 
 def counted(found: list[Corrupted]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from sparse_lavida_jax.data import markdown
 from sparse_lavida_jax.evals import exact
 from sparse_lavida_jax.inference.engine import tokens_passed
 from sparse_lavida_jax.pipeline import SparseLaViDa
-from sparse_lavida_jax.scenes import digits, grammar, scoring, tasks, world
+from sparse_lavida_jax.scenes import digits, grammar, tasks, world
 from sparse_lavida_jax.training import metrics
 
 CHECK_PROMPTS = 48  # drawing prompts scored while training
@@ -71,7 +71,7 @@ def check(pipe: SparseLaViDa, path: pathlib.Path, prompts: Sequence[str] = ()) -
     else:
         samples = [tasks.sample("draw", exact.EVAL_SEED, i, "test") for i in range(CHECK_PROMPTS)]
         images = exact.answer(pipe, samples)
-        judged = [scoring.score(s, p) for s, p in zip(samples, images, strict=True)]
+        judged = [tasks.score(s, p) for s, p in zip(samples, images, strict=True)]
         result = exact.tally("draw", samples, images)
         single = result.columns.get("single", (0, 0))
         scores = {
@@ -184,22 +184,19 @@ def _scene_sections(pipe: SparseLaViDa, folder: pathlib.Path) -> list[str]:
 
 
 def _examples(task, samples, outputs, folder: pathlib.Path) -> str:
-    judged = [scoring.score(s, o) for s, o in zip(samples, outputs, strict=True)]
-    title = {"draw": "Drawn", "edit": "Edited", "answer": "Answered", "point": "Pointed"}.get(task)
+    judged = [tasks.score(s, o) for s, o in zip(samples, outputs, strict=True)]
+    title = tasks.TABLE[task].label
     if title is None:
         return ""
-    if task == "draw":
-        tiles = [Tile(o, s.prompt, j.ok) for s, o, j in zip(samples, outputs, judged, strict=True)]
-    else:
-        tiles = []
-        for s, o, j in zip(samples, outputs, judged, strict=True):
-            before = world.render(s.image)
-            if task == "edit":
-                tiles += [Tile(before, s.prompt), Tile(o, "->", j.ok)]
-            else:
-                if task == "point":
-                    before = _with_box(before, o)
-                tiles.append(Tile(before, f"{s.prompt} {o.strip()}", j.ok))
+    tiles = []
+    for s, o, j in zip(samples, outputs, judged, strict=True):
+        if isinstance(o, str):
+            shown = _with_box(world.render(s.image or world.EMPTY_SCENE), o)
+            tiles.append(Tile(shown, f"{s.prompt} {o.strip()}", j.ok))
+        elif s.image is None:
+            tiles.append(Tile(o, s.prompt, j.ok))
+        else:
+            tiles += [Tile(world.render(s.image), s.prompt), Tile(o, "->", j.ok)]
     name = f"images/{title.lower()}.png"
     _save(sheet(tiles), folder / name)
     return f"## {title}\n\n![{title.lower()}]({name})"
