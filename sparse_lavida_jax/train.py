@@ -79,11 +79,12 @@ class _Loop:
         self._settings, self._run, self._mesh = settings, run, mesh
         self._share = (0, 1) if mesh is None else sharding.share_of_rows(mesh)
         index, count = self._share
-        model = _first_model(settings)
-        self._source = sources.open_source(settings, model, ImageCodec, index=index, count=count)
+        self._source = sources.open_source(
+            settings, _first_model(settings), ImageCodec, index=index, count=count
+        )
         _check_rows(self._source.batches.sizes, settings.data.packing, mesh)
 
-        self.state, self.seconds, note = init_state(settings, model, mesh), 0.0, {}
+        self.state, self.seconds, note = init_state(settings, self._source.model, mesh), 0.0, {}
         if (kept := run.restore(self._saved())) is not None:
             self.state = kept[1]["state"].replace(frozen=self.state.frozen)
             self.seconds, note = float(kept[1]["seconds"]), run.states.note(kept[0])
@@ -195,8 +196,7 @@ class _Loop:
         if runtime.is_first():
             path = self._run.folder / f"images/{self.step:06d}.png"
             with _inside(mesh):
-                pipe = self._source.pipe.with_model(model)
-                scores = report.check(pipe, path, self._source.prompts)
+                scores = report.check(self._source.pipe(model), path, self._source.prompts)
             self.reporter.write(self.step, scores | {"seconds": self.seconds})
             shown = ", ".join(f"{name.replace('_', ' ')} {x:.2f}" for name, x in scores.items())
             if scores or path.is_file():
@@ -229,29 +229,27 @@ class _Loop:
 
     def write_results(self) -> None:
         """Writes the model folder, the adapters and the report, in the first process."""
-        state, mesh = self.state, self._mesh
-        pipe, trained = self._source.pipe.with_model(averaged(state)), _averaged_part(state)
+        model, trained, mesh = averaged(self.state), _averaged_part(self.state), self._mesh
         if runtime.are_several():
-            pipe, mesh = pipe.with_model(runtime.on_host(pipe.model)), None
-            trained = runtime.on_host(trained)
+            model, trained, mesh = runtime.on_host(model), runtime.on_host(trained), None
         with _inside(mesh):
-            if self._settings.diffusion.attention == "full" and state.frozen is None:
-                pipe.model.set_registers()  # so that sparse fine-tuning can start from here
+            if self._settings.diffusion.attention == "full" and self.state.frozen is None:
+                model.set_registers()  # so that sparse fine-tuning can start from here
             if runtime.is_first():
-                self._write_folders(pipe, trained)
+                self._write_folders(model, trained)
         runtime.wait_for_all("the end")
 
-    def _write_folders(self, pipe, trained: Denoiser) -> None:
+    def _write_folders(self, model: Denoiser, trained: Denoiser) -> None:
         settings, run, source = self._settings, self._run, self._source
         dtype = "float32"
         if self.state.frozen is not None:
             dtype = optimizer.frozen_dtype(settings.optimizer)
         model_folder.save_model(
             run.model_folder,
-            quantize.widened(pipe.model, dtype),
+            quantize.widened(model, dtype),
             settings,
             tokenizer_path=source.tokenizer_path,
-            vq_folder=None if pipe.codec is None else pipe.codec.folder,
+            vq_folder=None if source.codec is None else source.codec.folder,
             readme=report.model_card(settings, self.step, self.seconds, source.base_readme),
             dtype=dtype,
         )
@@ -261,7 +259,7 @@ class _Loop:
             adapters.save(folder, trained, settings, base=settings.train.init_from)
             print(f"{folder}: what was trained of it")
         if settings.train.eval_prompts:
-            path = report.write(pipe, run.folder, step=self.step, seconds=self.seconds)
+            path = report.write(source.pipe(model), run.folder, step=self.step, seconds=self.seconds)
             print(f"{path}: what it can do")
 
 
