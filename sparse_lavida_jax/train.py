@@ -259,7 +259,8 @@ class _Loop:
             adapters.save(folder, trained, settings, base=settings.train.init_from)
             print(f"{folder}: what was trained of it")
         if settings.train.eval_prompts:
-            path = report.write(source.pipe(model), run.folder, step=self.step, seconds=self.seconds)
+            pipe = source.pipe(model)
+            path = report.write(pipe, run.folder, step=self.step, seconds=self.seconds)
             print(f"{path}: what it can do")
 
 
