@@ -11,7 +11,7 @@ import pytest
 import stand_ins
 import tiny
 
-from sparse_lavida_jax import config, train
+from sparse_lavida_jax import config, sample, train
 from sparse_lavida_jax.bench import ablation_report, comparison, record
 from sparse_lavida_jax.bench.comparison import Study
 from sparse_lavida_jax.checkpoints import model_folder
@@ -211,7 +211,8 @@ def test_passes_are_counted_batch_by_batch():
         ("layout", 0), ("layout", 1), ("layout", 3), ("image", 0), ("image", 6),
         ("layout", 0), ("layout", 4), ("image", 0), ("image", 6),
     ):  # fmt: skip
-        passes(making, done, 8)
+        canvas = np.zeros((1, 1, 1), np.int32)
+        passes(sample.Progress(making, done, 8, canvas, canvas[..., 0], range(0), 0))
     assert passes.of_a_batch == {"layout": 3.5, "image": 6.0}
 
 
