@@ -27,8 +27,12 @@ from sparse_lavida_jax.sampling import options
 
 # What a line of a batch may hold; numbers are 0 or more.
 BATCH_KEYS = {
-    "prompt": str, "image": str, "seed": int, "temperature": float, "guidance": float,
-}  # fmt: skip
+    "prompt": str,
+    "image": str,
+    "seed": int,
+    "temperature": float,
+    "guidance": float,
+}
 NUMBERS = [key for key, kind in BATCH_KEYS.items() if kind is float]
 OLDER_KEYS = {"picture": "image", "guidance_scale": "guidance"}  # other names of those
 
