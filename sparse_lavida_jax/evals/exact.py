@@ -28,7 +28,7 @@ class TaskResult:
         task: its name; for held-out combinations with "/held_out" after it.
         correct, total: prompts answered right, and asked.
         columns: (correct, total) of each column of "draw".
-        precision: share of drawn objects that were asked for, with shape and colour; None for
+        attribute_precision: share of drawn objects whose shape and colour were asked for; None for
             tasks without images.
         reasons: the commonest reasons for a 0, with their counts.
     """
@@ -37,7 +37,7 @@ class TaskResult:
     correct: int
     total: int
     columns: dict[str, tuple[int, int]]
-    precision: float | None
+    attribute_precision: float | None
     reasons: dict[str, int]
 
     @property
@@ -54,8 +54,8 @@ class TaskResult:
         found = [Metric(self.task, self.share, self.total, self.correct)]
         for column, (hits, total) in sorted(self.columns.items()):
             found.append(Metric(f"- {column}", hits / total, total, hits))
-        if self.precision is not None and self.columns:
-            found.append(Metric("- attribute precision", self.precision, self.total))
+        if self.attribute_precision is not None and self.columns:
+            found.append(Metric("- attribute precision", self.attribute_precision, self.total))
         return found
 
 
@@ -141,18 +141,10 @@ def tally(name: str, samples: Sequence[tasks.Sample], outputs: Sequence[Output])
     )
 
 
-def as_json(result: TaskResult) -> dict:
-    """Returns what `bench/quality.py` writes."""
-    return {
-        "task": result.task,
-        "correct": result.correct,
-        "total": result.total,
-        "share": result.share,
-        "interval_95": list(result.interval),
-        "columns": {name: list(pair) for name, pair in result.columns.items()},
-        "attribute_precision": result.precision,
-        "reasons": result.reasons,
-    }
+def as_json(result: TaskResult) -> dict[str, Any]:
+    """Returns what the rows of `bench/quality.py` have."""
+    derived = {"share": result.share, "interval_95": list(result.interval)}
+    return dataclasses.asdict(result) | derived
 
 
 def table(results: Sequence[TaskResult]) -> str:
