@@ -276,8 +276,9 @@ def _copy_tiles(row: _Row, size: int, stages: int, *arrays: tuple[Any, _Tiles]) 
 # Kernels.
 
 
-def _softmax_step(logits, accumulator, maximum, total, dtype):
+def _softmax_step(logits, carry, dtype):
     """Returns accumulator, total and maximum of a running softmax, and the weights of a tile."""
+    accumulator, maximum, total = carry
     after = jnp.maximum(maximum, logits.max(axis=1))
     decay = jnp.exp2(maximum - after)
     weights = jnp.exp2(logits - lax.broadcast_in_dim(after, logits.shape, [0]))
@@ -319,7 +320,6 @@ def _forward_kernel(
         pl.when(half == 1)(take_turns)
 
         def compute(step, carry, masked):
-            accumulator, maximum, total = carry
             slot = _slot(step, stages)
             plgpu.barrier_wait(k_tiles.ready.at[slot])
             k_tile = _transposed(k_tiles.smem.at[slot], shape)
@@ -330,9 +330,7 @@ def _forward_kernel(
                 at = pl.ds(work.col(step) * keys, keys)
                 mask = tags.mask(batch, queries, at, keys_down=False)
                 logits = jnp.where(mask, logits, LOWEST)
-            accumulator, total, after, weights = _softmax_step(
-                logits, accumulator, maximum, total, dtype
-            )
+            accumulator, total, after, weights = _softmax_step(logits, carry, dtype)
             plgpu.barrier_arrive(turn)
             plgpu.barrier_wait(v_tiles.ready.at[slot])
             plgpu.barrier_wait(turn)
