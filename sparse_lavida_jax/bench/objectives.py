@@ -140,8 +140,8 @@ class Trainer:
             loss_chunk=settings.train.loss_chunk,
         ).compile(compiler_options=options)
         self.compile_s = time.perf_counter() - begin
-        memory: Any = self.step.memory_analysis()
-        self.temporaries: int = memory.temp_size_in_bytes
+        held: Any = self.step.memory_analysis()
+        self.temporaries: int = held.temp_size_in_bytes
 
     def run(self, leaves: list[Any], index: int) -> tuple[float, float]:
         """Returns the seconds of a step on one of the batches, and its loss.
