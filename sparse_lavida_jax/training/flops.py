@@ -38,6 +38,11 @@ class Work:
     with_loss: int
     flops: float
 
+    def plus(self, more: "Work", times: int = 1) -> "Work":
+        """Returns the sum of this and of so many times some more."""
+        mine, others = dataclasses.astuple(self), dataclasses.astuple(more)
+        return Work(*(a + times * b for a, b in zip(mine, others, strict=True)))
+
 
 def peak(device_kind: str) -> float | None:
     """Returns what a device can do a second; None for one that is not in the table."""

@@ -22,7 +22,7 @@ import tiny
 from flax import nnx
 
 from sparse_lavida_jax import config, diffusion, train
-from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.checkpoints import adapters, model_folder
 from sparse_lavida_jax.data.batch import RowShape
 from sparse_lavida_jax.evals import report
 from sparse_lavida_jax.models import lora, parameters, quantize, sharding
@@ -548,7 +548,7 @@ def test_a_run_that_has_not_ended_can_be_started_from(loop, tmp_path):
     beside = stand_ins.settings(train=changes, lora={"rank": 2})
     with pytest.raises(config.ConfigError, match="is a run that has not ended, and what is frozen"):
         train.init_state(beside, tiny.denoiser(beside.model))
-    with pytest.raises(config.ConfigError, match="'int8' rounds matrices that adapters stand"):
+    with pytest.raises(config.ConfigError, match="'int8' rounds matrices that have adapters"):
         stand_ins.settings(lora={"rank": 2}, sampling={"quantize": "int8"})
 
 
