@@ -3,7 +3,7 @@
 
 One tensor at a time is read, laid out as ours and written: what is held on the host does not grow
 with the depth of the model. Everything is looked at before anything is written, all problems are
-listed at once, and where there is one nothing is left behind.
+listed at once, and where there is one nothing is written.
 """
 
 import dataclasses
