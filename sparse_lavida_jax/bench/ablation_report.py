@@ -195,7 +195,7 @@ def of_bundled_model(rows: Rows) -> list[Row]:
     return [
         row
         for row in rows
-        if table.beside(rows, row, "dense")
+        if table.row_of(rows, row, "dense")
         and row["batch"] in SPEED_BATCHES
         and not row["random_weights"]
     ]
@@ -221,7 +221,7 @@ def _plot_task(axes, rows: Rows) -> None:
         own = [row for row in rows if row["batch"] == batch]
         points = {}
         for row in own:
-            if dense := table.beside(own, row, "dense"):
+            if dense := table.row_of(own, row, "dense"):
                 fewer = dense["tokens"]["useful"] / row["tokens"]["useful"]
                 points[row["method"]] = (fewer, dense["median_s"] / row["median_s"])
         axes.plot(*zip(*points.values(), strict=True), ".", label=f"batch {batch}")

@@ -35,7 +35,7 @@ class Program:
         run: starts all calls and returns what `wait` waits for.
         calls: calls of attention in one run.
         outputs: output and gradients of the first call, of `CHECKED_HEADS`, float32.
-        temp_bytes: memory besides arguments and results, by the compiler's account.
+        temp_bytes: memory in addition to arguments and results, by the compiler's account.
         note: what else must be known of its times.
     """
 
