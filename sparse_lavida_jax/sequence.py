@@ -74,7 +74,7 @@ class Source:
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class LearnedText:
     """Text that training on whole sequences predicts (`objective.Sequence`); nothing drops it."""
 
     ids: Int[np.ndarray, " n"]
@@ -97,13 +97,13 @@ class Response:
     num_tokens: int
 
 
-Part = Text | VisionTokens | Source | Answer | Blank | Response
+Part = Text | VisionTokens | Source | LearnedText | Blank | Response
 
 
 def num_tokens(part: Part) -> int:
     """Returns how many positions of the sequence a part takes."""
     match part:
-        case Text() | Answer():
+        case Text() | LearnedText():
             return len(part.ids)
         case Source():
             return len(part.codes)
@@ -119,7 +119,7 @@ class PromptRow:
         feature: index of the vision feature that replaces the embedding, or `NO_FEATURE`, or
             `NO_EMBEDDING`.
         position: positions of the understanding tokens.
-        is_answer: which understanding tokens are of an `Answer`.
+        is_answer: which understanding tokens are of an `LearnedText`.
         codes: codes of the source cells.
         cell: raster index of the source cells.
         source_position: positions of the source cells.
@@ -183,7 +183,7 @@ def prompt_row(
                 continue
             case Text() if not (drop_kept if part.keep else drop_prompt):
                 ids = part.ids
-            case Answer():
+            case LearnedText():
                 ids = part.ids
             case VisionTokens():
                 feature = NO_FEATURE if drop_vision else features + part.features
@@ -191,7 +191,7 @@ def prompt_row(
             case Blank() if not drop_prompt:
                 feature = NO_EMBEDDING
         columns = (np.broadcast_to(ids, n), np.broadcast_to(feature, n), position)
-        understanding.append((*columns, np.full(n, isinstance(part, Answer))))
+        understanding.append((*columns, np.full(n, isinstance(part, LearnedText))))
     ids, feature, position, is_answer = _joined(understanding, ((0,),) * 4)
     codes, cells, source_position = _joined(generation, ((0, codes_per_token), (0,), (0,)))
     is_answer = is_answer.astype(bool)

@@ -21,8 +21,8 @@ from sparse_lavida_jax.diffusion import (
     time_and_slope,
 )
 from sparse_lavida_jax.sequence import (
-    Answer,
     Kind,
+    LearnedText,
     Part,
     Source,
     Text,
@@ -39,7 +39,7 @@ class Sequence:
     """A whole sequence to train LaViDa-O on: answers in text, an image, or both.
 
     Attributes:
-        parts: the sequence. What is predicted in text are its `Answer`s; the release pads with
+        parts: the sequence. What is predicted in text are its `LearnedText`s; the release pads with
             end-of-text, which is predicted too, and then with `Blank`s. `Text` with `keep` is
             neither predicted nor dropped. The image stands where `Response` does, which has 0
             tokens where there is none.
@@ -95,9 +95,9 @@ class SequenceRow:
         sequences, draws = [], []
         for row in rows:
             sequence, missing = row.sequence, shape.example.understanding - row.length.understanding
-            learned = any(isinstance(part, Answer) for part in sequence.parts)
+            learned = any(isinstance(part, LearnedText) for part in sequence.parts)
             ids = np.full(missing, settings.model.end_of_text_id)
-            padding = Answer(ids) if learned else Text(ids, keep=True)
+            padding = LearnedText(ids) if learned else Text(ids, keep=True)
             padded = dataclasses.replace(
                 sequence,
                 parts=(*sequence.parts, padding),

@@ -21,8 +21,8 @@ from sparse_lavida_jax.lavida_o.chat import CELL, IMAGE, SOURCE_CELL, ChatTokeni
 from sparse_lavida_jax.lavida_o.objective import Sequence
 from sparse_lavida_jax.mixture.records import Record, RecordError
 from sparse_lavida_jax.sequence import (
-    Answer,
     Kind,
+    LearnedText,
     Part,
     Response,
     Source,
@@ -94,7 +94,10 @@ class Mixer:
                     # The header of the assistant is context, the rest of the message learned.
                     first = sum(at + end <= answer_from for _, end in offsets)
                     context, learned = np.split(np.asarray(ids, np.int32), [first])
-                    parts += [Text(context), Text(learned, keep=True) if keep else Answer(learned)]
+                    parts += [
+                        Text(context),
+                        Text(learned, keep=True) if keep else LearnedText(learned),
+                    ]
                 at += len(piece)
         if not record.draws:
             parts.append(Response(0))
@@ -399,16 +402,16 @@ def _joined(parts: list[Part]) -> tuple[Part, ...]:
     joined: list[Part] = []
     for part in parts:
         last = joined[-1] if joined else None
-        if not isinstance(part, Text | Answer):
+        if not isinstance(part, Text | LearnedText):
             joined.append(part)
-        elif isinstance(last, Text | Answer) and _sort(last) == _sort(part):
+        elif isinstance(last, Text | LearnedText) and _sort(last) == _sort(part):
             joined[-1] = dataclasses.replace(last, ids=np.concatenate([last.ids, part.ids]))
         elif len(part.ids):
             joined.append(part)
     return tuple(joined)
 
 
-def _sort(text: Text | Answer) -> tuple[type, bool]:
+def _sort(text: Text | LearnedText) -> tuple[type, bool]:
     return type(text), isinstance(text, Text) and text.keep
 
 

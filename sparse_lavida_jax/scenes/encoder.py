@@ -16,7 +16,7 @@ from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.lavida_o.objective import Sequence
 from sparse_lavida_jax.scenes import digits, tasks, world
 from sparse_lavida_jax.scenes.tokenizer import Tokenizer
-from sparse_lavida_jax.sequence import Answer, Part, Response, Source, Text, VisionTokens
+from sparse_lavida_jax.sequence import LearnedText, Part, Response, Source, Text, VisionTokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Encoder:
         parts, answers = [], False
         for part in example.parts:
             if isinstance(part, Text):
-                parts.append(Answer(part.ids) if answers else Text(part.ids))
+                parts.append(LearnedText(part.ids) if answers else Text(part.ids))
                 answers = answers or self.tokenizer.assistant_id in part.ids
             elif isinstance(part, Response) and example.kind == "text":
                 parts += [*_answer(example), Response(0)]
@@ -166,4 +166,4 @@ def _answer(example: Example) -> list[Part]:
     """Returns a text response in runs of tokens that are given or not."""
     edges = np.flatnonzero(np.diff(example.given)) + 1
     runs = zip(np.split(example.response[:, 0], edges), np.split(example.given, edges), strict=True)
-    return [Text(ids, keep=True) if given.all() else Answer(ids) for ids, given in runs]
+    return [Text(ids, keep=True) if given.all() else LearnedText(ids) for ids, given in runs]

@@ -25,8 +25,8 @@ from sparse_lavida_jax.data.batch import RowShape
 from sparse_lavida_jax.lavida_o import objective
 from sparse_lavida_jax.layout import NO_FEATURE
 from sparse_lavida_jax.sequence import (
-    Answer,
     Blank,
+    LearnedText,
     Response,
     Source,
     Text,
@@ -233,7 +233,7 @@ def parts_of(given: golden.Case, variant: dict, row: int, sources):
             parts.append(seen(given, row, len(views[-1])))
         elif what == "answer":
             np.testing.assert_array_equal(ids[slots], labels[slots])
-            parts.append(Answer(ids[slots]))
+            parts.append(LearnedText(ids[slots]))
         else:
             parts.append(Text(ids[slots], keep=what == "kept"))
     return parts, tuple(views)

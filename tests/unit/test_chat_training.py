@@ -13,7 +13,7 @@ from sparse_lavida_jax.data import batch as making
 from sparse_lavida_jax.lavida_o import chat
 from sparse_lavida_jax.mixture import examples
 from sparse_lavida_jax.mixture.records import Record, RecordError
-from sparse_lavida_jax.sequence import Answer, Response, Source, Text, VisionTokens, num_tokens
+from sparse_lavida_jax.sequence import LearnedText, Response, Source, Text, VisionTokens, num_tokens
 
 CODES = np.arange(16, dtype=np.int32).reshape(1, 4, 4)
 SEEN = {"images": (raw_data.png(0, 64, 64),), "size": (64, 64)}
@@ -79,7 +79,7 @@ def spelled(tokenizer, parts):
     said = []
     for part in parts:
         match part:
-            case Answer():
+            case LearnedText():
                 said.append("{" + words(part.ids) + "}")
             case Text():
                 said.append(f"({words(part.ids)})" if part.keep else words(part.ids))
@@ -215,7 +215,7 @@ def test_text_of_a_planned_image_mostly_stays_clean(mixer, tokenizer):
     kept = f"(Sure I should place the objects in the following manner robot <LOC_1> {BEGIN})"
     assert said.endswith(f"{ASSISTANT}{kept}[4 drawn]({END}<|eot_id|>)")
     clean = sum(
-        not any(isinstance(p, Answer) for p in mixer.sequence(made, generator(i)).parts)
+        not any(isinstance(p, LearnedText) for p in mixer.sequence(made, generator(i)).parts)
         for i in range(300)
     )
     assert abs(clean - 240) < 35  # five standard errors of 7

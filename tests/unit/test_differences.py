@@ -18,7 +18,7 @@ from sparse_lavida_jax import config, train
 from sparse_lavida_jax.data.batch import RowShape
 from sparse_lavida_jax.lavida_o import objective
 from sparse_lavida_jax.sampling import presets
-from sparse_lavida_jax.sequence import Answer, Response, Source, Text
+from sparse_lavida_jax.sequence import LearnedText, Response, Source, Text
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 TESTS = pathlib.Path(__file__).parents[1]
@@ -45,7 +45,12 @@ def an_edit(settings, seed, *, drop_source):
     rng, model = np.random.default_rng(seed), settings.model
     cells = (tiny.IMAGE_LEN, model.codes_per_token)
     source, codes = rng.integers(0, model.codebook_size, (2, *cells))
-    parts = (Text(np.array([2, 10])), Source(source), Answer(np.array([12])), Response(cells[0]))
+    parts = (
+        Text(np.array([2, 10])),
+        Source(source),
+        LearnedText(np.array([12])),
+        Response(cells[0]),
+    )
     sequence = objective.Sequence(parts, codes, None, ())
     drawn = objective.draw(rng, sequence)
     return sequence, dataclasses.replace(drawn, source=0.0 if drop_source else 1.0)
@@ -82,7 +87,7 @@ def test_text_alone_is_learned_without_an_image():
     """The release fails without images, and shows rows that have none an empty one."""
     settings = released()
     sequence = objective.Sequence(
-        (Text(np.array([2, 10, 11])), Answer(np.array([12, 13, 14, 15])), Response(0)),
+        (Text(np.array([2, 10, 11])), LearnedText(np.array([12, 13, 14, 15])), Response(0)),
         np.zeros((0, 4), int), None, (),
     )  # fmt: skip
     drawn = objective.draw(np.random.default_rng(0), sequence)

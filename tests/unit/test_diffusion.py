@@ -17,7 +17,7 @@ from sparse_lavida_jax.data.batch import RowShape
 from sparse_lavida_jax.diffusion import ABSENT
 from sparse_lavida_jax.lavida_o import objective
 from sparse_lavida_jax.layout import GIVEN_BLOCK, NO_CELL, NO_EMBEDDING, NO_FEATURE, PROMPT_BLOCK
-from sparse_lavida_jax.sequence import Answer, Blank, Response, Source, Text, VisionTokens
+from sparse_lavida_jax.sequence import Blank, LearnedText, Response, Source, Text, VisionTokens
 from sparse_lavida_jax.training.loss import weighted_cross_entropy
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
@@ -345,10 +345,10 @@ def a_sequence(settings, seed=0, *, image=True, code_weight=None):
         VisionTokens(tiny.VISION.num_tokens),
         Source(rng.integers(0, model.codebook_size, cells)),
         Text(np.array([10, 11])),
-        Answer(np.array([12, 13, 14])),
+        LearnedText(np.array([12, 13, 14])),
         Text(np.array([15]), keep=True),
         Response(tiny.IMAGE_LEN if image else 0),
-        Answer(np.array([4, 0, 0, 0])),
+        LearnedText(np.array([4, 0, 0, 0])),
         Blank(2),
     )
     codes = rng.integers(0, model.codebook_size, cells if image else (0, cells[1]))
@@ -386,7 +386,7 @@ def by_hand(sequence, drawn, settings, *, inverse=False):
             at += part.num_tokens
         else:
             for i in range(len(part.ids) if hasattr(part, "ids") else part.num_tokens):
-                if isinstance(part, Answer):
+                if isinstance(part, LearnedText):
                     masked = (drawn.text_noise[at] <= limits[0]) != inverse
                     text[at] = (mask if masked else part.ids[i], NO_FEATURE, float(masked))
                 elif drop_prompt and not getattr(part, "keep", False):
@@ -446,11 +446,11 @@ def test_targets_are_the_clean_text_and_codes():
     drawn = objective.draw(np.random.default_rng(3), sequence)
     batch = objective.batch_sequences([sequence], [drawn], SHAPE, settings)
     masked = batch.text_weight[0] > 0
-    answers = np.concatenate([p.ids for p in sequence.parts if isinstance(p, Answer)])
+    answers = np.concatenate([p.ids for p in sequence.parts if isinstance(p, LearnedText)])
     shown = batch.understanding.index[0] == NO_FEATURE
     assert masked.any() and set(batch.text_target[0][masked]) <= set(answers)
     clean = np.where(masked, batch.text_target[0], batch.understanding.tokens[0])[shown]
-    texts = [p.ids for p in sequence.parts if isinstance(p, Text | Answer)]
+    texts = [p.ids for p in sequence.parts if isinstance(p, Text | LearnedText)]
     np.testing.assert_array_equal(clean[: sum(map(len, texts))], np.concatenate(texts))
     image = slice(tiny.IMAGE_LEN, 2 * tiny.IMAGE_LEN)
     np.testing.assert_array_equal(batch.image_target[0, image], sequence.codes)

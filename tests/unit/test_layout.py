@@ -10,7 +10,7 @@ import pytest
 
 from sparse_lavida_jax import layout, sequence
 from sparse_lavida_jax.layout import NO_EMBEDDING, NO_FEATURE
-from sparse_lavida_jax.sequence import Answer, Blank, Response, Source, Text, VisionTokens
+from sparse_lavida_jax.sequence import Blank, LearnedText, Response, Source, Text, VisionTokens
 from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON, visible
 
 MASK = 1
@@ -186,9 +186,9 @@ def test_a_row_without_an_image_gets_a_blank_one():
 def test_answers_are_never_dropped_and_blanks_become_masks(drop_prompt):
     parts = (
         Text(np.array([9])),
-        Answer(np.array([10, 11])),
+        LearnedText(np.array([10, 11])),
         Response(1),
-        Answer(np.array([12])),
+        LearnedText(np.array([12])),
         Blank(2),
     )
     made = row(parts, drop_prompt=drop_prompt)
