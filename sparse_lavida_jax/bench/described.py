@@ -24,6 +24,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sparse_lavida_jax import config, sample, train
 from sparse_lavida_jax.bench import hlo, plan
+from sparse_lavida_jax.data.example import Example
+from sparse_lavida_jax.inference.requests import Request
 from sparse_lavida_jax.kernels.attention import slot_multiple
 from sparse_lavida_jax.models import parameters, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
@@ -281,12 +283,15 @@ def sampling(
     chosen = presets.step_settings(asked, model, "image")
     parts = (Text(np.arange(PROMPT_LEN)), Response(model.num_cells))
     nothing = np.zeros((model.num_cells, model.codes_per_token), np.int32)
-    request = prompts.Request(parts, nothing, np.zeros(model.num_cells, bool), None, seed=0)
-    requests = [request] * images
-    known = np.stack([one.given for one in requests])
+    unknown = np.zeros(model.num_cells, bool)
+    example = Example(
+        parts, nothing, unknown, "image", None, len(nothing), request=Request(task="generate")
+    )
+    examples = [example] * images
+    known = np.stack([one.given for one in examples])
     seeds = [0] * images
     steps = presets.plan(asked, chosen, model, known, settings.data.text_block_len, seeds)
-    prompt = prompts.prepare(requests, "image", model, chosen.guidance_rows)
+    prompt = prompts.prepare(examples, model, chosen)
     room = sample.capacity(prompt, steps, chosen, slot_multiple(model.attention_implementation))
     longest = max(steps, key=lambda part: len(part.block))
     step = sample.StepTokens(
@@ -296,7 +301,7 @@ def sampling(
     shapes = jax.eval_shape(lambda: Denoiser(model, rngs=nnx.Rngs(0)))
     own = jax.tree_util.tree_map_with_path(parameter, shapes)
     canvas = np.stack([nothing] * images)
-    rest = _whole((canvas, known.astype(np.int32), sample.rows_of(requests, chosen), prompt), mesh)
+    rest = _whole((canvas, known.astype(np.int32), sample.rows_of(examples, chosen), prompt), mesh)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         begin = time.perf_counter()
         traced = sample.prefill.trace(own, *rest, settings=program, capacity=room)

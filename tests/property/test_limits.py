@@ -35,7 +35,7 @@ def full_attention_batch(model) -> diffusion.Corrupted:
         prompt = tiny.lay_out(asked, settings)
         rows.append(
             diffusion.corrupt(
-                prompt, asked.tokens, "image", blocks[-1], settings, full_attention=True
+                prompt, asked.response, "image", blocks[-1], settings, full_attention=True
             )
         )
     shape = diffusion.RowShape(*(len(rows[0][i].block) for i in (0, 1)))
@@ -73,7 +73,10 @@ def test_without_blocks_turns_any_training_pass_into_full_attention():
     rng = np.random.default_rng(1)
     asked = tiny.request("image", settings, 0, words=4, source=True)
     blocks = diffusion.uniform_blocks(rng, asked.given, config.Diffusion())
-    row = diffusion.corrupt(tiny.lay_out(asked, settings), asked.tokens, "image", blocks, settings)
+    row = tiny.lay_out(asked, settings)
+    row = diffusion.corrupt(row, asked.response, "image", blocks, settings)
+        tiny.lay_out(asked, settings), asked.response, "image", blocks, settings
+    )
     shape = diffusion.RowShape(*(len(row[i].block) + 3 for i in (0, 1)))
     batch = diffusion.batch_rows([row], [blocks], ["image"], [None], shape, settings)
     streams = {
@@ -133,7 +136,7 @@ def test_one_step_is_the_training_pass_with_one_masked_block(kind):
     for asked in requests:
         cut = whole_response(asked, kind, model.settings)
         prompt = tiny.lay_out(asked, model.settings)
-        rows.append(diffusion.corrupt(prompt, asked.tokens, kind, cut, model.settings))
+        rows.append(diffusion.corrupt(prompt, asked.response, kind, cut, model.settings))
         blocks.append(cut)
         starts.append(prompt.response_position)
     longest = [max(len(row[i].block) for row in rows) for i in (0, 1)]
@@ -151,7 +154,7 @@ def whole_response(asked, kind, settings: config.Model) -> diffusion.Blocks:
     if kind == "text":
         length = tiny.TEXT_LEN
         return diffusion.text_schedule_blocks(rng, length, length, 1, asked.given, one_block)
-    order = orders.order("stratified", 3, 3, asked.seed)
+    order = orders.order("stratified", 3, 3, asked.request.seed)
     sizes = np.array([tiny.IMAGE_LEN])
     return diffusion.schedule_blocks(
         rng, order, sizes, asked.given, one_block, settings.num_registers
@@ -239,7 +242,7 @@ def test_steps_of_a_text_that_share_a_row_are_what_each_is_alone(given):
         block[masked] = last + 1
         rows.append(diffusion.Blocks(block, masked, last, (last + 1,), masked.astype(float), 1.0))
     prompt = tiny.lay_out(asked, model.settings)
-    laid = [diffusion.corrupt(prompt, asked.tokens, "text", one, model.settings) for one in rows]
+    laid = [diffusion.corrupt(prompt, asked.response, "text", one, model.settings) for one in rows]
     shape = diffusion.RowShape(len(laid[0][0].block), 0)
     count = len(rows)
     batch = diffusion.batch_rows(
