@@ -63,14 +63,14 @@ def shown(page: Page, folder: pathlib.Path) -> list[np.ndarray]:
     tab.get_by_text(PASSED).wait_for()
     take()
     drawn = folder / "drawn.png"
-    source = tab.locator(".image img").get_attribute("src")
+    source = tab.locator(".shown-image img").get_attribute("src")
     assert source is not None
     with urllib.request.urlopen(source) as found:
         drawn.write_bytes(found.read())
     for name in ("Ask", "Find"):
         tab = opened(page, name)
         tab.locator("input[type=file]").first.set_input_files(drawn)
-        tab.locator(".image img").first.wait_for()
+        tab.locator(".shown-image img").first.wait_for()
         tab.get_by_role("button", name=name, exact=True).click()
         tab.get_by_text(PASSED).wait_for()
         take()

@@ -4,7 +4,7 @@
     python docs/tour.py                               # docs/tour.md and docs/tour.png
     python docs/tour.py --dense=runs/scenes_dense     # docs/steps.gif too
 
-The bundled model and the first seed; nothing is picked. The animation has a dense model beside it,
+The bundled model and the first seed; nothing is picked. The animation has a dense model next to it,
 which `configs/scenes_dense.py` trains.
 """
 
@@ -128,7 +128,7 @@ def _captioned(image: image_files.Pixels, words: str) -> image_files.Pixels:
 
 
 def animate(dense: str) -> None:
-    """Writes `docs/steps.gif`: the dense model beside the bundled one, step for step."""
+    """Writes `docs/steps.gif`: the dense model next to the bundled one, step for step."""
     sides = [unmasking("dense", dense), unmasking("sparse", "scenes")]
     frames = [np.concatenate(pair, axis=1) for pair in zip(*sides, strict=True)]
     image_files.write_animation(HERE / "steps.gif", frames)

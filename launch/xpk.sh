@@ -26,7 +26,7 @@ if [ $# = 0 ] || [ -z "${CLUSTER:-}" ] || [ -z "${IMAGE:-}" ]; then
     exit 2
 fi
 
-# The flag: OPTIONS of bench/described.py. 75: stopped by a signal, not at its end, so that the
+# The flag: OPTIONS of bench/aot.py. 75: stopped by a signal, not at its end, so that the
 # workload counts as failed and is started again (EX_TEMPFAIL of sysexits.h).
 printf -v train '%q ' env LIBTPU_INIT_ARGS=--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000 \
     python3 -m sparse_lavida_jax.main --distributed --stopped_exit_code=75 "$@"

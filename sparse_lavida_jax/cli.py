@@ -14,17 +14,18 @@ what was asked, 1 what the machine could not do, such as a full disk.
 import argparse
 import dataclasses
 import difflib
-import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax import main as full
 from sparse_lavida_jax.apps.errors import DEFAULT_MODEL, MISTAKES, UsageError
-from sparse_lavida_jax.apps.tasks import FORMS
+from sparse_lavida_jax.apps.tasks import FORMS, TaskForm
 from sparse_lavida_jax.apps.terminal import say
 from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.inference.requests import TASKS
 from sparse_lavida_jax.main import MISTAKE, STOPPED
 from sparse_lavida_jax.version import __version__
 
@@ -159,151 +160,140 @@ _registers.__name__ = "number of registers such as 64 or 64:8"
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """An option of commands: its names, and what else `add_argument` takes."""
+    """An option of commands.
 
-    names: tuple[str, ...]
-    more: dict[str, Any]
-    excludes: str = ""  # options with the same word here cannot be given together
+    Attributes:
+        names: with spaces between them; one without dashes is given without its name.
+        help: what it means.
+        type: reads its value; None: it has none, it is said or not.
+        default, metavar, nargs: see `argparse`.
+        group: of the options of one group a command line holds one at most.
+    """
+
+    names: str
+    help: str
+    type: Callable[[str], Any] | None = str
+    default: Any = None
+    metavar: str | None = None
+    nargs: str | None = None
+    group: str = ""
+
+    def add_to(self, parser: Any) -> None:
+        """Adds it to a parser or a group of one."""
+        how: dict[str, Any] = {"action": "store_true"}
+        if self.type is not None:
+            how = {"type": self.type, "default": self.default, "metavar": self.metavar}
+            how |= {"nargs": self.nargs} if self.nargs else {}
+        parser.add_argument(*self.names.split(), help=self.help, **how)
 
 
-def _option(*names: str, excludes: str = "", **more: Any) -> Option:
-    return Option(names, more, excludes)
-
-
-_FILE: dict[str, Any] = {"type": pathlib.Path}
-_IMAGE = "PNG, JPEG or WebP"
+_PRESETS = ", ".join((*config.PRESETS, *config.TEXT_PRESETS))
+_PLACE = (
+    "where the image stands in the new one: x1,y1,x2,y2 in pixels of that, by default its middle;"
+    " any other shape is a --mask of `inpaint`, on a canvas with room around"
+)
+_LINES = (
+    '.txt: a prompt a line; .jsonl: {"prompt": ..., "image": ..., "seed": ..., "temperature": ...,'
+    ' "guidance": ...} a line, of which all but the prompt may be left out'
+)
+_CHECKPOINT = f"a model folder, a run directory or a bundled model; by default {DEFAULT_MODEL}"
 OPTIONS = {
     # What a task is about.
-    "prompt": _option("prompt", nargs="?", help="in words"),
-    "image": _option("image", nargs="?", help=_IMAGE),
-    "needed_image": _option("image", help=_IMAGE),
-    "shown": _option("--image", "--picture", help="that the text is about"),
-    "phrases": _option("phrases", nargs="+", help="what to find"),
-    "size": _option("--size", type=_size, help="height x width in pixels, such as 512x512"),
-    "mask": _option("--mask", **_FILE, excludes="hole", help="white where to draw"),
-    "hole": _option(
-        "--box", type=_box, excludes="hole", help="where to draw: x1,y1,x2,y2 in pixels"
-    ),
-    "place": _option(
-        "--box", type=_box,
-        help="where the image stands in the new one: x1,y1,x2,y2 in pixels of that, by default"
-        " its middle; any other shape is a --mask of `inpaint`, on a canvas with room around",
-    ),
-    "rounds": _option("--rounds", type=int, default=3, help="most attempts at an image"),
-    "max_new_tokens": _option("--max-new-tokens", type=int, help="room for the answer"),
-    "template": _option("--template", help="the text with gaps: ___ one token, {4} four"),
-    "words": _option("--words", nargs="+", default=[], help="that must occur, in this order"),
-    "batch": _option(
-        "--batch", **_FILE, metavar="FILE",
-        help='.txt: a prompt a line; .jsonl: {"prompt": ..., "image": ..., "seed": ...,'
-        ' "temperature": ..., "guidance": ...} a line, of which all but the prompt may be left out',
-    ),
+    "prompt": Option("prompt", "what is wanted, in words", nargs="?"),
+    "image": Option("image", "PNG, JPEG or WebP", nargs="?"),
+    "needed_image": Option("image", "PNG, JPEG or WebP"),
+    "shown": Option("--image --picture", "the image that the text is about"),
+    "phrases": Option("phrases", "what to find", nargs="+"),
+    "size": Option("--size", "height x width in pixels, such as 512x512", _size),
+    "mask": Option("--mask", "an image that is white where to draw", Path, group="hole"),
+    "hole": Option("--box", "where to draw: x1,y1,x2,y2 in pixels", _box, group="hole"),
+    "place": Option("--box", _PLACE, _box),
+    "rounds": Option("--rounds", "most attempts at an image", int, 3),
+    "max_new_tokens": Option("--max-new-tokens", "room for the answer, in tokens", int),
+    "template": Option("--template", "the text with gaps: ___ is one token, {4} four"),
+    "words": Option("--words", "words that must occur, in this order", default=[], nargs="+"),
+    "batch": Option("--batch", _LINES, Path, metavar="FILE"),
     # Results.
-    "out": _option("--out", **_FILE, default=pathlib.Path("out.png"), help="a file"),
-    "boxes": _option("--out", **_FILE, help="the image with the boxes in it"),
-    "turns": _option("--out", **_FILE, default=pathlib.Path("turns"), help="a folder"),
-    "grid": _option("--grid", action="store_true", help="all images on one sheet"),
-    "save_steps": _option(
-        "--save-steps", **_FILE, metavar="GIF", help="the unmasking of the first image"
-    ),
-    "json": _option("--json", action="store_true", help="print results for programs"),
+    "out": Option("--out", "the file to write", Path, Path("out.png")),
+    "boxes": Option("--out", "the image with the boxes in it", Path),
+    "turns": Option("--out", "the folder to write to", Path, Path("turns")),
+    "grid": Option("--grid", "put all images on one sheet", None),
+    "save_steps": Option("--save-steps", "write how the first image unmasks", Path, metavar="GIF"),
+    "json": Option("--json", "print results for programs", None),
     # Sampling.
-    "steps": _option(
-        "--steps", "--num-inference-steps", type=int, help="of an image, or of a text block"
+    "steps": Option("--steps --num-inference-steps", "steps of an image or a text block", int),
+    "sampler": Option("--sampler", f"how steps are made: {_PRESETS}", metavar="PRESET"),
+    "registers": Option(
+        "--registers",
+        "how many are used; 64:8 falls from 64 to 8; by default as trained",
+        _registers,
+        metavar="M[:END]",
     ),
-    "sampler": _option(
-        "--sampler", metavar="PRESET",
-        help=f"one of {', '.join((*config.PRESETS, *config.TEXT_PRESETS))}",
+    "temperature": Option(
+        "--temperature", "how random draws are; 0 takes the most probable", float
     ),
-    "registers": _option(
-        "--registers", type=_registers, metavar="M[:END]",
-        help="how many are passed; 64:8 falls from 64 to 8; by default as trained",
+    "quantize": Option("--quantize", f"run matrices in 8 bits: {', '.join(config.QUANTIZED)}"),
+    "guidance": Option(
+        "--guidance --guidance-scale", "scale of classifier-free guidance; 0: none", float
     ),
-    "temperature": _option("--temperature", type=float, help="0: the most probable"),
-    "quantize": _option("--quantize", help=f"matrices in 8 bits: {', '.join(config.QUANTIZED)}"),
-    "guidance": _option(
-        "--guidance", "--guidance-scale", type=float,
-        help="scale of classifier-free guidance; 0: none",
+    "order": Option("--order", "in which cells are decoded: stratified, halton, ..."),
+    "plan": Option("--plan", "the layout to follow, in place of the model's own", group="plan"),
+    "no_plan": Option("--no-plan", "do not lay the image out first", None, group="plan"),
+    "num_images": Option("--num-images", "images of each prompt", int, 1, "N"),
+    "vq_dtype": Option(
+        "--vq-dtype", f"number type of the image decoder: {' or '.join(config.VQ_DTYPES)}"
     ),
-    "order": _option("--order", help="in which cells are decoded: stratified, halton, ..."),
-    "plan": _option(
-        "--plan", excludes="plan", help="the layout to follow, in place of the model's own"
-    ),
-    "no_plan": _option(
-        "--no-plan", action="store_true", excludes="plan", help="do not lay the image out first"
-    ),
-    "num_images": _option("--num-images", type=int, default=1, metavar="N", help="of each prompt"),
-    "vq_dtype": _option(
-        "--vq-dtype", help=f"of the decoder of images: {' or '.join(config.VQ_DTYPES)}"
-    ),
-    "seed": _option("--seed", type=int, help="of the first row; by default 0"),
+    "seed": Option("--seed", "seed of the first row; by default 0", int),
     # The model, and how it is served.
-    "checkpoint": _option(
-        "--checkpoint",
-        help=f"a model folder, a run directory or a bundled model; by default {DEFAULT_MODEL}",
+    "checkpoint": Option("--checkpoint", _CHECKPOINT),
+    "batch_size": Option("--batch-size", "most rows decoded together", int, 16),
+    "debug": Option("--debug", "show where an error comes from", None),
+    "replay": Option("--replay", "draw this image again", Path, metavar="PNG"),
+    "replayed": Option("replay", "the image to draw again", Path, metavar="PNG"),
+    "source": Option(
+        "--image --picture", "the image it was drawn after; by default the recorded file"
     ),
-    "batch_size": _option("--batch-size", type=int, default=16, help="most rows decoded together"),
-    "debug": _option("--debug", action="store_true", help="show where an error comes from"),
-    "replay": _option("--replay", **_FILE, metavar="PNG", help="draw this one again"),
-    "replayed": _option("replay", **_FILE, metavar="PNG", help="to draw again"),
-    "source": _option(
-        "--image", "--picture", help="that it was drawn after; by default the file recorded"
+    "first_image": Option("--image --picture", "the image that the first line is about"),
+    "host": Option(
+        "--host", "address; by default only this machine reaches it", default="127.0.0.1"
     ),
-    "first_image": _option("--image", "--picture", help="on the table at first"),
-    "host": _option("--host", default="127.0.0.1", help="by default only this machine reaches it"),
-    "port": _option("--port", type=int, default=8000, help="0: any that is free"),
-    "max_waiting": _option(
-        "--max-waiting", type=int, default=8, metavar="N", help="requests; more are refused"
-    ),
-    "warmup": _option("--warmup", action="store_true", help="compile before the first request"),
-}  # fmt: skip
+    "port": Option("--port", "port; 0 takes any that is free", int, 8000),
+    "max_waiting": Option("--max-waiting", "requests that may wait; more are refused", int, 8, "N"),
+    "warmup": Option("--warmup", "compile before the first request", None),
+}
 
-_MODEL = ("seed", "checkpoint", "batch_size", "json", "debug")
-_SAMPLING = ("steps", "sampler", "registers", "temperature", "quantize")
-_DRAWING = (
-    "out", "grid", "save_steps", "num_images", "plan", "no_plan", "guidance", "order", "vq_dtype",
-)  # fmt: skip
-_HOSTING = ("checkpoint", "host", "port", "max_waiting", "warmup", "debug")
+_MODEL = "seed checkpoint batch_size json debug"
+_SAMPLING = "steps sampler registers temperature quantize"
+_DRAWING = "out grid save_steps num_images plan no_plan guidance order vq_dtype"
+_HOSTING = "checkpoint host port max_waiting warmup debug"
 
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """A command: what it does, an example without its name, and the options it has."""
+    """A command: what it does, an example without its name, and the keys of its options."""
 
     does: str
     example: str
-    options: tuple[str, ...]
+    options: str
 
 
-COMMANDS = {
-    name: Command(
-        form.does,
-        form.example,
-        (
-            *form.options,
-            *(("batch",) if form.batch else ()),
-            *(_DRAWING if form.draws else ()),
-            *_SAMPLING,
-            *_MODEL,
-        ),
-    )
-    for name, form in FORMS.items()
-} | {
-    "chat": Command(
-        "do what each line of the input says: a task and its words",
-        "--out turns < lines.txt",
-        ("first_image", "turns", *_SAMPLING, *_MODEL),
-    ),
+def _of_task(name: str, form: TaskForm) -> Command:
+    drawing = _DRAWING if TASKS[name].draws else ""
+    return Command(form.does, form.example, f"{form.options} {drawing} {_SAMPLING} {_MODEL}")
+
+
+_SERVED = "serve OpenAI-shaped endpoints: /v1/images/generations, ..."
+_CHAT = "do what each line of the input says: a task and its words"
+COMMANDS = {name: _of_task(name, form) for name, form in FORMS.items()} | {
+    "chat": Command(_CHAT, "--out turns < lines.txt", f"first_image turns {_SAMPLING} {_MODEL}"),
     "replay": Command(
         "draw an image again, bit for bit",
         "out.png --out again.png",
-        ("replayed", "source", "out", *_MODEL),
+        f"replayed source out {_MODEL}",
     ),
     "demo": Command("serve a page to play with", "--port 8000", _HOSTING),
-    "serve": Command(
-        "serve OpenAI-shaped endpoints: /v1/images/generations, ...", "--port 8000", _HOSTING
-    ),
-    "doctor": Command("say what is installed and what fits", "", ("json", "debug")),
+    "serve": Command(_SERVED, "--port 8000", _HOSTING),
+    "doctor": Command("say what is installed and what fits", "", "json debug"),
 }
 
 
@@ -318,10 +308,10 @@ def parser_of(name: str) -> Parser:
         allow_abbrev=False,
     )
     groups: dict[str, Any] = {"": parser}
-    for option in (OPTIONS[key] for key in command.options):
-        if option.excludes not in groups:
-            groups[option.excludes] = parser.add_mutually_exclusive_group()
-        groups[option.excludes].add_argument(*option.names, **option.more)
+    for option in (OPTIONS[key] for key in command.options.split()):
+        if option.group not in groups:
+            groups[option.group] = parser.add_mutually_exclusive_group()
+        option.add_to(groups[option.group])
     return parser
 
 

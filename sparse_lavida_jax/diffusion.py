@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time, corruption, block assignment and loss: how a clean response becomes a training pass.
+"""Time, blocks and corruption: how a clean response becomes a training pass.
 
 Paper Sec. 3.3 and 7.1. Everything up to `Corrupted` is pure NumPy with an explicit generator and
 runs on the host, so that the random bits of an example depend on its index and on nothing else.
@@ -19,19 +19,17 @@ Two block assignments (config `diffusion.blocks`):
   that is masked of a text block, that is the masked block; of several steps (`text_masked_blocks`)
   each has its own M, and any number of them is unbiased.
 
-LaViDa-O's own objective (config `diffusion.corruption = "released"`, spec Sec. 9.2 and 9.3) has no
-blocks: text and image of a whole sequence are masked together, code by code (`batch_sequences`).
+LaViDa-O's own objective (config `diffusion.corruption = "released"`) has no blocks: see
+`lavida_o/objective.py`.
 """
 
 import dataclasses
-import functools
 import math
-import operator
 from typing import Literal
 
 import flax.struct
 import numpy as np
-from jaxtyping import Bool, Float, Int, UInt8
+from jaxtyping import Bool, Float, Int
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.layout import (
@@ -39,26 +37,11 @@ from sparse_lavida_jax.layout import (
     NO_CELL,
     NO_FEATURE,
     PROMPT_BLOCK,
-    AnyArray,
     Stream,
-    make_layout,
     register_positions,
-    sort_by_block,
-    without_blocks,
 )
-from sparse_lavida_jax.sequence import (
-    Part,
-    PromptRow,
-    SeenBatch,
-    Source,
-    Views,
-    num_tokens,
-    prompt_row,
-    stack_images,
-    stack_views,
-    stacked_features,
-)
-from sparse_lavida_jax.visibility import PAD_BLOCK
+from sparse_lavida_jax.sequence import Kind, PromptRow, SeenBatch
+from sparse_lavida_jax.visibility import AnyArray
 
 MIN_TIME = 1e-3  # floor of t, as released (spec 9.2)
 Predicts = Literal["understanding", "generation", "both"]
@@ -79,16 +62,11 @@ def time_from_uniform(policy: str, u: float) -> tuple[float, float]:
     Raises:
         ValueError: an unknown policy.
     """
-    t, slope = _time_and_slope(policy, u)
+    t, slope = time_and_slope(policy, u)
     return max(t, MIN_TIME), 1 / max(slope, 1e-9)
 
 
-def mask_probability(policy: str, u: float) -> float:
-    """Returns with which probability the release masks, for a uniform u: 1e-3 + (1 - 1e-3) t."""
-    return MIN_TIME + (1 - MIN_TIME) * _time_and_slope(policy, u)[0]
-
-
-def _time_and_slope(policy: str, u: float) -> tuple[float, float]:
+def time_and_slope(policy: str, u: float) -> tuple[float, float]:
     """Returns t, not floored, and |dt/du|."""
     u = min(max(u, 1e-6), 1 - 1e-6)
     if policy == "uniform":
@@ -129,7 +107,7 @@ def _normal_quantile(u: float) -> float:
 class Blocks:
     """What each token of one response is in one training pass.
 
-    Behind the tokens of the response there may be copies of some (`copies`): a token is there once
+    After the tokens of the response there may be copies of some (`copies`): a token is there once
     for each masked block that predicts it, and once more where it is clean for a later one.
 
     Attributes:
@@ -141,8 +119,8 @@ class Blocks:
         total: what the weights of a response are divided by (L, or the tokens predicted).
         known: codes of masked cells that are in the input all the same and have no loss; None
             where training has none of them (`partly_known`).
-        code_weight: how much each code of an image weighs beside the others of it (`Data.
-            edit_area_weight`); None: all alike.
+        code_weight: the weight of each code of an image relative to its other codes
+            (`Data.edit_area_weight`); None: all alike.
         copies: which token of the response each copy is of.
         sees: the last clean block that a masked block sees, of those for which it is not M.
     """
@@ -254,8 +232,8 @@ def text_schedule_blocks(
     weight, with "mean" each token it predicts.
 
     Args:
-        length: tokens that the sampler may reach (whole text blocks; behind the first end-of-text
-            it never decodes). Tokens of `given` behind it are absent.
+        length: tokens that the sampler may reach (whole text blocks; after the first end-of-text
+            it never decodes). Tokens of `given` after it are absent.
     """
     orders, sizes = [], []
     for start in range(0, length, block_len):
@@ -291,7 +269,7 @@ def text_schedule_blocks(
 def _text_steps(
     rng: np.random.Generator, sizes: list[Int[np.ndarray, " _k"]], count: int
 ) -> tuple[Int[np.ndarray, " r"], Int[np.ndarray, " r"]]:
-    """MaskDraws `count` steps, stratified; returns the different ones and how often each was drawn.
+    """MaskDraws `count` steps, stratified; returns the distinct ones and how often each was drawn.
 
     Args:
         sizes: of the steps of each text block; they are numbered across text blocks.
@@ -330,14 +308,14 @@ def _decoded_before(order, ends, step, given) -> tuple[np.ndarray, int]:
 def partly_known(
     rng: np.random.Generator,
     blocks: Blocks,
-    kind: str,
+    kind: Kind,
     codes_per_token: int,
     settings: config.Diffusion,
 ) -> Blocks:
     """Makes some codes of every cell known in a share of an image's masked blocks.
 
     Of a block as many codes a cell, 1 to g - 1, but which ones they are is drawn for each cell:
-    what passes after the first see inside a step (`Sampling.cell_passes`). Nothing of a text.
+    what passes after the first see inside a step (`Sampling.cell_passes`). Text is left as it is.
     """
     known = np.zeros((len(blocks.block), codes_per_token), bool)
     total = blocks.total
@@ -385,53 +363,73 @@ class Corrupted:
 
 
 @dataclasses.dataclass(frozen=True)
-class RowShape:
-    """Static token counts of a group of examples: understanding and generation."""
+class Tokens:
+    """Tokens of one stream of one row, neither sorted nor padded.
 
-    understanding: int
-    generation: int
+    Attributes:
+        tokens: ids [s] of the understanding stream, codes [s g] of the generation stream.
+        index: as in `layout.Stream`.
+        position, block: tags.
+        last_clean: the last clean block that each token sees, next to its own block.
+        target, weight: what is predicted, and with which weight in the loss.
+    """
+
+    tokens: Int[np.ndarray, "s *g"]
+    index: Int[np.ndarray, " s"]
+    position: Int[np.ndarray, " s"]
+    block: Int[np.ndarray, " s"]
+    last_clean: Int[np.ndarray, " s"]
+    target: Int[np.ndarray, "s *g"]
+    weight: Float[np.ndarray, "s *_g"]
+
+    def __add__(self, other: "Tokens") -> "Tokens":
+        names = [field.name for field in dataclasses.fields(self)]
+        return Tokens(*(np.concatenate([getattr(self, n), getattr(other, n)]) for n in names))
+
+    @classmethod
+    def of_prompt(cls, tokens, index, position) -> "Tokens":
+        """Returns tokens of block 0 that nothing is predicted of."""
+        zeros = np.zeros_like(index)
+        block, no_weight = zeros + PROMPT_BLOCK, zeros.astype(float)
+        return cls(tokens, index, position, block, block, np.zeros_like(tokens), no_weight)
 
 
 @dataclasses.dataclass(frozen=True)
-class _HostStream:
-    """Tokens of one stream of one row, before sorting and padding."""
+class CorruptedRow:
+    """One example in one training pass, neither sorted nor padded.
 
-    tokens: np.ndarray  # [s] or [s g]
-    index: np.ndarray
-    position: np.ndarray
-    block: np.ndarray
-    last_clean: np.ndarray  # block that each sees at most, beside its own
-    target: np.ndarray
-    weight: np.ndarray
+    Attributes:
+        text, image: tokens of the understanding and of the generation stream.
+        text_total, image_total: what the weighted sums of its losses are divided by.
+        predicts: the streams that hold a response.
+    """
 
-    def __add__(self, other: "_HostStream") -> "_HostStream":
-        names = [field.name for field in dataclasses.fields(self)]
-        return _HostStream(*(np.concatenate([getattr(self, n), getattr(other, n)]) for n in names))
+    text: Tokens
+    image: Tokens
+    text_total: float
+    image_total: float
+    predicts: Predicts
 
 
 def corrupt(
     prompt: PromptRow,
     response: Int[np.ndarray, "l g"],
-    kind: str,
+    kind: Kind,
     blocks: Blocks,
     model: config.Model,
     *,
     full_attention: bool = False,
-) -> tuple[_HostStream, _HostStream]:
+) -> CorruptedRow:
     """Lays out one row: prompt, clean tokens, masked tokens and their registers.
 
     Args:
         response: clean ids of a text response (g = 1) or codes of an image response.
-        kind: "text" or "image": the stream in which the response and its registers live.
+        kind: the stream in which the response and its registers live.
         full_attention: every token in block 0 and no registers (LaViDa-O).
-
-    Returns:
-        The understanding and generation tokens of the row, unsorted and unpadded.
     """
-    # The loss of images.
     by_code = blocks.known is not None or blocks.code_weight is not None
-    text = _prompt_stream(prompt.ids, prompt.feature, prompt.position)
-    image = _prompt_stream(prompt.codes, prompt.cell, prompt.source_position)
+    text = Tokens.of_prompt(prompt.ids, prompt.feature, prompt.position)
+    image = Tokens.of_prompt(prompt.codes, prompt.cell, prompt.source_position)
     if by_code:
         image = dataclasses.replace(image, weight=np.zeros(image.tokens.shape))
     is_text = kind == "text"
@@ -446,7 +444,7 @@ def corrupt(
     for number, last in blocks.sees.items():
         last_clean[block == number] = last
     tokens = np.where(hidden[present], mask_id, response[here])
-    answer = _HostStream(
+    answer = Tokens(
         tokens[:, 0] if is_text else tokens,
         np.full(len(here), NO_FEATURE) if is_text else here,
         prompt.response_position + here,
@@ -459,7 +457,7 @@ def corrupt(
         m = model.num_registers
         for number in blocks.masked_blocks:
             shape = (m,) if is_text else (m, model.codes_per_token)
-            answer += _HostStream(
+            answer += Tokens(
                 np.full(shape, register_id),
                 np.full(m, NO_FEATURE if is_text else NO_CELL),
                 register_positions(prompt.length, m),
@@ -468,7 +466,9 @@ def corrupt(
                 np.zeros(shape, np.int32),
                 np.zeros(shape if by_code else m),
             )
-    return (text + answer, image) if is_text else (text, image + answer)
+    if is_text:
+        return CorruptedRow(text + answer, image, blocks.total, 0.0, "understanding")
+    return CorruptedRow(text, image + answer, 0.0, blocks.total, "generation")
 
 
 def _by_code(
@@ -483,298 +483,3 @@ def _by_code(
         return hidden, weight
     weighted = weight * blocks.code_weight
     return hidden, weighted * (weight.sum() / max(weighted.sum(), 1e-9))
-
-
-def _prompt_stream(tokens, index, position) -> _HostStream:
-    zeros = np.zeros_like(index)
-    return _HostStream(
-        tokens,
-        index,
-        position,
-        zeros + PROMPT_BLOCK,
-        zeros + PROMPT_BLOCK,
-        np.zeros_like(tokens),
-        zeros.astype(float),
-    )
-
-
-def batch_rows(
-    rows: list[tuple[_HostStream, _HostStream]],
-    blocks: list[Blocks],
-    kinds: list[str],
-    pixels: list[UInt8[np.ndarray, "h w 3"] | None],
-    shape: RowShape,
-    model: config.Model,
-    *,
-    full_attention: bool = False,
-    shared: list[list[int]] | None = None,
-) -> Corrupted:
-    """Sorts each row by block, pads it to `shape` and stacks the rows.
-
-    Args:
-        pixels: what the vision tower sees, one image a row of the batch, or none.
-        shared: which of `rows` share each row of the batch, as segments (`data/packing.py`); by
-            default each has its own.
-
-    Raises:
-        ValueError: a row is longer than `shape`.
-    """
-    in_row = shared or [[i] for i in range(len(rows))]
-    streams = _stacked(rows, shape, model, full_attention=full_attention, shared=shared)
-    totals = [(b.total, k) for b, k in zip(blocks, kinds, strict=True)]
-
-    def total_of(kind: str):
-        each = [t if k == kind else 0.0 for t, k in totals]
-        return np.array([sum(each[i] for i in row) for row in in_row], np.float32)
-
-    predicts: Predicts = "both"
-    if len(set(kinds)) == 1:
-        predicts = "understanding" if kinds[0] == "text" else "generation"
-    return Corrupted(
-        **streams,
-        pixels=stack_images(pixels),
-        text_total=total_of("text"),
-        image_total=total_of("image"),
-        predicts=predicts,
-    )
-
-
-def _stacked(
-    rows,
-    shape: RowShape,
-    model: config.Model,
-    *,
-    full_attention: bool,
-    shared: list[list[int]] | None = None,
-) -> dict:
-    """Returns the streams of `Corrupted` with their targets and weights, None where empty."""
-
-    def stream(which: int, length: int, pad_token: int):
-        if not length:
-            return None, None, None
-        padded = [
-            _sorted_and_padded([rows[i][which] for i in row], length, pad_token)
-            for row in shared or [[i] for i in range(len(rows))]
-        ]
-        tokens, index, position, block, target, weight, last, segment = (
-            np.stack(column) for column in zip(*padded, strict=True)
-        )
-        layout = make_layout(position, block, last, None if shared is None else segment)
-        layout = without_blocks(layout) if full_attention else layout
-        return Stream(tokens, index, layout), target, weight
-
-    understanding, text_target, text_weight = stream(0, shape.understanding, model.end_of_text_id)
-    generation, image_target, image_weight = stream(1, shape.generation, model.image_mask_id)
-    return {
-        "understanding": understanding,
-        "generation": generation,
-        "text_target": text_target,
-        "text_weight": text_weight,
-        "image_target": image_target,
-        "image_weight": image_weight,
-    }
-
-
-def _sorted_and_padded(members: list[_HostStream], length: int, pad_token: int):
-    """Returns one stream of one row: of the examples in it."""
-    stream = functools.reduce(operator.add, members)
-    segment = np.repeat(np.arange(len(members)), [len(member.block) for member in members])
-    count = len(stream.block)
-    if count > length:
-        raise ValueError(
-            f"a row has {count} tokens and its group holds {length}: raise data.max_prompt_len or"
-            " data.max_answer_len."
-        )
-    by_block = sort_by_block(stream.block, segment)
-
-    def padded(values, fill, dtype):
-        missing = ((0, length - count),) + ((0, 0),) * (values.ndim - 1)
-        return np.pad(values[by_block], missing, constant_values=fill).astype(dtype)
-
-    return (
-        padded(stream.tokens, pad_token, np.int32),
-        padded(stream.index, NO_CELL, np.int32),
-        padded(stream.position, 0, np.int32),
-        padded(stream.block, PAD_BLOCK, np.int32),
-        padded(stream.target, 0, np.int32),
-        padded(stream.weight, 0.0, np.float32),
-        padded(stream.last_clean, 0, np.int32),
-        padded(segment, len(members), np.int32),
-    )
-
-
-# ---------------------------------------------------------------------------------------------
-# The released objective.
-
-
-@dataclasses.dataclass(frozen=True)
-class Sequence:
-    """A whole sequence to train LaViDa-O on: answers in text, an image, or both.
-
-    Attributes:
-        parts: the sequence. What is predicted in text are its `Answer`s; the release pads with
-            end-of-text, which is predicted too, and then with `Blank`s. `Text` with `keep` is
-            neither predicted nor dropped. The image stands where `Response` does, which has 0
-            tokens where there is none.
-        codes: clean codes of the image, cell by cell.
-        code_weight: loss weight of each code; None: all alike.
-        views: the views of each image that the vision tower sees, in the order of its parts.
-    """
-
-    parts: tuple[Part, ...]
-    codes: Int[np.ndarray, "l g"]
-    code_weight: Float[np.ndarray, "l g"] | None = None
-    views: tuple[Views, ...] = ()
-
-    @property
-    def length(self) -> int:
-        """Tokens of the sequence."""
-        return sum(map(num_tokens, self.parts))
-
-    @property
-    def num_cells(self) -> int:
-        """Tokens of the generation stream: of the image and of source images."""
-        return len(self.codes) + sum(len(p.codes) for p in self.parts if isinstance(p, Source))
-
-
-@dataclasses.dataclass(frozen=True)
-class MaskDraws:
-    """The random numbers behind one row of the released objective, each uniform in [0, 1).
-
-    Attributes:
-        text_time, image_time: what the time policy makes t of.
-        text_noise: of each position of the sequence; masked where it is low.
-        image_noise: of each code of the image.
-        prompt: the prompt is dropped where it is below `Data.prompt_drop`.
-        source: the source cells are dropped where it is below `Data.source_drop`.
-    """
-
-    text_time: float
-    text_noise: Float[np.ndarray, " s"]
-    prompt: float
-    source: float
-    image_time: float
-    image_noise: Float[np.ndarray, "l g"]
-
-
-def draw(rng: np.random.Generator, sequence: Sequence) -> MaskDraws:
-    """MaskDraws what corrupts a sequence."""
-    text_time, prompt, source, image_time = rng.random(4).tolist()
-    return MaskDraws(
-        text_time,
-        rng.random(sequence.length),
-        prompt,
-        source,
-        image_time,
-        rng.random(sequence.codes.shape),
-    )
-
-
-def batch_sequences(
-    sequences: list[Sequence], draws: list[MaskDraws], shape: RowShape, settings: config.Config
-) -> Corrupted:
-    """Masks, pads to `shape` and stacks sequences as LaViDa-O trains on them (spec Sec. 9.2, 9.3).
-
-    Every token is in block 0. Text and image draw their t independently, and the loss of either
-    is the mean over what is masked of it in the whole batch, without 1/t. Under `complementary`
-    the rows follow once more with the inverse masks. Weights of codes are scaled, image by
-    image, to a mean of 1 over its masked codes; they do nothing where none in the batch is above
-    1, as released.
-
-    Args:
-        draws: of each sequence, by `draw` or recorded.
-
-    Raises:
-        ValueError: a row is longer than `shape`, or its draws are not of its length.
-    """
-    model, diffusion = settings.model, settings.diffusion
-    weights = [s.code_weight for s in sequences if s.code_weight is not None]
-    weighted = any(weight.max(initial=0) > 1 for weight in weights)
-    pixels = stack_views([sequence.views for sequence in sequences])
-    most = 0 if pixels is None else pixels.shape[1]
-    inverses = (False, True) if diffusion.complementary else (False,)
-    rows = [
-        _corrupt_sequence(sequence, drawn, most, settings, weighted=weighted, inverse=inverse)
-        for inverse in inverses
-        for sequence, drawn in zip(sequences, draws, strict=True)
-    ]
-    predicts: Predicts = "both" if diffusion.text_loss else "generation"
-    if not any(len(sequence.codes) for sequence in sequences):
-        predicts = "understanding"
-    return Corrupted(
-        **_stacked(rows, shape, model, full_attention=True),
-        pixels=None if pixels is None else np.concatenate([pixels] * len(inverses)),
-        text_total=np.array([text.weight.sum() for text, _ in rows], np.float32),
-        image_total=np.array(
-            [image.weight.sum() / model.codes_per_token for _, image in rows], np.float32
-        ),
-        predicts=predicts,
-    )
-
-
-def _corrupt_sequence(
-    sequence: Sequence,
-    drawn: MaskDraws,
-    most_views: int,
-    settings: config.Config,
-    *,
-    weighted: bool,
-    inverse: bool,
-) -> tuple[_HostStream, _HostStream]:
-    """Returns the understanding and generation tokens of a row, unpadded."""
-    model, policy = settings.model, settings.diffusion.time_policy
-    if drawn.text_noise.shape != (sequence.length,) or (
-        drawn.image_noise.shape != sequence.codes.shape
-    ):
-        raise ValueError(
-            f"a sequence of {sequence.length} tokens with codes {sequence.codes.shape} was given"
-            f" noise of shapes {drawn.text_noise.shape} and {drawn.image_noise.shape}: draw one"
-            " number for each token and one for each code."
-        )
-    prompt = prompt_row(
-        sequence.parts,
-        text_mask_id=model.text_mask_id,
-        codes_per_token=model.codes_per_token,
-        drop_prompt=drawn.prompt < settings.data.prompt_drop,
-        drop_source=drawn.source < settings.data.source_drop,
-    )
-    masked = (mask_below(policy, drawn.text_time, drawn.text_noise) != inverse)[prompt.position]
-    masked &= prompt.is_answer
-    features = stacked_features(
-        prompt.feature,
-        tuple(map(len, sequence.views)),
-        most_views,
-        model.vision.num_tokens,
-        newline=model.vision.newline,
-    )
-    text = dataclasses.replace(
-        _prompt_stream(prompt.ids, features, prompt.position),
-        tokens=np.where(masked, model.text_mask_id, prompt.ids),
-        target=prompt.ids,
-        weight=masked.astype(float),
-    )
-    hidden = mask_below(policy, drawn.image_time, drawn.image_noise) != inverse
-    weight = hidden.astype(float)
-    if weighted and sequence.code_weight is not None:
-        weight = hidden * sequence.code_weight
-        weight *= hidden.sum() / max(weight.sum(), 1e-9)
-    cell = np.arange(len(sequence.codes))
-    source = _prompt_stream(prompt.codes, prompt.cell, prompt.source_position)
-    image = dataclasses.replace(
-        _prompt_stream(sequence.codes, cell, prompt.response_position + cell),
-        tokens=np.where(hidden, model.image_mask_id, sequence.codes),
-        target=sequence.codes,
-        weight=weight,
-    )
-    no_weight = np.zeros(source.tokens.shape)
-    return text, dataclasses.replace(source, weight=no_weight) + image
-
-
-def mask_below(policy: str, time: float, noise: Float[np.ndarray, "*s"]) -> Bool[np.ndarray, "*s"]:
-    """Returns where the release masks: noise up to p, or its lowest where none is (spec Sec. 9.2).
-
-    Args:
-        time: uniform, what the policy makes t of.
-        noise: uniform in [0, 1).
-    """
-    return noise <= max(mask_probability(policy, time), noise.min(initial=np.inf))

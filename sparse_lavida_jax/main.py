@@ -37,7 +37,6 @@ from sparse_lavida_jax import config, runtime, schema
 from sparse_lavida_jax.apps.errors import MISTAKES, UsageError
 from sparse_lavida_jax.apps.terminal import progress, say
 from sparse_lavida_jax.checkpoints import manifest, model_folder
-from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.training import runs
 
 FOLDERS = {  # flags that these modes need, and what they name
@@ -46,7 +45,8 @@ FOLDERS = {  # flags that these modes need, and what they name
     "verify": {"src": "a model folder or run directory"},
     "prepare": {"src": "a mixture file (docs/data.md)", "dst": "the folder of shards to write"},
 }
-SAMPLE_TASKS = ("draw", "edit", "ask", "point")
+# Of --mode=sample, and what the commands call them.
+SAMPLE_TASKS = {"draw": "generate", "edit": "edit", "ask": "ask", "point": "ask"}
 PATHS = ("workdir", "checkpoint", "src", "dst", "out")  # flags
 MISTAKE, STOPPED = 2, 130
 # OSError: a full disk, a file that is not there, a folder that may not be written.
@@ -69,7 +69,7 @@ def run(argv: list[str]) -> int:
     """Runs a command line and returns the exit code of what was done, or stopped and saved.
 
     Raises:
-        any of OURS: what could not be done; the message says why.
+        one of OURS: something could not be done; the message says why.
     """
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()  # grain asks for flags of its own
@@ -116,19 +116,18 @@ def _train(asked: flags.FlagValues, settings: config.Config) -> None:
             train_vq.train(settings, run.folder)
 
 
-def _sample(asked: flags.FlagValues, settings: config.Config) -> str:
-    from sparse_lavida_jax.pipeline import ANSWER_TOKENS, SparseLaViDa
+def _sample(asked: flags.FlagValues, settings: config.Config) -> None:
+    from sparse_lavida_jax.apps import commands
 
-    shown = [image_files.read(asked.image)] if asked.image else []
-    model = SparseLaViDa.from_pretrained(asked.checkpoint, batch_size=1)
-    how = {"seed": asked.seed, "sampling": settings.sampling}
-    if asked.task in ("ask", "point"):
-        said = model.decode([model.prompts.ask(asked.prompt, shown, ANSWER_TOKENS)], **how)
-        return model.texts(said)[0].strip()
-    task = "edit" if shown else "generate"
-    result = model.run(model.requests(task, asked.prompt, shown or None, **how))
-    image_files.write(asked.out, result.pixels[0])
-    return f"{asked.out}: {asked.prompt}"
+    commands.sample(
+        SAMPLE_TASKS[asked.task],
+        asked.prompt,
+        asked.image,
+        out=pathlib.Path(asked.out),
+        checkpoint=asked.checkpoint,
+        seed=asked.seed,
+        sampling=settings.sampling,
+    )
 
 
 def _evaluate(asked: flags.FlagValues, settings: config.Config) -> str:
@@ -289,6 +288,10 @@ def _steps(words: str) -> range:
     return range(int(first), int(last))
 
 
+_SHARD = (
+    "Which items to evaluate, as i/n: every n-th from the i-th (0 the first) on. By default each"
+    " process of a cluster takes its share."
+)
 # Name, default, meaning; the kind is that of the default.
 FLAGS: tuple[tuple[str, str | int | bool, str], ...] = (
     ("config", "", "A file of configs/."),
@@ -297,18 +300,17 @@ FLAGS: tuple[tuple[str, str | int | bool, str], ...] = (
     ("prompt", "", "What to draw, change, or answer."),
     ("image", "", "An image to change or to look at."),
     ("out", "image.png", "Where the drawn image goes."),
-    ("seed", 0, "Of sampling."),
+    ("seed", 0, "Seed of sampling."),
     ("src", "", "What to convert, export, verify, prepare."),
     ("dst", "", "The folder that they write."),
     ("distributed", False, "Several processes train together; the environment says which."),
     ("coordinator", "", "ADDRESS:PORT of process 0."),
-    ("num_processes", 0, "That train together."),
-    ("process_id", -1, "Of this process, from 0."),
+    ("num_processes", 0, "How many processes train together."),
+    ("process_id", -1, "Number of this process, from 0."),
     ("profile_steps", "", "Steps to trace, such as 10:13, into profile/ in the run directory."),
-    ("shard", "", "Which items to evaluate, as i/n: every n-th from the i-th (0 the first) on."
-     " By default each process of a cluster takes its share."),
+    ("shard", "", _SHARD),
     ("help", False, "Prints this."),
-)  # fmt: skip
+)
 
 
 def _define(asked: flags.FlagValues) -> None:
@@ -320,17 +322,13 @@ def _define(asked: flags.FlagValues) -> None:
     flags.DEFINE_alias("picture", "image", flag_values=asked)  # its older name
     for name, choices, meaning in (
         ("mode", tuple(MODES), "What to do."),
-        ("task", SAMPLE_TASKS, "What to sample."),
+        ("task", tuple(SAMPLE_TASKS), "What to sample."),
         ("dtype", ("", "float32", "bfloat16"), "Of converted parameters; by default as released."),
     ):
         flags.DEFINE_enum(name, choices[0], choices, meaning, flag_values=asked)
-    meaning = "Keeps compiled programs; empty: nothing is kept."
-    usual = str(runtime.programs_folder())
+    usual, meaning = str(runtime.programs_folder()), "Keeps compiled programs; empty: none."
     flags.DEFINE_string("compilation_cache", usual, meaning, flag_values=asked)
-    meaning = (
-        "Of training that SIGTERM stopped with everything saved: a launcher that starts it again"
-        " has to tell it from the end."
-    )
+    meaning = "Exit code of training that SIGTERM stopped with everything saved."
     flags.DEFINE_integer("stopped_exit_code", 0, meaning, 0, 255, flag_values=asked)
 
 

@@ -134,7 +134,7 @@ def _train(
     profile: range,
 ) -> tuple[TrainState, int, float]:
     """Returns the state at the end, its step, and the seconds that the run took."""
-    state, seconds, note = init_state(settings, source.pipe.model, mesh), 0.0, {}
+    state, seconds, note = init_state(settings, source.model, mesh), 0.0, {}
     kept = run.restore({"state": state.saved, "seconds": np.float64(0)})
     if kept is not None:
         state = kept[1]["state"].replace(frozen=state.frozen)
@@ -229,7 +229,7 @@ def _finish(
     mesh: Mesh | None,
 ) -> None:
     """Writes the model folder, the adapters and the report."""
-    pipe, trained = source.pipe.with_model(averaged(state)), _averaged_part(state)
+    pipe, trained = source.pipe(averaged(state)), _averaged_part(state)
     if runtime.are_several():
         pipe = pipe.with_model(runtime.on_host(pipe.model))
         trained = runtime.on_host(trained)
@@ -366,7 +366,7 @@ def _check(source, state, run, log, bar, step: int, seconds: float, mesh) -> flo
     if runtime.is_first():
         path = run.folder / f"images/{step:06d}.png"
         with _inside(mesh):
-            scores = report.check(source.pipe.with_model(model), path, source.prompts)
+            scores = report.check(source.pipe(model), path, source.prompts)
         log.write(step, scores | {"seconds": seconds})
         told = ", ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in scores.items())
         if scores or path.is_file():

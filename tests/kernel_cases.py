@@ -3,13 +3,13 @@
 
 import functools
 
-import einops
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_lavida_jax.kernels.reference import NOTHING_SEEN_LSE, attention_reference
+from sparse_lavida_jax.kernels import reference as written_out
+from sparse_lavida_jax.kernels.common import NOTHING_SEEN_LSE, Shape
 from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON
 
 S, T = 40, 70  # queries and keys; neither a whole number of any tile
@@ -106,9 +106,8 @@ def draw(rng, heads, kv_heads, head_dim, dtype=jnp.float32, lengths=(S, T)):
 
 
 def reference(q, k, v, tags, head_dim):
-    split = functools.partial(einops.rearrange, pattern="b t (h d) -> b t h d", d=head_dim)
-    out, lse = attention_reference(split(q), split(k), split(v), *tags, head_dim**-0.5)
-    return einops.rearrange(out, "b t h d -> b t (h d)"), lse
+    heads = (q.shape[-1] // head_dim, k.shape[-1] // head_dim)
+    return written_out.attention(q, k, v, *tags, shape=Shape(*heads, head_dim, head_dim**-0.5))
 
 
 @functools.partial(jax.jit, static_argnames="head_dim")

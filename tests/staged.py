@@ -7,14 +7,13 @@ import numpy as np
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.templates import RequestError
-from sparse_lavida_jax.inference.requests import Request
+from sparse_lavida_jax.inference.requests import TASKS, Request
 from sparse_lavida_jax.inference.results import Origin, Result
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sample import Progress
 
 PATIENCE = 20  # seconds until a test gives up
 TOKENS = (np.array([[5], [0]], np.int32),)  # a word and the end of text
-STEPS = 3
 
 
 class Staged(SparseLaViDa):
@@ -28,18 +27,20 @@ class Staged(SparseLaViDa):
         self.at_step = threading.Semaphore(0)
         self.asked, self.together, self.most_together = [], 0, 0
 
-    def requests(self, task, words=None, shown=None, **given):
-        return [Request(task=task, words=words or "")]
+    def requests(self, task, words, shown=None, **options):
+        return [Request(task=task, words=words)]
 
-    def run(self, requests, callback=None):
+    def run(self, requests, callback):
         (request,) = requests
-        draws = request.task == "generate"
+        draws = TASKS[request.task].draws
         self._take_steps("image" if draws else "text", request.words, callback)
         made = {"texts": ("b",), "tokens": TOKENS}
         if draws:
             made = {"pixels": (np.full((2, 2, 3), 9, np.uint8),)}
-        asked = request.task, (request.words,), (0,), config.Sampling(), self.source, {}
-        return Result(*asked, tokens_passed=7, **made)
+        sampling = self.settings.sampling
+        return Result(
+            request.task, (request.words,), (0,), sampling, self.source, {}, tokens_passed=7, **made
+        )
 
     def preview(self, cells, rows):
         """An image of how many cells are decoded."""
@@ -50,7 +51,7 @@ class Staged(SparseLaViDa):
         self.together += 1
         self.most_together = max(self.most_together, self.together)
         try:
-            for step in range(STEPS):
+            for step in range(3):
                 callback(after(making, step))
                 self.at_step.release()
                 assert self.go.acquire(timeout=PATIENCE)
@@ -66,9 +67,7 @@ class Staged(SparseLaViDa):
 
 
 def after(making, steps):
-    """Four cells, of which a step decodes one."""
+    """An image of four cells, of which a step decodes one."""
     decoded = np.arange(4) < steps
     canvas = decoded.astype(np.int32)[None, :, None]
-    return Progress(
-        making, steps, STEPS, canvas, decoded.astype(np.int32)[None], range(1), mask_id=0
-    )
+    return Progress(making, steps, 3, canvas, decoded.astype(np.int32)[None], range(1), mask_id=0)

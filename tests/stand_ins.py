@@ -19,7 +19,7 @@ from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.models.codec import ImageCodec
 from sparse_lavida_jax.scenes import batches as data_batches
 from sparse_lavida_jax.scenes import tasks, world
-from sparse_lavida_jax.scenes.batches import GroupedBatches
+from sparse_lavida_jax.scenes.batches import SceneBatches
 from sparse_lavida_jax.scenes.encoder import Encoder
 from sparse_lavida_jax.scenes.prompts import ScenePrompts
 from sparse_lavida_jax.scenes.tokenizer import SHIPPED, Tokenizer
@@ -120,8 +120,8 @@ def encoder(given: config.Config) -> Encoder:
     return Encoder(tokenizer(), given.data, given.model, Codec().appearance_codes())
 
 
-def batches(given: config.Config) -> GroupedBatches:
-    return GroupedBatches(given, encoder(given))
+def batches(given: config.Config) -> SceneBatches:
+    return SceneBatches(given, encoder(given))
 
 
 def without_waiting(monkeypatch) -> None:
@@ -168,8 +168,8 @@ class Knowing(pipelines.SparseLaViDa):
         return [self._answer(example) for example in examples]
 
     def _answer(self, example):
-        """What is given is right already; other answers are known by heart."""
-        if example.given.any():
+        """What is given is right already, as is an image; other answers are known by heart."""
+        if example.given.any() or example.kind == "image":
             return example.response
         words = [p.ids for p in example.parts if isinstance(p, sequence.Text) and not p.keep]
         said = self.tokenizer.decode(words[0].tolist())

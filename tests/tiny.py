@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from sparse_lavida_jax import config, diffusion, sequence
+from sparse_lavida_jax.data.batch import RowShape, stack
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.inference.requests import Request
 from sparse_lavida_jax.models.denoiser import Denoiser
@@ -26,6 +27,7 @@ if jax.__version_info__ < (0, 11):  # two thirds of the time that is left; gone 
     _QUICK_TO_COMPILE["xla_cpu_use_fusion_emitters"] = False
 quick_jit = functools.partial(jax.jit, compiler_options=_QUICK_TO_COMPILE)
 
+STREAMS = ("text", "image")  # of a row that is not stacked yet
 FIRST_WORD = 8  # ids below it are special tokens
 VISION = config.Vision(
     image_size=8, patch_size=2, width=16, num_layers=1, num_heads=2, mlp_hidden=24, pool=2
@@ -216,5 +218,15 @@ def batch(kinds: list[sequence.Kind], settings: config.Model) -> diffusion.Corru
         diffusion.corrupt(lay_out(one, settings), one.response, kind, cut, settings)
         for one, kind, cut in zip(asked, kinds, blocks, strict=True)
     ]
-    shape = diffusion.RowShape(*(max(len(row[i].block) for row in rows) for i in (0, 1)))
-    return diffusion.batch_rows(rows, blocks, kinds, [None] * len(kinds), shape, settings)
+    return stacked(rows, settings)
+
+
+def shape_of(rows: list[diffusion.CorruptedRow]) -> RowShape:
+    """Returns the shape of the longest row."""
+    text, image = (max(len(getattr(row, name).block) for row in rows) for name in STREAMS)
+    return RowShape(text, image)
+
+
+def stacked(rows: list[diffusion.CorruptedRow], settings: config.Model, shape=None, **more):
+    """Returns rows as a batch, as long as the longest one unless a shape is given."""
+    return stack(rows, shape or shape_of(rows), settings, **more)

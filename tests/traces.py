@@ -2,7 +2,7 @@
 """The sampler step by step, and what training computes for each of its states.
 
 `moments` runs the sampler with everything it does (prefill, cache, truncation) and keeps what it
-saw. `training_logits` lays the same states out with `diffusion.corrupt` and `batch_rows`, as
+saw. `training_logits` lays the same states out with `diffusion.corrupt` and `data.batch.stack`, as
 training does, and runs the model once without a cache.
 """
 
@@ -192,7 +192,7 @@ def training_logits(
         settings.guidance_rows, [(True, True), (True, False), (False, False)]
     )
     full = settings.preset.full_attention
-    rows, blocks, pixels, starts = [], [], [], []
+    rows, pixels, starts = [], [], []
     for moment in steps:
         for drop_prompt, drop_source in drops:
             for r, request in enumerate(requests):
@@ -200,28 +200,20 @@ def training_logits(
                     request, model.settings, drop_prompt=drop_prompt, drop_source=drop_source
                 )
                 mask_id = model.settings.image_mask_id if settings.kind == "image" else None
-                blocks.append(_blocks(moment, r, with_rest, mask_id))
                 rows.append(
                     diffusion.corrupt(
                         prompt,
                         moment.canvas[r],
                         settings.kind,
-                        blocks[-1],
+                        _blocks(moment, r, with_rest, mask_id),
                         model.settings,
                         full_attention=full,
                     )
                 )
                 pixels.append(request.pixels)
                 starts.append(prompt.response_position)
-    shape = diffusion.RowShape(*(max(len(row[i].block) for row in rows) for i in (0, 1)))
-    batch = diffusion.batch_rows(
-        rows,
-        blocks,
-        [settings.kind] * len(rows),
-        pixels,
-        shape,
-        model.settings,
-        full_attention=full,
+    batch = tiny.stacked(
+        rows, model.settings, full_attention=full, pixels=sequence.stack_images(pixels)
     )
     logits = spread_logits(model, batch, settings.kind, starts, len(requests[0].given))
     logits = logits.reshape(len(steps), len(drops), len(requests), *logits.shape[1:])

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A conversation: tasks that take turns, all about the image that is on the table."""
+"""A conversation: tasks that take turns, all about the current image."""
 
 from typing import Any
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.templates import RequestError
-from sparse_lavida_jax.inference.requests import TASKS, Shown, spec_of
+from sparse_lavida_jax.inference.requests import TASKS, Shown
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.pipeline import SparseLaViDa
-
-DRAWING = tuple(task for task, spec in TASKS.items() if spec.draws)
+from sparse_lavida_jax.sample import Callback
 
 
 class Conversation:
-    """Turns of any tasks; what is drawn is what the next turn is about.
+    """Turns of any tasks; the image that was drawn last is what the next turn is about.
 
         talk = Conversation(pipe)
         talk.say("generate", "a red circle above a blue square")
@@ -22,12 +21,12 @@ class Conversation:
 
     Args:
         pipe: what does the tasks.
-        image: on the table at first, if any.
+        image: the first one, if any.
         seed: of the first turn; every turn has the next one.
         sampling: of all turns.
 
     Attributes:
-        image: on the table now.
+        image: the current one.
         turns: what was returned so far.
     """
 
@@ -45,25 +44,32 @@ class Conversation:
         self.sampling = sampling
         self.turns: list[Result] = []
 
-    def say(self, task: str, words: str = "", **more: Any) -> Result:
-        """Does a task about the image on the table.
+    def say(
+        self, task: str, words: str = "", *, callback: Callback | None = None, **more: Any
+    ) -> Result:
+        """Does a task about the current image.
 
         Args:
-            task: a key of `requests.TASKS`.
+            task: one of `inference.requests.TASKS`.
             words: prompt, instruction, question or phrases (with semicolons between them).
-            more: options of the task: a `mask`, a `box`, a `template`.
+            callback: see `SparseLaViDa.run`.
+            more: other options of the task, such as a `mask`, a `box` or a `template`.
 
         Raises:
-            RequestError: an unknown task, or one about an image where none is on the table.
+            RequestError: an unknown task, or one that needs an image before there is one.
         """
-        spec = spec_of(task, {})
+        if task not in TASKS:
+            raise RequestError(f"there is no task {task!r}. Choose one of {', '.join(TASKS)}.")
+        spec, about = TASKS[task], [part.strip() for part in words.split(";")]
         if spec.image == "needed" and self.image is None:
             raise RequestError(f"{task!r} is about an image, and none was drawn or given yet.")
-        given = {"seed": self.seed + len(self.turns), "sampling": self.sampling, **more}
-        asked = [part.strip() for part in words.split(";")] if task == "ground" else words
-        shown = self.image if spec.image else None
-        requests = self.pipe.requests(task, asked if spec.words else None, shown, **given)
-        result = self.pipe.run(requests)
+        requests = self.pipe.requests(
+            task,
+            (about if spec.makes == "boxes" else words) if spec.words else None,
+            self.image if spec.image else None,
+            **{"seed": self.seed + len(self.turns), "sampling": self.sampling, **more},
+        )
+        result = self.pipe.run(requests, callback=callback)
         if spec.draws:
             self.image = result
         self.turns.append(result)

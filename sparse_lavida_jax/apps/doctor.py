@@ -13,9 +13,9 @@ from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.version import __version__
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "tokenizers", "pillow", "numpy")
-LAVIDA_O_BYTES = 22_000_000_000  # a converted LaViDa-O in bfloat16, about
-LAVIDA_O = "LaViDa-O (convert it yourself)"
-ROOM = 1.2  # times the parameters: cache and activations want some memory too, ours
+# What people may want to run, with the bytes of its parameters: LaViDa-O in bfloat16, about.
+OTHER_MODELS = {"LaViDa-O (convert it yourself)": 22_000_000_000}
+ROOM = 1.2  # times the parameters: cache and activations need some memory too, ours
 
 
 def report() -> dict[str, Any]:
@@ -35,29 +35,24 @@ def report() -> dict[str, Any]:
         "devices": devices,
         "disk_free": shutil.disk_usage(".").free,
         "bundled_models": sizes,
-        "fits": {
-            name: ROOM * size <= most for name, size in {**sizes, LAVIDA_O: LAVIDA_O_BYTES}.items()
-        },
+        "fits": {name: ROOM * size <= most for name, size in (sizes | OTHER_MODELS).items()},
     }
 
 
 def text(found: dict[str, Any]) -> str:
     """Returns a report for people."""
+    bundled = (f"{name} ({size / 1e6:.0f} MB)" for name, size in found["bundled_models"].items())
     lines = [
         f"sparse-lavida-jax {found['version']}, Python {found['python']}, {found['system']}",
         ", ".join(f"{name} {version}" for name, version in found["packages"].items()),
         f"{found['cores']} cores, {found['disk_free'] / 1e9:.1f} GB of disk free",
     ]
-    for number, device in enumerate(found["devices"]):
+    for i, device in enumerate(found["devices"]):
         memory = f"{device['memory'] / 1e9:.1f} GB"
-        lines.append(f"device {number}: {device['kind']} ({device['platform']}), {memory}")
-    bundled = found["bundled_models"]
-    listed = ", ".join(f"{name} ({size / 1e6:.0f} MB)" for name, size in bundled.items())
-    lines.append(f"bundled models: {listed or 'none'}")
-    lines += [
-        f"{'fits' if fits else 'does not fit'} one device: {name}"
-        for name, fits in found["fits"].items()
-    ]
+        lines.append(f"device {i}: {device['kind']} ({device['platform']}), {memory}")
+    lines.append(f"bundled models: {', '.join(bundled) or 'none'}")
+    for name, fits in found["fits"].items():
+        lines.append(f"{'fits' if fits else 'does not fit'} one device: {name}")
     return "\n".join(lines)
 
 
@@ -73,8 +68,8 @@ def _memory(device: Any) -> int:
 
 
 def _size(name: str) -> int:
-    files = (path for path in model_folder.find_model(name).rglob("*") if path.is_file())
-    return sum(path.stat().st_size for path in files)
+    files = model_folder.find_model(name).rglob("*")
+    return sum(path.stat().st_size for path in files if path.is_file())
 
 
 def _version(name: str) -> str:

@@ -5,11 +5,10 @@ Every function returns a Pillow image. Nothing here knows the mask, the order or
 they are read from `visibility.visible`, a plan and a checkpoint's settings.
 """
 
-import dataclasses
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool
 from PIL import Image, ImageDraw, ImageFont
 
 from sparse_lavida_jax import config
@@ -28,19 +27,18 @@ MARGIN = 30
 TEXT = 12
 
 
-@dataclasses.dataclass(frozen=True)
-class StepCost:
+class StepCost(NamedTuple):
     """Tokens of one row that one step passes through the network, by why they are passed."""
 
     prompt: int
-    newest: int
-    decode: int
-    rest: int
-    registers: int
+    newest: int = 0
+    decode: int = 0
+    rest: int = 0
+    registers: int = 0
 
     @property
     def total(self) -> int:
-        return self.prompt + self.newest + self.decode + self.rest + self.registers
+        return sum(self)
 
 
 # Colour and name of each part of a cost.
@@ -67,7 +65,7 @@ def costs(sampling: config.Sampling, model: config.Model, prompt_tokens: int) ->
     """
     segments, settings = plan_of(sampling, model)
     preset = settings.preset
-    steps = [StepCost(prompt_tokens, 0, 0, 0, 0)] if preset.cache_prompt else []
+    steps = [StepCost(prompt_tokens)] if preset.cache_prompt else []
     for part in segments:
         again = part.refresh[0] or not preset.cache_prompt
         for step in range(part.num_steps):
@@ -99,7 +97,17 @@ def visibility_matrix(layout: TokenLayout, names: Sequence[str] = ()) -> Image.I
     names = names or [str(number) for number in block]
     kinds = np.where(block == 0, 0, np.where(block <= horizon, 1, 2))
     colours = [(PROMPT, CLEAN, MASKED)[kind] for kind in kinds]
-    return _matrix(sees, names, colours)
+    side = len(names) * SQUARE + MARGIN + 1
+    image, pen, font = _page(side, side)
+    for i, name in enumerate(names):
+        middle = MARGIN + (i + 0.5) * SQUARE
+        pen.text((middle, MARGIN - 5), name, colours[i], font, "ms")
+        pen.text((MARGIN - 6, middle), name, colours[i], font, "rm")
+    for (query, key), seen in np.ndenumerate(sees):
+        x, y = MARGIN + key * SQUARE, MARGIN + query * SQUARE
+        colour = colours[key] if seen else PAPER
+        pen.rectangle((x, y, x + SQUARE, y + SQUARE), fill=colour, outline=FAINT)
+    return image
 
 
 def order_grid(segments: Sequence[plans.Segment], rows: int) -> Image.Image:
@@ -111,8 +119,7 @@ def order_grid(segments: Sequence[plans.Segment], rows: int) -> Image.Image:
                 first.setdefault(int(cell), int(block))
     steps, earliest = sorted(set(first.values())), min(first.values())
     columns = len(first) // rows
-    image = Image.new("RGB", (columns * CELL + 1, rows * CELL + 1), PAPER)
-    pen, font = ImageDraw.Draw(image), ImageFont.load_default(TEXT)
+    image, pen, font = _page(columns * CELL + 1, rows * CELL + 1)
     for cell, block in first.items():
         x, y = cell % columns * CELL, cell // columns * CELL
         share = steps.index(block) / max(len(steps) - 1, 1)
@@ -131,8 +138,7 @@ def cost_bars(runs: dict[str, Sequence[StepCost]], width: int = 620) -> Image.Im
         width: of the image, in pixels.
     """
     height, foot = 110, 40
-    image = Image.new("RGB", (width, len(runs) * (height + foot) + MARGIN), PAPER)
-    pen, font = ImageDraw.Draw(image), ImageFont.load_default(TEXT)
+    image, pen, font = _page(width, len(runs) * (height + foot) + MARGIN)
     most = max(step.total for steps in runs.values() for step in steps)
     longest = max(map(len, runs.values()))
     room = (width - 2 * MARGIN) / longest
@@ -167,18 +173,7 @@ def strip(frames: Sequence[np.ndarray], scale: int = 1, most: int = 8) -> Image.
     return Image.fromarray(np.concatenate(parts, axis=1))
 
 
-def _matrix(
-    entries: Bool[np.ndarray, "q k"], names: Sequence[str], colours: Sequence[tuple[int, int, int]]
-) -> Image.Image:
-    side = len(names) * SQUARE + MARGIN + 1
-    image = Image.new("RGB", (side, side), PAPER)
-    pen, font = ImageDraw.Draw(image), ImageFont.load_default(TEXT)
-    for i, name in enumerate(names):
-        middle = MARGIN + (i + 0.5) * SQUARE
-        pen.text((middle, MARGIN - 5), name, colours[i], font, "ms")
-        pen.text((MARGIN - 6, middle), name, colours[i], font, "rm")
-    for (query, key), seen in np.ndenumerate(entries):
-        x, y = MARGIN + key * SQUARE, MARGIN + query * SQUARE
-        colour = colours[key] if seen else PAPER
-        pen.rectangle((x, y, x + SQUARE, y + SQUARE), fill=colour, outline=FAINT)
-    return image
+def _page(width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw, Any]:
+    """Returns an empty page, and the pen and the font to draw on it."""
+    image = Image.new("RGB", (width, height), PAPER)
+    return image, ImageDraw.Draw(image), ImageFont.load_default(TEXT)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `sparse-lavida serve` and `demo` do: an address, a model behind it, until interrupted."""
+"""What `sparse-lavida serve` and `demo` do: they serve a model at an address until interrupted."""
 
 import argparse
 import errno
@@ -11,6 +11,7 @@ import sys
 from sparse_lavida_jax import runtime
 from sparse_lavida_jax.apps.errors import DEFAULT_MODEL, UsageError
 from sparse_lavida_jax.apps.serving import Limits, Service
+from sparse_lavida_jax.apps.terminal import say
 from sparse_lavida_jax.pipeline import SparseLaViDa
 
 _SERVING = ("fastapi", "uvicorn", "python_multipart", "prometheus_client")
@@ -22,7 +23,7 @@ def run(name: str, asked: argparse.Namespace) -> int:
     """Serves until it is interrupted.
 
     Raises:
-        UsageError: an extra package is missing, or the address is not to be had.
+        UsageError: an extra package is missing, or the address cannot be used.
         CheckpointError: there is no such model.
     """
     _check_packages(name)
@@ -57,7 +58,7 @@ def listen(host: str, port: int) -> socket.socket:
     """Returns a socket at an address; taken before a model is loaded, which takes long.
 
     Raises:
-        UsageError: the address is not to be had.
+        UsageError: the address cannot be used.
     """
     if not 0 <= port <= 65535:
         raise UsageError(f"--port={port} is out of range: 0 to 65535; 0 takes a free one.")
@@ -69,7 +70,7 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         reasons = {
             errno.EADDRINUSE: "another program has it: choose another with --port, or 0 for any",
-            errno.EACCES: "ports below 1024 want an administrator: choose another with --port",
+            errno.EACCES: "ports below 1024 need an administrator: choose another with --port",
             errno.EADDRNOTAVAIL: "it is no address of this machine: --host=127.0.0.1 always is",
         }
         reason = reasons.get(error.errno or 0, error.strerror or str(error))
@@ -96,11 +97,10 @@ def _names(host: str, asked: str) -> tuple[str, ...]:
 
 def _tell(name: str, host: str, port: int) -> None:
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    what = "the page is at" if name == "demo" else "OpenAI's clients find it at"
-    print(f"{what} {address}{'' if name == 'demo' else '/v1'} (Ctrl-C ends it)", flush=True)
+    where = {
+        "demo": f"the page is at {address}",
+        "serve": f"OpenAI's clients find it at {address}/v1",
+    }[name]
+    print(f"{where} (Ctrl-C ends it)", flush=True)
     if not _is_loopback(host):
-        print(
-            "sparse_lavida_jax: everybody who reaches this machine can use it; there is no"
-            " password.",
-            file=sys.stderr,
-        )
+        say("everybody who reaches this machine can use it; there is no password.")

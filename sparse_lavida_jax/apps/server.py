@@ -18,7 +18,7 @@ import pathlib
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 import fastapi
@@ -32,18 +32,17 @@ from PIL import Image
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from sparse_lavida_jax import config
-from sparse_lavida_jax.apps.serving import MISTAKES, Cancelled, QueueFull, Service, Ticket
+from sparse_lavida_jax.apps.errors import REFUSED
+from sparse_lavida_jax.apps.serving import Cancelled, QueueFull, Service, Ticket
 from sparse_lavida_jax.data.templates import RequestError
-from sparse_lavida_jax.inference.requests import LARGEST_SEED
+from sparse_lavida_jax.inference.requests import LARGEST_SEED, Shown
 from sparse_lavida_jax.inference.results import Result
-from sparse_lavida_jax.sampling import options
 from sparse_lavida_jax.version import __version__
 
 POLL_SECONDS = 0.05  # between two looks whether a client is still there
 RETRY_SECONDS = 2  # what a client is told when the queue is full
 CLIENT_LEFT = 499  # nobody reads it: nginx's code for a request whose client went away
-FORM_ROOM = 2**20  # bytes of a request beside its images
+FORM_ROOM = 2**20  # bytes of a request besides its images
 IMAGES = 2  # most files of one request: an image and a mask
 
 
@@ -51,32 +50,39 @@ class Options(pydantic.BaseModel):
     """What every request may say; fields of OpenAI's that mean nothing here are passed over."""
 
     model: str | None = None
+    n: int = 1
     seed: int | None = pydantic.Field(None, ge=0, le=LARGEST_SEED)
     steps: int | None = None
+    num_inference_steps: int | None = None
     registers: int | None = pydantic.Field(None, ge=0)
     sampler: str | None = None
+    temperature: float | None = None
 
 
 class ImageOptions(Options):
     """Of an image."""
 
     prompt: str
-    n: int = 1
     size: str = "auto"  # width x height, as OpenAI has it
     response_format: Literal["b64_json", "url"] | None = None
     guidance: float | None = None
-    temperature: float | None = None
+    guidance_scale: float | None = None
 
 
 class ChatOptions(Options):
     """Of an answer."""
 
     messages: list[dict[str, Any]]
-    n: int = 1
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    temperature: float | None = None
     stream: bool = False
+
+
+# Fields that are options of the pipeline under the same names.
+_SAMPLING = (
+    "steps", "num_inference_steps", "registers", "sampler", "temperature", "guidance",
+    "guidance_scale",
+)  # fmt: skip
 
 
 def make_app(service: Service, hosts: tuple[str, ...] = ()) -> fastapi.FastAPI:
@@ -128,15 +134,17 @@ Served = Annotated[Service, fastapi.Depends(_service)]
 @router.post("/v1/images/generations")
 async def generate(asked: ImageOptions, request: fastapi.Request, service: Served):
     """Draws images of a prompt."""
-    more = _image_arguments(asked, service)
-    return await _images(request, service, "generate", asked, None, more)
+    return await _images(request, service, "generate", asked)
 
 
 @router.post("/v1/images/edits")
 async def edit(request: fastapi.Request, service: Served):
-    """Changes an image as told; with a mask, draws what is transparent in it anew."""
+    """Changes an image as told; with a mask, draws what is transparent in it again."""
     async with request.form(max_files=2 * IMAGES) as form:
-        files = {key: _files(form.getlist(key)) for key in ("image", "image[]", "mask")}
+        files = {
+            key: [value for value in form.getlist(key) if not isinstance(value, str)]
+            for key in ("image", "image[]", "mask")
+        }
         words = {key: value for key, value in form.items() if isinstance(value, str)}
         shown = files["image"] + files["image[]"]
         if len(shown) != 1 or len(files["mask"]) > 1:
@@ -148,30 +156,21 @@ async def edit(request: fastapi.Request, service: Served):
         raise fastapi.exceptions.RequestValidationError(error.errors()) from error
     if asked.size != "auto":
         raise _Refusal(400, "an edited image has the size of the model's own: leave size out.")
-    more = _image_arguments(asked, service)
-    try:
-        image = service.image(contents, "the image")
-        if masks:
-            more["mask"] = _mask(service, masks[0])
-    except MISTAKES as error:
-        raise _Refusal(400, str(error)) from error
-    task = "inpaint" if masks else "edit"
-    return await _images(request, service, task, asked, image, more)
+    with _refusing():
+        image = service.image(contents)
+        more = {"mask": _mask(service, masks[0])} if masks else {}
+    return await _images(request, service, "inpaint" if masks else "edit", asked, image, **more)
 
 
 @router.post("/v1/chat/completions")
 async def chat(asked: ChatOptions, request: fastapi.Request, service: Served):
     """Answers one question, about an image if there is one."""
-    _check_model(asked, service)
     if asked.n != 1 or asked.stream:
         raise _Refusal(400, "one answer is given, whole: leave n and stream out.")
-    try:
+    with _refusing():
         words, image = _question(asked.messages, service)
-    except MISTAKES as error:
-        raise _Refusal(400, str(error)) from error
     most = asked.max_completion_tokens or asked.max_tokens
-    more = {"max_new_tokens": most, **_shared_arguments(asked, service, draws=False)}
-    ticket, result = await _done(request, service, "ask", words, image, more)
+    ticket, result = await _done(request, service, "ask", asked, words, image, max_new_tokens=most)
     end = service.pipe.settings.model.end_of_text_id
     written = int((result.tokens[0] != end).sum())
     return {
@@ -222,70 +221,28 @@ class _Metrics(prometheus_client.registry.Collector):
         self.service = service
 
     def collect(self) -> Iterator[prometheus_client.core.Metric]:
-        families, name = prometheus_client.core, "sparse_lavida"
-        ended = families.CounterMetricFamily(
-            f"{name}_requests", "Ended requests.", labels=["task", "outcome"]
-        )
-        for (task, outcome), count in sorted(self.service.counts.items()):
-            ended.add_metric([task, outcome], count)
-        yield ended
-        for what, values in (("tokens", self.service.tokens), ("seconds", self.service.seconds)):
-            family = families.CounterMetricFamily(
-                f"{name}_{what}", f"Device {what} of requests that were done.", labels=["task"]
-            )
-            for task, value in sorted(values.items()):
-                family.add_metric([task], value)
-            yield family
-        waiting, running = self.service.waiting, self.service.running
-        yield families.GaugeMetricFamily(f"{name}_waiting", "Requests that wait.", waiting)
-        yield families.GaugeMetricFamily(f"{name}_running", "Requests that run.", int(running))
+        service, gauge = self.service, prometheus_client.core.GaugeMetricFamily
+        yield _counter("requests", "Ended requests.", ["task", "outcome"], service.counts)
+        for what, values in (("tokens", service.tokens), ("seconds", service.seconds)):
+            meaning = f"Device {what} of requests that were done."
+            yield _counter(what, meaning, ["task"], {(task,): n for task, n in values.items()})
+        yield gauge("sparse_lavida_waiting", "Requests that wait.", service.waiting)
+        yield gauge("sparse_lavida_running", "Requests that run.", int(service.running))
+
+
+def _counter(
+    name: str, meaning: str, labels: list[str], values: Mapping[tuple[str, ...], int | float]
+) -> prometheus_client.core.Metric:
+    family = prometheus_client.core.CounterMetricFamily(
+        f"sparse_lavida_{name}", meaning, labels=labels
+    )
+    for key, value in sorted(values.items()):
+        family.add_metric(key, value)
+    return family
 
 
 # ---------------------------------------------------------------------------------------------
 # What is asked.
-
-
-def _check_model(asked: Options, service: Service) -> None:
-    name = model_name(service)
-    if asked.model not in (None, "", name):
-        raise _Refusal(404, f"there is no model {asked.model!r} here, only {name!r}.")
-
-
-def _shared_arguments(asked: Options, service: Service, *, draws: bool) -> dict[str, Any]:
-    registers = None if asked.registers is None else (asked.registers, -1)
-    try:
-        sampling = options.changed(
-            service.pipe.settings.sampling,
-            draws=draws,
-            steps=asked.steps,
-            sampler=asked.sampler,
-            registers=registers,
-            guidance=getattr(asked, "guidance", None),
-            temperature=getattr(asked, "temperature", None),
-        )
-    except config.ConfigError as error:
-        raise _Refusal(400, str(error)) from error
-    # Without a seed, OpenAI's clients expect another image every time; the reply names it.
-    seed = secrets.randbelow(LARGEST_SEED // 2) if asked.seed is None else asked.seed
-    return {"seed": seed, "sampling": sampling}
-
-
-def _image_arguments(asked: ImageOptions, service: Service) -> dict[str, Any]:
-    _check_model(asked, service)
-    if asked.response_format == "url":
-        raise _Refusal(400, "images come as b64_json: nothing is kept here for a URL to name.")
-    more = {"num_images": asked.n, **_shared_arguments(asked, service, draws=True)}
-    if asked.size != "auto":
-        width, _, height = asked.size.partition("x")
-        if not (width.isdecimal() and height.isdecimal()):
-            raise _Refusal(400, f"size={asked.size!r} must be such as 512x512, width first.")
-        more["size"] = (int(height), int(width))
-    return more
-
-
-def _files(values: list[Any]) -> list[Any]:
-    """Returns the files among the values of a form field."""
-    return [value for value in values if not isinstance(value, str)]
 
 
 def _mask(service: Service, contents: bytes) -> Image.Image:
@@ -340,10 +297,19 @@ async def _images(
     service: Service,
     task: str,
     asked: ImageOptions,
-    image: Any,
-    more: dict[str, Any],
+    image: Shown | None = None,
+    **more: Any,
 ) -> dict[str, Any]:
-    ticket, result = await _done(request, service, task, asked.prompt, image, more)
+    if asked.response_format == "url":
+        raise _Refusal(400, "images come as b64_json: nothing is kept here for a URL to name.")
+    if asked.size != "auto":
+        width, _, height = asked.size.partition("x")
+        if not (width.isdecimal() and height.isdecimal()):
+            raise _Refusal(400, f"size={asked.size!r} must be such as 512x512, width first.")
+        more["size"] = (int(height), int(width))
+    ticket, result = await _done(
+        request, service, task, asked, asked.prompt, image, num_images=asked.n, **more
+    )
     return {
         "created": int(time.time()),
         "data": [{"b64_json": _png(image)} for image in result.images],
@@ -352,26 +318,41 @@ async def _images(
 
 
 async def _done(
-    request: fastapi.Request, service: Service, task: str, words: str, image: Any, more: Any
+    request: fastapi.Request,
+    service: Service,
+    task: str,
+    asked: Options,
+    words: str,
+    image: Shown | None,
+    **more: Any,
 ) -> tuple[Ticket, Result]:
-    """Waits for a request's turn and its result; leaves when the client does."""
-    try:
+    """Waits for a request's turn and its result; cancels it when the client goes away."""
+    if asked.model not in (None, "", name := model_name(service)):
+        raise _Refusal(404, f"there is no model {asked.model!r} here, only {name!r}.")
+    # Without a seed, OpenAI's clients expect another image every time; the reply names it.
+    more["seed"] = secrets.randbelow(LARGEST_SEED // 2) if asked.seed is None else asked.seed
+    more |= {key: value for key in _SAMPLING if (value := getattr(asked, key, None)) is not None}
+    with _refusing():
         ticket = service.submit(task, words, image, **more)
+        waited = asyncio.wrap_future(ticket.future)
+        while not (await asyncio.wait([waited], timeout=POLL_SECONDS))[0]:
+            if await request.is_disconnected():
+                ticket.cancel()
+                break
+        return ticket, await waited
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """Turns what goes wrong with a request into an answer with a code."""
+    try:
+        yield
+    except REFUSED as error:
+        raise _Refusal(400, str(error)) from error
     except QueueFull as error:
         raise _Refusal(429, str(error), {"Retry-After": str(RETRY_SECONDS)}) from error
-    except MISTAKES as error:
-        raise _Refusal(400, str(error)) from error
-    waited = asyncio.wrap_future(ticket.future)
-    while not (await asyncio.wait([waited], timeout=POLL_SECONDS))[0]:
-        if await request.is_disconnected():
-            ticket.cancel()
-            break
-    try:
-        return ticket, await waited
-    except MISTAKES as error:
-        raise _Refusal(400, str(error)) from error
     except (Cancelled, asyncio.CancelledError) as error:
-        raise _Refusal(CLIENT_LEFT, "the request was left.") from error
+        raise _Refusal(CLIENT_LEFT, "the request was cancelled.") from error
     except Exception as error:
         if "RESOURCE_EXHAUSTED" in str(error):
             raise _Refusal(503, "the device has not enough memory: ask for less.") from error
@@ -384,7 +365,7 @@ def _notes(ticket: Ticket, result: Result) -> dict[str, Any]:
         "seeds": list(result.seeds),
         "plans": list(result.plans),
         "seconds": round(ticket.seconds, 4),
-        "tokens_passed": ticket.tokens,
+        "tokens_passed": result.tokens_passed,
     }
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One model behind a queue: a request at a time, limits on what is asked, leave at any segment.
+"""One model behind a queue: one request at a time, limits on requests, cancelling at any segment.
 
     service = Service(SparseLaViDa.from_pretrained("scenes"))
     ticket = service.submit("generate", "a red circle above a blue square", seed=3)
-    print(ticket.ahead, ticket.future.result().image, ticket.tokens)
+    print(ticket.ahead, ticket.future.result().image)
 
-The page (`apps/demo.py`) and the server (`apps/server.py`) stand on this; it needs no package
+The page (`apps/demo.py`) and the server (`apps/server.py`) are built on this; it needs no package
 besides ours.
 """
 
@@ -14,39 +14,37 @@ import binascii
 import collections
 import concurrent.futures
 import dataclasses
-import math
 import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from sparse_lavida_jax import config
+from sparse_lavida_jax.apps.errors import REFUSED
+from sparse_lavida_jax.apps.tasks import cell_rows
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.data.templates import RequestError, check_words
-from sparse_lavida_jax.inference.requests import TASKS, Request, Shown
+from sparse_lavida_jax.inference.requests import Request, Shown
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sample import Progress
 
-# What a person can mend; everything else is an error of the program.
-MISTAKES = (RequestError, image_files.ImageError, config.ConfigError)
 CLOSE_SECONDS = 30.0  # most that closing waits for the segment that runs
 
 
 class QueueFull(Exception):
-    """As many requests wait as may; the message says so."""
+    """The queue is full; the message says so."""
 
 
 class Cancelled(Exception):
-    """The request was left before it was done."""
+    """The request was cancelled before it was done."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What a request may ask for at most.
+    """The most that a request may ask for.
 
     Attributes:
-        waiting: requests behind the one that runs.
+        waiting: requests that wait while one runs.
         words: characters of a prompt.
         upload: bytes of an image file.
         images: images of one request, and attempts at one.
@@ -61,28 +59,27 @@ class Limits:
 
 
 class Ticket:
-    """A request: waits, runs, ends.
+    """A request that waits, runs, and ends.
 
     Attributes:
         task: what is asked for.
         future: its result.
         began: when it came to the device, in seconds of `time.monotonic`; None: it waits.
-        making, done, total: what is being made ("layout", "image", "text"), the steps of it that
-            are done, and all of them.
-        preview: the first image as far as it is unmasked, if asked for.
-        tokens, seconds: what it took in the end.
+        state: how far the sampler is; None before it starts.
+        preview: the first image with the cells that are decoded so far, if asked for.
+        seconds: on the device, in the end.
     """
 
     future: concurrent.futures.Future[Result]
 
     def __init__(self, service: "Service", task: str):
         self._service = service
-        self._left = threading.Event()
+        self._cancelled = threading.Event()
         self.task = task
         self.began: float | None = None
-        self.making, self.done, self.total = "", 0, 0
+        self.state: Progress | None = None
         self.preview: image_files.Pixels | None = None
-        self.tokens, self.seconds = 0, 0.0
+        self.seconds = 0.0
 
     @property
     def ahead(self) -> int:
@@ -90,23 +87,25 @@ class Ticket:
         return self._service.place(self)
 
     def cancel(self) -> None:
-        """Leaves: at once where it waits, after the present segment where it runs."""
-        self._left.set()
+        """Ends it: at once if it waits, after the present segment if it runs."""
+        self._cancelled.set()
         self.future.cancel()
 
-    def step(self, now: Progress) -> None:
-        """Takes down the progress.
+    def step(self, state: Progress) -> None:
+        """Notes the progress.
 
         Raises:
             Cancelled: nobody waits for the result any more.
         """
-        self.making, self.done, self.total = now.making, now.steps, now.total
-        if self._left.is_set():
-            raise Cancelled(f"left after {now.steps} of {now.total} steps of the {now.making}.")
+        self.state = state
+        if self._cancelled.is_set():
+            raise Cancelled(
+                f"cancelled after {state.steps} of {state.total} steps of the {state.making}."
+            )
 
 
 class Service:
-    """A model, its queue, and what was done so far.
+    """A model, its queue, and counts of what was done so far.
 
     Args:
         pipe: does the tasks, one request at a time.
@@ -134,34 +133,31 @@ class Service:
         shown: Shown | None = None,
         *,
         preview: bool = False,
-        **more: Any,
+        **options: Any,
     ) -> Ticket:
-        """Puts a request behind the others.
+        """Adds a request to the end of the queue.
 
         Args:
-            task: a method of the pipeline.
-            words: prompt, question, text or phrases; None where the task has none.
-            shown: the image, if the task has one.
+            task, words, shown, options: see `SparseLaViDa.requests`.
             preview: whether to look at the image between segments, which costs a decoding.
-            more: options of the task.
 
         Raises:
-            RequestError: it asks for more than the limits allow, or for what the model cannot do.
-            ImageError, ConfigError: see `SparseLaViDa.requests`.
-            QueueFull: the queue is full.
+            one of errors.REFUSED: it cannot be done, or asks for more than the limits allow.
+            QueueFull: too many requests wait already.
         """
-        self._check(words, more)
+        self._check(words, options)
         try:
-            requests = self.pipe.requests(task, words, shown, **more)
-        except MISTAKES:
-            self.counts[task, "refused"] += 1
+            requests = self.pipe.requests(task, words, shown, **options)
+        except REFUSED:
+            with self._lock:
+                self.counts[task, "refused"] += 1
             raise
         ticket = Ticket(self, task)
         with self._lock:
             if len(self._open) > self.limits.waiting:
                 raise QueueFull(
-                    f"{len(self._open) - 1} requests wait already, as many as may: try again in a"
-                    " moment."
+                    f"{len(self._open) - 1} requests wait already and the queue is full: try again"
+                    " in a moment."
                 )
             self._open.append(ticket)
             ticket.future = self._device.submit(self._do, ticket, requests, preview)
@@ -186,13 +182,13 @@ class Service:
             return any(ticket.began is not None for ticket in self._open)
 
     def close(self) -> None:
-        """Leaves all requests and ends the work."""
+        """Cancels all requests and ends the work."""
         with self._lock:
             left = list(self._open)
         for ticket in left:
             ticket.cancel()
         self._device.shutdown(wait=False, cancel_futures=True)
-        # Those that waited are cancelled, and nobody will say so to `wait`.
+        # Those that waited are cancelled already; `wait` would never hear of them.
         running = [ticket.future for ticket in left if not ticket.future.cancelled()]
         concurrent.futures.wait(running, CLOSE_SECONDS)
 
@@ -226,10 +222,11 @@ class Service:
         except binascii.Error as error:
             raise image_files.ImageError(f"the data URI is no base64: {error}.") from error
 
-    def _check(self, words: str | Sequence[str] | None, more: dict[str, Any]) -> None:
+    def _check(self, words: str | Sequence[str] | None, options: dict[str, Any]) -> None:
         texts = [] if words is None else [words] if isinstance(words, str) else list(words)
-        template = more.get("template")
-        for text in texts + ([] if template is None else [template]):
+        if options.get("template") is not None:
+            texts.append(options["template"])
+        for text in texts:
             if len(check_words(text)) > self.limits.words:
                 raise RequestError(
                     f"the prompt has {len(text)} characters: at most {self.limits.words} are taken."
@@ -239,29 +236,24 @@ class Service:
             ("rounds", self.limits.images),
             ("max_new_tokens", self.limits.new_tokens),
         ):
-            asked = more.get(name)
+            asked = options.get(name)
             if asked is not None and not 1 <= asked <= most:
                 raise RequestError(f"{name}={asked} is out of range: 1 to {most}.")
 
     def _do(self, ticket: Ticket, requests: Sequence[Request], preview: bool) -> Result:
-        """Does a request; in the one thread of the device."""
-        ticket.began = begin = time.monotonic()
-        height, width = requests[0].size or (1, 1)
-        looks = preview and TASKS[ticket.task].draws
+        """Does a request, in the one thread of the device."""
+        ticket.began = time.monotonic()
 
-        def look(now: Progress) -> None:
-            ticket.step(now)
-            if looks and now.steps and now.making == "image":
-                canvas = now.canvas[0]
-                rows = math.isqrt(len(canvas) * height // width)
-                ticket.preview = self.pipe.preview(canvas, rows)
+        def look(state: Progress) -> None:
+            ticket.step(state)
+            if preview and state.making == "image" and state.steps:
+                cells = state.canvas[0]
+                ticket.preview = self.pipe.preview(cells, cell_rows(len(cells), requests[0].size))
 
         try:
-            result = self.pipe.run(requests, look)
-            ticket.tokens = result.tokens_passed
+            return self.pipe.run(requests, callback=look)
         finally:
-            ticket.seconds = time.monotonic() - begin
-        return result
+            ticket.seconds = time.monotonic() - ticket.began
 
     def _close(self, ticket: Ticket) -> None:
         with self._lock:
@@ -269,16 +261,14 @@ class Service:
             outcome = _outcome(ticket.future)
             self.counts[ticket.task, outcome] += 1
             if outcome == "done":
-                self.tokens[ticket.task] += ticket.tokens
+                self.tokens[ticket.task] += ticket.future.result().tokens_passed
                 self.seconds[ticket.task] += ticket.seconds
 
 
 def _outcome(future: concurrent.futures.Future[Result]) -> str:
-    if future.cancelled():
+    error = None if future.cancelled() else future.exception()
+    if future.cancelled() or isinstance(error, Cancelled):
         return "cancelled"
-    error = future.exception()
     if error is None:
         return "done"
-    if isinstance(error, Cancelled):
-        return "cancelled"
-    return "refused" if isinstance(error, MISTAKES) else "failed"
+    return "refused" if isinstance(error, REFUSED) else "failed"

@@ -2,6 +2,7 @@
 """The tasks of a model as people see them: one table for the command line and the page."""
 
 import dataclasses
+import math
 
 _CIRCLE = '"a red circle above a blue square"'
 
@@ -13,112 +14,109 @@ class TaskForm:
     Attributes:
         does: what it does, for the overview of the commands.
         example: a command line, after the name of the task.
-        options: what its command takes besides the options of all tasks (`cli.OPTIONS`).
-        draws: whether it makes an image.
-        batch: whether many prompts can come from a file.
+        options: keys of what its command takes besides the options of all tasks (`cli.OPTIONS`).
         label: of its tab on the page; empty where it has none of its own.
-        words: label of the box for the words, and what stands there at first; empty: no box.
-        button: what starts it.
+        words: label of the box for the words, and what it holds at first.
+        info: what to know about the words.
+        button: what starts it; by default the label.
+        result: label of what it makes.
     """
 
     does: str
     example: str
-    options: tuple[str, ...]
-    draws: bool = False
-    batch: bool = True
+    options: str
     label: str = ""
     words: tuple[str, str] = ("", "")
+    info: str = ""
     button: str = ""
+    result: str = "Image"
 
     @property
     def takes_image(self) -> bool:
-        """Whether the task can be about an image; see `needs_image`."""
-        return bool({"image", "needed_image", "shown"} & {*self.options})
+        """Whether an image can stand before the words on the command line."""
+        return "image" in self.options.split()
 
 
 FORMS = {
     "generate": TaskForm(
         "draw images",
         f"{_CIRCLE} --out out.png --save-steps steps.gif",
-        ("prompt", "size", "replay"),
-        draws=True,
+        "prompt size replay batch",
         label="Draw",
         words=("Prompt", "a red circle above a blue square"),
-        button="Draw",
     ),
     "edit": TaskForm(
         "change an image as told",
         'out.png "make the red circle green" --out edited.png',
-        ("image", "prompt"),
-        draws=True,
+        "image prompt batch",
         label="Edit",
         words=("Instruction", "make the red circle green"),
-        button="Edit",
     ),
     "inpaint": TaskForm(
         "draw a part of an image again",
         f"out.png {_CIRCLE} --box 0,0,48,48 --out inpainted.png",
-        ("image", "prompt", "mask", "hole"),
-        draws=True,
+        "image prompt mask hole batch",
         label="Inpaint",
         words=("What the whole image shows", ""),
-        button="Inpaint",
     ),
     "outpaint": TaskForm(
         "draw what surrounds an image",
         f"out.png {_CIRCLE} --box 16,16,80,80 --out outpainted.png",
-        ("image", "prompt", "place"),
-        draws=True,
+        "image prompt place batch",
         label="Outpaint",
         words=("What the whole new image shows", ""),
-        button="Outpaint",
     ),
     "reflect": TaskForm(
         "draw, judge what was drawn, and draw again",
         f"{_CIRCLE} --rounds 3 --out out.png",
-        ("prompt", "rounds"),
-        draws=True,
+        "prompt rounds batch",
         label="Draw and judge",
         words=("Prompt", "two blue squares and a red circle"),
-        button="Draw and judge",
     ),
     "ask": TaskForm(
         "answer a question about an image",
         'out.png "how many squares are there?"',
-        ("image", "prompt", "max_new_tokens"),
+        "image prompt max_new_tokens batch",
         label="Ask",
         words=("Question", "how many squares are there?"),
-        button="Ask",
+        result="Answer",
     ),
     "reason": TaskForm(
         "answer a question step by step",
         'out.png "how many red things plus how many squares?"',
-        ("image", "prompt", "max_new_tokens"),
+        "image prompt max_new_tokens batch",
     ),
     "caption": TaskForm(
         "describe an image, freely or in given words",
         'out.png --template "a ___ red circle and a ___ ___ square"',
-        ("needed_image", "template", "words"),
-        batch=False,
+        "needed_image template words",
         label="Describe",
         words=("In these words, if any", ""),
-        button="Describe",
+        info="___ is a gap of one token, {4} one of four: a ___ red circle",
+        result="Description",
     ),
     "infill": TaskForm(
         "fill the gaps of a text",
         '"a red circle is ___ {2} blue square" --image out.png',
-        ("prompt", "shown"),
+        "prompt shown batch",
         label="Fill gaps",
         words=("Text with gaps", "a red circle is ___ a blue square"),
+        info="___ is a gap of one token, {4} one of four; an image is not needed",
         button="Fill",
+        result="Filled",
     ),
     "ground": TaskForm(
         "find things in an image",
         'out.png "red circle" "blue square" --out boxes.png',
-        ("needed_image", "phrases", "boxes"),
-        batch=False,
+        "needed_image phrases boxes",
         label="Find",
         words=("What to find, one a line", "blue square"),
-        button="Find",
+        result="Found",
     ),
 }
+
+
+def cell_rows(cells: int, size: tuple[int, int] | None) -> int:
+    """Returns how many rows of cells an image has, of its height and width; None: a square."""
+    height, width = size or (1, 1)
+    return math.isqrt(cells * height // width)

@@ -3,17 +3,10 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator
 
 import rich.console
 import rich.progress
-
-
-class Update(Protocol):
-    """Shows how far the work is; `title` replaces the title of the bar."""
-
-    def __call__(self, done: int, total: int, title: str | None = None) -> None: ...
 
 
 def say(sentence: str) -> None:
@@ -22,8 +15,11 @@ def say(sentence: str) -> None:
 
 
 @contextlib.contextmanager
-def progress(title: str, *, in_bytes: bool = False) -> Iterator[Update]:
+def progress(title: str, *, in_bytes: bool = False) -> Iterator[Callable[..., None]]:
     """Shows a progress bar on a terminal, and nothing elsewhere.
+
+    Yields a function that is called with how much is done, with all there is to do, and with
+    another title if there is one.
 
     Args:
         in_bytes: whether bytes are counted; otherwise pieces of work.

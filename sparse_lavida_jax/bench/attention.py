@@ -193,7 +193,7 @@ def _measure_memory(bench: Bench, shared: dict[str, Any]) -> None:
     sizes = {}
     for length in MEMORY_LENS:
         nothing = np.zeros(length, np.int32)
-        case = Case(f"full_{length}", 1, shapes.Tags(nothing, nothing, nothing), backward=True)
+        case = Case(f"full_{length}", 1, shapes.RowTags(nothing, nothing, nothing), backward=True)
         sizes[length] = methods.ours(case, case.numbers()).temp_bytes
     if any(size is None for size in sizes.values()):
         print("memory: left out, this compiler does not tell")

@@ -30,7 +30,7 @@ class Case:
 
     name: str
     batch: int
-    tags: shapes.Tags
+    tags: shapes.RowTags
     heads: int = HEADS
     backward: bool = False
     timed: bool = True

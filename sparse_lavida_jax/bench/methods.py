@@ -97,8 +97,6 @@ def ours(
         make = functools.partial(
             attention.make_tables, head_dim=HEAD_DIM, implementation=implementation
         )
-    elif isinstance(sizes, tables.GpuSizes):
-        make = functools.partial(tables.make_gpu_tables, sizes=sizes)
     else:
         make = functools.partial(tables.make_tables, sizes=sizes)
     made = jax.jit(make)(*tags)

@@ -7,6 +7,7 @@ and lets all see all.
 """
 
 import dataclasses
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,20 +18,18 @@ import numpy as np
 from flax import nnx
 
 from sparse_lavida_jax import config, train
-from sparse_lavida_jax.data import packing
+from sparse_lavida_jax.bench import timing
+from sparse_lavida_jax.data.batch import corrupt, longest_of, make_row, stack
 from sparse_lavida_jax.data.example import Example
-from sparse_lavida_jax.data.rows import laid_out
-from sparse_lavida_jax.diffusion import Corrupted, batch_rows
+from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.kernels import attention
 from sparse_lavida_jax.models import lora
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.scenes import tasks
 from sparse_lavida_jax.scenes.encoder import Encoder
-from sparse_lavida_jax.sequence import Response, Text
-from sparse_lavida_jax.training import optimizer
-from sparse_lavida_jax.training.flops import count_tokens
+from sparse_lavida_jax.sequence import Response, Text, stack_images
+from sparse_lavida_jax.training import flops, optimizer
 from sparse_lavida_jax.training.loss import linear_cross_entropy, weighted_cross_entropy
-from sparse_lavida_jax.visibility import PAD_BLOCK, visible
 
 LENGTH_MULTIPLE = 8  # tokens; as of the scenes
 RANDOM_PROMPT = 250  # words of a prompt where there are no data
@@ -84,95 +83,34 @@ def batches(
     settings: config.Config, make_example: MakeExample, count: int, rows: int
 ) -> list[Corrupted]:
     """Returns batches of one static shape, the longest row's: the same examples for all ways."""
-    made = []
-    for index in range(count * rows):
-        example = make_example(index)
-        made.append((example, *laid_out(example, settings, np.random.default_rng(index))))
-    shape = packing.longest_of([packing.length_of(row) for _, row, _ in made], LENGTH_MULTIPLE)
-    found = []
-    for start in range(0, len(made), rows):
-        examples, laid, blocks = zip(*made[start : start + rows], strict=True)
-        batch = batch_rows(
-            list(laid),
-            list(blocks),
-            [example.kind for example in examples],
-            [example.pixels for example in examples],
+    made = [
+        make_row(make_example(index), settings, np.random.default_rng(index))
+        for index in range(count * rows)
+    ]
+    shape = longest_of([row.length for row in made], LENGTH_MULTIPLE)
+    return [
+        stack(
+            [corrupt(row, settings.model) for row in made[start : start + rows]],
             shape,
             settings.model,
             full_attention=settings.diffusion.attention != "step_causal",
+            pixels=stack_images([row.example.pixels for row in made[start : start + rows]]),
         )
-        found.append(batch)
-    return found
+        for start in range(0, len(made), rows)
+    ]
 
 
-def counted(found: list[Corrupted]) -> dict[str, float]:
-    """Returns means of a batch: tokens with a loss, that are something, and that are computed."""
-    loss, useful, padded = 0, 0, 0
-    for batch in found:
-        for stream, weight in (
-            (batch.understanding, batch.text_weight),
-            (batch.generation, batch.image_weight),
-        ):
-            if stream is None:
-                continue
-            useful += int((stream.layout.block != PAD_BLOCK).sum())
-            padded += stream.layout.block.size
-            loss += count_tokens(weight)
-    return {name: n / len(found) for name, n in
-            (("loss", loss), ("useful", useful), ("padded", padded))}  # fmt: skip
-
-
-def flops(settings: config.Config, found: list[Corrupted], per_token: dict[str, int]) -> float:
-    """Returns what a step computes on average: matrices on all tokens, attention on its pairs.
-
-    Six for every element of a matrix and token, 12 for every pair of tokens and channel of the
-    heads. A kernel computes the pairs that see each other (the tiles around them are not counted),
-    everything else all pairs. What is computed again for `remat` is not counted, nor the heads: the
-    chunked loss runs them on the tokens with a loss alone.
-
-    Args:
-        per_token: `described.matrices`.
-    """
-    model, total = settings.model, 0.0
-    implementation = model.attention_implementation
-    for batch in found:
-        streams = [s for s in (batch.understanding, batch.generation) if s is not None]
-        sizes = [(per_token["understanding"], batch.understanding),
-                 (per_token["generation"] + per_token["shared"], batch.generation)]  # fmt: skip
-        total += sum(6.0 * size * s.tokens.shape[0] * s.tokens.shape[1]
-                     for size, s in sizes if s is not None)  # fmt: skip
-        block, horizon = (
-            np.concatenate([np.asarray(getattr(s.layout, name)) for s in streams], axis=1)
-            for name in ("block", "horizon")
-        )
-        joint = _pairs(block, horizon, implementation)
-        own = sum(
-            _pairs(np.asarray(s.layout.block), np.asarray(s.layout.horizon), implementation)
-            for s in streams
-            if batch.predicts == "both" or s is batch.generation
-        )
-        pairs = model.num_joint_layers * joint + model.num_split_layers * own
-        total += 12.0 * model.num_heads * model.head_dim * pairs
-    return total / len(found)
-
-
-def _pairs(block: np.ndarray, horizon: np.ndarray, implementation: str) -> int:
-    if implementation == "reference":
-        return block.shape[0] * block.shape[1] ** 2
-    sees = visible(block[:, :, None], horizon[:, :, None], block[:, None, :])
-    return int((sees & (block != PAD_BLOCK)[:, :, None]).sum())
-
-
-@dataclasses.dataclass
-class State:
-    """What all ways to train pass on: the arrays of one `TrainState`, in turn donated by each."""
-
-    leaves: list[Any]
-
-    @classmethod
-    def of(cls, settings: config.Config, params: Denoiser) -> "State":
-        # A step donates what it is given, and the parameters are the caller's.
-        return cls(jax.tree.leaves(jax.tree.map(jnp.copy, _state(settings, params))))
+def counted(found: list[Corrupted], model: config.Model) -> dict[str, dict[str, float]]:
+    """Returns means of a batch: its tokens, those with a loss, its slots, and operations."""
+    works = [flops.work_of(batch, model) for batch in found]
+    names = {"loss": "with_loss", "useful": "tokens", "padded": "slots"}
+    return {
+        "tokens": {
+            name: statistics.mean(getattr(one, field) for one in works)
+            for name, field in names.items()
+        },
+        "flops": {"useful": statistics.mean(one.flops for one in works)},
+    }
 
 
 class Trainer:
@@ -209,20 +147,28 @@ class Trainer:
         memory: Any = self.step.memory_analysis()
         self.temporaries: int = memory.temp_size_in_bytes
 
-    def run(self, state: State, index: int) -> tuple[float, float]:
+    def run(self, leaves: list[Any], index: int) -> tuple[float, float]:
         """Returns the seconds of a step on one of the batches, and its loss.
 
         The learning rate is 0: every step is of the same parameters.
+
+        Args:
+            leaves: `arrays_of` a state, donated and replaced: all ways to train share them.
         """
         batch = jax.block_until_ready(jax.device_put(self.found[index % len(self.found)]))
-        given = jax.tree.unflatten(self.structure, state.leaves)
+        given = jax.tree.unflatten(self.structure, leaves)
         begin = time.perf_counter()
         after, logged = self.step(given, batch, np.float32(0))
         loss = float(logged["loss"])
         jax.block_until_ready(after)
         seconds = time.perf_counter() - begin
-        state.leaves = jax.tree.leaves(after)
+        leaves[:] = jax.tree.leaves(after)
         return seconds, loss
+
+
+def arrays_of(settings: config.Config, params: Denoiser) -> list[Any]:
+    """Returns the arrays of the state of a run at step 0; the parameters are copied."""
+    return jax.tree.leaves(jax.tree.map(jnp.copy, _state(settings, params)))
 
 
 def _state(settings: config.Config, params: Denoiser) -> train.TrainState:
@@ -258,3 +204,42 @@ def head_memory(
     program = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*given).compile()
     found: Any = program.memory_analysis()
     return found.temp_size_in_bytes, found.output_size_in_bytes
+
+
+def measure(
+    settings: config.Config, params: Denoiser, make_example: MakeExample, *, runs: int, batch: int
+) -> dict[str, dict[str, Any]]:
+    """Times every way to train in turn; returns the values of a row for each, by name.
+
+    Args:
+        runs: timed steps of each way, each of a batch of its own.
+        batch: examples of a step.
+    """
+    rows, trainers = {}, {}
+    for name, way in methods(settings).items():
+        found = batches(way, make_example, runs, batch)
+        trainers[name] = trainer = Trainer(way, found)
+        print(f"{name}: compiled in {trainer.compile_s:.0f} s", flush=True)
+        rows[name] = {
+            "task": "draw",
+            "model": settings.name,
+            "method": name,
+            "attention": way.model.attention_implementation,
+            "dtype": settings.model.compute_dtype,
+            "batch": batch,
+            "compile_s": trainer.compile_s,
+            **counted(found, way.model),
+            "bytes": {"temporaries": trainer.temporaries},
+        }
+    leaves = arrays_of(settings, params)
+    del params
+    for trainer in trainers.values():
+        trainer.run(leaves, 0)  # to warm up
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in trainers}
+    for turn, name in timing.in_turn([*trainers], runs):
+        taken[name].append(trainers[name].run(leaves, turn))
+    for name, pairs in taken.items():
+        seconds, losses = zip(*pairs, strict=True)
+        loss = {"mean": statistics.mean(losses), "std": statistics.stdev(losses), "batches": runs}
+        rows[name] |= {**timing.times(seconds), "loss": loss}
+    return rows

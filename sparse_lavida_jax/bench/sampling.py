@@ -113,8 +113,8 @@ def _random_subject() -> tuple[requests.Subject, list[RequestCase]]:
     codec = None
     sides = settings.model.grid_size * settings.model.codes_side * settings.vq.factor
     if SUITE.value and sides == settings.vq.image_size:
-        make = functools.partial(vq.VQModel, settings.vq, rngs=nnx.Rngs(0))
-        codec = _random(make, jnp.dtype("float32"))
+        float32 = jnp.dtype("float32")
+        codec = _random(lambda: vq.VQModel(settings.vq, rngs=nnx.Rngs(0)), float32)
     subject = requests.Subject(
         model,
         settings,

@@ -64,7 +64,9 @@ VALUES: dict[str, Callable[[View], Any]] = {
         row["times_faster"] * row["tokens"]["useful"] / row["other"]["tokens"]["useful"]
     ),
     "loss_tokens_a_second": lambda row: _per_loss_token(row, lambda one: one["median_s"]),
-    "loss_tokens_a_tflop": lambda row: _per_loss_token(row, lambda one: one["flops"]["computed"]),
+    "loss_tokens_a_tflop": lambda row: _per_loss_token(
+        row, lambda one: one["flops"].get("computed") or one["flops"]["useful"]
+    ),
     "times_less_memory": lambda row: (
         row["other"]["bytes"]["temporaries"] / row["bytes"]["temporaries"]
     ),

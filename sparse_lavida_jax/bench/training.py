@@ -17,17 +17,15 @@ says nothing.
 
 `--plan` prints the memory, in 1e9 bytes, of the ways to train a model of this size, and of the
 config itself, which is the last row, on one device: of a batch, a microbatch and a mesh as the
-config has them (`bench/plan.py` says how it is counted). Ends with status 2 if that does not fit.
+config has them (`bench/memory.py` says how it is counted). Ends with status 2 if that does not fit.
 Nothing is allocated: any machine will do.
 
 `--aot` compiles the training step of a config for 64 TPU chips, and sampling for 8, on any Linux
-machine: none of the chips is there (`bench/described.py`).
+machine: none of the chips is there (`bench/aot.py`).
 """
 
 import dataclasses
 import pathlib
-import random
-import statistics
 import sys
 
 import jax
@@ -37,17 +35,16 @@ from absl import app, flags, logging
 from flax import nnx
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench import described, objectives, plan, table
-from sparse_lavida_jax.bench.record import Bench, read_rows
+from sparse_lavida_jax.bench import aot, memory, objectives
+from sparse_lavida_jax.bench.record import Bench
+from sparse_lavida_jax.bench.table import table
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.training import optimizer
 
 PLAN = flags.DEFINE_boolean("plan", False, "Print a table of memory.")
 AOT = flags.DEFINE_boolean("aot", False, "Compile for TPUs that are not there.")
-TARGETS = flags.DEFINE_list(
-    "targets", [*described.TRAINING, *described.SAMPLING], "What --aot compiles for."
-)
+TARGETS = flags.DEFINE_list("targets", [*aot.TRAINING, *aot.SAMPLING], "What --aot compiles for.")
 REDUCE = flags.DEFINE_list(
     "reduce", ["float32"], "Of --aot: model.grad_reduce_dtype; 'float32,compute' takes both."
 )
@@ -107,62 +104,26 @@ def main(argv: list[str]) -> None:
         sys.exit(2)
 
 
-# ---------------------------------------------------------------------------------------------
-# Ways to train, on this device.
-
-
 def _compare() -> None:
-    bench = Bench("training")
-    settings, params, make_example = _subject()
-    found, trainers = {}, {}
-    sizes = described.matrices(settings.model)
-    ways = objectives.methods(settings)
-    for name, way in ways.items():
-        found[name] = objectives.batches(way, make_example, RUNS.value, BATCH.value)
-        trainers[name] = objectives.Trainer(way, found[name])
-        print(f"{name}: compiled in {trainers[name].compile_s:.0f} s", flush=True)
-    state = objectives.State.of(settings, params)
-    del params
-    times, losses = ({name: [] for name in trainers} for _ in range(2))
-    for name in trainers:
-        trainers[name].run(state, 0)  # to warm up
-    order, rng = list(trainers), random.Random(0)
-    for index in range(RUNS.value):
-        rng.shuffle(order)
-        for name in order:
-            seconds, loss = trainers[name].run(state, index)
-            times[name].append(seconds)
-            losses[name].append(loss)
-    for name, way in ways.items():
-        bench.write(
-            f"{settings.name}/{name}/b{BATCH.value}",
-            {
-                "task": "draw",
-                "model": settings.name,
+    """Times the ways to train on this device; counts the memory of the loss over many words."""
+    bench, subject = Bench("training"), _subject()
+    rows = objectives.measure(*subject, runs=RUNS.value, batch=BATCH.value)
+    for name, row in rows.items():
+        loss = None if CONFIG.value else row["loss"]  # that of random parameters says nothing
+        bench.write(f"{row['model']}/{name}/b{BATCH.value}", row | {"loss": loss})
+    for tokens in HEAD_TOKENS:
+        for name, chunk in (("plain", 0), (f"chunk{HEAD_CHUNK}", HEAD_CHUNK)):
+            temporaries, results = objectives.head_memory(tokens=tokens, chunk=chunk, **HEAD)
+            row = {
+                "task": f"cross_entropy/{tokens}",
                 "method": name,
-                "attention": way.model.attention_implementation,
-                "dtype": settings.model.compute_dtype,
-                "batch": BATCH.value,
-                "times_s": times[name],
-                "median_s": statistics.median(times[name]),
-                "min_s": min(times[name]),
-                "max_s": max(times[name]),
-                "compile_s": trainers[name].compile_s,
-                "tokens": objectives.counted(found[name]),
-                "flops": {"computed": objectives.flops(way, found[name], sizes)},
-                "loss": None
-                if CONFIG.value
-                else {
-                    "mean": statistics.mean(losses[name]),
-                    "std": statistics.stdev(losses[name]),
-                    "batches": RUNS.value,
-                },
-                "bytes": {"temporaries": trainers[name].temporaries},
-            },
-        )
-    _measure_head(bench)
-    rows = [row for row in read_rows(bench.suite) if row["run"] == bench.run]
-    print(f"\n{table.table('training', rows)}\n\n{table.table('head', rows)}")
+                "dtype": HEAD["dtype"],
+                "batch": 1,
+                "bytes": {"temporaries": temporaries, "results": results},
+                "note": "of the compiled program; gradients are of its results",
+            }
+            bench.write(f"cross_entropy/{name}/t{tokens}", row)
+    print(f"\n{table('training', bench.rows())}\n\n{table('head', bench.rows())}")
 
 
 def _subject() -> tuple[config.Config, Denoiser, objectives.MakeExample]:
@@ -181,166 +142,35 @@ def _subject() -> tuple[config.Config, Denoiser, objectives.MakeExample]:
     return dataclasses.replace(settings, optimizer=plain), params, make_example
 
 
-def _measure_head(bench: Bench) -> None:
-    """Of the full model's words, compiled from shapes: memory alone."""
-    for tokens in HEAD_TOKENS:
-        for name, chunk in (("plain", 0), (f"chunk{HEAD_CHUNK}", HEAD_CHUNK)):
-            temporaries, results = objectives.head_memory(tokens=tokens, chunk=chunk, **HEAD)
-            bench.write(
-                f"cross_entropy/{name}/t{tokens}",
-                {
-                    "task": f"cross_entropy/{tokens}",
-                    "method": name,
-                    "dtype": HEAD["dtype"],
-                    "batch": 1,
-                    "bytes": {"temporaries": temporaries, "results": results},
-                    "note": "of the compiled program; gradients are of its results",
-                },
-            )
-
-
-# ---------------------------------------------------------------------------------------------
-# The full model on TPUs that are not there.
-
-
 def _compile(settings: config.Config) -> None:
-    bench, settings = Bench("aot"), described.full_run(settings)
-    batch = plan.Batch(ROWS.value or AOT_ROWS, TEXT_TOKENS.value, IMAGE_TOKENS.value)
-    for topology in TARGETS.value:
-        if topology in described.TRAINING:
-            for dtype in REDUCE.value:
-                model = dataclasses.replace(settings.model, grad_reduce_dtype=dtype)
-                _compile_training(
-                    bench, dataclasses.replace(settings, model=model), topology, batch
-                )
-        elif topology in described.SAMPLING:
-            _compile_sampling(bench, settings, topology)
-        else:
-            known = ", ".join([*described.TRAINING, *described.SAMPLING])
-            raise config.ConfigError(f"--targets={topology} is unknown: choose among {known}.")
-    rows = [row for row in read_rows(bench.suite) if row["run"] == bench.run]
-    print(f"\n{table.table('aot', rows)}\n\n{table.table('projected', rows)}")
-
-
-def _compile_training(bench: Bench, settings, topology: str, batch: plan.Batch) -> None:
-    axes = described.training_axes(settings, topology)
-    step = described.training(settings, topology, axes, batch, EFFORT.value)
-    useful = described.useful_flops(settings.model, batch)
-    expected = described.expected_bytes(settings, axes, batch)
-    dtype = settings.model.grad_reduce_dtype
-    values = _of_program(step, useful) | {
-        "model": settings.name,
-        "task": "train_step",
-        "method": f"gradients summed in {'bfloat16' if dtype == 'compute' else dtype}",
-        "dtype": settings.model.compute_dtype,
-        "batch": batch.rows,
-        "tokens": {"useful": batch.rows * (batch.understanding + batch.generation)},
-        "expected_bytes": expected | {"total": sum(expected.values())},
-        "loss_chunk": settings.train.loss_chunk,
-        "remat": settings.model.remat,
-        "effort": EFFORT.value,
-    }
-    if EFFORT.value < 0:
-        del values["projected"]
-    bench.write(f"{settings.name}/train/{topology.replace(':', '-')}/{dtype}", values)
-    print(f"{topology}, training: compiled in {step.seconds:.0f} s", flush=True)
-
-
-def _compile_sampling(bench: Bench, settings: config.Config, topology: str) -> None:
-    programs = described.sampling(settings, topology, described.SAMPLING[topology])
-    for name, program in zip(("prefill", "segment"), programs, strict=True):
-        values = _of_program(program, 0.0) | {
-            "model": settings.name,
-            "task": name,
-            "method": "sparse",
-            "dtype": settings.model.compute_dtype,
-            "batch": 1,
-            "guidance_rows": 2,
-        }
-        if name == "segment":
-            values["steps"] = len(program.inputs[2].block)
-        bench.write(f"{settings.name}/{name}/{topology.replace(':', '-')}", values)
-        print(f"{topology}, {name}: compiled in {program.seconds:.0f} s", flush=True)
-
-
-def _of_program(program: described.Compiled, useful_flops: float) -> dict:
-    chips = 1
-    for size in program.axes.values():
-        chips *= size
-    cost = program.program.cost_analysis()
-    return {
-        "status": "compiled",
-        "device": {
-            "kind": f"TPU {program.topology.partition(':')[0]}",
-            "count": chips,
-            "memory_bytes": program.chip.memory,
-            "topology": program.topology,
-            "described": True,
-        },
-        "mesh": program.axes,
-        "compile_s": program.seconds,
-        "bytes": program.memory() | {"allowed": described.MARGIN * program.chip.memory},
-        "exchanged_bytes": program.exchanged(),
-        "flops": {
-            "useful": useful_flops,
-            "compiler_loops_once": cost.get("flops"),
-            "kernels_chip": described.hlo.kernel_flops(program.text),
-        },
-        "compiler_bytes_accessed_loops_once": cost.get("bytes accessed"),
-        "projected": program.projected(useful_flops),
-        "note": "compiled, never run: what is projected was not measured",
-    }
-
-
-# ---------------------------------------------------------------------------------------------
-# Memory of one device.
-
-COLUMNS = ("parameters", "gradients", "moments", "average", "kept", "layer", "logits", "total")
+    """Compiles for TPUs that are not there."""
+    bench = Bench("aot")
+    batch = memory.BatchSize(ROWS.value or AOT_ROWS, TEXT_TOKENS.value, IMAGE_TOKENS.value)
+    made = aot.rows(settings, TARGETS.value, batch, REDUCE.value, EFFORT.value)
+    for row_id, row in made:
+        bench.write(row_id, row)
+        print(f"{row_id}: compiled in {row['compile_s']:.0f} s", flush=True)
+    print(f"\n{table('aot', bench.rows())}\n\n{table('projected', bench.rows())}")
 
 
 def _print_plan(settings: config.Config) -> None:
-    """Prints the table; refuses what does not fit."""
-    plans = _plans(settings)
-    device = round(DEVICE_GB.value * 2**30)
-    _print(plans, device)
-    if not plans[settings.name].fits(device):
-        print(f"bench.training: {_refusal(plans, settings.name, device)}", file=sys.stderr)
-        sys.exit(2)
-
-
-def _plans(settings: config.Config) -> dict[str, plan.Plan]:
-    axes, packing = plan.axes_of(settings.train.mesh, DEVICES.value), settings.data.packing
+    """Prints the memory of one device; refuses what does not fit."""
+    axes, packing = memory.axes_of(settings.train.mesh, DEVICES.value), settings.data.packing
     images = 0 if settings.model.understanding_only else IMAGE_TOKENS.value
-    rows = ROWS.value or plan.rows_of(settings, axes)
-    batch = plan.Batch(rows, TEXT_TOKENS.value * packing, images * packing)
-    return {
-        name: plan.plan(way, batch, axes)
-        for name, way in {**plan.ways(settings), settings.name: settings}.items()
-    }
-
-
-def _print(plans: dict[str, plan.Plan], device: int) -> None:
-    table = rich.table.Table("GB (1e9)", "trained", "remat", *COLUMNS, f"of {DEVICE_GB.value:g}")
+    rows = ROWS.value or memory.rows_of(settings, axes)
+    batch = memory.BatchSize(rows, TEXT_TOKENS.value * packing, images * packing)
+    plans, device = memory.plans(settings, batch, axes), round(DEVICE_GB.value * 2**30)
+    columns = (*memory.PARTS, "total")
+    shown = rich.table.Table("GB (1e9)", "trained", "remat", *columns, f"of {DEVICE_GB.value:g}")
     for name, one in plans.items():
-        numbers = [f"{getattr(one, column) / plan.GB:.1f}" for column in COLUMNS]
+        numbers = [f"{getattr(one, column) / memory.GB:.1f}" for column in columns]
         fits = "fits" if one.fits(device) else "too large"
-        table.add_row(name, f"{one.trained / 1e9:.2f} B", one.remat, *numbers, fits)
+        shown.add_row(name, f"{one.trained / 1e9:.2f} B", one.remat, *numbers, fits)
     # In a file as on a wide terminal: a row of numbers that is broken cannot be read.
-    rich.console.Console(width=150).print(table)
-
-
-def _refusal(plans: dict[str, plan.Plan], name: str, device: int) -> str:
-    others = [
-        f"{other} ({one.total / plan.GB:.1f} GB)"
-        for other, one in plans.items()
-        if other != name and one.fits(device)
-    ]
-    return (
-        f"{name} needs {plans[name].total / plan.GB:.1f} GB (1e9 bytes), and a device of"
-        f" {DEVICE_GB.value:g} GB has {plan.USABLE * device / plan.GB:.1f} for it."
-        f" What fits: {', '.join(others) or 'nothing of the above'}."
-        " Fewer rows, a smaller train.loss_chunk and model.remat='layer' take less."
-    )
+    rich.console.Console(width=150).print(shown)
+    if not plans[settings.name].fits(device):
+        print(f"bench.training: {memory.refusal(plans, settings.name, device)}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

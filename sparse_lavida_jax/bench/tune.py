@@ -207,5 +207,5 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> str:
 def _tiny() -> Case:
     """Every sixth token of a shape, one head: a few tiles of every class."""
     tags, few = shapes.tags("t2i_1536"), slice(None, None, 6)
-    own = shapes.Tags(tags.query_block[few], tags.query_horizon[few], tags.key_block[few])
+    own = shapes.RowTags(tags.query_block[few], tags.query_horizon[few], tags.key_block[few])
     return Case("tiny", 1, own, heads=1, timed=False)

@@ -158,7 +158,7 @@ def _write(
                 writer.add(name, register.astype(kind))
     if image := {tensor.name: tensor.read() for tensor in wanted["vq"]}:
         try:
-            image_tokenizer.save_parameters(new / "vq", image, settings.vq)
+            image_tokenizer.save_arrays(new / "vq", image, settings.vq)
         except safetensors.SafetensorError as error:
             raise OSError(str(error)) from error
     if wanted["unused"]:

@@ -20,7 +20,7 @@ from flax import nnx
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import arrays
 from sparse_lavida_jax.convert.tensors import ConvertError
-from sparse_lavida_jax.models import vq
+from sparse_lavida_jax.models import parameters, vq
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.vision import Tower
 
@@ -187,7 +187,7 @@ def vq_names(settings: config.VQ, prefix: str = VQ_PREFIX) -> list[Name]:
     model = jax.eval_shape(lambda: vq.VQModel(settings, rngs=nnx.Rngs(0)))
     return [
         _name(prefix + _official_vq(ours), ours, leaf.shape, home="vq")
-        for ours, leaf in vq.named_parameters(model).items()
+        for ours, leaf in parameters.by_name(model).items()
     ]
 
 

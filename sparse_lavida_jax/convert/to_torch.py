@@ -22,6 +22,7 @@ from sparse_lavida_jax.convert.from_torch import INDEX, OFFICIAL, UNUSED, WORDS
 from sparse_lavida_jax.convert.settings import OURS, official_config, official_vq_config
 from sparse_lavida_jax.convert.tensors import ConvertError
 from sparse_lavida_jax.data import files
+from sparse_lavida_jax.models import parameters
 from sparse_lavida_jax.models import vq as image_tokenizer
 
 SHARD_BYTES = 5_000_000_000
@@ -126,7 +127,7 @@ def _of_denoiser(model: _Model) -> Iterator[tensors.Tensor]:
 def _of_tokenizer(model: _Model) -> Iterator[tensors.Tensor]:
     if model.vq is None:
         return
-    found = image_tokenizer.named_parameters(model.vq)
+    found = parameters.by_name(model.vq)
     for name in names.vq_names(model.settings.vq):
         array = np.asarray(found[name.ours])
         yield _official(name, array.dtype, lambda array=array: array)

@@ -14,10 +14,9 @@ import numpy as np
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import markdown
 from sparse_lavida_jax.evals.scorers import Metric, wilson_interval
-from sparse_lavida_jax.scenes import scoring, tasks, world
+from sparse_lavida_jax.scenes import tasks, world
 
 Output = np.ndarray | str
-LONG_ANSWERS = ("plan", "edit_plan", "caption", "detect", "locate", "name")
 EVAL_SEED = 2026  # of the prompts; the test stream is disjoint from training whatever the seed
 
 
@@ -29,7 +28,7 @@ class TaskResult:
         task: its name; for held-out combinations with "/held_out" after it.
         correct, total: prompts answered right, and asked.
         columns: (correct, total) of each column of "draw".
-        precision: share of drawn objects that were asked for, with shape and colour; None for
+        attribute_precision: share of drawn objects whose shape and colour were asked for; None for
             tasks without images.
         reasons: the commonest reasons for a 0, with their counts.
     """
@@ -38,7 +37,7 @@ class TaskResult:
     correct: int
     total: int
     columns: dict[str, tuple[int, int]]
-    precision: float | None
+    attribute_precision: float | None
     reasons: dict[str, int]
 
     @property
@@ -55,8 +54,8 @@ class TaskResult:
         found = [Metric(self.task, self.share, self.total, self.correct)]
         for column, (hits, total) in sorted(self.columns.items()):
             found.append(Metric(f"- {column}", hits / total, total, hits))
-        if self.precision is not None and self.columns:
-            found.append(Metric("- attribute precision", self.precision, self.total))
+        if self.attribute_precision is not None and self.columns:
+            found.append(Metric("- attribute precision", self.attribute_precision, self.total))
         return found
 
 
@@ -82,15 +81,14 @@ def answer(
         return list(pipe.texts(pipe.decode(examples, **how)))
     size = pipe.settings.vq.image_size
     shown = [world.render(s.image, size) for s in samples if s.image is not None]
-    if task == "draw":
-        return list(pipe.generate(prompts, **how).pixels)
-    if task == "edit":
-        return list(pipe.edit(shown, prompts, **how).pixels)
-    if task in ("inpaint", "outpaint"):
-        known = [s.known_grid for s in samples if s.known_grid is not None]
+    known = [s.known_grid for s in samples if s.known_grid is not None]
+    if known:
         return list(pipe.inpaint(shown, prompts, known=known, **how).pixels)
-    long = task in LONG_ANSWERS
-    room = pipe.prompts.long_answer_tokens if long else pipe.prompts.answer_tokens
+    if tasks.TABLE[task].is_image:
+        drawn = pipe.edit(shown, prompts, **how) if shown else pipe.generate(prompts, **how)
+        return list(drawn.pixels)
+    short = tasks.TABLE[task].group == "answer"
+    room = pipe.prompts.answer_tokens if short else pipe.prompts.long_answer_tokens
     examples = [
         pipe.prompts.ask(prompt, shown[i : i + 1], room) for i, prompt in enumerate(prompts)
     ]
@@ -124,7 +122,7 @@ def tally(name: str, samples: Sequence[tasks.Sample], outputs: Sequence[Output])
     reasons: collections.Counter[str] = collections.Counter()
     correct = right = drawn = 0
     for sample, output in zip(samples, outputs, strict=True):
-        score = scoring.score(sample, output)
+        score = tasks.score(sample, output)
         correct += score.ok
         right += score.attributes[0]
         drawn += score.attributes[1]
@@ -143,18 +141,10 @@ def tally(name: str, samples: Sequence[tasks.Sample], outputs: Sequence[Output])
     )
 
 
-def as_json(result: TaskResult) -> dict:
-    """Returns what `bench/quality.py` writes."""
-    return {
-        "task": result.task,
-        "correct": result.correct,
-        "total": result.total,
-        "share": result.share,
-        "interval_95": list(result.interval),
-        "columns": {name: list(pair) for name, pair in result.columns.items()},
-        "attribute_precision": result.precision,
-        "reasons": result.reasons,
-    }
+def as_json(result: TaskResult) -> dict[str, Any]:
+    """Returns what the rows of `bench/quality.py` have."""
+    derived = {"share": result.share, "interval_95": list(result.interval)}
+    return dataclasses.asdict(result) | derived
 
 
 def table(results: Sequence[TaskResult]) -> str:

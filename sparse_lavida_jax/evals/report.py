@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run leaves for people: images while it trains, and `report.md` at its end."""
+"""What a run shows people: sheets of images while it trains, and `report.md` at its end."""
 
 import dataclasses
+import functools
 import pathlib
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,7 +18,7 @@ from sparse_lavida_jax.data import markdown
 from sparse_lavida_jax.evals import exact
 from sparse_lavida_jax.inference.engine import tokens_passed
 from sparse_lavida_jax.pipeline import SparseLaViDa
-from sparse_lavida_jax.scenes import digits, grammar, scoring, tasks, world
+from sparse_lavida_jax.scenes import digits, grammar, tasks, world
 from sparse_lavida_jax.training import metrics
 
 CHECK_PROMPTS = 48  # drawing prompts scored while training
@@ -24,11 +26,16 @@ SHEET_COLUMNS = 6
 CAPTION_HEIGHT = 40  # pixels
 SPEED_RUNS = 5  # the median is reported
 LOSS_ROWS = 10  # of the table of losses
+# What makes prompts to draw, by number, and what judges an image.
+DRAWING: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "digits": (digits.sample, digits.score),
+    "scenes": (functools.partial(tasks.sample, "draw"), tasks.score),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """One image of a sheet with what is written below it."""
+    """One image of a sheet with its caption."""
 
     pixels: np.ndarray
     caption: str
@@ -36,7 +43,7 @@ class Tile:
 
 
 def sheet(tiles: Sequence[Tile], columns: int = SHEET_COLUMNS) -> Image.Image:
-    """Returns images in a grid, the caption below each, green or red where it was judged."""
+    """Returns images in a grid, each above its caption, which is green or red if it was judged."""
     side = tiles[0].pixels.shape[0]
     rows = -(-len(tiles) // columns)
     width, height = columns * (side + 8), rows * (side + CAPTION_HEIGHT + 8)
@@ -55,35 +62,29 @@ def check(pipe: SparseLaViDa, path: pathlib.Path, prompts: Sequence[str] = ()) -
     """Draws test prompts in the middle of a run, saves a sheet and returns scores to log.
 
     Args:
-        prompts: what to draw of prepared data, whose images no program can judge.
+        prompts: what to draw with prepared data, whose images no program can judge.
     """
-    if pipe.settings.data.source == "prepared":
-        drawn = pipe.generate(prompts).pixels if prompts else ()
-        tiles = [Tile(pixels, prompt) for pixels, prompt in zip(drawn, prompts, strict=True)]
-        if tiles:
-            _save(sheet(tiles), path)
-        return {}
-    if pipe.settings.data.source == "digits":
-        samples = [digits.sample(exact.EVAL_SEED, i, "test") for i in range(CHECK_PROMPTS)]
-        images = pipe.generate([s.prompt for s in samples]).pixels
-        judged = [digits.score(s, p) for s, p in zip(samples, images, strict=True)]
-        scores = {"draw": float(np.mean([score.ok for score in judged]))}
+    source = pipe.settings.data.source
+    scores: dict[str, float] = {}
+    if source == "prepared":
+        images = pipe.generate(prompts).pixels if prompts else ()
+        tiles = [Tile(image, words) for image, words in zip(images, prompts, strict=True)]
     else:
-        samples = [tasks.sample("draw", exact.EVAL_SEED, i, "test") for i in range(CHECK_PROMPTS)]
-        images = exact.answer(pipe, samples)
-        judged = [scoring.score(s, p) for s, p in zip(samples, images, strict=True)]
-        result = exact.tally("draw", samples, images)
-        single = result.columns.get("single", (0, 0))
-        scores = {
-            "draw": result.share,
-            "single": single[0] / max(single[1], 1),
-            "attribute_precision": result.precision or 0.0,
-        }
-    tiles = [
-        Tile(_shown(np.asarray(image)), s.prompt, score.ok)
-        for s, image, score in zip(samples, images, judged, strict=True)
-    ]
-    _save(sheet(tiles[: 4 * SHEET_COLUMNS]), path)
+        make, judge = DRAWING[source]
+        samples = [make(exact.EVAL_SEED, number, "test") for number in range(CHECK_PROMPTS)]
+        images = pipe.generate([sample.prompt for sample in samples]).pixels
+        tiles = [
+            Tile(_enlarged(np.asarray(image)), sample.prompt, judge(sample, image).ok)
+            for sample, image in zip(samples, images, strict=True)
+        ]
+        scores["draw"] = sum(bool(tile.ok) for tile in tiles) / len(tiles)
+        if source == "scenes":
+            result = exact.tally("draw", samples, images)
+            right, asked = result.columns.get("single", (0, 0))
+            scores["single"] = right / max(asked, 1)
+            scores["attribute_precision"] = result.attribute_precision or 0.0
+    if tiles:
+        _save(sheet(tiles[: 4 * SHEET_COLUMNS] if scores else tiles), path)
     return scores
 
 
@@ -98,8 +99,8 @@ def model_card(settings: config.Config, steps: int, seconds: float, base_readme:
     if settings.train.init_from:
         base = pathlib.Path(settings.train.init_from).name
         return (
-            f"# {settings.name}\n\nTrained by {command} {how} from the model `{base}`. What is said"
-            f" below of that one's licence holds for these parameters too.\n\n{base_readme}"
+            f"# {settings.name}\n\nTrained by {command} {how} from the model `{base}`. Its licence,"
+            f" below, also applies to these parameters.\n\n{base_readme}"
         )
     return (
         f"# {settings.name}\n\nA small Sparse-LaViDa trained from scratch by"
@@ -111,10 +112,10 @@ def model_card(settings: config.Config, steps: int, seconds: float, base_readme:
 def write(pipe: SparseLaViDa, folder: pathlib.Path, *, step: int, seconds: float) -> pathlib.Path:
     """Writes `report.md`: curve, exact scores, examples and measured speed of a finished run.
 
-    Of a run on prepared data it has the losses and the newest sheet of images alone: no program
-    here can judge what they show.
+    With prepared data it has only the losses and the newest sheet of images: no program here can
+    judge what they show.
     """
-    settings = pipe.settings
+    settings, log = pipe.settings, folder / "metrics.jsonl"
     parameters = sum(leaf.size for leaf in jax.tree.leaves(pipe.model))
     parts = [
         f"# {settings.name}",
@@ -122,31 +123,27 @@ def write(pipe: SparseLaViDa, folder: pathlib.Path, *, step: int, seconds: float
         f" {jax.devices()[0].device_kind}, seed {settings.seed}.",
     ]
     if settings.data.source == "prepared":
-        parts += ["## While it trained", _losses(folder / "metrics.jsonl"), *_newest_sheet(folder)]
-        return _written(folder, parts)
-    parts[-1] += (
-        " Scores come from programs that read pixels and text, on prompts that training never draws"
-        " from."
-    )
-    parts += ["## While it trained", _curve(folder / "metrics.jsonl")]
-    if settings.data.source == "digits":
-        parts += ["## Drawn", "![drawn](images/drawn.png)"]
-        scores = check(pipe, folder / "images/drawn.png")
-        parts.append(f"Nearest-neighbour judge: {scores['draw']:.2f} of {CHECK_PROMPTS} right.")
+        parts += ["## While it trained", _losses(log), *_newest_sheet(folder)]
     else:
-        parts += _scene_sections(pipe, folder)
-    parts += ["## Speed", _speed(pipe)]
-    return _written(folder, parts)
-
-
-def _written(folder: pathlib.Path, parts: list[str]) -> pathlib.Path:
+        parts[-1] += (
+            " Scores come from programs that read pixels and text, on prompts that training never"
+            " draws from."
+        )
+        parts += ["## While it trained", _curve(log)]
+        if settings.data.source == "digits":
+            scores = check(pipe, folder / "images/drawn.png")
+            judged = f"Nearest-neighbour judge: {scores['draw']:.2f} of {CHECK_PROMPTS} right."
+            parts += ["## Drawn", "![drawn](images/drawn.png)", judged]
+        else:
+            parts += _scene_sections(pipe, folder)
+        parts += ["## Speed", _speed(pipe)]
     path = folder / "report.md"
     path.write_text("\n\n".join(parts) + "\n")
     return path
 
 
 def _losses(path: pathlib.Path) -> str:
-    """A table of the losses at ten moments of a run, each a mean over the tenth before it."""
+    """Returns a table of the mean losses of each tenth of a run."""
     rows = [row for row in metrics.read_metrics(path) if row.get("loss") is not None]
     if not rows:
         return "No loss was logged (train.log_every)."
@@ -170,7 +167,7 @@ def _newest_sheet(folder: pathlib.Path) -> list[str]:
 
 
 def _scene_sections(pipe: SparseLaViDa, folder: pathlib.Path) -> list[str]:
-    """Exact scores of every task that was trained, and examples of four of them."""
+    """Returns exact scores of every task that was trained, and examples of some."""
     results, parts = [], []
     prompts = pipe.settings.train.eval_prompts
     for task in [task for task in pipe.settings.data.tasks if task in tasks.TASKS]:
@@ -184,29 +181,26 @@ def _scene_sections(pipe: SparseLaViDa, folder: pathlib.Path) -> list[str]:
 
 
 def _examples(task, samples, outputs, folder: pathlib.Path) -> str:
-    judged = [scoring.score(s, o) for s, o in zip(samples, outputs, strict=True)]
-    title = {"draw": "Drawn", "edit": "Edited", "answer": "Answered", "point": "Pointed"}.get(task)
+    judged = [tasks.score(s, o) for s, o in zip(samples, outputs, strict=True)]
+    title = tasks.TABLE[task].label
     if title is None:
         return ""
-    if task == "draw":
-        tiles = [Tile(o, s.prompt, j.ok) for s, o, j in zip(samples, outputs, judged, strict=True)]
-    else:
-        tiles = []
-        for s, o, j in zip(samples, outputs, judged, strict=True):
-            before = world.render(s.image)
-            if task == "edit":
-                tiles += [Tile(before, s.prompt), Tile(o, "->", j.ok)]
-            else:
-                if task == "point":
-                    before = _with_box(before, o)
-                tiles.append(Tile(before, f"{s.prompt} {o.strip()}", j.ok))
+    tiles = []
+    for s, o, j in zip(samples, outputs, judged, strict=True):
+        if isinstance(o, str):
+            shown = _with_box(world.render(s.image or world.EMPTY_SCENE), o)
+            tiles.append(Tile(shown, f"{s.prompt} {o.strip()}", j.ok))
+        elif s.image is None:
+            tiles.append(Tile(o, s.prompt, j.ok))
+        else:
+            tiles += [Tile(world.render(s.image), s.prompt), Tile(o, "->", j.ok)]
     name = f"images/{title.lower()}.png"
     _save(sheet(tiles), folder / name)
     return f"## {title}\n\n![{title.lower()}]({name})"
 
 
 def _curve(path: pathlib.Path) -> str:
-    """A table of the checks of a run: the image scores over time."""
+    """Returns a table of the checks of a run: the image scores over time."""
     checks = [row for row in metrics.read_metrics(path) if "draw" in row]
     if not checks:
         return "No image was scored while it trained (train.image_seconds, train.eval_every)."
@@ -219,7 +213,7 @@ def _curve(path: pathlib.Path) -> str:
 
 
 def _speed(pipe: SparseLaViDa) -> str:
-    """Sparse against dense on the same weights, in turn; only the decoding of the image."""
+    """Times sparse and dense decoding of images on the same weights, in turn."""
     settings = pipe.settings
     blank = np.zeros((settings.model.num_cells, settings.model.codes_per_token), np.int32)
     examples = [pipe.encoder.image_example("a red circle", blank) for _ in range(pipe.batch_size)]
@@ -227,30 +221,29 @@ def _speed(pipe: SparseLaViDa) -> str:
         name: dataclasses.replace(settings.sampling, preset=name) for name in ("sparse", "dense")
     }
     times: dict[str, list[float]] = {name: [] for name in samplings}
-    for run in range(SPEED_RUNS + 1):
-        for name, taken in times.items():
+    for _ in range(SPEED_RUNS + 1):
+        for name, sampling in samplings.items():
             begin = time.perf_counter()
-            pipe.decode(examples, sampling=samplings[name])
-            if run:  # the first compiles
-                taken.append(time.perf_counter() - begin)
-    sparse, dense = (
-        1000 * statistics.median(times[name]) / len(examples) for name in ("sparse", "dense")
+            pipe.decode(examples, sampling=sampling)
+            times[name].append(time.perf_counter() - begin)
+    sparse, dense = (  # the first run compiles
+        1000 * statistics.median(taken[1:]) / len(examples) for taken in times.values()
     )
     block = pipe.prompts.text_block_len
-    passed = {
-        name: tokens_passed(settings.model, sampling, examples[0], block)
-        for name, sampling in samplings.items()
-    }
+    passed = [
+        tokens_passed(settings.model, sampling, examples[0], block)
+        for sampling in samplings.values()
+    ]
     return (
         f"{settings.sampling.num_steps} steps, batch {len(examples)}, median of {SPEED_RUNS} on"
         f" this machine: sparse {sparse:.1f} ms an image, dense {dense:.1f} ms:"
         f" **{dense / sparse:.1f} times faster**. Tokens passed through the model an image:"
-        f" sparse {passed['sparse']}, dense {passed['dense']}."
+        f" sparse {passed[0]}, dense {passed[1]}."
     )
 
 
-def _shown(pixels: np.ndarray) -> np.ndarray:
-    """Small images (digits) enlarged so that a person sees them."""
+def _enlarged(pixels: np.ndarray) -> np.ndarray:
+    """Returns small images (digits) at a size at which people can see them."""
     factor = max(1, world.IMAGE_SIZE // pixels.shape[0])
     return pixels.repeat(factor, axis=0).repeat(factor, axis=1)
 

@@ -5,15 +5,17 @@ import functools
 import logging
 from collections.abc import Sequence
 
-import einops
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from sparse_lavida_jax.kernels import blockwise, pallas_tpu, sharded
+from sparse_lavida_jax.kernels import blockwise, pallas_tpu, reference, sharded
+from sparse_lavida_jax.kernels.common import Shape, Tags
 from sparse_lavida_jax.kernels.deal import Deal
 from sparse_lavida_jax.kernels.devices import (
+    FEW_PAIRS,
+    HOPPER,
     RELEASE_HEAD_DIM,
     SLOTS,
     blockwise_sizes,
@@ -22,18 +24,12 @@ from sparse_lavida_jax.kernels.devices import (
     rule,
     tile_sizes,
 )
-from sparse_lavida_jax.kernels.reference import attention_reference
-from sparse_lavida_jax.kernels.tables import GPU_ROWS, GpuTables, Tables, make_gpu_tables
+from sparse_lavida_jax.kernels.tables import GPU_ROWS, GpuSizes, GpuTables, Tables, TileSizes
 from sparse_lavida_jax.kernels.tables import make_tables as tile_tables
 from sparse_lavida_jax.visibility import AnyArray
 
 IMPLEMENTATIONS = ("reference", "blockwise", "pallas_tpu", "pallas_gpu")
 KERNELS = ("pallas_tpu", "pallas_gpu")
-
-# Queries times keys of a call, up to which the mask is written out where there is no kernel. On a
-# CPU core the reference takes .7 of the time of blocks at 640 tokens and twice as long at 1024
-# (forward; docs/kernels.md); on a GPU nothing was measured.
-FEW_PAIRS = 2**19
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +56,7 @@ def _lacks_for_gpu() -> str | None:
     if not _has_mosaic_gpu():
         return f"the GPU kernel needs jax 0.11 (Python 3.12), this is jax {jax.__version__}"
     capability = getattr(jax.devices()[0], "compute_capability", "0.0")
-    if not capability.startswith("9."):
+    if not capability.startswith(HOPPER):
         return f"the GPU kernel is for Hopper (9.0), this GPU has compute capability {capability}"
     return None
 
@@ -132,7 +128,7 @@ def make_tables(
 ) -> Tables | GpuTables | None:
     """Returns the tile tables of one set of tags, for all layers; None where none are needed.
 
-    Under a mesh they have a first axis more, which counts devices (`kernels.sharded`).
+    Under a mesh they have another first axis, which counts devices (`kernels.sharded`).
 
     Args:
         head_dim, dtype: of the queries, by which the call chooses too.
@@ -143,26 +139,19 @@ def make_tables(
     if chosen == "reference":
         return None
     tags = (query_block, query_horizon, key_block, query_segment, key_segment)
-    made_by = {"pallas_tpu": _tpu_tables, "pallas_gpu": _gpu_tables, "blockwise": _block_tables}
-    make = functools.partial(made_by[chosen], head_dim)
+
+    def make(*tags) -> Tables | GpuTables:
+        lengths = tags[0].shape[1], tags[2].shape[1]
+        return tile_tables(*tags, sizes=_sizes(chosen, *lengths, head_dim))
+
     split = sharded.split_of(*query_block.shape)
     return make(*tags) if split is None else sharded.make_tables(make, tags, key_deals, split)
 
 
-def _tpu_tables(head_dim: int, query_block, query_horizon, key_block, *segments) -> Tables:
-    sizes = tile_sizes(query_block.shape[1], key_block.shape[1], head_dim)
-    return tile_tables(query_block, query_horizon, key_block, *segments, sizes=sizes)
-
-
-def _gpu_tables(head_dim: int, query_block, query_horizon, key_block, *segments) -> GpuTables:
-    sizes = gpu_sizes(query_block.shape[1], key_block.shape[1], head_dim)
-    return make_gpu_tables(query_block, query_horizon, key_block, *segments, sizes=sizes)
-
-
-def _block_tables(head_dim: int, query_block, query_horizon, key_block, *segments) -> Tables:
-    del head_dim
-    sizes = blockwise_sizes(query_block.shape[1], key_block.shape[1])
-    return tile_tables(query_block, query_horizon, key_block, *segments, sizes=sizes)
+def _sizes(chosen: str, query_len: int, key_len: int, head_dim: int) -> TileSizes | GpuSizes:
+    if chosen == "blockwise":
+        return blockwise_sizes(query_len, key_len)
+    return (gpu_sizes if chosen == "pallas_gpu" else tile_sizes)(query_len, key_len, head_dim)
 
 
 def step_causal_attention(
@@ -230,81 +219,63 @@ def step_causal_attention(
     logit_scale = head_dim**-0.5 if scale is None else scale
     tags = (query_block, query_horizon, key_block, query_segment, key_segment)
     chosen = _chosen(implementation, q.shape[1], k.shape[-2], head_dim, q.dtype)
-    if chosen != "reference":
-        run_by = {"pallas_tpu": _on_tpu, "pallas_gpu": _on_gpu, "blockwise": _in_blocks}
-        kernel = functools.partial(run_by[chosen], head_dim=head_dim, scale=logit_scale)
-        over = sharded.split_of(*q.shape[:2])
-        if over is None:
-            out, lse = kernel(q, k, v, tags, num_heads, num_kv_heads, layer, tables)
-        else:
-            out, lse = sharded.attend(
-                kernel,
-                q,
-                k,
-                v,
-                tags,
-                num_heads=num_heads,
-                num_kv_heads=num_kv_heads,
-                layer=layer,
-                tables=tables,
-                key_deals=key_deals,
-                split=over,
-            )
-        return (out, lse) if return_lse else out
-    if layer is not None:
-        k, v = (jax.lax.dynamic_index_in_dim(x, layer, axis=0, keepdims=False) for x in (k, v))
-
-    def split(x, heads):
-        return einops.rearrange(x, "b t (h d) -> b t h d", h=heads)
-
-    out, lse = attention_reference(
-        split(q, num_heads),
-        split(k, num_kv_heads),
-        split(v, num_kv_heads),
-        query_block,
-        query_horizon,
-        key_block,
-        query_segment,
-        key_segment,
-        logit_scale,
-    )
-    out = einops.rearrange(out, "b s h d -> b s (h d)")
+    run = functools.partial(_run, chosen, head_dim, logit_scale)
+    heads = (num_heads, num_kv_heads)
+    over = None if chosen == "reference" else sharded.split_of(*q.shape[:2])
+    if over is None:
+        out, lse = run(q, k, v, tags, heads, layer, tables)
+    else:
+        out, lse = sharded.attend(run, q, k, v, tags, heads, layer, tables, key_deals, over)
     return (out, lse) if return_lse else out
 
 
-def _on_tpu(q, k, v, tags, num_heads, num_kv_heads, layer, tables, *, head_dim, scale):
-    sizes = tables.sizes if tables else tile_sizes(q.shape[1], k.shape[-2], head_dim)
-    shape = pallas_tpu.Shape(
-        num_heads, num_kv_heads, head_dim, scale, sizes, interpret=_is_elsewhere("tpu")
-    )
-    return pallas_tpu.attention(q, k, v, *tags, shape=shape, layer=layer, tables=tables)
-
-
-def _on_gpu(q, k, v, tags, num_heads, num_kv_heads, layer, tables, *, head_dim, scale):
-    if not _has_mosaic_gpu():
-        raise ValueError(f"the GPU kernel needs jax 0.11, this is jax {jax.__version__}.")
-    if not _fits_gpu(q.dtype, head_dim):
-        raise ValueError(
-            f"the GPU kernel takes bfloat16 or float16 and heads of 64 or 128, got {q.dtype} and"
-            f" {head_dim=}: use implementation='blockwise', or None."
+def _run(
+    chosen: str,
+    head_dim: int,
+    scale: float,
+    q: Float[Array, "b s hd"],
+    k: Float[Array, "b t hkd"] | Float[Array, "n b t hkd"],
+    v: Float[Array, "b t hkd"] | Float[Array, "n b t hkd"],
+    tags: Tags,
+    heads: tuple[int, int],
+    layer: Int[Array, ""] | int | None,
+    tables: Tables | GpuTables | None,
+) -> tuple[Float[Array, "b s hd"], Float[Array, "b h s"]]:
+    """Runs an implementation on one device."""
+    if chosen == "reference":
+        return reference.attention(
+            q, k, v, *tags, shape=Shape(*heads, head_dim, scale), layer=layer
         )
-    from sparse_lavida_jax.kernels import pallas_gpu
-
-    interpret = pallas_gpu.interpreted() if _is_elsewhere("gpu", "nvidia") else False
-    sizes = tables.sizes if tables else gpu_sizes(q.shape[1], k.shape[-2], head_dim)
-    shape = pallas_gpu.Shape(num_heads, num_kv_heads, head_dim, scale, interpret, sizes)
-    return pallas_gpu.attention(q, k, v, *tags, shape=shape, layer=layer, tables=tables)
-
-
-def _in_blocks(q, k, v, tags, num_heads, num_kv_heads, layer, tables, *, head_dim, scale):
-    if isinstance(tables, GpuTables):
+    if isinstance(tables, GpuTables) and chosen != "pallas_gpu":
         raise ValueError(
             f"the tables are of the GPU kernel, which takes no {q.dtype} with {head_dim=}: give"
             " make_tables dtype and head_dim of the queries, and the same implementation."
         )
-    sizes = tables.sizes if tables else blockwise_sizes(q.shape[1], k.shape[-2])
-    shape = blockwise.Shape(num_heads, num_kv_heads, head_dim, scale, sizes)
-    return blockwise.attention(q, k, v, *tags, shape=shape, layer=layer, tables=tables)
+    sizes = tables.sizes if tables else _sizes(chosen, q.shape[1], k.shape[-2], head_dim)
+    asked = (*heads, head_dim, scale, sizes)
+    if chosen == "pallas_gpu":
+        pallas_gpu = _gpu_kernel(q.dtype, head_dim)
+        interpret = pallas_gpu.interpreted() if _is_elsewhere("gpu", "nvidia") else False
+        attend, shape = pallas_gpu.attention, pallas_gpu.GpuShape(*asked, interpret)
+    elif chosen == "pallas_tpu":
+        attend, shape = pallas_tpu.attention, pallas_tpu.TpuShape(*asked, _is_elsewhere("tpu"))
+    else:
+        attend, shape = blockwise.attention, blockwise.BlockShape(*asked)
+    return attend(q, k, v, *tags, shape=shape, layer=layer, tables=tables)
+
+
+def _gpu_kernel(dtype: DTypeLike, head_dim: int):
+    """Returns the module of the GPU kernel, which older versions of jax cannot import."""
+    if not _has_mosaic_gpu():
+        raise ValueError(f"the GPU kernel needs jax 0.11, this is jax {jax.__version__}.")
+    if not _fits_gpu(dtype, head_dim):
+        raise ValueError(
+            f"the GPU kernel takes bfloat16 or float16 and heads of 64 or 128, got {dtype} and"
+            f" {head_dim=}: use implementation='blockwise', or None."
+        )
+    from sparse_lavida_jax.kernels import pallas_gpu
+
+    return pallas_gpu
 
 
 def _is_elsewhere(platform: str, vendor: str = "") -> bool:

@@ -2,9 +2,9 @@
 """Step-causal attention in plain `lax`, of linear memory: where there is no kernel for the GPU.
 
 A loop over the tiles that the kernels' tables list (`tables.py`), with a running softmax in the
-forward pass (Flash-Attention, arXiv:2205.14135, Alg. 1) and the weights computed anew from the
+forward pass (Flash-Attention, arXiv:2205.14135, Alg. 1) and the weights computed again from the
 saved log-sum-exp in the backward pass (Alg. 4). No array holds a number for every pair of tokens,
-and what nobody can see is not computed. The compiler makes the products: any GPU, any jax, any
+and tiles without a visible pair are skipped. The compiler makes the products: any GPU, any jax, any
 width of a head.
 
 It is ours because what there is holds the mask, which grows with the square of the length:
@@ -17,47 +17,26 @@ deprecated since jax 0.11.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import TypeVar
 
-import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from sparse_lavida_jax.kernels import tables as tiles
-from sparse_lavida_jax.kernels.common import row_sums
-from sparse_lavida_jax.kernels.reference import NOTHING_SEEN_LSE
+from sparse_lavida_jax.kernels.common import NOTHING_SEEN_LSE, Shape, Tags, entry, row_sums
 from sparse_lavida_jax.kernels.tables import Tables, TileList, TileSizes
 from sparse_lavida_jax.visibility import AnyArray, is_padding, visible
 
-# Query block and horizon, key block, query and key segment.
-Tags = tuple[Array, Array, Array, Array | None, Array | None]
 Carry = TypeVar("Carry")
 
 # Of the running maximum: not infinite, so that no difference is NaN in a row that sees nothing.
 START = float(jnp.finfo(jnp.float32).min)
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """What is compiled into the loops.
+class BlockShape(Shape):
+    """A call in blocks; the parts of its tiles are not used."""
 
-    Attributes:
-        num_heads, num_kv_heads, head_dim: of the call.
-        scale: of the logits.
-        sizes: tiles; their parts are not used.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
     sizes: TileSizes
-
-    @property
-    def group(self) -> int:
-        return self.num_heads // self.num_kv_heads
 
     def query_heads(self, x: Float[Array, "*s hd"]) -> Float[Array, "*s hk g d"]:
         """Splits the heads of queries: by the key head that they share, and among its group."""
@@ -114,7 +93,7 @@ class _Span:
 
 
 def _mask(tags: Tags, queries: _Span, keys: _Span) -> Bool[Array, "1 1 s t"]:
-    """Returns who sees whom of a tile, beside logits [hk g s t]."""
+    """Returns who sees whom in a tile, next to logits [hk g s t]."""
     query_block, horizon, key_block, query_segment, key_segment = tags
     block, seen = queries.read(query_block)[:, None], keys.read(key_block)[None]
     of_query = None if query_segment is None else queries.read(query_segment)[:, None]
@@ -155,28 +134,28 @@ def forward(
     v: Float[Array, "n b t hkd"],
     layer: Int[Array, ""] | int,
     tags: Tags,
-    tile_list: TileList,
-    shape: Shape,
+    tables: Tables,
+    shape: BlockShape,
 ) -> tuple[Float[Array, "b s hd"], Float[Array, "b h s"]]:
     """Returns the output and its log-sum-exp."""
     batch, length, _ = q.shape
 
     def compute(queries: _Span, keys: _Span, carry):
-        summed, peak, total = carry
+        accumulator, maximum, total = carry
         own_q = shape.query_heads(queries.read(q))
         own_k, own_v = (shape.key_heads(keys.read_layer(x, layer)) for x in (k, v))
         logits = _product("sngd,tnd->ngst", own_q, own_k) * shape.scale
         logits = jnp.where(_mask(tags, queries, keys), logits, -jnp.inf)
-        before = queries.read(peak, axis=3)
+        before = queries.read(maximum, axis=3)
         after = jnp.maximum(before, logits.max(axis=-1))
         decay = jnp.exp(before - after)  # [hk g s]
         weights = jnp.exp(logits - after[..., None])
         own_total = queries.read(total, axis=3) * decay + weights.sum(axis=-1)
         own = _product("ngst,tnd->sngd", weights.astype(v.dtype), own_v)
-        own += queries.read(summed) * jnp.moveaxis(decay, -1, 0)[..., None]
+        own += queries.read(accumulator) * jnp.moveaxis(decay, -1, 0)[..., None]
         return (
-            queries.write(summed, own),
-            queries.write(peak, after, axis=3),
+            queries.write(accumulator, own),
+            queries.write(maximum, after, axis=3),
             queries.write(total, own_total, axis=3),
         )
 
@@ -187,41 +166,37 @@ def forward(
         jnp.zeros(rows, jnp.float32),
     )
     lengths = (length, k.shape[2])
-    summed, peak, total = _each_tile(compute, start, tile_list, lengths, shape.sizes)
+    accumulator, maximum, total = _each_tile(compute, start, tables.by_query, lengths, shape.sizes)
     seen = total > 0
     safe = jnp.where(seen, total, 1.0)
-    out = summed / jnp.moveaxis(safe, -1, 1)[..., None]
-    lse = jnp.where(seen, peak + jnp.log(safe), NOTHING_SEEN_LSE)
+    out = accumulator / jnp.moveaxis(safe, -1, 1)[..., None]
+    lse = jnp.where(seen, maximum + jnp.log(safe), NOTHING_SEEN_LSE)
     return out.astype(q.dtype).reshape(q.shape), lse.reshape(batch, shape.num_heads, length)
 
 
-def backward(q, k, v, tags: Tags, tile_list: TileList, out, lse, pulled, shape: Shape):
-    """Returns the gradients of q [b s (h d)], k and v [b t (hk d)], all from one loop.
-
-    Args:
-        pulled: gradients of the output and of its log-sum-exp.
-    """
-    pulled, pulled_lse = pulled
+def backward(q, k, v, tags: Tags, tables: Tables, out, lse, cotangents, shape: BlockShape):
+    """Returns the gradients of q [b s (h d)], k and v [b t (hk d)], all from one loop."""
+    dout, _ = cotangents
     rows = (q.shape[0], shape.num_kv_heads, shape.group, q.shape[1])
-    delta = row_sums(out, pulled, pulled_lse, shape.num_heads).reshape(rows)
+    delta = row_sums(out, cotangents, shape.num_heads).reshape(rows)
     lse = lse.reshape(rows)
 
     def compute(queries: _Span, keys: _Span, carry):
         dq, dk, dv = carry
-        own_q, own_pulled = (shape.query_heads(queries.read(x)) for x in (q, pulled))
+        own_q, own_dout = (shape.query_heads(queries.read(x)) for x in (q, dout))
         own_k, own_v = (shape.key_heads(keys.read(x)) for x in (k, v))
         mask = _mask(tags, queries, keys)
         logits = _product("sngd,tnd->ngst", own_q, own_k) * shape.scale
         weights = jnp.exp(logits - queries.read(lse, axis=3)[..., None])
         weights = jnp.where(mask, weights, 0.0)
-        rise = _product("sngd,tnd->ngst", own_pulled, own_v)
-        bent = weights * (rise - queries.read(delta, axis=3)[..., None]) * shape.scale
+        dp = _product("sngd,tnd->ngst", own_dout, own_v)
+        ds = weights * (dp - queries.read(delta, axis=3)[..., None]) * shape.scale
         # Once more: what a row does not see may be so large that 0 times it is NaN.
-        bent = jnp.where(mask, bent, 0.0).astype(q.dtype)
+        ds = jnp.where(mask, ds, 0.0).astype(q.dtype)
         return (
-            queries.add(dq, _product("ngst,tnd->sngd", bent, own_k)),
-            keys.add(dk, _product("ngst,sngd->tnd", bent, own_q)),
-            keys.add(dv, _product("ngst,sngd->tnd", weights.astype(q.dtype), own_pulled)),
+            queries.add(dq, _product("ngst,tnd->sngd", ds, own_k)),
+            keys.add(dk, _product("ngst,sngd->tnd", ds, own_q)),
+            keys.add(dv, _product("ngst,sngd->tnd", weights.astype(q.dtype), own_dout)),
         )
 
     start = (
@@ -230,70 +205,17 @@ def backward(q, k, v, tags: Tags, tile_list: TileList, out, lse, pulled, shape: 
         jnp.zeros(shape.key_heads(v).shape, jnp.float32),
     )
     lengths = (q.shape[1], k.shape[1])
-    gradients = _each_tile(compute, start, tile_list, lengths, shape.sizes)
+    gradients = _each_tile(compute, start, tables.by_query, lengths, shape.sizes)
     return tuple(
         x.astype(given.dtype).reshape(given.shape)
         for x, given in zip(gradients, (q, k, v), strict=True)
     )
 
 
-# ---------------------------------------------------------------------------------------------
-# The entry.
+def prepare(q, k, v, tags: Tags, sizes: TileSizes):
+    """Tags on the device; no length needs to be filled up."""
+    del sizes
+    return q, k, v, tuple(None if tag is None else jnp.asarray(tag) for tag in tags)
 
 
-def attention(
-    q: Float[Array, "b s hd"],
-    k: Float[Array, "b t hkd"] | Float[Array, "n b t hkd"],
-    v: Float[Array, "b t hkd"] | Float[Array, "n b t hkd"],
-    query_block: Int[AnyArray, "b s"],
-    query_horizon: Int[AnyArray, "b s"],
-    key_block: Int[AnyArray, "b t"],
-    query_segment: Int[Array, "b s"] | None,
-    key_segment: Int[Array, "b t"] | None,
-    *,
-    shape: Shape,
-    layer: Int[Array, ""] | int | None = None,
-    tables: Tables | None = None,
-) -> tuple[Float[Array, "b s hd"], Float[Array, "b h s"]]:
-    """Returns the output and log-sum-exp of `kernels.attention.step_causal_attention`.
-
-    Differentiable in q, k and v, but for a stacked cache.
-
-    Args:
-        tables: `tables.make_tables` of the same tags and sizes; made here if there are none.
-
-    Raises:
-        ValueError: tables of other tiles.
-    """
-    given = (query_block, query_horizon, key_block, query_segment, key_segment)
-    tags = cast(Tags, tuple(None if tag is None else jnp.asarray(tag) for tag in given))
-    tables = tables or tiles.make_tables(*given, sizes=shape.sizes)
-    if tables.sizes != shape.sizes:
-        raise ValueError(f"the tables are of {tables.sizes}, the call is of {shape.sizes}.")
-    if layer is not None:
-        return forward(q, k, v, layer, tags, tables.by_query, shape)
-    leaves, structure = jax.tree.flatten((tags, tables.by_query))
-    return _differentiable(shape, structure, q, k, v, leaves)
-
-
-def _forward_of(shape, structure, q, k, v, leaves):
-    """Tags come as leaves: as gradients of integers JAX puts what no annotated class would hold."""
-    tags, tile_list = jax.tree.unflatten(structure, leaves)
-    return forward(q, k[None], v[None], 0, tags, tile_list, shape)
-
-
-def _remembered(shape, structure, q, k, v, leaves):
-    out, lse = _forward_of(shape, structure, q, k, v, leaves)
-    # Named, so that a rematerialisation policy may keep them and not run the loop again.
-    out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
-    return (out, lse), (q, k, v, leaves, out, lse)
-
-
-def _pulled_back(shape, structure, remembered, pulled):
-    q, k, v, leaves, out, lse = remembered
-    tags, tile_list = jax.tree.unflatten(structure, leaves)
-    return (*backward(q, k, v, tags, tile_list, out, lse, pulled, shape), None)
-
-
-_differentiable = jax.custom_vjp(_forward_of, nondiff_argnums=(0, 1))
-_differentiable.defvjp(_remembered, _pulled_back)
+attention = entry(prepare, forward, backward)

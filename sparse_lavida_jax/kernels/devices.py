@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tiles a call gets: those measured best for this device and these lengths, or a rule.
+"""Every number about a device: what its vendor says of it, and which tiles a call on it gets.
 
-`tile_sizes.json` beside this file holds what `python -m sparse_lavida_jax.bench.attention --tune`
-measured: device kind, width of a head, lengths, sizes. What it does not hold follows the rule.
+Tiles are those measured best for the device and the lengths, or follow a rule. `tile_sizes.json`
+next to this file holds what `python -m sparse_lavida_jax.bench.attention --tune` measured: device
+kind, width of a head, lengths, sizes. What it does not hold follows the rule.
 """
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -15,13 +17,58 @@ import jax
 
 from sparse_lavida_jax.kernels.tables import GpuSizes, TileSizes
 
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What the vendor says of a device.
+
+    Attributes:
+        flops: dense bfloat16 products a second, at most.
+        memory: bytes; 0 where nothing here needs it, as below.
+        hertz: cycles in a second, from `flops` and the 8 (v5p), 4 (v5e) matrix units of 128 x 128
+            or 4 (v6e) of 256 x 256 of a chip.
+        link: bytes in a second that it can send to its neighbours, over all links.
+    """
+
+    flops: float
+    memory: int = 0
+    hertz: float = 0
+    link: float = 0
+
+
+# By what `device_kind` begins with, from the vendors' tables; those of TPUs from
+# https://cloud.google.com/tpu/docs/system-architecture-tpu-vm.
+DEVICES = {
+    ("TPU v4",): Device(275e12),
+    ("TPU v5 lite", "TPU v5e"): Device(197e12, 16 * 2**30, 1.5e9, 200e9),
+    ("TPU v5",): Device(459e12, 95 * 2**30, 1.75e9, 600e9),
+    ("TPU v6 lite", "TPU v6e"): Device(918e12, 32 * 2**30, 1.75e9, 448e9),
+    ("TPU7x",): Device(2307e12),
+    ("NVIDIA A100",): Device(312e12),
+    ("NVIDIA H100", "NVIDIA H200"): Device(989e12),
+    ("NVIDIA B200",): Device(2250e12),
+    ("NVIDIA GB200",): Device(2500e12),
+}
+
 TABLE = pathlib.Path(__file__).with_name("tile_sizes.json")
 QUERY_TILES, KEY_TILES, PARTS = (512, 256), (1024, 512, 256), (256,)
 SMALLEST_TILE = 128
 SLOTS = 256  # of a TPU's cache: tiles that need not be filled up, for that would copy it
 MOST_FILLED = 1 / 8  # of a length, to have larger tiles; ours, not tuned on a TPU
 RELEASE_HEAD_DIM = 128
+HOPPER = "9."  # what the compute capability of a GPU with a kernel begins with
+# Queries times keys of a call, up to which the mask is written out where there is no kernel. On a
+# CPU core the reference takes .7 of the time of blocks at 640 tokens and twice as long at 1024
+# (forward; docs/kernels.md); on a GPU nothing was measured.
+FEW_PAIRS = 2**19
 LARGEST_BLOCK = 512  # logits of 32 heads of such a tile are 34 MB; ours, not tuned on a GPU
+
+
+def device(kind: str) -> Device | None:
+    """Returns the row of a kind of device; None for one that is not in the table."""
+    names = {name: row for names, row in DEVICES.items() for name in names}
+    found = [name for name in names if kind.startswith(name)]
+    return names[max(found, key=len)] if found else None
 
 
 def tile_sizes(

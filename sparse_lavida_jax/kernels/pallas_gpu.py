@@ -3,9 +3,9 @@
 
 A program holds a tile of rows: queries in the forward pass and for their gradient, keys for that of
 keys and values. Two warpgroups compute half of it each, a third one copies the tiles of the row's
-list into shared memory. In the list stand the tiles that everybody sees before those under
-`visibility.visible`, which is traced here as it stands: two loops, and only the second has mask
-code. Tags are read where they lie; the list is a few integers a row.
+list into shared memory. The list holds the tiles without a mask before those under
+`visibility.visible`, which is traced here as it is: two loops, and only the second has mask code.
+Tags are read from global memory; the list is a few integers a row.
 
 Needs jax 0.11; bfloat16 and float16, heads of 64 or 128.
 """
@@ -15,27 +15,23 @@ Needs jax 0.11; bfloat16 and float16, heads of 64 or 128.
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
+from sparse_lavida_jax.kernels import common
 from sparse_lavida_jax.kernels import tables as tiles
-from sparse_lavida_jax.kernels.common import row_sums, whole_tiles
-from sparse_lavida_jax.kernels.reference import NOTHING_SEEN_LSE
+from sparse_lavida_jax.kernels.common import LOG2_E, LOWEST, NOTHING_SEEN_LSE, Shape
 from sparse_lavida_jax.kernels.tables import GpuSizes, GpuTables, RowLists
-from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON, AnyArray, visible
+from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON, visible
 
-LOWEST = -1e30  # of a logit under the mask
 START = -5e29  # of the running maximum: exp2(LOWEST - START) is 0, so no row needs care
-LOG2_E = math.log2(math.e)
 HALVES = 2  # warpgroups that compute
 HALF = 64  # rows of each: what one wgmma takes
 COMPUTE_REGISTERS, COPY_REGISTERS = 240, 24
@@ -43,34 +39,17 @@ SEGMENT_SHIFT = 16  # of a word that holds segment and block
 PACKED_PADDING = 2**SEGMENT_SHIFT - 1  # the block of padding in such a word
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """What is compiled into the kernels.
+class GpuShape(Shape):
+    """A call on a GPU; for `interpret` see `interpreted`."""
 
-    Attributes:
-        num_heads, num_kv_heads, head_dim: of the call.
-        scale: of the logits.
-        interpret: False, or parameters of the interpreter.
-        sizes: tiles.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    interpret: Any = False
-    sizes: GpuSizes = dataclasses.field(default_factory=GpuSizes)
-
-    @property
-    def group(self) -> int:
-        return self.num_heads // self.num_kv_heads
+    sizes: GpuSizes
 
     def lanes(self, head):
         return pl.ds(head * self.head_dim, self.head_dim)
 
 
 @flax.struct.dataclass
-class Tags:
+class GpuTags:
     """Tags of queries and keys [b s], filled up to whole tiles.
 
     Attributes:
@@ -86,7 +65,7 @@ class Tags:
     packed: bool = flax.struct.field(pytree_node=False)
 
     @classmethod
-    def of(cls, query_block, query_horizon, key_block, query_segment, key_segment) -> "Tags":
+    def of(cls, query_block, query_horizon, key_block, query_segment, key_segment) -> "GpuTags":
         """Fills tags up and packs them; blocks of packed rows end before `PACKED_PADDING`."""
         whole = functools.partial(tiles.padded_tags, multiple=HALVES * HALF)
         words = [whole(block, fill=PAD_BLOCK) for block in (query_block, key_block)]
@@ -99,7 +78,7 @@ class Tags:
         return cls(words[0], whole(query_horizon, fill=PAD_HORIZON), words[1], packed)
 
     def mask(self, batch, queries, keys, *, keys_down: bool):
-        """Returns who sees whom of a tile, [queries, keys], or the other way round."""
+        """Returns who sees whom in a tile, [queries, keys], or the other way round."""
         down, across = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
         query_layout, key_layout = (across, down) if keys_down else (down, across)
         shape = (keys.size, queries.size) if keys_down else (queries.size, keys.size)
@@ -126,7 +105,7 @@ class Tags:
 
 
 def interpreted(*, detect_races: bool = False) -> Any:
-    """Returns what `Shape.interpret` takes to run the kernels in Python, on any machine."""
+    """Returns what `GpuShape.interpret` takes to run the kernels in Python, on any machine."""
     parameters: Any = plgpu
     return parameters.InterpretGPUParams(detect_races=detect_races)
 
@@ -149,7 +128,7 @@ def _read(between, product):
     return product
 
 
-def _product(a, b, shape: Shape, size: tuple[int, int], between=lambda: None):
+def _product(a, b, shape: GpuShape, size: tuple[int, int], between=lambda: None):
     """Returns a @ b of two tiles in shared memory, float32 [rows cols]."""
     if shape.interpret:
         return _read(between, jnp.dot(a[...], b[...], preferred_element_type=jnp.float32))
@@ -162,7 +141,7 @@ def _product(a, b, shape: Shape, size: tuple[int, int], between=lambda: None):
     return pl.run_scoped(compute, plgpu.ACC(size, jnp.float32))
 
 
-def _added(accumulator, a, b, shape: Shape, between=lambda: None) -> Any:
+def _added(accumulator, a, b, shape: GpuShape, between=lambda: None) -> Any:
     """Returns accumulator + a @ b, with `a` in registers or shared memory and `b` in the latter."""
     if shape.interpret:
         product = jnp.dot(a[...], b[...], preferred_element_type=jnp.float32)
@@ -175,7 +154,7 @@ def _added(accumulator, a, b, shape: Shape, between=lambda: None) -> Any:
     return pl.run_state(compute)(plgpu.ACC.init(accumulator))
 
 
-def _transposed(ref, shape: Shape):
+def _transposed(ref, shape: GpuShape):
     return ref[...].T if shape.interpret else ref.transpose((1, 0))
 
 
@@ -255,7 +234,7 @@ def _copy_tiles(row: _Row, size: int, stages: int, arrays) -> None:
 
 def _forward_kernel(
     q, k, v, layer, tags, lists, out, lse, q_smem, k_smem, v_smem, lse_smem,
-    q_ready, k_ready, v_ready, k_consumed, v_consumed, turn, *, shape: Shape,
+    q_ready, k_ready, v_ready, k_consumed, v_consumed, turn, *, shape: GpuShape,
 ):  # fmt: skip
     work = _Row.mine(*lists)
     batch, head = work.batch, lax.axis_index("heads")
@@ -275,13 +254,13 @@ def _forward_kernel(
         plgpu.copy_gmem_to_smem(q.at[batch, queries, shape.lanes(head)], own, q_ready.at[half])
         plgpu.barrier_wait(q_ready.at[half])
         down = plgpu.Layout.WGMMA.reduce(1)
-        peak = plgpu.layout_cast(jnp.full((HALF,), START, jnp.float32), down)
+        maximum = plgpu.layout_cast(jnp.full((HALF,), START, jnp.float32), down)
         total = plgpu.layout_cast(jnp.full((HALF,), 0, jnp.float32), down)
-        summed = _zeros(HALF, shape.head_dim)
+        accumulator = _zeros(HALF, shape.head_dim)
         pl.when(half == 1)(take_turns)
 
         def compute(step, carry, masked):
-            summed, peak, total = carry
+            accumulator, maximum, total = carry
             slot = _slot(step, stages)
             plgpu.barrier_wait(k_ready.at[slot])
             logits = _product(
@@ -293,29 +272,29 @@ def _forward_kernel(
                 at = pl.ds(work.col(step) * keys, keys)
                 mask = tags.mask(batch, queries, at, keys_down=False)
                 logits = jnp.where(mask, logits, LOWEST)
-            after = jnp.maximum(peak, logits.max(axis=1))
-            decay = jnp.exp2(peak - after)
+            after = jnp.maximum(maximum, logits.max(axis=1))
+            decay = jnp.exp2(maximum - after)
             weights = jnp.exp2(logits - lax.broadcast_in_dim(after, logits.shape, [0]))
-            summed *= lax.broadcast_in_dim(decay, summed.shape, [0])
+            accumulator *= lax.broadcast_in_dim(decay, accumulator.shape, [0])
             total = total * decay + weights.sum(axis=1)
             weights = weights.astype(dtype)
-            summed, total, after, weights = lax.optimization_barrier(
-                (summed, total, after, weights)
+            accumulator, total, after, weights = lax.optimization_barrier(
+                (accumulator, total, after, weights)
             )
             plgpu.barrier_arrive(turn)
             plgpu.barrier_wait(v_ready.at[slot])
             plgpu.barrier_wait(turn)
-            summed = _added(summed, weights, v_smem.at[slot], shape)
+            accumulator = _added(accumulator, weights, v_smem.at[slot], shape)
             plgpu.barrier_arrive(v_consumed.at[slot])
-            return summed, after, total
+            return accumulator, after, total
 
-        summed, peak, total = _each_tile(work, compute, (summed, peak, total))
+        accumulator, maximum, total = _each_tile(work, compute, (accumulator, maximum, total))
         pl.when(half == 0)(take_turns)
         seen = total > 0
         safe = jnp.where(seen, total, 1.0)
-        summed /= lax.broadcast_in_dim(safe, summed.shape, [0])
-        own[...] = summed.astype(dtype)
-        lse_smem.at[half][...] = jnp.where(seen, peak / LOG2_E + jnp.log(safe), NOTHING_SEEN_LSE)
+        accumulator /= lax.broadcast_in_dim(safe, accumulator.shape, [0])
+        own[...] = accumulator.astype(dtype)
+        lse_smem.at[half][...] = jnp.where(seen, maximum / LOG2_E + jnp.log(safe), NOTHING_SEEN_LSE)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(own, out.at[batch, queries, shape.lanes(head)])
         plgpu.copy_smem_to_gmem(lse_smem.at[half], lse.at[batch, head, queries])
@@ -331,9 +310,9 @@ def _forward_kernel(
 
 
 def _query_gradient_kernel(
-    q, k, v, pulled, lse, delta, tags, lists, dq,
-    q_smem, pulled_smem, lse_smem, delta_smem, k_smem, v_smem,
-    ready, k_ready, v_ready, k_consumed, v_consumed, *, shape: Shape,
+    q, k, v, dout, lse, delta, tags, lists, dq,
+    q_smem, dout_smem, lse_smem, delta_smem, k_smem, v_smem,
+    ready, k_ready, v_ready, k_consumed, v_consumed, *, shape: GpuShape,
 ):  # fmt: skip
     work = _Row.mine(*lists)
     batch, head = work.batch, lax.axis_index("heads")
@@ -345,11 +324,11 @@ def _query_gradient_kernel(
     def _():
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
         queries = work.tokens(half)
-        own, own_pulled = q_smem.at[half], pulled_smem.at[half]
+        own, own_dout = q_smem.at[half], dout_smem.at[half]
         of_row = (batch, head, queries)
         for i, (source, target) in enumerate((
             (q.at[batch, queries, shape.lanes(head)], own),
-            (pulled.at[batch, queries, shape.lanes(head)], own_pulled),
+            (dout.at[batch, queries, shape.lanes(head)], own_dout),
             (lse.at[of_row], lse_smem.at[half]),
             (delta.at[of_row], delta_smem.at[half]),
         )):  # fmt: skip
@@ -361,7 +340,7 @@ def _query_gradient_kernel(
         own_lse = plgpu.load(lse_smem.at[half], layout=down) * LOG2_E
         own_delta = plgpu.load(delta_smem.at[half], layout=down)
 
-        def compute(step, summed, masked):
+        def compute(step, accumulator, masked):
             slot = _slot(step, stages)
             plgpu.barrier_wait(k_ready.at[slot])
             logits = _product(own, _transposed(k_smem.at[slot], shape), shape, size)
@@ -372,15 +351,15 @@ def _query_gradient_kernel(
                 mask = tags.mask(batch, queries, at, keys_down=False)
                 weights = jnp.where(mask, weights, 0.0)
             plgpu.barrier_wait(v_ready.at[slot])
-            rise = _product(own_pulled, _transposed(v_smem.at[slot], shape), shape, size)
+            dp = _product(own_dout, _transposed(v_smem.at[slot], shape), shape, size)
             plgpu.barrier_arrive(v_consumed.at[slot])
-            bent = weights * (rise - lax.broadcast_in_dim(own_delta, size, [0])) * shape.scale
-            summed = _added(summed, bent.astype(dtype), k_smem.at[slot], shape)
+            ds = weights * (dp - lax.broadcast_in_dim(own_delta, size, [0])) * shape.scale
+            accumulator = _added(accumulator, ds.astype(dtype), k_smem.at[slot], shape)
             plgpu.barrier_arrive(k_consumed.at[slot])
-            return summed
+            return accumulator
 
-        summed = _each_tile(work, compute, _zeros(HALF, shape.head_dim))
-        own[...] = summed.astype(dtype)
+        accumulator = _each_tile(work, compute, _zeros(HALF, shape.head_dim))
+        own[...] = accumulator.astype(dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(own, dq.at[batch, queries, shape.lanes(head)])
         plgpu.wait_smem_to_gmem(0)
@@ -395,10 +374,10 @@ def _query_gradient_kernel(
 
 
 def _key_gradient_kernel(
-    q, k, v, pulled, lse, delta, tags, lists, dk, dv,
-    k_smem, v_smem, q_smem, pulled_smem, lse_smem, delta_smem,
-    ready, q_ready, pulled_ready, lse_ready, delta_ready,
-    q_consumed, pulled_consumed, lse_consumed, delta_consumed, *, shape: Shape,
+    q, k, v, dout, lse, delta, tags, lists, dk, dv,
+    k_smem, v_smem, q_smem, dout_smem, lse_smem, delta_smem,
+    ready, q_ready, dout_ready, lse_ready, delta_ready,
+    q_consumed, dout_consumed, lse_consumed, delta_consumed, *, shape: GpuShape,
 ):  # fmt: skip
     """For every query head: the heads of a group are added up outside."""
     work = _Row.mine(*lists)
@@ -421,7 +400,7 @@ def _key_gradient_kernel(
         size = (HALF, queries)
 
         def compute(step, carry, masked):
-            summed_k, summed_v = carry
+            dk_sum, dv_sum = carry
             slot = _slot(step, stages)
             if masked:  # before the copies have come, and while few registers are taken
                 at = pl.ds(work.col(step) * queries, queries)
@@ -436,25 +415,25 @@ def _key_gradient_kernel(
             weights = jnp.exp2(logits)
             if masked:
                 weights = jnp.where(mask, weights, 0.0)
-            plgpu.barrier_wait(pulled_ready.at[slot])
-            summed_v = _added(summed_v, weights.astype(dtype), pulled_smem.at[slot], shape)
+            plgpu.barrier_wait(dout_ready.at[slot])
+            dv_sum = _added(dv_sum, weights.astype(dtype), dout_smem.at[slot], shape)
             plgpu.barrier_wait(delta_ready.at[slot])
             row_delta = plgpu.load(delta_smem.at[slot], layout=across)
             plgpu.commit_smem()
             plgpu.barrier_arrive(delta_consumed.at[slot])
-            # What it starts from is not taken away behind it, which would take registers then.
-            rise = lax.broadcast_in_dim(-row_delta, size, [1])
-            rise = _added(rise, own_v, _transposed(pulled_smem.at[slot], shape), shape)
-            plgpu.barrier_arrive(pulled_consumed.at[slot])
-            bent = weights * rise * shape.scale
-            summed_k = _added(summed_k, bent.astype(dtype), q_smem.at[slot], shape)
+            # Starting from -delta, not subtracting it afterwards, needs fewer registers.
+            dp = lax.broadcast_in_dim(-row_delta, size, [1])
+            dp = _added(dp, own_v, _transposed(dout_smem.at[slot], shape), shape)
+            plgpu.barrier_arrive(dout_consumed.at[slot])
+            ds = weights * dp * shape.scale
+            dk_sum = _added(dk_sum, ds.astype(dtype), q_smem.at[slot], shape)
             plgpu.barrier_arrive(q_consumed.at[slot])
-            return summed_k, summed_v
+            return dk_sum, dv_sum
 
         start = (_zeros(HALF, shape.head_dim), _zeros(HALF, shape.head_dim))
-        summed_k, summed_v = _each_tile(work, compute, start)
-        own_k[...] = summed_k.astype(dtype)
-        own_v[...] = summed_v.astype(dtype)
+        dk_sum, dv_sum = _each_tile(work, compute, start)
+        own_k[...] = dk_sum.astype(dtype)
+        own_v[...] = dv_sum.astype(dtype)
         plgpu.commit_smem()
         for source, target in ((own_k, dk), (own_v, dv)):
             plgpu.copy_smem_to_gmem(source, target.at[batch, work.tokens(half), shape.lanes(head)])
@@ -466,7 +445,7 @@ def _key_gradient_kernel(
         _copy_tiles(work, queries, stages, (
             (q.at[batch, :, lanes], q_smem, q_ready, q_consumed),
             (lse.at[batch, head], lse_smem, lse_ready, lse_consumed),
-            (pulled.at[batch, :, lanes], pulled_smem, pulled_ready, pulled_consumed),
+            (dout.at[batch, :, lanes], dout_smem, dout_ready, dout_consumed),
             (delta.at[batch, head], delta_smem, delta_ready, delta_consumed),
         ))  # fmt: skip
 
@@ -475,7 +454,7 @@ def _key_gradient_kernel(
 # Calls.
 
 
-def _call(kernel, shape: Shape, lists: RowLists, inputs, outputs, scratch, name: str):
+def _call(kernel, shape: GpuShape, lists: RowLists, inputs, outputs, scratch, name: str):
     batch, rows, _ = lists.cols.shape
     order = () if lists.order is None else (lists.order,)
     return plgpu.kernel(
@@ -496,18 +475,14 @@ def _barriers(number: int, arrivals: int = 1):
     return plgpu.Barrier(num_barriers=number, num_arrivals=arrivals)
 
 
-def forward(q, k, v, layer, tags: Tags, lists: RowLists, shape: Shape):
-    """Returns the output [b s (h d)] and its log-sum-exp [b h s]; lengths are whole tiles.
-
-    Args:
-        k, v: stacked, [n b t (h d)].
-    """
+def forward(q, k, v, layer, tags: GpuTags, tables: GpuTables, shape: GpuShape):
+    """Returns the output [b s (h d)] and its log-sum-exp [b h s]; lengths are whole tiles."""
     keys, stages = shape.sizes.forward_keys, shape.sizes.forward_stages
     batch, length, _ = q.shape
     return _call(
         functools.partial(_forward_kernel, shape=shape),
         shape,
-        lists,
+        tables.forward,
         (q, k, v, jnp.asarray(layer, jnp.int32).reshape(1), tags),
         [
             jax.ShapeDtypeStruct(q.shape, q.dtype),
@@ -527,15 +502,11 @@ def forward(q, k, v, layer, tags: Tags, lists: RowLists, shape: Shape):
     )
 
 
-def backward(q, k, v, tags: Tags, tables: GpuTables, out, lse, pulled, shape: Shape):
-    """Returns the gradients of q [b s (h d)], k and v [b t (hk d)].
-
-    Args:
-        pulled: gradients of the output and of its log-sum-exp.
-    """
-    pulled, pulled_lse = pulled
-    delta = row_sums(out, pulled, pulled_lse, shape.num_heads)  # [b h s]
-    inputs = (q, k, v, pulled, lse, delta, tags)
+def backward(q, k, v, tags: GpuTags, tables: GpuTables, out, lse, cotangents, shape: GpuShape):
+    """Returns the gradients of q [b s (h d)], k and v [b t (hk d)]."""
+    dout, _ = cotangents
+    delta = common.row_sums(out, cotangents, shape.num_heads)  # [b h s]
+    inputs = (q, k, v, dout, lse, delta, tags)
     wide = (HALVES, HALF, shape.head_dim)
     keys, stages = shape.sizes.dq_keys, shape.sizes.dq_stages
     (dq,) = _call(
@@ -575,73 +546,18 @@ def backward(q, k, v, tags: Tags, tables: GpuTables, out, lse, pulled, shape: Sh
     return dq, _sum_of_groups(dk, shape), _sum_of_groups(dv, shape)
 
 
-def _sum_of_groups(x: Float[Array, "b t hd"], shape: Shape) -> Float[Array, "b t hkd"]:
+def _sum_of_groups(x: Float[Array, "b t hd"], shape: GpuShape) -> Float[Array, "b t hkd"]:
     if shape.group == 1:
         return x
     apart = x.reshape(*x.shape[:2], shape.num_kv_heads, shape.group, shape.head_dim)
     return apart.astype(jnp.float32).sum(axis=3).astype(x.dtype).reshape(*x.shape[:2], -1)
 
 
-# ---------------------------------------------------------------------------------------------
-# The entry.
+def prepare(q, k, v, tags: common.Tags, sizes: GpuSizes):
+    """Fills everything up to whole tiles."""
+    del sizes
+    q, k, v = (common.whole_tiles(x, HALVES * HALF) for x in (q, k, v))
+    return q, k, v, GpuTags.of(*tags)
 
 
-def attention(
-    q: Float[Array, "b s hd"],
-    k: Float[Array, "b t hkd"] | Float[Array, "n b t hkd"],
-    v: Float[Array, "b t hkd"] | Float[Array, "n b t hkd"],
-    query_block: Int[AnyArray, "b s"],
-    query_horizon: Int[AnyArray, "b s"],
-    key_block: Int[AnyArray, "b t"],
-    query_segment: Int[Array, "b s"] | None,
-    key_segment: Int[Array, "b t"] | None,
-    *,
-    shape: Shape,
-    layer: Int[Array, ""] | int | None = None,
-    tables: GpuTables | None = None,
-) -> tuple[Float[Array, "b s hd"], Float[Array, "b h s"]]:
-    """Returns the output and log-sum-exp of `kernels.attention.step_causal_attention`.
-
-    Differentiable in q, k and v, but for a stacked cache.
-
-    Args:
-        tables: `tables.make_gpu_tables` of the same tags and sizes; made here if there are none.
-    """
-    tables = tables or tiles.make_gpu_tables(
-        query_block, query_horizon, key_block, query_segment, key_segment, sizes=shape.sizes
-    )
-    if tables.sizes != shape.sizes:
-        raise ValueError(f"the tables are of {tables.sizes}, the call is of {shape.sizes}.")
-    tags = Tags.of(query_block, query_horizon, key_block, query_segment, key_segment)
-    length = q.shape[1]
-    q, k, v = (whole_tiles(x, HALVES * HALF) for x in (q, k, v))
-    if layer is not None:
-        out, lse = forward(q, k, v, layer, tags, tables.forward, shape)
-    else:
-        leaves, structure = jax.tree.flatten((tags, tables))
-        out, lse = _differentiable(shape, structure, q, k, v, leaves)
-    return out[:, :length], lse[:, :, :length]
-
-
-def _forward_of(shape, structure, q, k, v, integers):
-    """Tags come as leaves: as gradients of integers JAX puts what no annotated class would hold."""
-    tags, tables = jax.tree.unflatten(structure, integers)
-    out, lse = forward(q, k[None], v[None], 0, tags, tables.forward, shape)
-    return out, lse  # a pair, as the rule below returns: inside a loop JAX compares the two
-
-
-def _remembered(shape, structure, q, k, v, integers):
-    out, lse = _forward_of(shape, structure, q, k, v, integers)
-    # Named, so that a rematerialisation policy may keep them and not run the kernel again.
-    out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
-    return (out, lse), (q, k, v, integers, out, lse)
-
-
-def _pulled_back(shape, structure, remembered, pulled):
-    q, k, v, integers, out, lse = remembered
-    tags, tables = jax.tree.unflatten(structure, integers)
-    return (*backward(q, k, v, tags, tables, out, lse, pulled, shape), None)
-
-
-_differentiable = jax.custom_vjp(_forward_of, nondiff_argnums=(0, 1))
-_differentiable.defvjp(_remembered, _pulled_back)
+attention = common.entry(prepare, forward, backward)

@@ -2,62 +2,40 @@
 """Step-causal attention for TPUs (Mosaic): forward, and the gradients of queries and of keys.
 
 The grid is (groups of heads, active tiles); the list of active tiles is prefetched into scalar
-memory and its length bounds the grid, so that a tile that nobody can see costs nothing, neither a
-copy nor a step. Inside a tile each part is skipped, computed plainly, or computed under
-`visibility.visible`, which is traced here as it stands.
+memory and its length bounds the grid, so that a tile without a visible pair costs nothing, neither
+a copy nor a step. Inside a tile each part is skipped, computed without a mask, or computed under
+`visibility.visible`, which is traced here as it is.
 
 The backward pass computes logits with keys down and queries across: log-sum-exp and the row sums
-of the output's gradient are then rows of lanes, and no transposition is needed.
+of `common.row_sums` are then rows of lanes, and no transposition is needed.
 """
 
 import dataclasses
 import functools
-from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from sparse_lavida_jax.kernels import common
 from sparse_lavida_jax.kernels import tables as tiles
-from sparse_lavida_jax.kernels.common import row_sums, whole_tiles
-from sparse_lavida_jax.kernels.reference import NOTHING_SEEN_LSE
-from sparse_lavida_jax.kernels.tables import TileList, TileSizes
-from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON, AnyArray, is_padding, visible
+from sparse_lavida_jax.kernels.common import LOG2_E, LOWEST, NOTHING_SEEN_LSE, Shape
+from sparse_lavida_jax.kernels.tables import Tables, TileList, TileSizes
+from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON, is_padding, visible
 
 LANES, SUBLANES = 128, 8
-LOWEST = -1e30  # stands for minus infinity: differences of it stay numbers
-LOG2_E = 1.4426950408889634
 CONTRACT_LAST = (((1,), (1,)), ((), ()))
 CONTRACT_FIRST = (((0,), (0,)), ((), ()))
 MATMUL = (((1,), (0,)), ((), ()))
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """What is compiled into the kernels.
+class TpuShape(Shape):
+    """A call on a TPU; `interpret` is that of `pl.pallas_call`."""
 
-    Attributes:
-        num_heads, num_kv_heads, head_dim: of the call.
-        scale: of the logits.
-        sizes: tiles.
-        interpret: run in Python, or by the simulator; see `pl.pallas_call`.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
     sizes: TileSizes
-    interpret: Any = False
-
-    @property
-    def group(self) -> int:
-        """Query heads that share a key head."""
-        return self.num_heads // self.num_kv_heads
 
     @property
     def kv_heads_a_program(self) -> int:
@@ -81,7 +59,7 @@ class Shape:
 
 
 @flax.struct.dataclass
-class Tags:
+class TpuTags:
     """Tags as the kernels read them: a number for each sublane, or for each lane.
 
     Attributes:
@@ -93,7 +71,7 @@ class Tags:
     across: Int[Array, "b sublanes s"]
 
 
-def tags_of(block, horizon, segment, multiple: int) -> Tags:
+def tags_of(block, horizon, segment, multiple: int) -> TpuTags:
     """Lays tags out for the kernels, filled up to whole tiles."""
     stacked = jnp.stack(
         [
@@ -104,7 +82,7 @@ def tags_of(block, horizon, segment, multiple: int) -> Tags:
         axis=1,
     )
     down = jnp.pad(stacked.swapaxes(1, 2), ((0, 0), (0, 0), (0, LANES - 3)))
-    return Tags(down, jnp.pad(stacked, ((0, 0), (0, SUBLANES - 3), (0, 0))))
+    return TpuTags(down, jnp.pad(stacked, ((0, 0), (0, SUBLANES - 3), (0, 0))))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -146,17 +124,17 @@ def _mask_across(query_tags, key_tags, keys: slice):
 
 
 def _forward_kernel(
-    batch, row, col, flags, layer, query_tags, key_tags, q, k, v, out, lse, peak, total, summed,
-    *, shape: Shape,
+    batch, row, col, flags, layer, query_tags, key_tags, q, k, v, out, lse,
+    maximum, total, accumulator, *, shape: TpuShape,
 ):  # fmt: skip
     del batch, row, col, layer
     now = flags[pl.program_id(1)]
 
     @pl.when(now & tiles.FIRST != 0)
     def _():
-        peak[...] = jnp.full_like(peak, LOWEST)
+        maximum[...] = jnp.full_like(maximum, LOWEST)
         total[...] = jnp.zeros_like(total)
-        summed[...] = jnp.zeros_like(summed)
+        accumulator[...] = jnp.zeros_like(accumulator)
 
     def compute(keys, masked):
         mask = _mask_down(query_tags, key_tags, keys) if masked else None
@@ -165,17 +143,17 @@ def _forward_kernel(
             logits = _dot(q[:, own], k[keys, shared], CONTRACT_LAST) * (shape.scale * LOG2_E)
             if mask is not None:
                 logits = jnp.where(mask, logits, LOWEST)
-            before = peak[head, :, 0:1]
+            before = maximum[head, :, 0:1]
             after = jnp.maximum(before, logits.max(axis=1, keepdims=True))
             weights = jnp.exp2(logits - after)
             if mask is not None:  # a row that sees nothing yet has exp2(0)
                 weights = jnp.where(mask, weights, 0.0)
             decay = jnp.exp2(before - after)
             sums = total[head, :, 0:1] * decay + weights.sum(axis=1, keepdims=True)
-            peak[head] = jnp.broadcast_to(after, peak.shape[1:])
+            maximum[head] = jnp.broadcast_to(after, maximum.shape[1:])
             total[head] = jnp.broadcast_to(sums, total.shape[1:])
             values = v[keys, shared]
-            summed[:, own] = summed[:, own] * decay + _dot(
+            accumulator[:, own] = accumulator[:, own] * decay + _dot(
                 weights.astype(values.dtype), values, MATMUL
             )
 
@@ -188,75 +166,75 @@ def _forward_kernel(
             seen = sums > 0
             sums = jnp.where(seen, sums, 1.0)
             own = shape.own(head)
-            out[:, own] = jnp.where(seen, summed[:, own] / sums, 0.0).astype(out.dtype)
+            out[:, own] = jnp.where(seen, accumulator[:, own] / sums, 0.0).astype(out.dtype)
             logs = jnp.where(
-                total[head] > 0, (peak[head] + jnp.log2(sums)) / LOG2_E, NOTHING_SEEN_LSE
+                total[head] > 0, (maximum[head] + jnp.log2(sums)) / LOG2_E, NOTHING_SEEN_LSE
             )
             lse[head] = logs.T[0:1]
 
 
 def _query_gradient_kernel(
-    batch, row, col, flags, query_tags, key_tags, q, k, v, pulled, lse, delta, dq, summed,
-    *, shape: Shape,
+    batch, row, col, flags, query_tags, key_tags, q, k, v, dout, lse, delta, dq, accumulator,
+    *, shape: TpuShape,
 ):  # fmt: skip
     del batch, row, col
     now = flags[pl.program_id(1)]
 
     @pl.when(now & tiles.FIRST != 0)
     def _():
-        summed[...] = jnp.zeros_like(summed)
+        accumulator[...] = jnp.zeros_like(accumulator)
 
     def compute(keys, masked):
         mask = _mask_across(query_tags, key_tags, keys) if masked else None
         for head in range(shape.heads_a_program):
-            _, bent = _weights_and_bend(head, keys, mask, q, k, v, pulled, lse, delta, shape)
+            _, ds = _weights_and_ds(head, keys, mask, q, k, v, dout, lse, delta, shape)
             shared = k[keys, shape.shared(head)]
-            summed[:, shape.own(head)] += _dot(bent.astype(shared.dtype), shared, CONTRACT_FIRST)
+            accumulator[:, shape.own(head)] += _dot(ds.astype(shared.dtype), shared, CONTRACT_FIRST)
 
     _each_part(now, shape.sizes, compute)
 
     @pl.when(now & tiles.LAST != 0)
     def _():
-        dq[...] = summed[...].astype(dq.dtype)
+        dq[...] = accumulator[...].astype(dq.dtype)
 
 
 def _key_gradient_kernel(
-    batch, row, col, flags, query_tags, key_tags, q, k, v, pulled, lse, delta, dk, dv,
-    summed_k, summed_v, *, shape: Shape,
+    batch, row, col, flags, query_tags, key_tags, q, k, v, dout, lse, delta, dk, dv,
+    dk_sum, dv_sum, *, shape: TpuShape,
 ):  # fmt: skip
     del batch, row, col
     now = flags[pl.program_id(1)]
 
     @pl.when(now & tiles.FIRST != 0)
     def _():
-        summed_k[...] = jnp.zeros_like(summed_k)
-        summed_v[...] = jnp.zeros_like(summed_v)
+        dk_sum[...] = jnp.zeros_like(dk_sum)
+        dv_sum[...] = jnp.zeros_like(dv_sum)
 
     def compute(keys, masked):
         mask = _mask_across(query_tags, key_tags, keys) if masked else None
         for head in range(shape.heads_a_program):
             own, shared = shape.own(head), shape.shared(head)
-            weights, bent = _weights_and_bend(head, keys, mask, q, k, v, pulled, lse, delta, shape)
-            summed_v[keys, shared] += _dot(weights.astype(q.dtype), pulled[:, own], MATMUL)
-            summed_k[keys, shared] += _dot(bent.astype(q.dtype), q[:, own], MATMUL)
+            weights, ds = _weights_and_ds(head, keys, mask, q, k, v, dout, lse, delta, shape)
+            dv_sum[keys, shared] += _dot(weights.astype(q.dtype), dout[:, own], MATMUL)
+            dk_sum[keys, shared] += _dot(ds.astype(q.dtype), q[:, own], MATMUL)
 
     _each_part(now, shape.sizes, compute)
 
     @pl.when(now & tiles.LAST != 0)
     def _():
-        dk[...] = summed_k[...].astype(dk.dtype)
-        dv[...] = summed_v[...].astype(dv.dtype)
+        dk[...] = dk_sum[...].astype(dk.dtype)
+        dv[...] = dv_sum[...].astype(dv.dtype)
 
 
-def _weights_and_bend(head, keys, mask, q, k, v, pulled, lse, delta, shape: Shape):
-    """Returns attention weights and the gradient of the unscaled logits, both [keys, queries]."""
+def _weights_and_ds(head, keys, mask, q, k, v, dout, lse, delta, shape: TpuShape):
+    """Returns attention weights and dS, the gradient of the unscaled logits: [keys, queries]."""
     own, shared = shape.own(head), shape.shared(head)
     logits = _dot(k[keys, shared], q[:, own], CONTRACT_LAST) * (shape.scale * LOG2_E)
     weights = jnp.exp2(logits - lse[head] * LOG2_E)
     if mask is not None:
         weights = jnp.where(mask, weights, 0.0)
-    rise = _dot(v[keys, shared], pulled[:, own], CONTRACT_LAST)
-    return weights, weights * (rise - delta[head]) * shape.scale
+    dp = _dot(v[keys, shared], dout[:, own], CONTRACT_LAST)
+    return weights, weights * (dp - delta[head]) * shape.scale
 
 
 # ---------------------------------------------------------------------------------------------
@@ -272,7 +250,7 @@ class _Blocks:
         rows_are_keys: whether the rows of the list are tiles of keys.
     """
 
-    shape: Shape
+    shape: TpuShape
     rows_are_keys: bool = False
 
     def query(self, n, row, col):
@@ -283,19 +261,11 @@ class _Blocks:
 
     def query_heads(self):
         """Queries and what has their shape, [b s (h d)]."""
-        width = self.shape.heads_a_program * self.shape.head_dim
-        return pl.BlockSpec(
-            (None, self.shape.sizes.queries, width),
-            lambda h, n, batch, row, col, *_: (batch[n], self.query(n, row, col), h),
-        )
+        return self._heads(self.query, self.shape.sizes.queries, self.shape.heads_a_program)
 
     def key_heads(self):
         """Keys and values, [b t (h d)]."""
-        width = self.shape.kv_heads_a_program * self.shape.head_dim
-        return pl.BlockSpec(
-            (None, self.shape.sizes.keys, width),
-            lambda h, n, batch, row, col, *_: (batch[n], self.key(n, row, col), h),
-        )
+        return self._heads(self.key, self.shape.sizes.keys, self.shape.kv_heads_a_program)
 
     def stacked_key_heads(self):
         """Keys and values of one layer of [n b t (h d)]."""
@@ -315,32 +285,27 @@ class _Blocks:
         )
 
     def query_tags(self, *, down: bool):
-        size = self.shape.sizes.queries
-        if down:
-            return pl.BlockSpec(
-                (None, size, LANES),
-                lambda h, n, batch, row, col, *_: (batch[n], self.query(n, row, col), 0),
-            )
-        return pl.BlockSpec(
-            (None, SUBLANES, size),
-            lambda h, n, batch, row, col, *_: (batch[n], 0, self.query(n, row, col)),
-        )
+        return self._tags(self.query, self.shape.sizes.queries, down)
 
     def key_tags(self, *, down: bool):
-        size = self.shape.sizes.keys
-        if down:
-            return pl.BlockSpec(
-                (None, size, LANES),
-                lambda h, n, batch, row, col, *_: (batch[n], self.key(n, row, col), 0),
-            )
+        return self._tags(self.key, self.shape.sizes.keys, down)
+
+    def _heads(self, at, size: int, heads: int):
         return pl.BlockSpec(
-            (None, SUBLANES, size),
-            lambda h, n, batch, row, col, *_: (batch[n], 0, self.key(n, row, col)),
+            (None, size, heads * self.shape.head_dim),
+            lambda h, n, batch, row, col, *_: (batch[n], at(n, row, col), h),
         )
+
+    def _tags(self, at, size: int, down: bool):
+        def place(h, n, batch, row, col, *_):
+            tile = at(n, row, col)
+            return (batch[n], tile, 0) if down else (batch[n], 0, tile)
+
+        return pl.BlockSpec((None, size, LANES) if down else (None, SUBLANES, size), place)
 
 
 def _call(
-    kernel, shape: Shape, tile_list: TileList, prefetched, inputs, outputs, scratch, name,
+    kernel, shape: TpuShape, tile_list: TileList, prefetched, inputs, outputs, scratch, name,
     *, products: int,
 ):  # fmt: skip
     """Runs a kernel over a tile list.
@@ -394,12 +359,12 @@ def forward(
     k: Float[Array, "n b t hkd"],
     v: Float[Array, "n b t hkd"],
     layer: Int[Array, ""] | int,
-    query_tags: Tags,
-    key_tags: Tags,
-    tile_list: TileList,
-    shape: Shape,
+    tags: tuple[TpuTags, TpuTags],
+    tables: Tables,
+    shape: TpuShape,
 ) -> tuple[Float[Array, "b s hd"], Float[Array, "b h one s"]]:
     """Returns the output and its log-sum-exp; lengths are whole numbers of tiles."""
+    query_tags, key_tags = tags
     batch, length, _ = q.shape
     blocks, heads, size = _Blocks(shape), shape.heads_a_program, shape.sizes.queries
     if not shape.interpret:
@@ -409,7 +374,7 @@ def forward(
     return _call(
         _forward_kernel,
         shape,
-        tile_list,
+        tables.by_query,
         [jnp.asarray(layer, jnp.int32).reshape(1)],
         [
             (query_tags.down, blocks.query_tags(down=True)),
@@ -431,16 +396,10 @@ def forward(
     )
 
 
-def backward(
-    q, k, v, query_tags: Tags, key_tags: Tags, tables: tiles.Tables, out, lse, pulled, shape: Shape
-):  # fmt: skip
-    """Returns the gradients of q [b s (h d)], k and v [b t (hk d)].
-
-    Args:
-        pulled: gradients of the output and of its log-sum-exp.
-    """
-    pulled, pulled_lse = pulled
-    delta = row_sums(out, pulled, pulled_lse, shape.num_heads)  # [b h 1 s]
+def backward(q, k, v, tags, tables: Tables, out, lse, cotangents, shape: TpuShape):
+    """Returns the gradients of q [b s (h d)], k and v [b t (hk d)]."""
+    (query_tags, key_tags), (dout, _) = tags, cotangents
+    delta = common.row_sums(out, cotangents, shape.num_heads)  # [b h 1 s]
 
     def inputs(blocks: _Blocks):
         return [
@@ -449,7 +408,7 @@ def backward(
             (q, blocks.query_heads()),
             (k, blocks.key_heads()),
             (v, blocks.key_heads()),
-            (pulled, blocks.query_heads()),
+            (dout, blocks.query_heads()),
             (lse, blocks.query_row()),
             (delta, blocks.query_row()),
         ]
@@ -483,69 +442,14 @@ def backward(
     return dq, dk, dv
 
 
-# ---------------------------------------------------------------------------------------------
-# The entry.
-
-
-def attention(
-    q: Float[Array, "b s hd"],
-    k: Float[Array, "b t hkd"] | Float[Array, "n b t hkd"],
-    v: Float[Array, "b t hkd"] | Float[Array, "n b t hkd"],
-    query_block: Int[AnyArray, "b s"],
-    query_horizon: Int[AnyArray, "b s"],
-    key_block: Int[AnyArray, "b t"],
-    query_segment: Int[Array, "b s"] | None,
-    key_segment: Int[Array, "b t"] | None,
-    *,
-    shape: Shape,
-    layer: Int[Array, ""] | int | None = None,
-    tables: tiles.Tables | None = None,
-) -> tuple[Float[Array, "b s hd"], Float[Array, "b h s"]]:
-    """Returns the output and log-sum-exp of `kernels.attention.step_causal_attention`.
-
-    Differentiable in q, k and v, but for a stacked cache.
-
-    Args:
-        tables: `make_tables` of the same tags and sizes; made here if there are none.
-    """
-    sizes = shape.sizes
-    tables = tables or tiles.make_tables(
-        query_block, query_horizon, key_block, query_segment, key_segment, sizes=sizes
-    )
-    if tables.sizes != sizes:
-        raise ValueError(f"the tables are of {tables.sizes}, the call is of {sizes}.")
+def prepare(q, k, v, tags: common.Tags, sizes: TileSizes):
+    """Fills everything up to whole tiles, and lays the tags out."""
+    query_block, query_horizon, key_block, query_segment, key_segment = tags
     query_tags = tags_of(query_block, query_horizon, query_segment, sizes.queries)
     key_tags = tags_of(key_block, None, key_segment, sizes.keys)
-    length = q.shape[1]
-    q = whole_tiles(q, sizes.queries)
-    k, v = (whole_tiles(x, sizes.keys) for x in (k, v))
-    if layer is not None:
-        out, lse = forward(q, k, v, layer, query_tags, key_tags, tables.by_query, shape)
-    else:
-        tags, structure = jax.tree.flatten((query_tags, key_tags, tables))
-        out, lse = _differentiable(shape, structure, q, k, v, tags)
-    return out[:, :length], lse[:, :, 0, :length]
+    q = common.whole_tiles(q, sizes.queries)
+    k, v = (common.whole_tiles(x, sizes.keys) for x in (k, v))
+    return q, k, v, (query_tags, key_tags)
 
 
-def _forward_of(shape, structure, q, k, v, tags):
-    """Tags come as leaves: as gradients of integers JAX puts what no annotated class would hold."""
-    query_tags, key_tags, tables = jax.tree.unflatten(structure, tags)
-    return forward(q, k[None], v[None], 0, query_tags, key_tags, tables.by_query, shape)
-
-
-def _remembered(shape, structure, q, k, v, tags):
-    out, lse = _forward_of(shape, structure, q, k, v, tags)
-    # Named, so that a rematerialisation policy may keep them and not run the kernel again.
-    out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
-    return (out, lse), (q, k, v, tags, out, lse)
-
-
-def _pulled_back(shape, structure, remembered, pulled):
-    q, k, v, tags, out, lse = remembered
-    query_tags, key_tags, tables = jax.tree.unflatten(structure, tags)
-    gradients = backward(q, k, v, query_tags, key_tags, tables, out, lse, pulled, shape)
-    return (*gradients, None)
-
-
-_differentiable = jax.custom_vjp(_forward_of, nondiff_argnums=(0, 1))
-_differentiable.defvjp(_remembered, _pulled_back)
+attention = common.entry(prepare, forward, backward)

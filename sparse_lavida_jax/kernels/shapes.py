@@ -35,7 +35,7 @@ SHA256 = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Tags:
+class RowTags:
     """Tags of one row: queries [s], keys [t]; the same ones but in decoding."""
 
     query_block: Int[np.ndarray, " s"]
@@ -58,7 +58,7 @@ def names() -> tuple[str, ...]:
     return tuple(SHA256)
 
 
-def tags(name: str) -> Tags:
+def tags(name: str) -> RowTags:
     """Returns the tags of a shape.
 
     Raises:
@@ -76,7 +76,7 @@ def tags(name: str) -> Tags:
         return _decode({"early": 8, "mid": 32, "late": 56}[name.removeprefix("decode_")])
     if name == "full_8192":  # one block: what the generality costs where nothing is skipped
         nothing = np.zeros(8192, np.int32)
-        return Tags(nothing, nothing, nothing)
+        return RowTags(nothing, nothing, nothing)
     raise ValueError(f"there is no shape {name!r}; choose one of {', '.join(names())}.")
 
 
@@ -92,10 +92,10 @@ def _row(*, prompt: int, response: int, clean: int, masked: int, share: float, s
     ])  # fmt: skip
     block = np.sort(block).astype(np.int32)
     horizon = np.minimum(block, clean).astype(np.int32)
-    return Tags(block, horizon, block)
+    return RowTags(block, horizon, block)
 
 
-def _packed() -> Tags:
+def _packed() -> RowTags:
     """A row of `configs/sft_1024.py` with `data.packing=6`, its streams sorted as one.
 
     Six text-to-image examples, each a segment: prompt, image, registers of up to 8 masked blocks;
@@ -103,10 +103,10 @@ def _packed() -> Tags:
     """
     runs = np.array(json.loads(PACKED.read_text()), np.int32)
     block, horizon, segment = np.repeat(runs[:, :3], runs[:, 3], axis=0).T
-    return Tags(block, horizon, block, segment, segment)
+    return RowTags(block, horizon, block, segment, segment)
 
 
-def _decode(step: int) -> Tags:
+def _decode(step: int) -> RowTags:
     """One image step of 64: [newest | decode | registers] over a cache of 1,536 slots.
 
     Padding fills the step up to the next width that the sampler compiles.
@@ -122,4 +122,4 @@ def _decode(step: int) -> Tags:
     key[:PROMPT] = 0
     key[PROMPT : PROMPT + len(before)] = before
     key[PROMPT + len(before) : PROMPT + len(before) + width] = query
-    return Tags(query, horizon, key)
+    return RowTags(query, horizon, key)

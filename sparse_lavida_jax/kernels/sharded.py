@@ -2,8 +2,8 @@
 """Attention over a mesh: a kernel is one device's program, so it runs inside `shard_map`.
 
 Rows go over `data` and `fsdp`, heads over `tensor`, queries over `sequence`; keys, values and their
-tags are gathered along `sequence`, but for a cache, which every device of that axis holds. What an
-axis does not divide stays whole, and its devices all compute the same.
+tags are gathered along `sequence`, except for a cache, which every device of that axis holds. What
+an axis does not divide stays whole, and its devices all compute the same.
 
 Who sees whom is in the tags, so any order of tokens is legal. In one sorted by block the last
 tokens see most: training deals the tokens out in turn (`deal.py`), once at the entry of the layers,
@@ -15,20 +15,20 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
+from sparse_lavida_jax.kernels.common import Tags
 from sparse_lavida_jax.kernels.deal import Deal, in_order
 from sparse_lavida_jax.kernels.tables import GpuTables, Tables
 
 BATCH_AXES, HEADS_AXIS, TOKENS_AXIS = ("data", "fsdp"), "tensor", "sequence"
 
 Name = TypeVar("Name")
-Tags = tuple[Any, ...]  # query block and horizon, key block, query and key segment or None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Split:
 
     @property
     def tables(self) -> PartitionSpec:
-        """Of the axis that counts devices, in front of every table."""
+        """Of the first axis of every table, which counts devices."""
         return PartitionSpec((*(self.rows or ()), *([self.queries] if self.queries else [])))
 
     def run(self, local: Callable, in_specs, out_specs) -> Callable:
@@ -97,23 +97,22 @@ def attend(
     k: Float[Array, "b t hkd"] | Float[Array, "n b t hkd"],
     v: Float[Array, "b t hkd"] | Float[Array, "n b t hkd"],
     tags: Tags,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
+    heads: tuple[int, int],
     layer: Int[Array, ""] | int | None,
     tables: Tables | GpuTables | None,
     key_deals: Sequence[Deal],
     split: Split,
 ) -> tuple[Float[Array, "b s hd"], Float[Array, "b h s"]]:
-    """Runs `kernel(q, k, v, tags, num_heads, num_kv_heads, layer, tables)` on every device's part.
+    """Runs `kernel(q, k, v, tags, heads, layer, tables)` on every device's part.
 
     Args:
+        heads: of queries, and of keys and values.
         tables: of `make_tables`, or None: each device then makes its own.
         key_deals: how the streams that the keys were joined from are dealt out; none if not.
     """
     free = _free_axes()
-    heads = _divides(HEADS_AXIS, free, num_heads, num_kv_heads)
-    parts = free[heads] if heads else 1
+    axis = _divides(HEADS_AXIS, free, *heads)
+    own_heads = tuple(number // free[axis] for number in heads) if axis else heads
     keys = _divides(TOKENS_AXIS, free, k.shape[1]) if layer is None and split.queries else None
 
     def gathered(x):
@@ -127,19 +126,19 @@ def attend(
         if tables is not None:
             tables = jax.tree.map(lambda x: x[0], tables)
         k, v = gathered(k), gathered(v)
-        return kernel(q, k, v, tags, num_heads // parts, num_kv_heads // parts, layer, tables)
+        return kernel(q, k, v, tags, own_heads, layer, tables)
 
     if keys:
-        # The backward pass gathers keys and values anew, so that no device keeps those of all
+        # The backward pass gathers keys and values again, so that no device keeps those of all
         # tokens for every layer; the output is kept, so that the kernel does not run again.
         kept = jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse")
         local = jax.checkpoint(local, policy=kept)
-    queries = PartitionSpec(split.rows, split.queries, heads)
-    stored = PartitionSpec(split.rows, keys, heads)
+    queries = PartitionSpec(split.rows, split.queries, axis)
+    stored = PartitionSpec(split.rows, keys, axis)
     if layer is not None:
         stored, layer = PartitionSpec(None, *stored), jnp.asarray(layer, jnp.int32)
     in_specs = (queries, stored, stored, split.tags(keys), PartitionSpec(), split.tables)
-    out_specs = (queries, PartitionSpec(split.rows, heads, split.queries))
+    out_specs = (queries, PartitionSpec(split.rows, axis, split.queries))
     return split.run(local, in_specs, out_specs)(q, k, v, tags, layer, tables)
 
 
@@ -224,7 +223,7 @@ def _over_tokens(x: Array, deal: Deal) -> Array:
 
 
 def _free_axes() -> dict[str, int]:
-    """Sizes of the axes of the mesh in use, but for those that a `shard_map` has taken."""
+    """Sizes of the axes of the mesh in use, except for those that a `shard_map` has taken."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return {}

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tiles of queries and keys a kernel has to compute: from tags alone, in jit, once a forward.
 
-A tile is skipped where nobody of it can be seen, computed without a mask where everybody is, and
-masked otherwise. The classes come from the least and largest tags of each tile, so they are exact
-for tokens sorted by (segment, block) and merely careful for others: an unsorted input computes more
-tiles and the same numbers.
+A tile is skipped where it has no visible pair, computed without a mask where every pair is visible,
+and masked otherwise. The classes come from the least and largest tags of each tile, so they are
+exact for tokens sorted by (segment, block) and conservative for others: an unsorted input computes
+more tiles and the same numbers.
 """
 
 import dataclasses
+from typing import Any
 
 import flax.struct
 import jax
@@ -18,7 +19,7 @@ from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON, AnyArray
 
 SKIP, PARTIAL, FULL = 0, 1, 2
 FIRST, LAST = 1, 2  # flags of an entry: opens, closes its row
-CLASS_SHIFT, CLASS_BITS = 2, 2  # behind them, the class of each part of the tile
+CLASS_SHIFT, CLASS_BITS = 2, 2  # above them, the class of each part of the tile
 MAX_PARTS = 14  # classes that fit into one word
 
 _LARGEST = 2**31 - 1
@@ -49,7 +50,7 @@ class TileSizes:
 class TileList:
     """The tiles to compute, row by row, as many as `count`; the arrays have room for all.
 
-    Under a mesh all arrays of a table have an axis in front, which counts devices.
+    Under a mesh all arrays of a table have a first axis that counts devices.
 
     Attributes:
         batch, row, col: where each tile lies.
@@ -79,22 +80,6 @@ class Tables:
     sizes: TileSizes = flax.struct.field(pytree_node=False)
 
 
-def make_tables(
-    query_block: Int[AnyArray, "b s"],
-    query_horizon: Int[AnyArray, "b s"],
-    key_block: Int[AnyArray, "b t"],
-    query_segment: Int[AnyArray, "b s"] | None = None,
-    key_segment: Int[AnyArray, "b t"] | None = None,
-    *,
-    sizes: TileSizes,
-) -> Tables:
-    """Returns the tile lists of one set of tags. Lengths need not be whole numbers of tiles."""
-    classes = part_classes(
-        query_block, query_horizon, key_block, query_segment, key_segment, sizes=sizes
-    )
-    return Tables(_tile_list(classes), _tile_list(classes.swapaxes(1, 2)), sizes)
-
-
 def part_classes(
     query_block: Int[AnyArray, "b s"],
     query_horizon: Int[AnyArray, "b s"],
@@ -105,38 +90,31 @@ def part_classes(
     sizes: TileSizes,
 ) -> Int[Array, "b rows cols parts"]:
     """Returns SKIP, PARTIAL or FULL of every part of every tile."""
-    blocks, horizons = (
-        padded_tags(tags, sizes.queries, fill)
-        for tags, fill in ((query_block, PAD_BLOCK), (query_horizon, PAD_HORIZON))
-    )
+    blocks = padded_tags(query_block, sizes.queries, PAD_BLOCK)
     keys = padded_tags(key_block, sizes.keys, PAD_BLOCK)
-    real, key_real = (blocks != PAD_BLOCK), (keys != PAD_BLOCK)
-    q = {
-        "block": _Range.of(blocks, real, sizes.queries),
-        "horizon": _Range.of(horizons, real, sizes.queries),
-    }
-    k = _Range.of(keys, key_real, sizes.part)
-    # Broadcast queries down and keys across.
-    q = {name: jax.tree.map(lambda x: x[:, :, None], span) for name, span in q.items()}
-    k = jax.tree.map(lambda x: x[:, None], k)
-    meets = q["block"].any_real & k.any_real
-    one_segment = q["block"].all_real & k.all_real
+
+    def of_queries(tags) -> _Range:  # down
+        made = _Range.of(tags, blocks != PAD_BLOCK, sizes.queries)
+        return jax.tree.map(lambda x: x[:, :, None], made)
+
+    def of_keys(tags) -> _Range:  # across
+        made = _Range.of(tags, keys != PAD_BLOCK, sizes.part)
+        return jax.tree.map(lambda x: x[:, None], made)
+
+    block, key = of_queries(blocks), of_keys(keys)
+    horizon = of_queries(padded_tags(query_horizon, sizes.queries, PAD_HORIZON))
+    meets, one_segment = block.any_real & key.any_real, block.all_real & key.all_real
     if query_segment is not None and key_segment is not None:
-        segments = _Range.of(padded_tags(query_segment, sizes.queries, 0), real, sizes.queries)
-        theirs = _Range.of(padded_tags(key_segment, sizes.keys, 0), key_real, sizes.part)
-        a = jax.tree.map(lambda x: x[:, :, None], segments)
-        b = jax.tree.map(lambda x: x[:, None], theirs)
+        a = of_queries(padded_tags(query_segment, sizes.queries, 0))
+        b = of_keys(padded_tags(key_segment, sizes.keys, 0))
         meets &= (a.least <= b.most) & (b.least <= a.most)
         one_segment &= (a.least == b.most) & (b.least == a.most)
-    sees = (k.least <= q["horizon"].most) | (
-        (k.least <= q["block"].most) & (q["block"].least <= k.most)
-    )
-    all_see = (k.most <= q["horizon"].least) | (
-        (k.least == k.most) & (q["block"].least == k.most) & (q["block"].most == k.most)
+    sees = (key.least <= horizon.most) | ((key.least <= block.most) & (block.least <= key.most))
+    all_see = (key.most <= horizon.least) | (
+        (key.least == key.most) & (block.least == key.most) & (block.most == key.most)
     )
     classes = jnp.where(meets & sees, jnp.where(one_segment & all_see, FULL, PARTIAL), SKIP)
-    parts = sizes.keys // sizes.part
-    return classes.reshape(*classes.shape[:2], -1, parts)
+    return classes.reshape(*classes.shape[:2], -1, sizes.keys // sizes.part)
 
 
 def padded_tags(tags: Int[AnyArray, "b s"], multiple: int, fill: int) -> Int[Array, "b s2"]:
@@ -235,11 +213,11 @@ class RowLists:
     """The tiles of every row: those without a mask first, then those under one.
 
     Attributes:
-        cols: where they lie; behind `num_active` of them stand those that are skipped.
-        num_full, num_active: how many there are without a mask, and at all.
+        cols: their columns; after the first `num_active` come those that are skipped.
+        num_full, num_active: how many there are without a mask, and in all.
         order: the rows as programs take them: the longest first, so that none is left at the end.
-            None: as they come. Rows of keys, of which the first are seen by most, do: to look up
-            where they lie spills registers of a kernel that has none to spare.
+            None: in their own order, as for rows of keys, the first of which are seen by most: the
+            look-up would spill registers of a kernel that has none to spare.
     """
 
     cols: Int[Array, "*devices b rows cols"]
@@ -258,35 +236,33 @@ class GpuTables:
     sizes: GpuSizes = flax.struct.field(pytree_node=False)
 
 
-def make_gpu_tables(
+def make_tables(
     query_block: Int[AnyArray, "b s"],
     query_horizon: Int[AnyArray, "b s"],
     key_block: Int[AnyArray, "b t"],
     query_segment: Int[AnyArray, "b s"] | None = None,
     key_segment: Int[AnyArray, "b t"] | None = None,
     *,
-    sizes: GpuSizes = GpuSizes(),
-) -> GpuTables:
-    """Returns the row lists of one set of tags. Lengths need not be whole numbers of tiles."""
-    tile = GPU_ROWS  # all arrays are filled up to whole numbers of rows
-    query_block = padded_tags(query_block, tile, PAD_BLOCK)
-    query_horizon = padded_tags(query_horizon, tile, PAD_HORIZON)
-    key_block = padded_tags(key_block, tile, PAD_BLOCK)
-    query_segment, key_segment = (
-        None if segment is None else padded_tags(segment, tile, 0)
-        for segment in (query_segment, key_segment)
-    )
+    sizes: TileSizes | GpuSizes,
+) -> Any:
+    """Returns the `Tables` of one set of tags, or its `GpuTables` if the sizes are a GPU's.
 
-    def classes(tile: TileSizes) -> Int[Array, "b rows cols"]:
-        tags = (query_block, query_horizon, key_block, query_segment, key_segment)
-        return part_classes(*tags, sizes=tile)[..., 0]
-
-    return GpuTables(
-        _row_lists(classes(sizes.forward)),
-        _row_lists(classes(sizes.dq)),
-        dataclasses.replace(_row_lists(classes(sizes.dkv).swapaxes(1, 2)), order=None),
-        sizes,
+    Lengths need not be whole numbers of tiles.
+    """
+    tags = (query_block, query_horizon, key_block, query_segment, key_segment)
+    if isinstance(sizes, TileSizes):
+        classes = part_classes(*tags, sizes=sizes)
+        return Tables(_tile_list(classes), _tile_list(classes.swapaxes(1, 2)), sizes)
+    fills = (PAD_BLOCK, PAD_HORIZON, PAD_BLOCK, 0, 0)
+    whole: list[Any] = [  # all arrays are filled up to whole numbers of rows
+        None if tag is None else padded_tags(tag, GPU_ROWS, fill)
+        for tag, fill in zip(tags, fills, strict=True)
+    ]
+    forward, dq, dkv = (
+        part_classes(*whole, sizes=tile)[..., 0] for tile in (sizes.forward, sizes.dq, sizes.dkv)
     )
+    for_dkv = dataclasses.replace(_row_lists(dkv.swapaxes(1, 2)), order=None)
+    return GpuTables(_row_lists(forward), _row_lists(dq), for_dkv, sizes)
 
 
 def _row_lists(classes: Int[Array, "b rows cols"]) -> RowLists:

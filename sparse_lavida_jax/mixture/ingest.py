@@ -73,11 +73,11 @@ class Draft:
 def draft(
     row: Row, name: str, number: int, copy: int, dataset: Dataset, reader: Reader, to: Settings
 ) -> Draft:
-    """Returns the record of a row, but for its codes.
+    """Returns the record of a row, without its codes.
 
     Args:
         name: of the row, for people.
-        number, copy: which row it is, and the how manieth time it is taken.
+        number, copy: which row it is, and how many times it was taken before.
 
     Raises:
         RecordError, ImageError: something is missing or wrong in it.
@@ -90,11 +90,11 @@ def draft(
             key=(to.seed << 32) ^ zlib.crc32(dataset.name.encode()), counter=[0, 0, number, copy]
         )
     )
-    return _Row(row, name, dataset, reader, to, rng).draft()
+    return _RowReader(row, name, dataset, reader, to, rng).draft()
 
 
 @dataclasses.dataclass
-class _Row:
+class _RowReader:
     """A row being read."""
 
     row: Row
@@ -135,7 +135,8 @@ class _Row:
         return self._drawn(record, "image", crop=False)
 
     def _edit(self, plan: str = "", operation: str = "") -> Draft:
-        encoded = self._encoded("source_images", needed=True)
+        self._needs("source_images")
+        encoded = self._encoded("source_images")
         if self.dataset.max_enc_images and len(encoded) > self.dataset.max_enc_images:
             raise LeftOut("max_enc_images")
         shown = [image_files.read_bytes(contents) for contents in encoded]
@@ -162,7 +163,7 @@ class _Row:
         return self._edit(plan, OPERATIONS.get(operation, operation))
 
     def _drawn(self, record: Record, field: str, *, crop: bool) -> Draft:
-        """Adds the squares of the image to draw, and what is told of it beside its caption."""
+        """Adds the squares of the image to draw, and what the model is given with its caption."""
         image = image_files.read_bytes(self._one(field), f"its {field}")
         width, height = size = images.size_of(image)
         if min(size) < self.dataset.min_size:
@@ -212,7 +213,8 @@ class _Row:
     def _grounding(self) -> Draft:
         if self._has("loc_string"):
             return self._seen((self._text("label"),), answered=(self._text("loc_string"),))
-        boxes = self._boxes("box", needed=True)
+        self._needs("box")
+        boxes = self._boxes("box")
         if len(boxes) != 1:
             raise RecordError(f"it has {len(boxes)} boxes, where its box is needed")
         return self._seen((self._text("label"),), boxes=boxes)
@@ -220,7 +222,9 @@ class _Row:
     def _dense_caption(self) -> Draft:
         if self._has("loc_caption"):
             return self._seen((), answered=(self._text("loc_caption"),))
-        phrases, boxes = self._texts("phrases", needed=True), self._boxes("boxes", needed=True)
+        self._needs("phrases")
+        self._needs("boxes")
+        phrases, boxes = self._texts("phrases"), self._boxes("boxes")
         if len(phrases) != len(boxes):
             raise RecordError(f"it has {len(phrases)} phrases and {len(boxes)} boxes")
         return self._seen((), phrases=phrases, boxes=boxes)
@@ -236,7 +240,7 @@ class _Row:
     def _turns(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Returns what is asked and what is answered, of as many turns each."""
         if not self._has("conversations"):
-            return (self._plain("question", with_images=True),), (self._text("answer"),)
+            return (self._text("question", with_images=True),), (self._text("answer"),)
         given, said = _listed(self.row["conversations"]), {"user": [], "assistant": []}
         for i, turn in enumerate(given):
             if not isinstance(turn, dict):
@@ -259,16 +263,15 @@ class _Row:
     def _value(self, field: str) -> Any:
         return self.row.get(field, self.row.get(OTHER_NAMES.get(field, field)))
 
-    def _plain(self, field: str, *, with_images: bool = False) -> str:
+    def _needs(self, field: str) -> None:
+        if not self._has(field):
+            raise RecordError(f"it has no {field}")
+
+    def _text(self, field: str, *, with_images: bool = False) -> str:
         return _checked_words(field, self._value(field), with_images=with_images)
 
-    def _text(self, field: str) -> str:
-        return self._plain(field)
-
-    def _texts(self, field: str, *, needed: bool = False) -> tuple[str, ...]:
+    def _texts(self, field: str) -> tuple[str, ...]:
         given = _listed(self._value(field)) if self._has(field) else []
-        if needed and not given:
-            raise RecordError(f"it has no {field}")
         return tuple(_checked_words(field, one) for one in given)
 
     def _number(self, field: str) -> float | None:
@@ -283,14 +286,11 @@ class _Row:
             raise RecordError(f"{field} is {value!r}, which is no number")
         return number
 
-    def _boxes(self, field: str, *, needed: bool = False) -> np.ndarray:
+    def _boxes(self, field: str) -> np.ndarray:
         """Returns boxes [b 4], of one box or of a list of them."""
-        if not self._has(field):
-            if needed:
-                raise RecordError(f"it has no {field}")
-            return np.zeros((0, 4), np.float32)
+        given = _listed(self._value(field)) if self._has(field) else []
         try:
-            boxes = np.asarray(_listed(self._value(field)), np.float32).reshape(-1, 4)
+            boxes = np.asarray(given, np.float32).reshape(-1, 4)
         except (TypeError, ValueError):
             boxes = np.full((1, 4), np.nan, np.float32)
         if not (np.isfinite(boxes).all() and (boxes[:, :2] <= boxes[:, 2:]).all()):
@@ -298,22 +298,19 @@ class _Row:
         return boxes
 
     def _one(self, field: str) -> bytes:
-        first, *more = self._encoded(field, needed=True)
+        self._needs(field)
+        first, *more = self._encoded(field)
         if more:
             raise RecordError(f"it has {1 + len(more)} images as {field}, where one is needed")
         return first
 
-    def _encoded(self, field: str, *, needed: bool = False) -> tuple[bytes, ...]:
+    def _encoded(self, field: str) -> tuple[bytes, ...]:
         """Returns the encoded images of a field, which names one or several."""
         if not self._has(field):
-            if needed:
-                raise RecordError(f"it has no {field}")
             return ()
         value = self._value(field)
         value = _listed(value) if isinstance(value, str) else value
-        return tuple(
-            self.reader.image(one) for one in (value if isinstance(value, list) else [value])
-        )
+        return tuple(map(self.reader.image, value if isinstance(value, list) else [value]))
 
 
 def _listed(value: Any) -> list[Any]:

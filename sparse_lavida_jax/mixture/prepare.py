@@ -3,9 +3,9 @@
 
 The prepared folder:
 
-    <dataset>/00003-of-00010.arrayrecord  records; of some rows in a row, less bad ones
-    <dataset>/00003-of-00010.json         what became of those rows: its being there says that the
-                                          shard is whole
+    <dataset>/00003-of-00010.arrayrecord  records of some consecutive rows, without the bad ones
+    <dataset>/00003-of-00010.json         what became of those rows; where it is there, the shard
+                                          is whole
     mixture.json                          what training reads; written when everything is done
     report.json, report.md                every bad record by name
 
@@ -18,12 +18,11 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
-import fcntl
 import functools
 import hashlib
+import itertools
 import json
 import multiprocessing
-import os
 import pathlib
 import signal
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -34,7 +33,7 @@ import numpy as np
 from jaxtyping import Int, UInt8
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.data import markdown
+from sparse_lavida_jax.data import files, markdown
 from sparse_lavida_jax.data.image_files import ImageError
 from sparse_lavida_jax.mixture import ingest, recipe, records, tables
 from sparse_lavida_jax.mixture.ingest import Draft, LeftOut
@@ -164,21 +163,44 @@ def prepare(
         raise PrepareError(str(error)) from error
 
 
-def _carry_out(mixture, job, encoder, shards, settings, on_progress) -> Summary:
+def _carry_out(
+    mixture: Recipe,
+    job: Job,
+    encoder: ImageEncoder,
+    shards: list[Shard],
+    settings: config.Prepare,
+    on_progress: Callable[[int, int], None],
+) -> Summary:
+    """Makes the shards that are not there, and writes what training reads and the report."""
     done = {s.stem: outcome for s in shards if (outcome := finished(job.folder, s)) is not None}
     left = [shard for shard in shards if shard.stem not in done]
+    rows: collections.Counter[str] = collections.Counter()
+    bad: collections.Counter[str] = collections.Counter()
+    for shard in shards:
+        rows[shard.dataset.name] += len(shard.rows)
+        bad[shard.dataset.name] += len(done[shard.stem].bad) if shard.stem in done else 0
+
+    def check(name: str) -> None:
+        if bad[name] > settings.max_bad_fraction * rows[name]:
+            raise PrepareError(
+                f"{bad[name]} records of {name} are bad, and prepare.max_bad_fraction allows"
+                f" {int(settings.max_bad_fraction * rows[name])}: {job.folder / READABLE} names"
+                " them. Mend them, or allow more; what is finished stays."
+            )
+
     on_progress(len(done), len(shards))
-    allowed = {name: settings.max_bad_fraction * rows for name, rows in _count_rows(shards).items()}
     try:
-        _check_bad(job.folder, shards, done, allowed)
+        for name in bad:
+            check(name)
         with contextlib.closing(_outcomes(job, encoder, left, settings)) as made:
-            for stem, outcome in made:
-                done[stem] = outcome
+            for shard, outcome in made:
+                done[shard.stem] = outcome
                 on_progress(len(done), len(shards))
-                _check_bad(job.folder, shards, done, allowed)
+                bad[shard.dataset.name] += len(outcome.bad)
+                check(shard.dataset.name)
     finally:
         _write_report(job.folder, shards, done)
-    _write_json(job.folder / INDEX, _index(mixture, encoder, shards, done))
+    files.write_json(job.folder / INDEX, _index(mixture, encoder, shards, done))
     return Summary(
         len(shards),
         len(left),
@@ -270,7 +292,7 @@ def make(job: Job, encoder: ImageEncoder, shard: Shard) -> Outcome:
     """
     path = job.folder / f"{shard.stem}{records.SUFFIX}"
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Whoever sees the old one beside a new file would take them to belong together.
+    # The old one would be taken to belong to the new file.
     (job.folder / f"{shard.stem}.json").unlink(missing_ok=True)
     left_out: collections.Counter[str] = collections.Counter()
     bad: list[list[str]] = []
@@ -281,18 +303,18 @@ def make(job: Job, encoder: ImageEncoder, shard: Shard) -> Outcome:
         path.unlink(missing_ok=True)
         file = records.ShardFile(0, 0, "")
     else:
-        file = records.write_shard(path, _chained(first, made))
+        file = records.write_shard(path, itertools.chain([first], made))
     outcome = Outcome(
         shard.fingerprint, len(shard.rows), file.records, file.num_bytes, file.sha256,
         dict(sorted(left_out.items())), bad,
     )  # fmt: skip
-    _write_json(job.folder / f"{shard.stem}.json", dataclasses.asdict(outcome))
+    files.write_json(job.folder / f"{shard.stem}.json", dataclasses.asdict(outcome))
     return outcome
 
 
 def _drafts(job: Job, shard: Shard, left_out, bad) -> Iterator[Draft]:
     dataset = shard.dataset
-    columns = () if isinstance(dataset.columns, dict) else dataset.columns
+    columns = dataset.columns if isinstance(dataset.columns, tuple) else ()
     with tables.Reader(dataset.image_root, columns) as reader:
         for which, number, copy in shard.rows.tolist():
             table = shard.tables[which]
@@ -336,18 +358,13 @@ def _encoded(
     yield from flush()
 
 
-def _chained(first, rest) -> Iterator[records.Record]:
-    yield first
-    yield from rest
-
-
 # ---------------------------------------------------------------------------------------------
 # Many shards.
 
 
 def _outcomes(
     job: Job, encoder: ImageEncoder, shards: list[Shard], settings: config.Prepare
-) -> Generator[tuple[str, Outcome], None, None]:
+) -> Generator[tuple[Shard, Outcome], None, None]:
     """Yields what became of shards as they are finished, in any order."""
     if settings.engine == "ray":
         from sparse_lavida_jax.mixture import prepare_ray
@@ -355,21 +372,21 @@ def _outcomes(
         elsewhere = dataclasses.replace(job, folder=job.folder.resolve())
         load = functools.partial(_maker, elsewhere, shards)
         for row in prepare_ray.outcomes(load, len(shards), settings.workers):
-            yield row["stem"], Outcome(**json.loads(row["outcome"]))
+            yield shards[row["number"]], Outcome(**json.loads(row["outcome"]))
     elif settings.workers and shards:
         yield from _in_processes(job, shards, min(settings.workers, len(shards)))
     else:
         for shard in shards:
-            yield shard.stem, make(job, encoder, shard)
+            yield shard, make(job, encoder, shard)
 
 
-def _maker(job: Job, shards: list[Shard]) -> Callable[[int], dict[str, str]]:
-    """Returns, on another machine, what makes a shard by its number."""
+def _maker(job: Job, shards: list[Shard]) -> Callable[[int], dict[str, Any]]:
+    """Returns, on another machine, a function that makes a shard by its number."""
     encoder = job.load_encoder()
 
-    def made(number: int) -> dict[str, str]:
+    def made(number: int) -> dict[str, Any]:
         outcome = make(job, encoder, shards[number])
-        return {"stem": shards[number].stem, "outcome": json.dumps(dataclasses.asdict(outcome))}
+        return {"number": number, "outcome": json.dumps(dataclasses.asdict(outcome))}
 
     return made
 
@@ -389,7 +406,7 @@ def _in_worker(shard: Shard) -> Outcome:
     return make(*_worker, shard)
 
 
-def _in_processes(job: Job, shards: list[Shard], workers: int) -> Iterator[tuple[str, Outcome]]:
+def _in_processes(job: Job, shards: list[Shard], workers: int) -> Iterator[tuple[Shard, Outcome]]:
     others = set(multiprocessing.active_children())
     pool = concurrent.futures.ProcessPoolExecutor(
         workers, multiprocessing.get_context("spawn"), _start_worker, (job,)
@@ -397,7 +414,7 @@ def _in_processes(job: Job, shards: list[Shard], workers: int) -> Iterator[tuple
     try:
         waiting = {pool.submit(_in_worker, shard): shard for shard in shards}
         for future in concurrent.futures.as_completed(waiting):
-            yield waiting.pop(future).stem, future.result()
+            yield waiting.pop(future), future.result()
     except BrokenProcessPool as error:
         raise PrepareError(
             "a worker process died, perhaps for want of memory: lower prepare.workers or"
@@ -410,13 +427,7 @@ def _in_processes(job: Job, shards: list[Shard], workers: int) -> Iterator[tuple
             for child in set(multiprocessing.active_children()) - others:
                 child.terminate()
         pool.shutdown(wait=True)
-        _remove_scratch(job.folder)
-
-
-def _remove_scratch(folder: pathlib.Path) -> None:
-    """Removes what writers that were killed left of the files they had begun."""
-    for path in folder.glob("*/.*.tmp"):
-        path.unlink(missing_ok=True)
+        files.remove_unfinished(job.folder)
 
 
 @contextlib.contextmanager
@@ -425,60 +436,44 @@ def _only_one(folder: pathlib.Path) -> Iterator[None]:
     if folder.exists() and not folder.is_dir():
         raise PrepareError(f"{folder} is a file: name another folder for the shards.")
     known = {INDEX, REPORT, READABLE, ".lock"}
-    if folder.is_dir() and any(p.is_file() and p.name not in known for p in folder.iterdir()):
+    if folder.is_dir() and any(
+        path.is_file() and path.name not in known and path.suffix != files.UNFINISHED
+        for path in folder.iterdir()
+    ):
         raise PrepareError(f"{folder} holds something else: name another folder for the shards.")
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise PrepareError(
-                f"{folder} is being prepared by another process: wait for it, or stop it."
-            ) from None
-        _remove_scratch(folder)
+    try:
+        held = files.lock(folder / ".lock")
+    except files.LockedError:
+        raise PrepareError(
+            f"{folder} is being prepared by another process: wait for it, or stop it."
+        ) from None
+    try:
+        files.remove_unfinished(folder)
         yield
+    finally:
+        held.release()
 
 
 # ---------------------------------------------------------------------------------------------
-# What is told of it.
+# The report, and what training reads.
 
 
-def _count_rows(shards: list[Shard]) -> dict[str, int]:
-    rows: collections.Counter[str] = collections.Counter()
-    for shard in shards:
-        rows[shard.dataset.name] += len(shard.rows)
-    return dict(rows)
-
-
-def _check_bad(folder: pathlib.Path, shards, done: dict[str, Outcome], allowed) -> None:
-    bad: collections.Counter[str] = collections.Counter()
-    for shard in shards:
-        if shard.stem in done:
-            bad[shard.dataset.name] += len(done[shard.stem].bad)
-    for name, count in bad.items():
-        if count > allowed[name]:
-            raise PrepareError(
-                f"{count} records of {name} are bad, and prepare.max_bad_fraction allows"
-                f" {int(allowed[name])}: {folder / READABLE} names them. Mend them, or allow more;"
-                " what is finished stays."
-            )
-
-
-def _by_dataset(shards, done) -> dict[str, list[tuple[Shard, Outcome | None]]]:
+def _by_dataset(
+    shards: list[Shard], done: dict[str, Outcome]
+) -> dict[str, list[tuple[Shard, Outcome | None]]]:
     found: dict[str, list[tuple[Shard, Outcome | None]]] = {}
     for shard in shards:
         found.setdefault(shard.dataset.name, []).append((shard, done.get(shard.stem)))
     return found
 
 
-def _write_report(folder: pathlib.Path, shards, done) -> None:
-    told: dict[str, Any] = {}
+def _write_report(folder: pathlib.Path, shards: list[Shard], done: dict[str, Outcome]) -> None:
+    report: dict[str, Any] = {}
     for name, pairs in _by_dataset(shards, done).items():
         there = [outcome for _, outcome in pairs if outcome is not None]
-        left_out: collections.Counter[str] = collections.Counter()
-        for outcome in there:
-            left_out.update(outcome.left_out)
-        told[name] = {
+        left_out = sum((collections.Counter(one.left_out) for one in there), collections.Counter())
+        report[name] = {
             "shards": len(pairs),
             "shards_finished": len(there),
             "rows": sum(len(shard.rows) for shard, _ in pairs),
@@ -486,67 +481,51 @@ def _write_report(folder: pathlib.Path, shards, done) -> None:
             "left_out": dict(sorted(left_out.items())),
             "bad": [one for outcome in there for one in outcome.bad],
         }
-    _write_json(folder / REPORT, {"format": FORMAT, "datasets": told})
-    _write(folder / READABLE, _readable(told))
+    files.write_json(folder / REPORT, {"format": FORMAT, "datasets": report})
+    files.write_text(folder / READABLE, _readable(report))
 
 
-def _readable(told: dict[str, Any]) -> str:
+def _readable(report: dict[str, Any]) -> str:
     rows = []
-    for name, of in told.items():
+    for name, of in report.items():
         shards = f"{of['shards_finished']} of {of['shards']}"
         left = ", ".join(f"{rule}: {count}" for rule, count in of["left_out"].items()) or "0"
         rows.append((name, shards, of["rows"], of["records"], left, len(of["bad"])))
     columns = ("dataset", "shards", "rows", "records", "left out", "bad")
     lines = ["# Prepared data", "", markdown.table(columns, rows)]
-    for name, of in told.items():
+    for name, of in report.items():
         if of["bad"]:
             lines += ["", f"## Bad records of {name}", ""]
-            lines += [f"- {row}: {_one_line(why)}" for row, why in of["bad"][:MOST_NAMED]]
+            lines += [f"- {row}: {' '.join(why.split())}" for row, why in of["bad"][:MOST_NAMED]]
             if len(of["bad"]) > MOST_NAMED:
                 lines.append(f"- and {len(of['bad']) - MOST_NAMED} more: see {REPORT}")
     return "\n".join(lines) + "\n"
 
 
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
-
-
-def _index(mixture: Recipe, encoder: ImageEncoder, shards, done) -> dict[str, Any]:
-    datasets = []
-    for dataset in mixture.datasets:
-        pairs = _by_dataset(shards, done)[dataset.name]
-        files = [
-            {"file": f"{shard.stem}{records.SUFFIX}", "records": one.records,
-             "bytes": one.num_bytes, "sha256": one.sha256}
-            for shard, one in pairs if one is not None and one.records
-        ]  # fmt: skip
-        datasets.append(
-            {"name": dataset.name, "kind": dataset.kind, "group": dataset.group, "shards": files}
-        )
+def _index(
+    mixture: Recipe, encoder: ImageEncoder, shards: list[Shard], done: dict[str, Outcome]
+) -> dict[str, Any]:
+    written = {dataset.name: [] for dataset in mixture.datasets}
+    for shard in shards:
+        one = done[shard.stem]
+        if one.records:
+            written[shard.dataset.name].append(
+                {
+                    "file": f"{shard.stem}{records.SUFFIX}",
+                    "records": one.records,
+                    "bytes": one.num_bytes,
+                    "sha256": one.sha256,
+                }
+            )
     return {
         "format": FORMAT,
         "tokenizer": {
-            "digest": encoder.digest, "side": encoder.side, "factor": encoder.factor,
-            "codebook_size": encoder.codebook_size,
+            name: getattr(encoder, name) for name in ("digest", "side", "factor", "codebook_size")
         },
         "weights": mixture.weights,
         "batch_sizes": mixture.batch_sizes,
-        "datasets": datasets,
-    }  # fmt: skip
-
-
-def _write_json(path: pathlib.Path, contents: Any) -> None:
-    _write(path, json.dumps(contents, indent=1, ensure_ascii=False) + "\n")
-
-
-def _write(path: pathlib.Path, text: str) -> None:
-    """Writes a file beside its place and puts it there: whole or not at all."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with scratch.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, path)
-    finally:
-        scratch.unlink(missing_ok=True)
+        "datasets": [
+            {"name": one.name, "kind": one.kind, "group": one.group, "shards": written[one.name]}
+            for one in mixture.datasets
+        ],
+    }

@@ -10,12 +10,14 @@ import json
 import math
 import pathlib
 import re
-from typing import Any
+from collections.abc import Iterator
+from typing import Annotated, Any
 
 import numpy as np
 from jaxtyping import Int
 
-from sparse_lavida_jax import config
+from sparse_lavida_jax import schema
+from sparse_lavida_jax.schema import Allowed
 
 # What a record is for.
 KINDS = (
@@ -41,20 +43,43 @@ FUNCTIONS = {
 } | {kind: kind for kind in KINDS}
 PLANNED = ("plan", "edit_plan")  # kinds that may be trained in one of `FORMS`
 RANDOM_SEED = 42  # of the strategy `random:N`, as released
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _STRATEGY = re.compile(r"all|(?:(first|end|random):)?(\d+)(%?)|dup:(\d+)")
+
+
+def _is_strategy(words: str) -> bool:
+    found = _STRATEGY.fullmatch(words)
+    if found is None or found[4] == "0":
+        return False
+    return not found[2] or bool(found[1] or found[3])  # a bare number is no released strategy
+
+
+def _is_columns(given: Any) -> bool:
+    words = given.values() if isinstance(given, dict) else given
+    return isinstance(given, dict | tuple) and all(isinstance(word, str) for word in words)
+
+
+Folder = Annotated[
+    str,
+    Allowed(
+        lambda name: bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name)),
+        "its name becomes a folder, use letters, digits and . _ -",
+    ),
+]
+Function = Annotated[str, Allowed(FUNCTIONS.__contains__, f"there are: {', '.join(FUNCTIONS)}")]
+Columns = Annotated[object, Allowed(_is_columns, "a list of names, or {ours: theirs}")]
+Strategy = Annotated[str, Allowed(_is_strategy, "use all, first:N, end:N, random:N, N% or dup:K")]
 
 
 class PrepareError(Exception):
     """A preparation that cannot begin or go on; the message says why."""
 
 
-class RecipeError(config.ConfigError):
+class RecipeError(schema.ConfigError):
     """A mixture file that cannot be followed; the message says what is wrong with it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Dataset:
+class Dataset(schema.Section):
     """One dataset of a mixture, in the released fields.
 
     Attributes:
@@ -71,17 +96,24 @@ class Dataset:
         max_enc_images: rows with more images to edit are left out; 0: any number.
     """
 
-    name: str
+    name: Folder
     json_path: str
-    preprocess_fn: str
+    preprocess_fn: Function
     process_fn_kwargs: dict[str, bool] = dataclasses.field(default_factory=dict)
-    columns: dict[str, str] | tuple[str, ...] = ()
-    sampling_strategy: str = "all"
+    columns: Columns = ()
+    sampling_strategy: Strategy = "all"
     length_group: str = ""
     aes_cutoff: float = 5.0
     min_size: int = 0
     image_root: str = ""
     max_enc_images: int = 0
+
+    def _rules(self) -> Iterator[tuple[str, bool, str]]:
+        known = [form for form in FORMS if form] if self.kind in PLANNED else []
+        allowed = f"it may have {' or '.join(known)}" if known else "this function takes none"
+        yield "process_fn_kwargs", set(self.process_fn_kwargs) <= set(known), allowed
+        chosen = sum(self.process_fn_kwargs.values())
+        yield "process_fn_kwargs", chosen <= 1, "choose one, not both plan_only and no_plan"
 
     @property
     def kind(self) -> str:
@@ -99,7 +131,7 @@ class Dataset:
     def chosen(self, count: int) -> Int[np.ndarray, " n"]:
         """Returns which of `count` rows the strategy takes, in their order."""
         found = _STRATEGY.fullmatch(self.sampling_strategy)
-        assert found is not None  # `read` looked at it
+        assert found is not None
         how, number, percent, copies = found.groups()
         if copies is not None:
             return np.tile(np.arange(count), int(copies))
@@ -181,22 +213,21 @@ def _contents(path: pathlib.Path) -> Any:
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"the mixture file {path} cannot be read: {error}.") from error
     if path.suffix == ".json":
+        kind, load, mistake = "JSON", json.loads, ValueError
+    elif path.suffix in (".yaml", ".yml"):
         try:
-            return json.loads(text)
-        except ValueError as error:
-            raise RecipeError(f"{path} is no JSON: {error}.") from error
-    if path.suffix not in (".yaml", ".yml"):
+            import yaml
+        except ImportError as error:
+            raise RecipeError(
+                f"{path} is YAML: `pip install 'sparse-lavida-jax[data]'`, or write it in JSON."
+            ) from error
+        kind, load, mistake = "YAML", yaml.safe_load, yaml.YAMLError
+    else:
         raise RecipeError(f"{path} is no mixture file: its name ends with .yaml or .json.")
     try:
-        import yaml
-    except ImportError as error:
-        raise RecipeError(
-            f"{path} is YAML: `pip install 'sparse-lavida-jax[data]'`, or write it in JSON."
-        ) from error
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{path} is no YAML: {' '.join(str(error).split())}.") from error
+        return load(text)
+    except mistake as error:
+        raise RecipeError(f"{path} is no {kind}: {' '.join(str(error).split())}.") from error
 
 
 def _dataset(path: pathlib.Path, number: int, given: Any) -> Dataset:
@@ -204,64 +235,18 @@ def _dataset(path: pathlib.Path, number: int, given: Any) -> Dataset:
     if not isinstance(given, dict):
         raise RecipeError(f"{where} is {given!r}: fields by name are needed.")
     where = f"{where} ({given['name']})" if "name" in given else where
-    fields = {field.name: field for field in dataclasses.fields(Dataset)}
-    if unknown := sorted(map(str, set(given) - set(fields))):
-        raise RecipeError(f"{where} has {', '.join(unknown)}. It may have: {', '.join(fields)}.")
-    for needed in ("name", "json_path", "preprocess_fn"):
-        if not isinstance(given.get(needed), str) or not given[needed]:
-            raise RecipeError(f"{where} has no {needed}.")
     values = {name: value for name, value in given.items() if value is not None}
+    for needed in ("name", "json_path", "preprocess_fn"):
+        if not values.get(needed):
+            raise RecipeError(f"{where} has no {needed}.")
     for name in ("sampling_strategy", "length_group", "image_root"):
-        if not isinstance(values.get(name, ""), str | int):
-            raise RecipeError(f"{where} has {name}={values[name]!r}: words are needed.")
-        if name in values:
+        if isinstance(values.get(name), int):
             values[name] = str(values[name])
-    for name, kind in (("aes_cutoff", float), ("min_size", int), ("max_enc_images", int)):
-        value = values.get(name, 0)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != kind(value):
-            raise RecipeError(f"{where} has {name}={value!r}: a number is needed.")
-        if name in values:
-            values[name] = kind(value)
-    values["columns"] = _columns(where, values.get("columns", ()))
-    _check_words(where, values)
-    _check_form(where, values)
-    for name in ("json_path", "image_root"):
-        if values.get(name):
-            values[name] = str(path.parent / values[name])
-    return Dataset(**values)
-
-
-def _columns(where: str, given: Any) -> dict[str, str] | tuple[str, ...]:
-    if isinstance(given, dict) and all(isinstance(word, str) for word in given.values()):
-        return given
-    if isinstance(given, list | tuple) and all(isinstance(word, str) for word in given):
-        return tuple(given)
-    raise RecipeError(f"{where} has columns={given!r}: a list of names, or {{ours: theirs}}.")
-
-
-def _check_words(where: str, values: dict[str, Any]) -> None:
-    name, function = values["name"], values["preprocess_fn"]
-    if not _NAME.fullmatch(name):
-        raise RecipeError(f"{where}: its name becomes a folder, use letters, digits and . _ -")
-    if function not in FUNCTIONS:
-        raise RecipeError(
-            f"{where} has preprocess_fn={function}. There are: {', '.join(FUNCTIONS)}."
-        )
-    strategy = values.get("sampling_strategy", "all")
-    found = _STRATEGY.fullmatch(strategy)
-    # A bare number is none of the released strategies, a bare percentage is.
-    if found is None or (found[2] and not found[1] and not found[3]) or found[4] == "0":
-        raise RecipeError(
-            f"{where} has sampling_strategy={strategy!r}: use all, first:N, end:N, random:N, N% or"
-            " dup:K."
-        )
-
-
-def _check_form(where: str, values: dict[str, Any]) -> None:
-    given, kind = values.get("process_fn_kwargs", {}), FUNCTIONS[values["preprocess_fn"]]
-    known = [form for form in FORMS if form] if kind in PLANNED else []
-    if not isinstance(given, dict) or (set(given) - set(known)):
-        allowed = f"it may have {' or '.join(known)}" if known else "this function takes none"
-        raise RecipeError(f"{where} has process_fn_kwargs={given!r}: {allowed}.")
-    if sum(map(bool, given.values())) > 1:
-        raise RecipeError(f"{where} is both plan_only and no_plan: choose one.")
+    if isinstance(values.get("columns"), list):
+        values["columns"] = tuple(values["columns"])
+    try:
+        made = schema.build(Dataset, values)
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"{where}: {error}") from error
+    root = made.image_root and str(path.parent / made.image_root)
+    return dataclasses.replace(made, json_path=str(path.parent / made.json_path), image_root=root)

@@ -9,7 +9,6 @@ its version in it. A shard is read by number, in any order.
 import contextlib
 import dataclasses
 import hashlib
-import os
 import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -19,6 +18,8 @@ import grain
 import numpy as np
 from array_record.python import array_record_module  # type: ignore
 from jaxtyping import Float, Int
+
+from sparse_lavida_jax.data import files
 
 VERSION = 1
 SUFFIX = ".arrayrecord"
@@ -157,34 +158,29 @@ def write_shard(path: pathlib.Path, records: Iterable[Record]) -> ShardFile:
     Raises:
         OSError: it cannot be written, for want of space or whatever else.
     """
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     count, written = 0, hashlib.sha256()
-    try:
-        with _telling(scratch):
-            writer = array_record_module.ArrayRecordWriter(str(scratch), WRITER_OPTIONS)
+    with files.replacing(path) as new:
+        with _explained(path):
+            writer = array_record_module.ArrayRecordWriter(str(new), WRITER_OPTIONS)
         with contextlib.ExitStack() as closing:
-            closing.callback(_close, writer, scratch)
+            closing.callback(_close, writer, path)
             for record in records:
                 data = encode(record)
-                with _telling(scratch):
+                with _explained(path):
                     writer.write(data)
                 written.update(data)
                 count += 1
         # The library does not report every write that failed.
-        if not count or _digest_of_records(scratch, count) != written.hexdigest():
+        if not count or _digest_of_records(new, count) != written.hexdigest():
             raise OSError(f"{path} did not come out as it was written: is the disk full?")
-        with scratch.open("rb+") as file:
-            os.fsync(file.fileno())
+        with new.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        size = scratch.stat().st_size
-        os.replace(scratch, path)
-    finally:
-        scratch.unlink(missing_ok=True)
+        size = new.stat().st_size
     return ShardFile(count, size, digest)
 
 
 def _close(writer, path: pathlib.Path) -> None:
-    with _telling(path):
+    with _explained(path):
         if writer.is_open():
             writer.close()
 
@@ -205,8 +201,8 @@ def _digest_of_records(path: pathlib.Path, count: int) -> str | None:
 
 
 @contextlib.contextmanager
-def _telling(path: pathlib.Path) -> Iterator[None]:
-    """Turns the library's errors, which may say nothing, into ours."""
+def _explained(path: pathlib.Path) -> Iterator[None]:
+    """Turns the library's errors, which may say nothing, into OSError."""
     try:
         yield
     except RuntimeError as error:
@@ -217,7 +213,7 @@ def _telling(path: pathlib.Path) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class _Whole:
-    """All of a file, as the reader wants to be told."""
+    """All of a file, as the reader takes it."""
 
     filename: str
     skip: int

@@ -7,11 +7,11 @@ first dot: `7.json` its fields, `7.txt` its caption, `7.jpg` its `image`, `7.sou
 `source_images`.
 """
 
-import array
 import codecs
 import contextlib
 import csv
 import dataclasses
+import functools
 import glob
 import itertools
 import json
@@ -19,7 +19,7 @@ import os
 import pathlib
 import tarfile
 from collections.abc import Iterable, Iterator
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -27,24 +27,15 @@ from jaxtyping import Int
 from sparse_lavida_jax.mixture.records import RecordError
 
 Row = dict[str, Any]
+Span = tuple[int, int]  # of bytes of a file: where it begins, and how many
 
 MOST_BYTES = 2**27  # of one row or image; more is taken for damage
 IMAGE_SUFFIXES = ("png", "jpg", "jpeg", "webp")
-FORMATS = {
-    ".parquet": "parquet", ".jsonl": "jsonl", ".json": "json", ".csv": "csv", ".tar": "tar"
-}  # fmt: skip
+FORMATS = (".parquet", ".jsonl", ".json", ".csv", ".tar")
 
 
 class TableError(Exception):
     """A table that cannot be read at all; the message says which and why."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Span:
-    """Bytes of a file."""
-
-    start: int
-    size: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,16 +44,14 @@ class Table:
 
     Attributes:
         path: the file.
-        format: a value of `FORMATS`.
         num_rows: how many it has.
-        spans: of lines and of CSV rows: where each begins and ends.
+        spans: of lines and of CSV rows.
         header: of CSV: its columns.
         samples: of a tar file: the fields of each sample and where they are.
         kept: the rows that `spans` and `samples` are of, sorted; None: all.
     """
 
     path: pathlib.Path
-    format: str
     num_rows: int
     spans: Int[np.ndarray, "r 2"] | None = None
     header: tuple[str, ...] = ()
@@ -106,22 +95,29 @@ def locate(path: pathlib.Path) -> Table:
     Raises:
         TableError: it cannot be read.
     """
-    kind = FORMATS[path.suffix]
     try:
-        match kind:
-            case "parquet":
-                return Table(path, kind, _parquet(path).metadata.num_rows)
-            case "jsonl":
-                return _lines(path)
-            case "json":
-                return Table(path, kind, len(_json_list(path)))
-            case "csv":
-                return _csv_rows(path)
+        match path.suffix:
+            case ".parquet":
+                return Table(path, _parquet(path).metadata.num_rows)
+            case ".jsonl":
+                return _with_spans(path, _lines(path))
+            case ".json":
+                return Table(path, len(_json_list(path)))
+            case ".csv":
+                rows = _csv_rows(path)
+                if (first := next(rows, None)) is None:
+                    raise ValueError("it has no line of column names")
+                return _with_spans(path, (span for span, _ in rows), _csv_header(first[1]))
         samples = _tar_samples(path)
-        return Table(path, kind, len(samples), samples=samples)
+        return Table(path, len(samples), samples=samples)
     # `pyarrow` has errors of its own, derived from these two.
     except (OSError, ValueError, csv.Error, tarfile.TarError) as error:
         raise TableError(f"the table {path} cannot be read: {error}") from error
+
+
+def _with_spans(path: pathlib.Path, spans: Iterable[Span], header: tuple[str, ...] = ()) -> Table:
+    pairs = np.fromiter(itertools.chain.from_iterable(spans), np.int64).reshape(-1, 2)
+    return Table(path, len(pairs), pairs, header)
 
 
 def _parquet(path: pathlib.Path):
@@ -134,19 +130,13 @@ def _parquet(path: pathlib.Path):
     return pyarrow.parquet.ParquetFile(path)
 
 
-def _lines(path: pathlib.Path) -> Table:
-    spans, at = array.array("q"), 0
+def _lines(path: pathlib.Path) -> Iterator[Span]:
+    at = 0
     with path.open("rb") as file:
         for line in file:
             if line.strip():
-                spans.extend((at, at + len(line)))
+                yield at, len(line)
             at += len(line)
-    return _with_spans(path, "jsonl", spans)
-
-
-def _with_spans(path: pathlib.Path, kind: str, spans: array.array, header=()) -> Table:
-    pairs = np.array(spans, np.int64).reshape(-1, 2)
-    return Table(path, kind, len(pairs), pairs, tuple(header))
 
 
 def _json_list(path: pathlib.Path) -> list[Any]:
@@ -156,39 +146,40 @@ def _json_list(path: pathlib.Path) -> list[Any]:
     return rows
 
 
-def _csv_rows(path: pathlib.Path) -> Table:
-    """Finds where rows begin: one may have line breaks inside its quotes."""
+def _csv_rows(path: pathlib.Path) -> Iterator[tuple[Span, list[str]]]:
+    """Yields rows and where they are: one may have line breaks inside its quotes."""
+    at = before = 0
+
+    def lines() -> Iterator[str]:
+        nonlocal at
+        for line in file:
+            at += len(line)
+            yield line.decode("utf-8")
+
     with path.open("rb") as file:
-        at = 0
-
-        def lines() -> Iterator[str]:
-            nonlocal at
-            for line in file:
-                at += len(line)
-                yield line.decode("utf-8")
-
-        reader, spans, before = csv.reader(lines()), array.array("q"), 0
-        header: list[str] = []
-        for row in reader:
-            if row and not header:
-                header = [row[0].removeprefix(codecs.BOM_UTF8.decode()), *row[1:]]
-            elif row:
-                spans.extend((before, at))
+        for row in csv.reader(lines()):
+            if row:
+                yield (before, at - before), row
             before = at
-    if not header:
-        raise ValueError("it has no line of column names")
-    return _with_spans(path, "csv", spans, header)
+
+
+def _csv_header(row: list[str]) -> tuple[str, ...]:
+    return row[0].removeprefix(codecs.BOM_UTF8.decode()), *row[1:]
+
+
+def _tar_members(path: pathlib.Path) -> Iterator[tuple[str, Span]]:
+    with tarfile.open(path, "r:") as archive:
+        for member in archive:
+            if member.isfile():
+                yield member.name, (member.offset_data, member.size)
 
 
 def _tar_samples(path: pathlib.Path) -> tuple[dict[str, Span], ...]:
     samples: dict[str, dict[str, Span]] = {}
-    with tarfile.open(path, "r:") as archive:
-        for member in archive:
-            if member.isfile():
-                folder, _, file = member.name.rpartition("/")
-                stem, _, field = file.partition(".")
-                span = Span(member.offset_data, member.size)
-                samples.setdefault(f"{folder}/{stem}", {})[field.lower()] = span
+    for name, span in _tar_members(path):
+        folder, _, file = name.rpartition("/")
+        stem, _, field = file.partition(".")
+        samples.setdefault(f"{folder}/{stem}", {})[field.lower()] = span
     return tuple(samples.values())
 
 
@@ -202,13 +193,10 @@ class Reader:
 
     def __init__(self, image_root: str = "", columns: Iterable[str] = ()):
         self._root = image_root
-        self._columns = list(columns) or None
+        self._columns = list(columns)
         self._closing = contextlib.ExitStack()
-        self._files: dict[pathlib.Path, BinaryIO] = {}
-        self._parquet_files: dict[pathlib.Path, Any] = {}
-        self._lists: dict[pathlib.Path, list[Any]] = {}
+        self._opened: dict[pathlib.Path, Any] = {}
         self._group: tuple[Any, int, list[Row]] | None = None
-        self._members: dict[str, Span] | None = None
 
     def __enter__(self) -> "Reader":
         return self
@@ -222,23 +210,22 @@ class Reader:
         Raises:
             RecordError: it is damaged.
         """
-        match table.format:
-            case "parquet":
+        match table.path.suffix:
+            case ".parquet":
                 return self._parquet_row(table.path, number)
-            case "json":
-                if table.path not in self._lists:
-                    self._lists[table.path] = _json_list(table.path)
-                return _checked(self._lists[table.path][number])
-            case "tar":
+            case ".json":
+                if table.path not in self._opened:
+                    self._opened[table.path] = _json_list(table.path)
+                return _checked(self._opened[table.path][number])
+            case ".tar":
                 return self._sample(table, number)
         assert table.spans is not None
-        start, stop = table.spans[table.place(number)].tolist()
-        data = self._read(table.path, Span(start, stop - start))
+        start, size = table.spans[table.place(number)].tolist()
         try:
-            text = data.decode("utf-8")
+            text = self._read(table.path, (start, size)).decode("utf-8")
         except UnicodeDecodeError as error:
             raise RecordError(f"it is no UTF-8 ({error})") from error
-        if table.format == "jsonl":
+        if not table.header:
             return _parsed(text)
         (cells,) = csv.reader(text.splitlines(keepends=True))
         if len(cells) != len(table.header):
@@ -253,10 +240,9 @@ class Reader:
         Raises:
             RecordError: there is none.
         """
-        if isinstance(value, dict) and isinstance(value.get("bytes"), bytes):
-            return value["bytes"]
-        if isinstance(value, dict) and isinstance(value.get("path"), str):
-            value = value["path"]
+        if isinstance(value, dict):  # as Parquet files of Hugging Face have it
+            inside = (value.get("bytes"), value.get("path"))
+            value = next((one for one in inside if isinstance(one, bytes | str)), value)
         if isinstance(value, bytes):
             return value
         if not isinstance(value, str) or not value:
@@ -264,7 +250,10 @@ class Reader:
         if "://" in value:
             raise RecordError(f"the image {value} is not on this machine: download it first")
         if self._root.endswith(".tar"):
-            return self._member(value)
+            span = self._members.get(value.removeprefix("./"))
+            if span is None:
+                raise RecordError(f"there is no image {value} in {self._root}")
+            return self._read(pathlib.Path(self._root), span)
         inside = os.path.normpath(value)
         if self._root and (os.path.isabs(inside) or inside.split(os.sep)[0] == os.pardir):
             raise RecordError(f"the image {value} lies outside image_root")
@@ -276,25 +265,26 @@ class Reader:
         except OSError as error:
             raise RecordError(f"the image {value} cannot be read: {error.strerror}") from error
 
+    @functools.cached_property
+    def _members(self) -> dict[str, Span]:
+        found = _tar_members(pathlib.Path(self._root))
+        return {name.removeprefix("./"): span for name, span in found}
+
     def _parquet_row(self, path: pathlib.Path, number: int) -> Row:
-        file = self._parquet_files.get(path)
-        if file is None:
-            file = self._closing.enter_context(_parquet(path))
-            self._parquet_files[path] = file
+        if path not in self._opened:
+            self._opened[path] = self._closing.enter_context(_parquet(path))
+        file = self._opened[path]
         sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
         ends = list(itertools.accumulate(sizes))
         group = int(np.searchsorted(ends, number, side="right"))
         if self._group is None or self._group[:2] != (path, group):
-            columns = None
-            if self._columns is not None:
-                columns = [name for name in self._columns if name in file.schema_arrow.names]
+            columns = [name for name in self._columns if name in file.schema_arrow.names]
             try:
-                rows = file.read_row_group(group, columns=columns).to_pylist()
+                rows = file.read_row_group(group, columns=columns if self._columns else None)
+                self._group = path, group, rows.to_pylist()
             except (OSError, ValueError) as error:
                 raise TableError(f"the table {path} cannot be read: {error}") from error
-            self._group = path, group, rows
-        row = self._group[2][number - (ends[group] - sizes[group])]
-        return {name: value for name, value in row.items() if value is not None}
+        return _without_none(self._group[2][number - (ends[group] - sizes[group])])
 
     def _sample(self, table: Table, number: int) -> Row:
         row: Row = {}
@@ -309,30 +299,16 @@ class Reader:
                 row[name or "image"] = self._read(table.path, span)
         return row
 
-    def _member(self, name: str) -> bytes:
-        root = pathlib.Path(self._root)
-        if self._members is None:
-            with tarfile.open(root, "r:") as archive:
-                self._members = {
-                    member.name.removeprefix("./"): Span(member.offset_data, member.size)
-                    for member in archive
-                    if member.isfile()
-                }
-        span = self._members.get(name.removeprefix("./"))
-        if span is None:
-            raise RecordError(f"there is no image {name} in {root}")
-        return self._read(root, span)
-
     def _read(self, path: pathlib.Path, span: Span) -> bytes:
-        if span.size > MOST_BYTES:
-            raise RecordError(f"{span.size} bytes in one piece are taken for damage")
-        file = self._files.get(path)
-        if file is None:
-            file = self._closing.enter_context(path.open("rb"))
-            self._files[path] = file
-        file.seek(span.start)
-        data = file.read(span.size)
-        if len(data) != span.size:
+        start, size = span
+        if size > MOST_BYTES:
+            raise RecordError(f"{size} bytes in one piece are taken for damage")
+        if path not in self._opened:
+            self._opened[path] = self._closing.enter_context(path.open("rb"))
+        file = self._opened[path]
+        file.seek(start)
+        data = file.read(size)
+        if len(data) != size:
             raise RecordError(f"{path} ends in the middle of it")
         return data
 
@@ -348,4 +324,8 @@ def _parsed(text: str) -> Row:
 def _checked(row: Any) -> Row:
     if not isinstance(row, dict):
         raise RecordError("it has no fields by name")
-    return {str(name): value for name, value in row.items() if value is not None}
+    return _without_none({str(name): value for name, value in row.items()})
+
+
+def _without_none(row: Row) -> Row:
+    return {name: value for name, value in row.items() if value is not None}

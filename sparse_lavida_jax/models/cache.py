@@ -4,8 +4,8 @@
 Two static buffers: the joint layers' holds two regions, understanding tokens [0:u) then generation
 tokens [u:t); the split layers' holds only the region of the stream that is decoded. Heads are
 merged in the last axis. Keys are stored rotated. Tags are the real step numbers, append-only.
-Every pass writes its tokens contiguously at one offset shared by all rows; what it leaves behind
-the committed ones is overwritten by the next pass, and until then nobody sees it.
+Every pass writes its tokens contiguously at one offset shared by all rows; what it leaves after the
+committed ones is overwritten by the next pass, and until then no token sees it.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from sparse_lavida_jax import config
 from sparse_lavida_jax.kernels.sharded import place_cache
 from sparse_lavida_jax.visibility import PAD_BLOCK, AnyArray
 
@@ -44,6 +45,30 @@ class KVCache:
     understanding_len: int = flax.struct.field(pytree_node=False)
     decodes: StreamName = flax.struct.field(pytree_node=False)
 
+    @classmethod
+    def empty(
+        cls,
+        settings: config.Model,
+        batch: int,
+        understanding_len: int,
+        generation_len: int,
+        decodes: StreamName,
+    ) -> "KVCache":
+        """Returns a cache without tokens. Lengths are capacities in slots."""
+        total = understanding_len + generation_len
+        region = understanding_len if decodes == "understanding" else generation_len
+        width, dtype = settings.num_heads * settings.head_dim, jnp.dtype(settings.compute_dtype)
+        joint = (settings.num_joint_layers, batch, total, width)
+        split = (settings.num_split_layers, batch, region, width)
+        return cls(
+            *(jnp.zeros(joint, dtype) for _ in range(2)),
+            *(jnp.zeros(split, dtype) for _ in range(2)),
+            block=jnp.full((batch, total), PAD_BLOCK, jnp.int32),
+            offset=jnp.int32(0),
+            understanding_len=understanding_len,
+            decodes=decodes,
+        )
+
     def _start(self, stream: StreamName) -> Int[Array, ""] | int:
         """Slot of the joint buffer where tokens of `stream` are written now."""
         region = 0 if stream == "understanding" else self.understanding_len
@@ -60,11 +85,11 @@ class KVCache:
         )
 
     def begin(self, stream: StreamName, block: Int[AnyArray, "b s"]) -> "KVCache":
-        """Tags the slots that this pass writes, and empties the rest of the region behind them."""
+        """Tags the slots that this pass writes, and empties the rest of the region."""
         start, end = self._start(stream), self._end(stream)
         slots = jnp.arange(self.block.shape[1])
-        behind = (slots >= start) & (slots < end)
-        tags = jnp.where(behind[None], jnp.int32(PAD_BLOCK), self.block)
+        later = (slots >= start) & (slots < end)
+        tags = jnp.where(later[None], jnp.int32(PAD_BLOCK), self.block)
         return dataclasses.replace(
             self, block=jax.lax.dynamic_update_slice(tags, block, (0, start))
         )
@@ -115,34 +140,6 @@ class KVCache:
     def commit(self, count: Int[Array, ""] | int) -> "KVCache":
         """Keeps the first `count` slots of this pass; the next pass overwrites the others."""
         return dataclasses.replace(self, offset=self.offset + count)
-
-
-def empty_cache(
-    *,
-    batch: int,
-    understanding_len: int,
-    generation_len: int,
-    num_joint_layers: int,
-    num_split_layers: int,
-    heads_width: int,
-    decodes: StreamName,
-    dtype: jnp.dtype,
-) -> KVCache:
-    """Returns a cache without tokens. Lengths are capacities in slots."""
-    total = understanding_len + generation_len
-    region = understanding_len if decodes == "understanding" else generation_len
-    joint = (num_joint_layers, batch, total, heads_width)
-    split = (num_split_layers, batch, region, heads_width)
-    return KVCache(
-        jnp.zeros(joint, dtype),
-        jnp.zeros(joint, dtype),
-        jnp.zeros(split, dtype),
-        jnp.zeros(split, dtype),
-        jnp.full((batch, total), PAD_BLOCK, jnp.int32),
-        jnp.int32(0),
-        understanding_len,
-        decodes,
-    )
 
 
 def _put(buffer, update, start):

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.layout import NO_CELL, NO_EMBEDDING, Stream, TokenLayout
-from sparse_lavida_jax.models.cache import KVCache, StreamName, empty_cache
+from sparse_lavida_jax.models.cache import KVCache, StreamName
 from sparse_lavida_jax.models.layers import Layer, Linear, RmsNorm
 from sparse_lavida_jax.models.stack import StepTables, Wanted, init_stack, run_layers, step_tables
 from sparse_lavida_jax.models.vision import VisionEncoder
@@ -144,8 +144,8 @@ class Denoiser(nnx.Module):
     def see(self, pixels: SeenBatch) -> Float[Array, "b v e"]:
         """Returns the vision features of each row: of one image, or of n views of its images.
 
-        The features of the views stand one behind the other; a newline feature, where the model
-        has one, comes last. Pixels are bytes, or numbers in [-1, 1].
+        The features of the views follow each other; a newline feature, where the model has one,
+        comes last. Pixels are bytes, or numbers in [-1, 1].
         """
         b = pixels.shape[0]
         if pixels.ndim == 5:
@@ -259,13 +259,4 @@ class Denoiser(nnx.Module):
         self, batch: int, understanding_len: int, generation_len: int, decodes: StreamName
     ) -> KVCache:
         """Returns a cache of this model's shape; lengths are capacities in slots."""
-        return empty_cache(
-            batch=batch,
-            understanding_len=understanding_len,
-            generation_len=generation_len,
-            num_joint_layers=self.settings.num_joint_layers,
-            num_split_layers=self.settings.num_split_layers,
-            heads_width=self.settings.num_heads * self.settings.head_dim,
-            decodes=decodes,
-            dtype=jnp.dtype(self.settings.compute_dtype),
-        )
+        return KVCache.empty(self.settings, batch, understanding_len, generation_len, decodes)

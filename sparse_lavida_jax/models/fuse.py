@@ -12,7 +12,6 @@ once and does little with it, so what counts is how often and in which pieces it
 * what the task never reads is left out.
 """
 
-import math
 from typing import Literal
 
 import jax
@@ -28,11 +27,9 @@ Task = Literal["image", "text", "both"]
 
 UNREAD: dict[str, tuple[str, ...]] = {
     "image": ("text_head",),
-    "text": (
-        "image_embedding", "image_head", "register_generation", "cell_row", "cell_column",
-    ),
+    "text": ("image_embedding", "image_head", "register_generation", "cell_row", "cell_column"),
     "both": (),
-}  # fmt: skip
+}
 
 
 class Matrix(Linear):
@@ -60,7 +57,7 @@ class FusedBranch(Branch):
         branch: of one layer, or of a stack.
         attn_out: the output projection that the layer's branches share.
         dtype: of the parameters.
-        ends: whether the branch ends at this layer's keys and values, so that nothing behind them
+        ends: whether the branch ends at this layer's keys and values, so that nothing after them
             is kept.
     """
 
@@ -190,32 +187,30 @@ def for_inference(
     if by_layer is None:
         by_layer = jax.default_backend() == "gpu"
     without = ("generation",) if task == "text" else ()
-    behind = ("understanding",) if task == "image" else without
+    later = ("understanding",) if task == "image" else without
     dtype = jnp.dtype(model.settings.compute_dtype)
     if not by_layer:
         joint = FusedLayer(model.joint_layers, dtype, without=without)
-        split = FusedLayer(model.split_layers, dtype, without=behind)
+        split = FusedLayer(model.split_layers, dtype, without=later)
         return FusedDenoiser(model, joint, split, task)
     last = model.settings.num_joint_layers - 1
-    joint = [
-        FusedLayer(
-            _taken(model.joint_layers, i), dtype, without=without,
-            ending=("understanding",) if task == "image" and i == last else (),
-        )
-        for i in range(last + 1)
-    ]  # fmt: skip
-    split = [
-        FusedLayer(_taken(model.split_layers, i), dtype, without=behind)
-        for i in range(model.settings.num_split_layers)
-    ]
+    ending = ("understanding",) if task == "image" else ()
+
+    def joint_layer(i: int) -> FusedLayer:
+        ends = ending if i == last else ()
+        return FusedLayer(_taken(model.joint_layers, i), dtype, without=without, ending=ends)
+
+    def split_layer(i: int) -> FusedLayer:
+        return FusedLayer(_taken(model.split_layers, i), dtype, without=later)
+
+    joint = [joint_layer(i) for i in range(last + 1)]
+    split = [split_layer(i) for i in range(model.settings.num_split_layers)]
     return FusedDenoiser(model, joint, split, task)
 
 
 def parameter_bytes(model: Denoiser) -> int:
     """Returns the bytes of all parameters."""
-    return sum(
-        math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(model)
-    )
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model))
 
 
 def _taken(stack: Layer, index: int) -> Layer:

@@ -76,14 +76,10 @@ def step_tables(
         dtype: of the queries.
     """
     first = (joint if isinstance(joint, Layer) else joint[0]).understanding
-    chosen_by = _ChosenBy(implementation, first.head_dim, dtype)
     cache = cache.begin(name, layout.block)
     deals: Deals = sharded.deals_of({name: layout.block.shape[1]}, None)
-    layouts: Layouts = {name: layout}
-    return StepTables(
-        _Attention.joint(layouts, [name], [name], cache, chosen_by, deals).tables,
-        _Attention.split(layouts, name, cache, chosen_by, deals).tables,
-    )
+    one = _Pass({name: layout}, deals, cache, implementation, first.head_dim, dtype)
+    return StepTables(one.joint([name]).tables, one.split(name).tables)
 
 
 def run_layers(
@@ -110,7 +106,7 @@ def run_layers(
         x: residual streams; a stream without tokens is absent.
         layouts: tags of the same streams.
         wanted: the streams to return.
-        cache: keys and values of earlier passes; this pass writes its own behind them.
+        cache: keys and values of earlier passes; this pass writes its own after them.
         attend_cache: False where the cache holds nothing else (prefill): tokens then attend to
             this pass only, which is the same thing and cheaper.
         unroll: write the layers out instead of looping over them.
@@ -134,22 +130,13 @@ def run_layers(
         {name: x[name].shape[1] for name in present},
         functools.partial(query_tile, implementation=implementation) if in_turn else None,
     )
-    chosen_by = _ChosenBy(implementation, first.head_dim, jnp.dtype(first.dtype))
     ahead = tables or StepTables()
     x = sharded.dealt_out(x, deals)
     if cache is None:
         x = {name: sharded.over_rows(x[name]) for name in x}
     layouts = {name: jax.tree.map(deals[name].out, layouts[name]) for name in present}
-
-    seen = cache if attend_cache else None  # whose tags the keys have
-    joint_attention = _Attention.joint(
-        layouts, present, present, seen, chosen_by, deals, ahead.joint
-    )
-
-    def joint_layer(carry, layer_and_index):
-        x, cache = carry
-        layer, index = layer_and_index
-        return _joint_layer(layer, index, x, layouts, deals, present, cache, joint_attention), None
+    seen, dtype = cache if attend_cache else None, jnp.dtype(first.dtype)
+    one = _Pass(layouts, deals, seen, implementation, first.head_dim, dtype)
 
     # The last joint layer is where an unwanted stream stops. Taking that layer out of the stack
     # copies the others; where memory is short this layer is computed whole instead.
@@ -157,31 +144,23 @@ def run_layers(
     saving = remat != "none" and cache is None
     stops = [] if saving else unwanted
     whole = num_joint - 1 if stops else num_joint
-    body = _rematerialized(joint_layer, remat, unroll) if saving else joint_layer
+    body = functools.partial(
+        _joint_layer, one=one, keep=present, attention=one.joint(present, ahead.joint)
+    )
+    body = _rematerialized(body, remat, unroll) if saving else body
     x, cache = _run(body, joint, whole, x, cache, unroll)
     if saving:
         x = {name: x[name] for name in x if name not in unwanted}
     if stops:
         last = jax.tree.map(lambda p: p[-1], joint) if isinstance(joint, Layer) else joint[-1]
         keep: list[StreamName] = [name for name in present if name not in stops]
-        last_attention = (
-            _Attention.joint(layouts, keep, present, seen, chosen_by, deals) if keep else None
-        )
-        x, cache = _joint_layer(
-            last, jnp.int32(num_joint - 1), x, layouts, deals, keep, cache, last_attention
-        )
-
-    split_attention = {
-        name: _Attention.split(layouts, name, seen, chosen_by, deals, ahead.split) for name in x
-    }
-
-    def split_layer(carry, layer_and_index):
-        x, cache = carry
-        layer, index = layer_and_index
-        return _split_layer(layer, index, x, layouts, cache, split_attention), None
-
+        attention = one.joint(keep) if keep else None
+        carry, last = (x, cache), (last, jnp.int32(num_joint - 1))
+        (x, cache), _ = _joint_layer(carry, last, one=one, keep=keep, attention=attention)
     if x:
-        body = _rematerialized(split_layer, remat, unroll) if saving else split_layer
+        attentions = {name: one.split(name, ahead.split) for name in x}
+        body = functools.partial(_split_layer, one=one, attentions=attentions)
+        body = _rematerialized(body, remat, unroll) if saving else body
         x, cache = _run(body, split, num_split, x, cache, unroll)
     return sharded.taken_back(x, deals), cache
 
@@ -210,15 +189,6 @@ def _rematerialized(layer, remat: str, unroll: bool):
 
 
 @dataclasses.dataclass(frozen=True)
-class _ChosenBy:
-    """What decides how attention is computed, beside its lengths (`kernels.attention`)."""
-
-    implementation: str | None
-    head_dim: int
-    dtype: DTypeLike
-
-
-@dataclasses.dataclass(frozen=True)
 class _Attention:
     """Who attends to whom in layers of one kind: the same for all of them, so made once.
 
@@ -240,68 +210,6 @@ class _Attention:
     implementation: str | None
     key_deals: list[Deal]
 
-    @classmethod
-    def joint(
-        cls,
-        layouts: Layouts,
-        asking: Sequence[StreamName],
-        present: Sequence[StreamName],
-        cache: KVCache | None,
-        chosen_by: _ChosenBy,
-        deals: Deals,
-        tables: AnyTables | None = None,
-    ) -> "_Attention":
-        """All tokens attend to all, or to the whole cache."""
-
-        def joint(names):
-            streams = (layouts[name] for name in names)
-            own = [deals[name] for name in names]
-            return jax.tree.map(lambda *tags: joined(tags, own), *streams), own
-
-        queries, _ = joint(asking)
-        keys, key_deals = joint(present)
-        return cls._of(queries, keys, cache and cache.block, chosen_by, key_deals, tables)
-
-    @classmethod
-    def split(
-        cls,
-        layouts: Layouts,
-        name: StreamName,
-        cache: KVCache | None,
-        chosen_by: _ChosenBy,
-        deals: Deals,
-        tables: AnyTables | None = None,
-    ) -> "_Attention":
-        """A stream attends to itself, or to its region of the cache."""
-        own = cache is not None and cache.decodes == name
-        stored = cache.split_block if cache is not None and own else None
-        queries = layouts[name]
-        return cls._of(queries, queries, stored, chosen_by, [deals[name]], tables)
-
-    @classmethod
-    def _of(
-        cls,
-        queries: TokenLayout,
-        keys: TokenLayout,
-        stored,
-        chosen_by: _ChosenBy,
-        key_deals,
-        tables,
-    ) -> "_Attention":
-        key_block = keys.block if stored is None else stored
-        tables = tables or make_tables(
-            queries.block,
-            queries.horizon,
-            key_block,
-            queries.segment,
-            keys.segment,
-            key_deals=key_deals,
-            **dataclasses.asdict(chosen_by),
-        )
-        cached = stored is not None
-        implementation = chosen_by.implementation
-        return cls(queries, key_block, keys.segment, tables, cached, implementation, key_deals)
-
     def __call__(self, q, keys, values, num_heads: int, layer: Int[Array, ""] | None):
         attended = step_causal_attention(
             q,
@@ -322,6 +230,59 @@ class _Attention:
         return attended
 
 
+@dataclasses.dataclass(frozen=True)
+class _Pass:
+    """The streams of one pass, and what decides how their attention is computed.
+
+    Attributes:
+        layouts: tags of the streams that are present.
+        deals: how their tokens are dealt out over a mesh.
+        cache: whose tags the keys have; None where tokens attend to this pass only.
+        implementation, head_dim, dtype: see `kernels.attention`.
+    """
+
+    layouts: Layouts
+    deals: Deals
+    cache: KVCache | None
+    implementation: str | None
+    head_dim: int
+    dtype: DTypeLike
+
+    def joint(self, asking: Sequence[StreamName], tables: AnyTables | None = None) -> _Attention:
+        """The streams that ask attend to all tokens, or to the whole cache."""
+        queries, _ = self._joined(asking)
+        keys, key_deals = self._joined([*self.layouts])
+        return self._attention(queries, keys, self.cache and self.cache.block, key_deals, tables)
+
+    def split(self, name: StreamName, tables: AnyTables | None = None) -> _Attention:
+        """A stream attends to itself, or to its region of the cache."""
+        cache, queries = self.cache, self.layouts[name]
+        stored = cache.split_block if cache is not None and cache.decodes == name else None
+        return self._attention(queries, queries, stored, [self.deals[name]], tables)
+
+    def _joined(self, names: Sequence[StreamName]) -> tuple[TokenLayout, list[Deal]]:
+        streams, own = (self.layouts[name] for name in names), [self.deals[name] for name in names]
+        return jax.tree.map(lambda *tags: joined(tags, own), *streams), own
+
+    def _attention(
+        self, queries: TokenLayout, keys: TokenLayout, stored, key_deals, tables
+    ) -> _Attention:
+        key_block, how = keys.block if stored is None else stored, self.implementation
+        tables = tables or make_tables(
+            queries.block,
+            queries.horizon,
+            key_block,
+            queries.segment,
+            keys.segment,
+            key_deals=key_deals,
+            implementation=how,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+        )
+        cached = stored is not None
+        return _Attention(queries, key_block, keys.segment, tables, cached, how, key_deals)
+
+
 def _branch(layer: Layer, name: StreamName) -> Branch:
     if not hasattr(layer, name):
         raise ValueError(
@@ -331,16 +292,18 @@ def _branch(layer: Layer, name: StreamName) -> Branch:
     return layer.understanding if name == "understanding" else layer.generation
 
 
-def _joint_layer(layer, index, x, layouts, deals, keep, cache, attention):
-    """One attention over both streams; only the streams in `keep` go on behind it."""
+def _joint_layer(carry, layer_and_index, *, one, keep, attention: _Attention | None):
+    """One attention over both streams; only the streams in `keep` go on after it."""
+    (x, cache), (layer, index) = carry, layer_and_index
     # In the order of the tags: a dict comes out of a scan with its keys sorted.
     names: list[StreamName] = [name for name in STREAMS if name in x]
-    qkv = {name: _branch(layer, name).qkv(x[name], layouts[name].position) for name in names}
+    position = {name: one.layouts[name].position for name in names}
+    qkv = {name: _branch(layer, name).qkv(x[name], position[name]) for name in names}
     if cache is not None:
         for name in names:
             cache = cache.write_joint(index, name, *qkv[name][1:])
-    if not keep:
-        return {}, cache
+    if attention is None:
+        return ({}, cache), None
     if cache is not None and attention.cached:
         keys, values = cache.joint_keys, cache.joint_values
     else:
@@ -348,7 +311,7 @@ def _joint_layer(layer, index, x, layouts, deals, keep, cache, attention):
             joined([qkv[name][i] for name in names], attention.key_deals) for i in (1, 2)
         )
         index = None
-    own = [deals[name] for name in keep]
+    own = [one.deals[name] for name in keep]
     queries = joined([qkv[name][0] for name in keep], own)
     attended = attention(queries, keys, values, layer.understanding.num_heads, index)
     result = {
@@ -357,20 +320,20 @@ def _joint_layer(layer, index, x, layouts, deals, keep, cache, attention):
     }
     if cache is None:
         result = {name: sharded.over_rows(result[name]) for name in result}
-    return result, cache
+    return (result, cache), None
 
 
-def _split_layer(layer, index, x, layouts, cache, attention):
+def _split_layer(carry, layer_and_index, *, one, attentions):
     """Each stream attends to itself; the cache holds the stream that is decoded."""
-    result = {}
+    (x, cache), (layer, index), result = carry, layer_and_index, {}
     for name in x:
         branch, at = _branch(layer, name), None
-        q, keys, values = branch.qkv(x[name], layouts[name].position)
+        q, keys, values = branch.qkv(x[name], one.layouts[name].position)
         if cache is not None and name == cache.decodes:
             cache = cache.write_split(index, keys, values)
-        if cache is not None and attention[name].cached:
+        if cache is not None and attentions[name].cached:
             keys, values, at = cache.split_keys, cache.split_values, index
-        attended = attention[name](q, keys, values, branch.num_heads, at)
+        attended = attentions[name](q, keys, values, branch.num_heads, at)
         finished = layer.finish(branch, x[name], attended)
         result[name] = sharded.over_rows(finished) if cache is None else finished
-    return result, cache
+    return (result, cache), None

@@ -6,6 +6,7 @@ released weights fit. Images are [b h w 3] in [0, 1]; a code stands for `factor`
 pixels.
 """
 
+import itertools
 import json
 import os
 import pathlib
@@ -21,6 +22,7 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import files
+from sparse_lavida_jax.models import parameters
 
 BUNDLED = pathlib.Path(__file__).parents[1] / "assets" / "vq"
 FORMAT = "sparse-lavida-vq/1"
@@ -96,16 +98,14 @@ class VQModel(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """Halves the sides after every resolution but the last."""
+    """Halves the sides after every resolution except for the last."""
 
     def __init__(self, settings: config.VQ, *, rngs: nnx.Rngs):
         channels = settings.channels
         self.conv_in = _conv3x3(3, channels[0], rngs=rngs)
         self.down_blocks = nnx.List(
             DownBlock(settings, before, after, last=i == len(channels) - 1, rngs=rngs)
-            for i, (before, after) in enumerate(
-                zip((channels[0], *channels), channels, strict=False)
-            )
+            for i, (before, after) in enumerate(itertools.pairwise((channels[0], *channels)))
         )
         self.mid_block = MidBlock(settings, channels[-1], rngs=rngs)
         self.conv_norm_out = Norm(settings, channels[-1])
@@ -119,7 +119,7 @@ class Encoder(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Mirrors the encoder, with one residual layer more in every block."""
+    """Mirrors the encoder, with one more residual layer in every block."""
 
     def __init__(self, settings: config.VQ, *, rngs: nnx.Rngs):
         channels = settings.channels[::-1]
@@ -127,9 +127,7 @@ class Decoder(nnx.Module):
         self.mid_block = MidBlock(settings, channels[0], rngs=rngs)
         self.up_blocks = nnx.List(
             UpBlock(settings, before, after, last=i == len(channels) - 1, rngs=rngs)
-            for i, (before, after) in enumerate(
-                zip((channels[0], *channels), channels, strict=False)
-            )
+            for i, (before, after) in enumerate(itertools.pairwise((channels[0], *channels)))
         )
         self.conv_norm_out = Norm(settings, channels[-1])
         self.conv_out = _conv3x3(channels[-1], 3, rngs=rngs)
@@ -335,17 +333,15 @@ def _in_batches(call, model, items, batch):
 
 def save(folder: pathlib.Path, model: VQModel) -> None:
     """Writes `config.json` and `params.safetensors`; an interrupted write leaves what was there."""
-    parameters = {name: np.asarray(value) for name, value in named_parameters(model).items()}
-    save_parameters(folder, parameters, model.settings)
+    arrays = {name: np.asarray(value) for name, value in parameters.by_name(model).items()}
+    save_arrays(folder, arrays, model.settings)
 
 
-def save_parameters(
-    folder: pathlib.Path, parameters: dict[str, np.ndarray], settings: config.VQ
-) -> None:
-    """Writes what `save` does, from parameters by path."""
+def save_arrays(folder: pathlib.Path, arrays: dict[str, np.ndarray], settings: config.VQ) -> None:
+    """Writes what `save` does, from parameters by name, such as `decoder/conv_in/kernel`."""
     with files.replacing(folder) as new:
         new.mkdir()
-        safetensors.numpy.save_file(parameters, new / "params.safetensors")
+        safetensors.numpy.save_file(arrays, new / "params.safetensors")
         (new / "params.safetensors").chmod(0o644)  # the library makes a private file
         written = {"format": FORMAT, **config.to_dict(settings)}
         files.write_json(new / "config.json", written, indent=2)
@@ -375,34 +371,20 @@ def load(folder_or_name: str | os.PathLike) -> tuple[VQModel, config.VQ]:
     """
     folder = find(folder_or_name)
     settings = read_settings(folder)
-    given = _read_tensors(folder / "params.safetensors")
+    path = folder / "params.safetensors"
+    try:
+        given = safetensors.numpy.load_file(path)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise _unreadable(path, error) from error
     model = jax.eval_shape(lambda: VQModel(settings, rngs=nnx.Rngs(0)))
-    expected = named_parameters(model)
-    faults = [
-        *(f"{name} is missing" for name in expected if name not in given),
-        *(f"{name} is unknown" for name in given if name not in expected),
-        *(
-            f"{name} is {given[name].shape}, not {expected[name].shape}"
-            for name in expected
-            if name in given and given[name].shape != expected[name].shape
-        ),
-    ]
-    if faults:
+    expected = parameters.by_name(model)
+    if faults := parameters.differences(expected, given):
         raise VQError(
-            f"{folder / 'params.safetensors'} does not fit {folder / 'config.json'}:"
-            f" {'; '.join(faults)}. Take both files from the same save."
+            f"{path} does not fit {folder / 'config.json'}; take both files from the same save:\n"
+            f"{faults}"
         )
     leaves = [jnp.asarray(given[name]) for name in expected]
     return jax.tree.unflatten(jax.tree.structure(model), leaves), settings
-
-
-def named_parameters(model: VQModel) -> dict[str, Array | jax.ShapeDtypeStruct]:
-    """Returns the parameters by path, such as `decoder/conv_in/kernel`, in the tree's order."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(model)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value"): leaf
-        for path, leaf in leaves
-    }
 
 
 def read_settings(folder: pathlib.Path) -> config.VQ:
@@ -415,9 +397,7 @@ def read_settings(folder: pathlib.Path) -> config.VQ:
     try:
         written = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise VQError(
-            f"{path} cannot be read ({error}). Copy the image tokenizer's folder again."
-        ) from error
+        raise _unreadable(path, error) from error
     given = written.pop("format", None) if isinstance(written, dict) else None
     if given != FORMAT:
         raise VQError(
@@ -427,10 +407,5 @@ def read_settings(folder: pathlib.Path) -> config.VQ:
     return config.build(config.VQ, written)
 
 
-def _read_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
-    try:
-        return safetensors.numpy.load_file(path)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise VQError(
-            f"{path} cannot be read ({error}). Copy the image tokenizer's folder again."
-        ) from error
+def _unreadable(path: pathlib.Path, error: Exception) -> VQError:
+    return VQError(f"{path} cannot be read ({error}). Copy the image tokenizer's folder again.")

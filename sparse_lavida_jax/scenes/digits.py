@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Int, UInt8
 
 from sparse_lavida_jax.scenes.dice import Dice
-from sparse_lavida_jax.scenes.scoring import Judgement
+from sparse_lavida_jax.scenes.task import Judgement
 
 SIDE = 8  # cells
 LEVELS = 17  # 0 is paper, 16 is ink

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Int, UInt8
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.example import Example
-from sparse_lavida_jax.diffusion import Sequence
+from sparse_lavida_jax.lavida_o.objective import Sequence
 from sparse_lavida_jax.scenes import digits, tasks, world
 from sparse_lavida_jax.scenes.tokenizer import Tokenizer
 from sparse_lavida_jax.sequence import Answer, Part, Response, Source, Text, VisionTokens

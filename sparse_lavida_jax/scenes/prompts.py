@@ -20,14 +20,11 @@ from sparse_lavida_jax.data.templates import (
     template_ids,
     too_long,
 )
-from sparse_lavida_jax.scenes import rules, world
+from sparse_lavida_jax.scenes import rules, tasks, world
 from sparse_lavida_jax.scenes.encoder import Encoder
 from sparse_lavida_jax.scenes.grammar import LOCATIONS, GrammarError, box_text, cell_box, parse_box
 
-# What a checkpoint must have been trained on to be asked for a task.
-TRAINED_ON = {
-    "generate": "draw", "ask": "answer", "reason": "arithmetic", "ground": "point",
-}  # fmt: skip
+ASKED_ALIKE = {"generate": "digit", "ask": "point"}  # another task that is asked for like this
 ANSWER_TOKENS = 16  # of a short answer
 ONE_BOX_TOKENS = 8
 
@@ -53,7 +50,7 @@ class ScenePrompts(PromptLanguage):
 
     def refusal(self, task: str) -> str:
         trained = self.encoder.data.tasks
-        if TRAINED_ON.get(task, task) in trained:
+        if {tasks.COMMANDS.get(task, task), ASKED_ALIKE.get(task)} & {*trained}:
             return ""
         return f"this checkpoint was not trained to {task}: it was trained on {', '.join(trained)}."
 

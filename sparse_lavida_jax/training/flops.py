@@ -15,25 +15,11 @@ from jaxtyping import Int
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.diffusion import Corrupted
+from sparse_lavida_jax.kernels import devices
 from sparse_lavida_jax.layout import Stream, TokenLayout
 from sparse_lavida_jax.visibility import PAD_BLOCK, AnyArray
 
 STREAMS = ("understanding", "generation")
-# Dense bfloat16 products a second, by what `device_kind` begins with; from the makers' tables.
-PEAKS = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5": 459e12,
-    "TPU v6 lite": 918e12,
-    "TPU v6e": 918e12,
-    "TPU7x": 2307e12,
-    "NVIDIA A100": 312e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA B200": 2250e12,
-    "NVIDIA GB200": 2500e12,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +41,8 @@ class Work:
 
 def peak(device_kind: str) -> float | None:
     """Returns what a device can do a second; None for one that is not in the table."""
-    found = [name for name in PEAKS if device_kind.startswith(name)]
-    return PEAKS[max(found, key=len)] if found else None
+    device = devices.device(device_kind)
+    return None if device is None else device.flops
 
 
 def work_of(batch: Corrupted, model: config.Model, trained: float = 1.0) -> Work:

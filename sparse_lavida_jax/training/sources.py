@@ -7,12 +7,14 @@ from collections.abc import Callable
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.data.batches import Batches
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
 from sparse_lavida_jax.mixture.batches import MixtureBatches
 from sparse_lavida_jax.models.codec import ImageCodec
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.pipeline import SparseLaViDa
-from sparse_lavida_jax.scenes.batches import GroupedBatches
+from sparse_lavida_jax.scenes.batches import SceneBatches
+from sparse_lavida_jax.scenes.encoder import Encoder
 from sparse_lavida_jax.scenes.tokenizer import SHIPPED, Tokenizer
 from sparse_lavida_jax.training import states
 
@@ -26,18 +28,27 @@ class TrainingData:
     """What a run is trained on.
 
     Attributes:
-        pipe: the model before training, or its shapes, with its tokenizers.
+        settings: the whole configuration.
+        model: the denoiser before training, or its shapes.
         batches: the data.
-        tokenizer_path: the file of the text tokenizer.
+        tokenizer, tokenizer_path: of the text, and its file.
+        codec: of images; None where prepared data has no image tokenizer.
         prompts: what to draw while training; empty where the small world has prompts of its own.
         base_readme: of the model that the run starts from; its licence is in it.
     """
 
-    pipe: SparseLaViDa
-    batches: GroupedBatches | MixtureBatches
+    settings: config.Config
+    model: Denoiser
+    batches: Batches
+    tokenizer: Tokenizer | ChatTokenizer
     tokenizer_path: pathlib.Path
-    prompts: tuple[str, ...] = ()
-    base_readme: str = ""
+    codec: ImageCodec | None
+    prompts: tuple[str, ...]
+    base_readme: str
+
+    def pipe(self, model: Denoiser) -> SparseLaViDa:
+        """Returns a model as it is sampled from."""
+        return SparseLaViDa(model, self.settings, self.tokenizer, self.codec)
 
 
 def open_source(
@@ -59,30 +70,26 @@ def open_source(
         CheckpointError: there is no model at `train.init_from`.
         RecordError: the prepared folder is missing, or not whole.
     """
-    readme = _base_readme(settings)
+    readme, share = _base_readme(settings), {"process_index": index, "process_count": count}
     if settings.data.source != "prepared":
-        codec = make_codec(settings.data.image_codec, settings.model)
-        pipe = SparseLaViDa(model, settings, Tokenizer(SHIPPED), codec)
-        data = GroupedBatches(settings, pipe.encoder, process_index=index, process_count=count)
-        return TrainingData(pipe, data, SHIPPED, base_readme=readme)
+        codec, tokenizer = make_codec(settings.data.image_codec, settings.model), Tokenizer()
+        encoder = Encoder(tokenizer, settings.data, settings.model, codec.appearance_codes())
+        batches = SceneBatches(settings, encoder, **share)
+        return TrainingData(settings, model, batches, tokenizer, SHIPPED, codec, (), readme)
     base = model_folder.find_model(settings.train.init_from)
-    path = base / "tokenizer.json"
+    path, vq = base / "tokenizer.json", base / "vq"
     try:
         tokenizer = ChatTokenizer(path)
         tokenizer.check(settings.model)
     except (ValueError, FileNotFoundError) as error:
         raise config.ConfigError(
-            f"data.source='prepared' needs the tokenizer of a LaViDa-O beside the model of"
+            f"data.source='prepared' needs the tokenizer of a LaViDa-O next to the model of"
             f" train.init_from: {error}"
         ) from error
-    vq = base / "vq"
+    batches = MixtureBatches(settings.data.folder, settings, tokenizer, **share)
     codec = make_codec(vq, settings.model) if vq.is_dir() else None
-    pipe = SparseLaViDa(model, settings, tokenizer, codec)
-    data = MixtureBatches(
-        settings.data.folder, settings, tokenizer, process_index=index, process_count=count
-    )
-    prompts = () if codec is None else tuple(data.prompts(SHOWN_PROMPTS))
-    return TrainingData(pipe, data, path, prompts, readme)
+    prompts = () if codec is None else tuple(batches.prompts(SHOWN_PROMPTS))
+    return TrainingData(settings, model, batches, tokenizer, path, codec, prompts, readme)
 
 
 def _base_readme(settings: config.Config) -> str:

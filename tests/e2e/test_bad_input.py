@@ -122,7 +122,7 @@ def test_a_missing_checkpoint_lists_the_bundled_ones(tmp_path, monkeypatch, comp
     sentence = complaint("--mode=sample", "--checkpoint=scene", *asked)
     assert "there is no model in scene. " in sentence
     assert "bundled model (digits, scenes)" in sentence
-    assert not (tmp_path / "picture.png").exists()
+    assert not (tmp_path / "image.png").exists()
 
 
 def test_a_run_without_a_model_yet_says_how_to_get_it(finished, tmp_path, complaint):
@@ -154,7 +154,7 @@ def test_digits_are_not_judged_as_scenes(tmp_path, complaint):
 
 @pytest.mark.parametrize("kind", ["missing", "folder", "text", "cut off"])
 def test_an_image_that_cannot_be_read_is_named(finished, tmp_path, complaint, kind):
-    path = tmp_path / "picture.png"
+    path = tmp_path / "image.png"
     if kind == "folder":
         path.mkdir()
     elif kind == "text":
@@ -175,7 +175,7 @@ def test_an_image_that_cannot_be_read_is_named(finished, tmp_path, complaint, ki
 def test_an_image_that_cannot_be_written_is_told(finished, tmp_path, complaint):
     (tmp_path / "file").write_text("")
     words = ["--mode=sample", f"--checkpoint={finished.folder}", "--prompt=a red circle"]
-    for out in (tmp_path / "file" / "picture.png", tmp_path / "picture.unknown"):
+    for out in (tmp_path / "file" / "image.png", tmp_path / "image.unknown"):
         assert f"cannot be written to {out}" in complaint(*words, f"--out={out}")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 

@@ -16,8 +16,8 @@ from PIL import Image
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import image_files
-from sparse_lavida_jax.inference import engine
 from sparse_lavida_jax.inference.results import Origin, Result
+from sparse_lavida_jax.pipeline import MASKED_GREY, SparseLaViDa
 from sparse_lavida_jax.scenes import tasks, world
 
 gr = pytest.importorskip(
@@ -28,7 +28,6 @@ from serving_on_loopback import served  # noqa: E402
 
 from sparse_lavida_jax.apps import demo, server  # noqa: E402
 from sparse_lavida_jax.apps.serving import Service  # noqa: E402
-from sparse_lavida_jax.pipeline import SparseLaViDa  # noqa: E402
 
 MILLISECONDS = 60_000  # until a test gives up; the first image is compiled
 PASSED = "tokens through the network"
@@ -100,7 +99,7 @@ def test_an_image_is_drawn(page, service):
     tab.get_by_label("number input for Steps").fill("3")
     tab.get_by_role("button", name="Draw", exact=True).click()
     tab.get_by_text(PASSED).wait_for()
-    drawn = tab.locator(".image img")
+    drawn = tab.locator(".shown-image img")
     assert drawn.evaluate("image => [image.naturalWidth, image.naturalHeight]") == [96, 96]
     assert service.counts["generate", "done"] >= 1
 
@@ -108,17 +107,17 @@ def test_an_image_is_drawn(page, service):
 @pytest.fixture
 def masks(service, monkeypatch):
     """The masks that the model is asked to draw in."""
-    seen, inpaint = [], service.pipe.inpaint
+    seen, requests = [], service.pipe.requests
 
     def spy(*given, **more):
         seen.append(more["mask"])
-        return inpaint(*given, **more)
+        return requests(*given, **more)
 
-    monkeypatch.setattr(service.pipe, "inpaint", spy, raising=False)
+    monkeypatch.setattr(service.pipe, "requests", spy, raising=False)
     return seen
 
 
-def test_a_mask_is_painted_and_drawn_anew(page, shown, masks):
+def test_a_mask_is_painted_and_drawn_again(page, shown, masks):
     tab = opened(page, "Inpaint")
     tab.locator("input[type=file]").first.set_input_files(shown)
     tab.get_by_text("select the draw tool to start").wait_for(state="hidden")
@@ -130,7 +129,7 @@ def test_a_mask_is_painted_and_drawn_anew(page, shown, masks):
     page.mouse.down()
     page.mouse.move(x + 20, y + 20, steps=5)
     page.mouse.up()
-    page.wait_for_timeout(1500)  # the layers are sent to the server behind the stroke
+    page.wait_for_timeout(1500)  # the layers are sent to the server after the stroke
     tab.get_by_label("What the whole image shows").fill("two blue squares")
     tab.get_by_role("button", name="Inpaint", exact=True).click()
     tab.get_by_text(PASSED).wait_for()
@@ -142,7 +141,7 @@ def test_a_mask_is_painted_and_drawn_anew(page, shown, masks):
 def test_a_question_is_answered(page, shown):
     tab = opened(page, "Ask")
     tab.locator("input[type=file]").first.set_input_files(shown)
-    tab.locator(".image img").wait_for()
+    tab.locator(".shown-image img").wait_for()
     tab.get_by_role("button", name="Ask", exact=True).click()
     tab.get_by_text(PASSED).wait_for()
 
@@ -150,7 +149,7 @@ def test_a_question_is_answered(page, shown):
 def test_things_are_looked_for(page, shown):
     tab = opened(page, "Find")
     tab.locator("input[type=file]").first.set_input_files(shown)
-    tab.locator(".image img").first.wait_for()
+    tab.locator(".shown-image img").first.wait_for()
     tab.get_by_role("button", name="Find", exact=True).click()
     tab.get_by_text(PASSED).wait_for()
 
@@ -175,7 +174,7 @@ def test_the_image_just_drawn_is_taken_over_to_be_painted_on(page):
     tab.get_by_text(PASSED).wait_for()
     page.get_by_role("button", name="Take the image just drawn").click()
     tab = opened(page, "Inpaint")
-    tab.locator(".image img").first.wait_for()
+    tab.locator(".shown-image img").first.wait_for()
     tab.get_by_text("select the draw tool to start").wait_for(state="hidden")
 
 
@@ -258,10 +257,11 @@ def test_a_request_says_how_many_are_before_it_and_then_its_step(stages):
 
 def test_an_image_is_shown_while_it_is_drawn(stages, monkeypatch):
     monkeypatch.setattr(demo, "POLL_SECONDS", 0.01)
+    inputs = {"words": "a", "steps": 2, "registers": 0, "sampler": demo.AS_TRAINED, "seed": 0}
 
     async def seen():
         values = []
-        async for value in demo._paint(stages, "generate", "a", None, (2, 0, 0, "as trained", 0)):
+        async for value in demo._run(stages, "generate", inputs):
             values.append(value)
             # A step has begun, so what is shown after it is a preview.
             if stages.pipe.at_step.acquire(blocking=False):
@@ -286,7 +286,7 @@ def test_a_preview_hides_what_is_not_drawn_yet(service, monkeypatch):
     monkeypatch.setattr(service.pipe, "preview", spy, raising=False)
     ticket = service.submit("generate", "a red circle", preview=True, seed=3)
     drawn = ticket.future.result(60).pixels[0]
-    hidden = [(one == engine.MASKED_GREY).all(axis=-1).mean() for one in previews]
+    hidden = [(one == MASKED_GREY).all(axis=-1).mean() for one in previews]
     assert len(hidden) > 1 and hidden == sorted(hidden, reverse=True) and hidden[0] > hidden[-1]
     np.testing.assert_array_equal(ticket.preview, drawn)
 

@@ -33,7 +33,7 @@ from sparse_lavida_jax.apps.serving import Limits, Service  # noqa: E402
 from sparse_lavida_jax.pipeline import SparseLaViDa  # noqa: E402
 
 PROMPT = "a red circle above a blue square"
-QUICK = {"steps": 2, "seed": 3}
+QUICK = {"num_inference_steps": 2, "seed": 3}
 slow_test = pytest.mark.skipif(
     os.environ.get("SPARSE_LAVIDA_FULL_TESTS") != "1",
     reason="takes seconds more: set SPARSE_LAVIDA_FULL_TESTS=1",
@@ -83,8 +83,7 @@ def test_images_are_those_that_python_draws(client, service):
     notes = reply.sparse_lavida
     assert notes["seeds"] == [3, 4]
     assert notes["tokens_passed"] > 0
-    sampling = server.sampling_options.changed(service.pipe.settings.sampling, draws=True, steps=2)
-    wanted = service.pipe.generate(PROMPT, num_images=2, seed=3, sampling=sampling)
+    wanted = service.pipe.generate(PROMPT, num_images=2, seed=3, steps=2)
     np.testing.assert_array_equal(pixels(reply), wanted.pixels)
 
 

@@ -253,7 +253,7 @@ def complaint(model, tmp_path, capsys):
         (["a", "--steps=37"], "Sampling.num_steps=37 is more than there are tokens of the image"),
         (["a", "--steps=0"], "Sampling.num_steps=0 is out of range"),
         (["a", "--order=spiral"], "choose one of stratified, halton"),
-        (["a", "--temperature=-1"], "Sampling.temperature=-1.0 is out of range: it must be 0"),
+        (["a", "--temperature=-1"], "temperature=-1.0 is out of range: it must be 0"),
         (["a", "--sampler=fast"], "choose one of dense, none, p"),
         (["a", "--seed=-1"], "the seed -1 is out of range: 0 to 2147483647"),
         (["a", "--num-images=0"], "num_images=0 is out of range"),
@@ -308,7 +308,7 @@ def test_an_error_of_ours_has_no_traceback_unless_asked_for(complaint, monkeypat
     def broken(*_, **__):
         raise ZeroDivisionError("x")
 
-    monkeypatch.setattr(SparseLaViDa, "generate", broken)
+    monkeypatch.setattr(SparseLaViDa, "run", broken)
     assert "an error of the program: ZeroDivisionError: x" in complaint("generate", "a", code=1)
     with pytest.raises(ZeroDivisionError):
         cli.main(["sparse-lavida", "generate", "a", f"--checkpoint={model}", "--debug"])

@@ -11,7 +11,7 @@ import pytest
 from kernel_cases import TAGS, as_arrays
 
 from sparse_lavida_jax.kernels import attention, shapes
-from sparse_lavida_jax.kernels.reference import NOTHING_SEEN_LSE
+from sparse_lavida_jax.kernels.common import NOTHING_SEEN_LSE
 
 HEADS, TOKENS = 4, 16  # how often every token of a case stands
 TOLERANCE = 2e-2  # of bfloat16

@@ -137,7 +137,7 @@ KERNELS = DEVICE + textwrap.dedent("""
         kernels = [{}], [{}], [{}]
     for forward, dq, dkv in itertools.zip_longest(*kernels, fillvalue={}):
         tiles = GpuSizes(**forward, **dq, **dkv)
-        shape = pallas_gpu.Shape(heads, kv_heads, head_dim, head_dim**-0.5, sizes=tiles)
+        shape = pallas_gpu.GpuShape(heads, kv_heads, head_dim, head_dim**-0.5, sizes=tiles)
         program = jax.jit(attend, static_argnames="shape")
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             traced = program.trace(wide, keys, keys, (tag,) * num_tags, wide, shape=shape)

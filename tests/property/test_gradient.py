@@ -48,11 +48,8 @@ def batch_of(model, requests, blocks, kind, shape=None):
         diffusion.corrupt(prompt, asked.response, kind, cut, model.settings)
         for prompt, asked, cut in zip(prompts, requests, blocks, strict=True)
     ]
-    if shape is None:
-        shape = diffusion.RowShape(*(max(len(row[i].block) for row in rows) for i in (0, 1)))
-    batch = diffusion.batch_rows(
-        rows, blocks, [kind] * len(rows), [None] * len(rows), shape, model.settings
-    )
+    shape = shape or tiny.shape_of(rows)
+    batch = tiny.stacked(rows, model.settings, shape)
     return batch, shape, [prompt.response_position for prompt in prompts]
 
 

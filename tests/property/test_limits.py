@@ -13,6 +13,7 @@ import tiny
 import traces
 
 from sparse_lavida_jax import config, diffusion, layout, orders
+from sparse_lavida_jax.data.batch import RowShape
 from sparse_lavida_jax.models import stack
 
 TOLERANCE = 2e-5
@@ -26,22 +27,17 @@ def full_attention_batch(model) -> diffusion.Corrupted:
     """Two rows of prompt, source cells and image, masked here and there, without padding."""
     settings = model.settings
     rng = np.random.default_rng(7)
-    rows, blocks = [], []
+    rows = []
     for seed in range(2):
         asked = tiny.request("image", settings, seed, words=4, source=True)
-        blocks.append(
-            diffusion.uniform_blocks(rng, asked.given, config.Diffusion(attention="full"))
-        )
+        blocks = diffusion.uniform_blocks(rng, asked.given, config.Diffusion(attention="full"))
         prompt = tiny.lay_out(asked, settings)
         rows.append(
             diffusion.corrupt(
-                prompt, asked.response, "image", blocks[-1], settings, full_attention=True
+                prompt, asked.response, "image", blocks, settings, full_attention=True
             )
         )
-    shape = diffusion.RowShape(*(len(rows[0][i].block) for i in (0, 1)))
-    return diffusion.batch_rows(
-        rows, blocks, ["image"] * 2, [None] * 2, shape, settings, full_attention=True
-    )
+    return tiny.stacked(rows, settings, full_attention=True)
 
 
 def attention_without_rule(q, k, v, *tags, num_heads, layer):
@@ -73,19 +69,17 @@ def test_without_blocks_turns_any_training_pass_into_full_attention():
     rng = np.random.default_rng(1)
     asked = tiny.request("image", settings, 0, words=4, source=True)
     blocks = diffusion.uniform_blocks(rng, asked.given, config.Diffusion())
-    row = tiny.lay_out(asked, settings)
-    row = diffusion.corrupt(row, asked.response, "image", blocks, settings)
+    row = diffusion.corrupt(
         tiny.lay_out(asked, settings), asked.response, "image", blocks, settings
     )
-    shape = diffusion.RowShape(*(len(row[i].block) + 3 for i in (0, 1)))
-    batch = diffusion.batch_rows([row], [blocks], ["image"], [None], shape, settings)
+    text_len, image_len = len(row.text.block), len(row.image.block)
+    batch = tiny.stacked([row], settings, RowShape(text_len + 3, image_len + 3))
     streams = {
         name: (stream := getattr(batch, name)).replace(layout=layout.without_blocks(stream.layout))
         for name in ("understanding", "generation")
     }
     _, ours = traces.forward(model, jax.tree.map(jnp.asarray, batch.replace(**streams)))
     text, image = streams["understanding"], streams["generation"]
-    text_len, image_len = (len(row[i].block) for i in (0, 1))
     is_image = np.arange(text_len + image_len) >= text_len
     codes = np.zeros((len(is_image), 4), int)
     codes[is_image] = image.tokens[0, :image_len]
@@ -132,17 +126,13 @@ def test_one_step_is_the_training_pass_with_one_masked_block(kind):
     segments = traces.plan(requests, settings, num_steps=1, block_len=tiny.TEXT_LEN)
     (moment,), _ = traces.moments(model, requests, segments, settings)
     assert moment.masked.all()
-    rows, blocks, starts = [], [], []
+    rows, starts = [], []
     for asked in requests:
         cut = whole_response(asked, kind, model.settings)
         prompt = tiny.lay_out(asked, model.settings)
         rows.append(diffusion.corrupt(prompt, asked.response, kind, cut, model.settings))
-        blocks.append(cut)
         starts.append(prompt.response_position)
-    longest = [max(len(row[i].block) for row in rows) for i in (0, 1)]
-    batch = diffusion.batch_rows(
-        rows, blocks, [kind] * 2, [None] * 2, diffusion.RowShape(*longest), model.settings
-    )
+    batch = tiny.stacked(rows, model.settings)
     logits = traces.spread_logits(model, batch, kind, starts, len(requests[0].given))
     np.testing.assert_allclose(moment.logits, logits, rtol=0, atol=TOLERANCE)
     assert np.abs(logits).max() > 0.1
@@ -243,11 +233,7 @@ def test_steps_of_a_text_that_share_a_row_are_what_each_is_alone(given):
         rows.append(diffusion.Blocks(block, masked, last, (last + 1,), masked.astype(float), 1.0))
     prompt = tiny.lay_out(asked, model.settings)
     laid = [diffusion.corrupt(prompt, asked.response, "text", one, model.settings) for one in rows]
-    shape = diffusion.RowShape(len(laid[0][0].block), 0)
-    count = len(rows)
-    batch = diffusion.batch_rows(
-        laid, rows, ["text"] * count, [None] * count, shape, model.settings
-    )
+    batch = tiny.stacked(laid, model.settings)
     logits, _ = traces.forward(model, jax.tree.map(jnp.asarray, batch))
     layouts = batch.understanding.layout
     for row, number in enumerate(together.masked_blocks, 1):

@@ -12,7 +12,7 @@ import pytest
 import segment_programs
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench import described
+from sparse_lavida_jax.bench import aot
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 CONFIG = pathlib.Path(__file__).parents[2] / "configs/lavida_o.py"
 LARGE = 2**22  # elements; 8 MB in bfloat16
 CASES = [
-    *(pytest.param((topology, 1), id=topology) for topology in described.SAMPLING),
+    *(pytest.param((topology, 1), id=topology) for topology in aot.SAMPLING),
     pytest.param(("v5e:2x4", 8), id="v5e:2x4-b8", marks=pytest.mark.slow),
 ]
 
@@ -29,11 +29,11 @@ CASES = [
 @pytest.fixture(scope="module", params=CASES)
 def programs(request):
     """Prefill and the longest segment of images with guidance: two rows each."""
-    settings = described.full_run(config.read(CONFIG))
+    settings = aot.full_run(config.read(CONFIG))
     topology, images = request.param
-    axes = described.SAMPLING[topology]
+    axes = aot.SAMPLING[topology]
     with segment_programs.unchecked():
-        return described.sampling(settings, topology, axes, images)
+        return aot.sampling(settings, topology, axes, images)
 
 
 def test_they_fit_with_room_to_spare_and_nothing_large_is_held_by_every_chip(programs):

@@ -15,7 +15,7 @@ import pytest
 import segment_programs
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench import described, plan
+from sparse_lavida_jax.bench import aot, memory
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
@@ -27,26 +27,26 @@ LARGE = 2**22  # elements; 16 MB in float32
 
 @pytest.mark.parametrize(
     ("name", "topology"),
-    [*(("lavida_o", topology) for topology in described.TRAINING), ("sft_1024", "v6e:8x8")],
+    [*(("lavida_o", topology) for topology in aot.TRAINING), ("sft_1024", "v6e:8x8")],
 )
 def test_a_training_step_of_the_full_model_fits_64_chips(name, topology):
-    """128 rows of 1,024 understanding and 1,280 generation tokens: see `described.expected_bytes`.
+    """128 rows of 1,024 understanding and 1,280 generation tokens: see `aot.expected_bytes`.
 
     The optimizer's state alone would need 125 GB on a chip that held all of it.
     """
-    settings = described.full_run(config.read(CONFIGS / f"{name}.py"))
-    axes = described.training_axes(settings, topology)
-    batch = plan.Batch(rows=128, understanding=1024, generation=1280)
+    settings = aot.full_run(config.read(CONFIGS / f"{name}.py"))
+    axes = aot.training_axes(settings, topology)
+    batch = memory.BatchSize(rows=128, understanding=1024, generation=1280)
     with segment_programs.unchecked():
-        step = described.training(settings, topology, axes, batch, described.QUICK)
+        step = aot.training(settings, topology, axes, batch, aot.QUICK)
     assert math.prod(axes.values()) == 64
     assert sum(x.size for x in jax.tree.leaves(step.inputs[0].params)) > 10.4e9
-    assert step.fits(), (step.memory(), described.MARGIN * step.chip.memory)
+    assert step.fits(), (step.memory(), aot.MARGIN * step.chip.memory)
     assert step.whole(LARGE) == []
     # In place of the state given comes the new one.
     assert step.memory()["results"] < 2**20
     sent = sum(step.exchanged().values())
-    expected = sum(described.expected_bytes(settings, axes, batch).values())
+    expected = sum(aot.expected_bytes(settings, axes, batch).values())
     assert expected / 1.5 < sent < 1.5 * expected
     for kernel in ("step_causal_attention", "step_causal_attention_dq"):
         assert kernel in step.text

@@ -13,7 +13,7 @@ import tiny
 
 from sparse_lavida_jax.kernels import attention
 from sparse_lavida_jax.kernels.attention import make_tables, step_causal_attention
-from sparse_lavida_jax.kernels.reference import NOTHING_SEEN_LSE
+from sparse_lavida_jax.kernels.common import NOTHING_SEEN_LSE
 from sparse_lavida_jax.kernels.tables import GpuTables, Tables
 from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON
 
@@ -263,18 +263,14 @@ def test_what_the_gpu_kernel_does_not_take_runs_in_blocks(gpu, length, head_dim,
         made.append(tables)
         return step_causal_attention(q, q, q, block, block, block, num_heads=2, tables=tables)
 
-    def watch(name):
-        def watched(q, k, v, *rest, **named):
-            ran.append(name)
-            return q, jnp.zeros(())
-
-        return watched
+    def watched(chosen, head_dim, scale, q, *rest):
+        ran.append(chosen)
+        return q, jnp.zeros(())
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, function in (("pallas_gpu", "_on_gpu"), ("blockwise", "_in_blocks")):
-            patch.setattr(attention, function, watch(name))
+        patch.setattr(attention, "_run", watched)
         jax.eval_shape(run, wide, tag)
-    assert (ran or ["reference"]) == [expected]
+    assert ran == [expected]
     kinds = {"pallas_gpu": GpuTables, "blockwise": Tables, "reference": type(None)}
     assert isinstance(made[0], kinds[expected])
 

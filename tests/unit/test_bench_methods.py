@@ -14,7 +14,7 @@ from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON
 BLOCK = np.repeat([0, 1, 2, 3, PAD_BLOCK], [40, 30, 20, 30, 8]).astype(np.int32)
 HORIZON = np.where(BLOCK == PAD_BLOCK, PAD_HORIZON, np.minimum(BLOCK, 2)).astype(np.int32)
 SEGMENT = np.repeat([0, 1], 64).astype(np.int32)
-TAGS = shapes.Tags(BLOCK, HORIZON, BLOCK, SEGMENT, SEGMENT)
+TAGS = shapes.RowTags(BLOCK, HORIZON, BLOCK, SEGMENT, SEGMENT)
 
 
 def in_loops(tags):
@@ -93,7 +93,7 @@ def test_something_that_is_off_is_seen():
 
 @pytest.mark.parametrize("implementation", ["pallas_tpu", "blockwise"])
 def test_ours_decodes_from_a_layer_of_the_stacked_cache(implementation):
-    tags = shapes.Tags(BLOCK[40:], HORIZON[40:], BLOCK)
+    tags = shapes.RowTags(BLOCK[40:], HORIZON[40:], BLOCK)
     case = Case("decode_row", 1, tags, heads=1)
     numbers = case.numbers()
     program = methods.ours(case, numbers, implementation=implementation)

@@ -36,7 +36,7 @@ SIZES = tables.TileSizes(queries=16, keys=32, part=32)
 
 
 def shape_of(heads, kv_heads, head_dim, tiles=SIZES):
-    return blockwise.Shape(heads, kv_heads, head_dim, head_dim**-0.5, tiles)
+    return blockwise.BlockShape(heads, kv_heads, head_dim, head_dim**-0.5, tiles)
 
 
 @functools.partial(tiny.quick_jit, static_argnames="shape")
@@ -112,7 +112,7 @@ def test_tables_of_other_tiles_are_refused():
     other = make(*tags, sizes=tables.TileSizes(8, 8, 8))
     with pytest.raises(ValueError, match="the tables are of"):
         blockwise.attention(*qkv, *tags, shape=shape_of(1, 1, 8), tables=other)
-    other = tiny.quick_jit(tables.make_gpu_tables)(*tags)
+    other = make(*tags, sizes=tables.GpuSizes())
     with pytest.raises(ValueError, match="of the queries"):
         step_causal_attention(
             *qkv, *tags[:3], num_heads=1, tables=other, implementation="blockwise"

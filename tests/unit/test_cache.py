@@ -5,25 +5,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
-from sparse_lavida_jax.models.cache import KVCache, empty_cache
+from sparse_lavida_jax.models.cache import KVCache
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 BATCH, UNDERSTANDING, GENERATION = 2, 5, 9
-JOINT, SPLIT, WIDTH = 2, 1, 3
+JOINT, SPLIT, WIDTH = 2, 1, 4
 
 
 def empty(decodes) -> KVCache:
-    return empty_cache(
-        batch=BATCH,
-        understanding_len=UNDERSTANDING,
-        generation_len=GENERATION,
-        num_joint_layers=JOINT,
-        num_split_layers=SPLIT,
-        heads_width=WIDTH,
-        decodes=decodes,
-        dtype=jnp.dtype("float32"),
-    )
+    settings = tiny.model_settings(num_heads=1, head_dim=WIDTH)
+    return KVCache.empty(settings, BATCH, UNDERSTANDING, GENERATION, decodes)
 
 
 def write(cache, stream, tags, value):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import raw_data
 
-from sparse_lavida_jax.data import rows
+from sparse_lavida_jax.data import batch as making
 from sparse_lavida_jax.lavida_o import chat
 from sparse_lavida_jax.mixture import examples
 from sparse_lavida_jax.mixture.records import Record, RecordError
@@ -307,7 +307,8 @@ def test_codes_in_the_boxes_weigh_more_in_step_causal_training_too(tokenizer):
             diffusion={"plan_steps": (1,)},  # all four cells are masked
         )
         example = examples.Mixer(tokenizer, settings).example(made, generator())
-        (_, image), _ = rows.laid_out(example, settings, generator())
+        row = making.make_row(example, settings, generator())
+        image = making.corrupt(row, settings.model).image
         weights.append(image.weight[4:8])  # between those of the source and the registers
     plain, heavy = weights
     np.testing.assert_allclose(plain, np.ones(4))
@@ -322,7 +323,8 @@ def test_rows_of_a_batch_have_weights_by_code_whether_or_not_an_image_has_boxes(
     mixer = examples.Mixer(tokenizer, settings)
     for name in ("edit", "text to image", "verdict"):
         example = mixer.example(RELEASED[name][0], Never())
-        (_, image), _ = rows.laid_out(example, settings, generator())
+        row = making.make_row(example, settings, generator())
+        image = making.corrupt(row, settings.model).image
         assert image.weight.shape == image.tokens.shape, name
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command lines are read, and what is wrong with one is said in a sentence. No model is loaded."""
 
-import functools
 import importlib.metadata
 import io
 import json
@@ -20,7 +19,7 @@ from sparse_lavida_jax.apps import commands, doctor
 from sparse_lavida_jax.apps.errors import UsageError
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.data import image_files
-from sparse_lavida_jax.inference.requests import TASKS
+from sparse_lavida_jax.inference.requests import TASKS, Request
 from sparse_lavida_jax.inference.results import Origin, Result
 from sparse_lavida_jax.pipeline import SparseLaViDa
 
@@ -29,38 +28,31 @@ IMAGE = np.full((4, 6, 3), 9, np.uint8)
 
 @pytest.fixture
 def asked(monkeypatch, tmp_path):
-    """What a pipeline in the place of the real one is asked: task, arguments, settings."""
+    """What a pipeline in the place of the real one is asked: task, words, images, options."""
     monkeypatch.chdir(tmp_path)
+    image_files.write(tmp_path / "a.png", IMAGE)
     calls = []
 
-    class Pipeline(Unloaded):
-        def __init__(self):
-            super().__init__()
-            for task in TASKS:
-                setattr(self, task, functools.partial(self.answer, task))
+    class Pipeline(SparseLaViDa):
+        settings = config.Config()
 
-        def answer(self, task, *given, **more):
-            calls.append((task, given, more))
-            drawn = {"pixels": (IMAGE,), "records": ({},)} if task == "generate" else {}
-            return Result(
-                task, ("a",), (0,), config.Sampling(), Origin(), {}, texts=("b",), **drawn
-            )
+        def __init__(self, name, batch_size):
+            calls.append(("load", name, batch_size))
 
-    def load(name, batch_size):
-        calls.append(("load", (name,), {"batch_size": batch_size}))
-        return Pipeline()
+        def requests(self, task, words=None, shown=None, **options):
+            assert set(options) <= TASKS[task].takes
+            given = {key: value for key, value in options.items() if value is not None}
+            calls.append((task, words, shown, given))
+            return [Request(task=task, words="a")]
 
-    monkeypatch.setattr(SparseLaViDa, "from_pretrained", load)
+        def run(self, requests, callback):
+            task = requests[0].task
+            drawn = {"pixels": (IMAGE,), "records": ({},)} if TASKS[task].draws else {}
+            settings = config.Sampling()
+            return Result(task, ("a",), (0,), settings, Origin(), {}, texts=("b",), **drawn)
+
+    monkeypatch.setattr(SparseLaViDa, "from_pretrained", Pipeline)
     return calls
-
-
-class Unloaded(SparseLaViDa):
-    """A pipeline without a model."""
-
-    settings = config.Config()
-
-    def __init__(self):
-        pass
 
 
 def run(*words):
@@ -116,7 +108,7 @@ def test_every_mode_of_main_is_a_command(capsys):
         (["generate", "a", "--batch-size=0"], "--batch-size=0 is out of range"),
         (["generate", "--replay=missing.png"], "there is no image missing.png."),
         (["edit", "a.png"], "needs an image and a prompt"),
-        (["ask", __file__], f"`sparse-lavida ask` needs a question behind the image {__file__}."),
+        (["ask", __file__], f"`sparse-lavida ask` needs a question after the image {__file__}."),
         (["genrate", "a"], "there is no command 'genrate'. Did you mean 'generate'?"),
         (["xyz"], "there is no command 'xyz'. `sparse-lavida --help` lists all commands."),
         (["inpaint", "a.png", "b", "--box=1,x"], "invalid box such as 16,16,48,48 value: '1,x'"),
@@ -187,46 +179,39 @@ def test_a_new_jax_is_fine(monkeypatch, found):
     sparse_lavida_jax._check_jax()
 
 
-def test_options_become_settings(asked, capsys):
+def test_options_are_handed_on(asked, capsys):
     words = ["generate", "a", "--steps=3", "--guidance=2", "--sampler=pr", "--registers=4:1"]
     assert run(*words, "--temperature=0", "--order=halton", "--no-plan", "--num-images=2") == 0
-    (_, loaded, batch), (task, (prompts,), more) = asked
-    assert (loaded, batch) == (("scenes",), {"batch_size": 16})
-    assert (task, prompts) == ("generate", ["a"])
-    wanted = config.Sampling(
-        num_steps=3,
-        guidance=2.0,
-        preset="pr",
-        registers=4,
-        registers_end=1,
-        temperature=0.0,
-        order="halton",
-    )
-    assert more["sampling"] == wanted
-    assert (more["plan"], more["num_images"], more["seed"]) == (False, 2, 0)
+    loaded, (task, prompts, shown, given) = asked
+    assert loaded == ("load", "scenes", 16)
+    assert (task, prompts, shown) == ("generate", ["a"], None)
+    assert given == {
+        "steps": 3,
+        "guidance": 2.0,
+        "sampler": "pr",
+        "registers": (4, 1),
+        "temperature": 0.0,
+        "order": "halton",
+        "plan": False,
+        "num_images": 2,
+    }
 
 
-def test_options_of_text_become_settings_of_text(asked, capsys):
+def test_options_have_the_names_of_other_libraries_too(asked, capsys):
+    assert run("generate", "a", "--num-inference-steps=3", "--guidance-scale=2") == 0
+    assert asked[-1][-1] == {"steps": 3, "guidance": 2.0, "num_images": 1}
+
+
+def test_a_question_may_be_about_an_image_or_none(asked, capsys):
     words = ["--steps=3", "--sampler=fast_dllm_dual", "--temperature=0.5", "--seed=4"]
     assert run("ask", "a.png", "why?", *words) == 0
     assert run("ask", "why?") == 0
-    _, (_, given, more), _, (_, alone, _) = asked
-    assert given == (["a.png"], ["why?"])
-    assert alone == (None, ["why?"])
-    wanted = config.Sampling(text_steps=3, text_preset="fast_dllm_dual", text_temperature=0.5)
-    assert more["sampling"] == wanted
-    assert more["seed"] == 4
+    _, (_, prompts, shown, given), _, alone = asked
+    assert prompts == ["why?"] and str(shown[0].path) == "a.png"
+    wanted = {"steps": 3, "sampler": "fast_dllm_dual", "temperature": 0.5, "seed": 4}
+    assert given == wanted
+    assert alone == ("ask", ["why?"], None, {})
     assert capsys.readouterr().out == "b\nb\n"
-
-
-def test_a_sparse_sampler_of_a_model_that_never_was_is_warned_of(asked, capsys, monkeypatch):
-    full = config.Config(model=config.Model(trained_attention="full"))
-    assert run("generate", "a", "--sampler=dense") == 0
-    monkeypatch.setattr(Unloaded, "settings", full)
-    assert run("generate", "a") == 0
-    assert capsys.readouterr().err == ""
-    assert run("generate", "a", "--sampler=sparse") == 0
-    assert "was never trained sparsely" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------
@@ -236,34 +221,35 @@ def test_a_sparse_sampler_of_a_model_that_never_was_is_warned_of(asked, capsys, 
 def test_a_batch_of_lines(tmp_path, asked):
     (tmp_path / "prompts.txt").write_text("a\n\n  b \n")
     assert run("generate", "--batch=prompts.txt", "--seed=5", "--num-images=2", "--grid") == 0
-    _, (_, (prompts,), more) = asked
+    _, prompts, _, given = asked[-1]
     assert prompts == ["a", "b"]
-    assert more["seed"] == [5, 6, 6, 7]
+    assert given == {"seed": [5, 6], "num_images": 2}
 
 
 def test_a_batch_of_objects(tmp_path, asked):
-    lines = [{"prompt": "a", "image": "1.png", "seed": 9}, {"prompt": "b", "image": "2.png"}]
+    for name in ("1.png", "2.png"):
+        image_files.write(tmp_path / name, IMAGE)
+    lines = [{"prompt": "a", "image": "1.png", "seed": 9}, {"prompt": "b", "picture": "2.png"}]
     (tmp_path / "asked.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert run("ask", "--batch=asked.jsonl") == 0
-    _, (_, given, more) = asked
-    assert given == (["1.png", "2.png"], ["a", "b"])
-    assert more["seed"] == [9, 1]
+    _, prompts, shown, given = asked[-1]
+    assert [str(one.path) for one in shown] == ["1.png", "2.png"]
+    assert (prompts, given) == (["a", "b"], {"seed": [9, 1]})
 
 
 def test_lines_of_a_batch_may_have_a_temperature_and_a_guidance_scale(tmp_path, asked, capsys):
-    lines = [{"prompt": "a", "temperature": 0, "guidance": 1.5}, {"prompt": "b"}]
+    lines = [{"prompt": "a", "temperature": 0, "guidance_scale": 1.5}, {"prompt": "b"}]
     path = tmp_path / "asked.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
     assert run("generate", f"--batch={path}", "--num-images=2", "--grid") == 0
-    _, (_, _, more) = asked
-    assert more["temperature"] == [0, 0, None, None]
-    assert more["guidance"] == [1.5, 1.5, None, None]
+    given = asked[-1][-1]
+    assert (given["temperature"], given["guidance"]) == ([0, None], [1.5, None])
     capsys.readouterr()
     assert "draws no image, so it takes no guidance" in complaint(capsys, "ask", f"--batch={path}")
     path.write_text('{"prompt": "a", "temperature": 0.5}')
     for name in ("ask", "infill"):
         assert run(name, f"--batch={path}") == 0
-        assert asked[-1][2]["temperature"] == [0.5]
+        assert asked[-1][-1]["temperature"] == [0.5]
 
 
 @pytest.mark.parametrize(
@@ -291,15 +277,16 @@ def test_a_batch_with_a_mistake_names_the_line(tmp_path, text, told):
 
 
 def test_steps_are_shown_on_a_terminal_and_nowhere_else(monkeypatch, capsys):
-    with commands._progress() as callback:
+    with commands._shown_progress() as callback:
         callback(staged.after("image", 0))
     assert capsys.readouterr().err == ""
-    screen = io.StringIO()
+    screen, seen = io.StringIO(), []
     console = rich.console.Console(file=screen, force_terminal=True)
     monkeypatch.setattr(rich.console, "Console", lambda **_: console)
-    with commands._progress() as callback:
-        callback(staged.after("image", 0))
-        callback(staged.after("image", 3))
+    with commands._shown_progress(seen.append) as callback:
+        for steps in range(3):
+            callback(staged.after("image", steps))
+    assert [state.steps for state in seen] == [0, 1, 2]
     assert "image" in screen.getvalue()
 
 

@@ -16,7 +16,7 @@ from sparse_lavida_jax.bench import comparison, record
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.models import parameters
 from sparse_lavida_jax.scenes import batches as data_batches
-from sparse_lavida_jax.scenes.batches import GroupedBatches
+from sparse_lavida_jax.scenes.batches import SceneBatches
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 CONFIGS = sorted((pathlib.Path(__file__).parents[2] / "configs").glob("ablation_*.py"))
@@ -272,7 +272,7 @@ def test_truncated_rows_hold_what_a_sampler_passes_and_all_of_it_sees_all():
     for attention in ("step_causal", "truncated"):
         changes = {"attention": attention, "num_masked_blocks": 1, "plan_steps": (4,)}
         given = stand_ins.settings(diffusion=changes)
-        batches = GroupedBatches(given, stand_ins.encoder(given))
+        batches = SceneBatches(given, stand_ins.encoder(given))
         found[attention] = batches.batch("draw", 0)
     causal, truncated = found["step_causal"], found["truncated"]
     for name in ("tokens", "index"):

@@ -20,7 +20,7 @@ from sparse_lavida_jax.bench import record
 from sparse_lavida_jax.checkpoints import arrays, manifest, model_folder
 from sparse_lavida_jax.convert import from_torch, names, tensors, to_torch
 from sparse_lavida_jax.convert.settings import ConvertError
-from sparse_lavida_jax.models import vq
+from sparse_lavida_jax.models import parameters, vq
 
 SHARD = "model-00002-of-00003.safetensors"
 
@@ -563,7 +563,7 @@ def test_a_flipped_bit_names_the_tensor(tmp_path):
 
 def test_every_tensor_has_a_digest(converted):
     store = arrays.ParamsReader(converted / "params")
-    image = vq.named_parameters(vq.load(converted / "vq")[0])
+    image = parameters.by_name(vq.load(converted / "vq")[0])
     assert set(arrays.read_digests(converted)) == {
         *store.leaves,
         *(f"vq/params.safetensors:{name}" for name in image),

@@ -18,7 +18,7 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import arrays
 from sparse_lavida_jax.convert import names, settings
 from sparse_lavida_jax.convert.settings import ConvertError
-from sparse_lavida_jax.models import vq
+from sparse_lavida_jax.models import parameters, vq
 from sparse_lavida_jax.models.denoiser import Denoiser, ImageEmbedding, ImageHead
 
 # What the release's config.json holds (spec Sec. 10.5), as far as it describes the model.
@@ -234,7 +234,7 @@ def test_names_and_parameters_are_one_to_one(made):
     assert ours == {name: leaf.shape for name, leaf in model.items()}
     image = {name.ours: name.our_shape for name in table if name.home == "vq"}
     if not made.model.understanding_only:
-        tokenizer = vq.named_parameters(
+        tokenizer = parameters.by_name(
             jax.eval_shape(lambda: vq.VQModel(made.vq, rngs=nnx.Rngs(0)))
         )
         assert image == {name: leaf.shape for name, leaf in tokenizer.items()}

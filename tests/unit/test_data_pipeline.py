@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A batch depends on its number alone, and its rows are what the loss and the kernels expect."""
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -17,10 +18,11 @@ import stand_ins
 import tiny
 
 from sparse_lavida_jax import config, diffusion
+from sparse_lavida_jax.data.batch import given_of
 from sparse_lavida_jax.data.feed import Feed
-from sparse_lavida_jax.data.rows import given_of
 from sparse_lavida_jax.layout import GIVEN_BLOCK, PROMPT_BLOCK
 from sparse_lavida_jax.scenes import batches as scene_batches
+from sparse_lavida_jax.scenes.task import IMAGE_GROUPS
 from sparse_lavida_jax.sequence import prompt_row
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
@@ -28,7 +30,7 @@ ALL = {task: 1.0 for group in scene_batches.GROUPS.values() for task in group if
 SIZE = 6  # rows of a batch
 
 
-def make_batches(**sections) -> scene_batches.GroupedBatches:
+def make_batches(**sections) -> scene_batches.SceneBatches:
     whole = {"data": {"tasks": ALL, "max_answer_len": 40}, "train": {"batch_size": SIZE}}
     return stand_ins.batches(stand_ins.settings(**(whole | sections)))
 
@@ -60,8 +62,9 @@ class Row:
         mask_id, register_id: of the stream.
     """
 
-    def __init__(self, batch, i, blocks, example, model):
-        self.blocks, self.example = blocks, example
+    def __init__(self, batch, i, row, model):
+        self.blocks, self.example = row.blocks, row.example
+        example = row.example
         text = example.kind == "text"
         stream = batch.understanding if text else batch.generation
         real = stream.layout.block[i] != PAD_BLOCK
@@ -98,7 +101,7 @@ def rows_of(batches, groups=scene_batches.GROUPS, count=3):
     """Returns the rows of the first `count` batches of each group."""
     model = batches.settings.model
     return [
-        Row(batch, i, *batches._row(group, number * SIZE + i)[1:], model)
+        Row(batch, i, batches.row(group, number * SIZE + i), model)
         for group, number in itertools.product(groups, range(count))
         for batch in [batches.batch(group, number)]
         for i in range(SIZE)
@@ -221,7 +224,7 @@ def test_an_iterator_gives_the_same_after_a_checkpoint(by_kind):
 def test_processes_share_a_batch_and_draw_what_one_would(by_kind):
     whole = by_kind["schedule"]
     halves = [
-        scene_batches.GroupedBatches(
+        scene_batches.SceneBatches(
             whole.settings, whole.encoder, process_index=index, process_count=2
         ).dataset()
         for index in range(2)
@@ -231,7 +234,7 @@ def test_processes_share_a_batch_and_draw_what_one_would(by_kind):
         joined = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
         stand_ins.assert_equal(joined, whole.dataset()[step])
     with pytest.raises(config.ConfigError, match=r"examples do not divide over 5 processes"):
-        scene_batches.GroupedBatches(whole.settings, whole.encoder, process_count=5)
+        scene_batches.SceneBatches(whole.settings, whole.encoder, process_count=5)
 
 
 def test_batches_differ_by_step_and_by_seed(by_kind):
@@ -257,7 +260,7 @@ def test_tasks_come_in_their_proportions():
     dataset = batches.dataset()
     draws = sum(dataset[step].predicts == "generation" for step in range(80))
     assert draws == 10
-    asked = [batches._row("answer", index)[2].response[0, 0] for index in range(200)]
+    asked = [batches.row("answer", index).example.response[0, 0] for index in range(200)]
     boxes = np.isin(asked, batches.encoder.tokenizer.location_ids).sum()
     assert 200 * 5 / 7 == pytest.approx(boxes, abs=25)
 
@@ -327,9 +330,8 @@ def test_targets_are_the_clean_response_and_clean_tokens_are_shown(rows):
 
 def test_rows_are_sorted_by_block_and_fit_their_group(batches):
     for group in scene_batches.GROUPS:
-        shape = batches.shapes[group]
-        assert shape.understanding % scene_batches.LENGTH_MULTIPLE == 0
-        assert shape.generation % scene_batches.LENGTH_MULTIPLE == 0
+        shape = batches.shape_of(group).example
+        assert shape.understanding % batches.multiple == shape.generation % batches.multiple == 0
         for index in range(4):
             batch = batches.batch(group, index)
             for stream, length in (
@@ -342,19 +344,24 @@ def test_rows_are_sorted_by_block_and_fit_their_group(batches):
                     assert (np.diff(stream.layout.block, axis=1) >= 0).all()
 
 
+def shorter(shape, understanding):
+    example = dataclasses.replace(shape.example, understanding=understanding)
+    return dataclasses.replace(shape, example=example)
+
+
 def test_a_row_that_does_not_fit_is_drawn_again(by_kind):
     batches = by_kind["schedule"]
-    whole = batches.shapes["tell"]
-    lengths = [len(batches._row_at("tell", index)[0][0].block) for index in range(64)]
+    whole = batches.shape_of("tell")
+    lengths = [batches.made("tell", index, 0).length.understanding for index in range(64)]
     most = int(np.median(lengths))
-    batches.shapes["tell"] = diffusion.RowShape(most, whole.generation)
+    batches.shapes["tell"] = shorter(whole, most)
     try:
-        again = [len(batches._row("tell", index)[0][0].block) for index in range(64)]
+        again = [batches.row("tell", index).length.understanding for index in range(64)]
         for before, now in zip(lengths, again, strict=True):
             assert now == before or before > most >= now
-        batches.shapes["tell"] = diffusion.RowShape(1, whole.generation)
+        batches.shapes["tell"] = shorter(whole, 1)
         with pytest.raises(ValueError, match="64 examples of group tell"):
-            batches._row("tell", 0)
+            batches.row("tell", 0)
     finally:
         batches.shapes["tell"] = whole
 
@@ -377,7 +384,7 @@ def test_a_random_part_is_given_a_rectangle_a_span_or_what_lies_around_it():
     batches = make_batches(data={"tasks": {"draw": 1.0, "answer": 1.0}, "given": 1.0})
     rng, shares = np.random.default_rng(0), []
     for group, index in itertools.product(("draw", "answer"), range(60)):
-        example = batches._row_at(group, index)[2]
+        example = batches.made(group, index, 0).example
         given = given_of(example, batches.settings, rng)
         shares.append(given.mean())
         assert not given[: example.reach].all()
@@ -399,7 +406,7 @@ def is_rectangle(grid) -> bool:
 def test_without_a_share_only_what_the_task_gives_is_given():
     batches = make_batches(data={"tasks": {"draw": 1.0, "inpaint": 1.0}, "given": 0.0})
     for group, index in itertools.product(("draw", "edit"), range(10)):
-        example = batches._row_at(group, index)[2]
+        example = batches.made(group, index, 0).example
         given = given_of(example, batches.settings, np.random.default_rng(0))
         np.testing.assert_array_equal(given, example.given)
         assert given.any() == (group == "edit")
@@ -470,7 +477,7 @@ def test_a_dropped_prompt_is_masks_between_its_headers():
 def test_plans_are_left_out_in_their_share():
     def lengths(share):
         batches = make_batches(data={"tasks": {"draw": 1.0}, "plan_drop": share})
-        return [len(batches._row("draw", index)[0][0].block) for index in range(20)]
+        return [batches.row("draw", index).length.understanding for index in range(20)]
 
     assert all(without < whole for without, whole in zip(lengths(1.0), lengths(0.0), strict=True))
 
@@ -485,10 +492,10 @@ def test_whole_sequences_fill_the_length_of_their_group_with_end_of_text():
     batches = make_batches(diffusion=RELEASED, data={"tasks": ALL, "source_drop": 0.5})
     dropped = set()
     for group, index in itertools.product(scene_batches.GROUPS, range(2)):
-        batch, shape = batches.batch(group, index), batches.shapes[group]
-        assert shape.understanding % scene_batches.LENGTH_MULTIPLE == 0
+        batch, shape = batches.batch(group, index), batches.shape_of(group).example
+        assert shape.understanding % batches.multiple == 0
         assert batch.understanding.layout.shape == (SIZE, shape.understanding)
-        is_drawn = group in scene_batches.IMAGE_GROUPS
+        is_drawn = group in IMAGE_GROUPS
         assert batch.predicts == ("both" if is_drawn else "understanding")
         cells = np.zeros((SIZE, 0))
         if is_drawn:

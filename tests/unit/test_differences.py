@@ -14,14 +14,16 @@ import pytest
 import tiny
 import traces
 
-from sparse_lavida_jax import config, diffusion, train
+from sparse_lavida_jax import config, train
+from sparse_lavida_jax.data.batch import RowShape
+from sparse_lavida_jax.lavida_o import objective
 from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.sequence import Answer, Response, Source, Text
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 TESTS = pathlib.Path(__file__).parents[1]
 DOCUMENT = TESTS.parent / "docs" / "differences.md"
-SHAPE = diffusion.RowShape(24, 20)
+SHAPE = RowShape(24, 20)
 
 
 def released(**diffusion_settings):
@@ -35,7 +37,7 @@ def released(**diffusion_settings):
 
 
 def batch_of(sequences, draws, settings):
-    return diffusion.batch_sequences(list(sequences), list(draws), SHAPE, settings)
+    return objective.batch_sequences(list(sequences), list(draws), SHAPE, settings)
 
 
 def an_edit(settings, seed, *, drop_source):
@@ -44,8 +46,8 @@ def an_edit(settings, seed, *, drop_source):
     cells = (tiny.IMAGE_LEN, model.codes_per_token)
     source, codes = rng.integers(0, model.codebook_size, (2, *cells))
     parts = (Text(np.array([2, 10])), Source(source), Answer(np.array([12])), Response(cells[0]))
-    sequence = diffusion.Sequence(parts, codes, None, ())
-    drawn = diffusion.draw(rng, sequence)
+    sequence = objective.Sequence(parts, codes, None, ())
+    drawn = objective.draw(rng, sequence)
     return sequence, dataclasses.replace(drawn, source=0.0 if drop_source else 1.0)
 
 
@@ -79,11 +81,11 @@ def test_without_a_loss_on_text_rows_of_unequal_images_are_what_each_is_alone(sh
 def test_text_alone_is_learned_without_an_image():
     """The release fails without images, and shows rows that have none an empty one."""
     settings = released()
-    sequence = diffusion.Sequence(
+    sequence = objective.Sequence(
         (Text(np.array([2, 10, 11])), Answer(np.array([12, 13, 14, 15])), Response(0)),
         np.zeros((0, 4), int), None, (),
     )  # fmt: skip
-    drawn = diffusion.draw(np.random.default_rng(0), sequence)
+    drawn = objective.draw(np.random.default_rng(0), sequence)
     batch = batch_of([sequence] * 2, [drawn] * 2, settings)
     assert batch.pixels is None and batch.predicts == "understanding"
     value, logged = tiny.quick_jit(train.loss)(tiny.denoiser(settings.model), batch)
@@ -94,10 +96,10 @@ def test_text_alone_is_learned_without_an_image():
 def test_text_of_which_nothing_is_masked_has_no_loss():
     """The release computes 0 / 0 there, and repairs it only beside images (behaviour 24)."""
     settings = released()
-    sequence = diffusion.Sequence(
+    sequence = objective.Sequence(
         (Text(np.array([2, 10, 11, 12])), Response(0)), np.zeros((0, 4), int), None, ()
     )
-    drawn = diffusion.draw(np.random.default_rng(0), sequence)
+    drawn = objective.draw(np.random.default_rng(0), sequence)
     batch = batch_of([sequence], [drawn], settings)
     grad = tiny.quick_jit(jax.value_and_grad(train.loss, has_aux=True))
     (value, _), gradient = grad(tiny.denoiser(settings.model), batch)

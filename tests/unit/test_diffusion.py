@@ -13,9 +13,12 @@ import tiny
 import traces
 
 from sparse_lavida_jax import config, diffusion, orders
+from sparse_lavida_jax.data.batch import RowShape
 from sparse_lavida_jax.diffusion import ABSENT
+from sparse_lavida_jax.lavida_o import objective
 from sparse_lavida_jax.layout import GIVEN_BLOCK, NO_CELL, NO_EMBEDDING, NO_FEATURE, PROMPT_BLOCK
 from sparse_lavida_jax.sequence import Answer, Blank, Response, Source, Text, VisionTokens
+from sparse_lavida_jax.training.loss import weighted_cross_entropy
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 LENGTH = 16
@@ -173,7 +176,7 @@ def a_row(kind, *, full_attention=False, codes_per_token=4, num_registers=2):
 @pytest.mark.parametrize("kind", ["image", "text"])
 def test_a_row_holds_prompt_clean_masked_tokens_and_registers_of_each_masked_block(kind):
     settings, asked, prompt, blocks, row = a_row(kind)
-    text, image = row
+    text, image = row.text, row.image
     own, other = (text, image) if kind == "text" else (image, text)
     in_prompt = prompt.ids if kind == "text" else prompt.codes
     there = prompt.codes if kind == "text" else prompt.ids
@@ -215,7 +218,8 @@ def test_some_codes_of_the_cells_of_a_block_are_known_and_have_no_loss():
             counts.add(int(known[0]))
         assert not some.known[~blocks.masked].any()
     assert counts == {0, 1, 2, 3}
-    text, image = diffusion.corrupt(prompt, asked.tokens, "image", some, settings)
+    row = diffusion.corrupt(prompt, asked.tokens, "image", some, settings)
+    image = row.image
     here = np.flatnonzero(blocks.block != ABSENT)
     slots = len(prompt.codes) + np.arange(len(here))
     hidden = (blocks.masked[:, None] & ~some.known)[here]
@@ -227,11 +231,8 @@ def test_some_codes_of_the_cells_of_a_block_are_known_and_have_no_loss():
     _, asked, prompt, blocks, _ = a_row("text")
     whole = diffusion.partly_known(rng, blocks, "text", 4, half)
     answer = diffusion.corrupt(prompt, asked.tokens, "text", whole, settings)
-    assert answer[1].weight.shape == answer[1].tokens.shape
-    shape = diffusion.RowShape(32, 40)
-    batch = diffusion.batch_rows(
-        [(text, image), answer], [some, blocks], ["image", "text"], [None] * 2, shape, settings
-    )
+    assert answer.image.weight.shape == answer.image.tokens.shape
+    batch = tiny.stacked([row, answer], settings, RowShape(32, 40))
     assert batch.image_weight.shape == (2, 40, 4)
     assert batch.text_weight.shape == (2, 32)
     mean = config.Diffusion(partial_cells=1.0, weighting="mean")
@@ -249,7 +250,7 @@ def test_codes_of_an_edited_region_weigh_more_and_the_sum_stays(partial_cells):
     inside[:, 1] = 5.0
     heavy = dataclasses.replace(plain, code_weight=inside)
     before, after = (
-        diffusion.corrupt(prompt, asked.tokens, "image", each, settings)[1].weight
+        diffusion.corrupt(prompt, asked.tokens, "image", each, settings).image.weight
         for each in (plain, heavy)
     )
     np.testing.assert_array_equal(after > 0, before > 0)
@@ -261,24 +262,21 @@ def test_codes_of_an_edited_region_weigh_more_and_the_sum_stays(partial_cells):
 
 
 def test_full_attention_has_no_registers_and_one_block():
-    settings, _, _, blocks, row = a_row("image", full_attention=True)
-    assert (row[1].tokens != settings.image_register_id).all()
-    batch = diffusion.batch_rows(
-        [row], [blocks], ["image"], [None], diffusion.RowShape(16, 24), settings,
-        full_attention=True,
-    )  # fmt: skip
+    settings, _, _, _, row = a_row("image", full_attention=True)
+    assert (row.image.tokens != settings.image_register_id).all()
+    batch = tiny.stacked([row], settings, RowShape(16, 24), full_attention=True)
     for stream in (batch.understanding, batch.generation):
         assert set(np.unique(stream.layout.block)) == {0, PAD_BLOCK}
 
 
 @pytest.mark.parametrize("kind", ["image", "text"])
 def test_a_batch_is_its_rows_sorted_by_block_and_padded(kind):
-    settings, _, _, blocks, row = a_row(kind)
-    shape = diffusion.RowShape(len(row[0].block) + 2, len(row[1].block) + 3)
-    batch = diffusion.batch_rows([row, row], [blocks] * 2, [kind] * 2, [None] * 2, shape, settings)
+    settings, _, _, _, row = a_row(kind)
+    shape = RowShape(len(row.text.block) + 2, len(row.image.block) + 3)
+    batch = tiny.stacked([row, row], settings, shape)
     parts = (
-        (row[0], batch.understanding, batch.text_target, batch.text_weight),
-        (row[1], batch.generation, batch.image_target, batch.image_weight),
+        (row.text, batch.understanding, batch.text_target, batch.text_weight),
+        (row.image, batch.generation, batch.image_target, batch.image_weight),
     )
     for before, stream, target, weight in parts:
         count = len(before.block)
@@ -306,10 +304,10 @@ def test_a_batch_is_its_rows_sorted_by_block_and_padded(kind):
 
 
 def test_a_row_that_is_too_long_is_refused():
-    settings, _, _, blocks, row = a_row("text")
-    shape = diffusion.RowShape(len(row[0].block) - 1, len(row[1].block))
+    settings, _, _, _, row = a_row("text")
+    shape = RowShape(len(row.text.block) - 1, len(row.image.block))
     with pytest.raises(ValueError, match=r"raise data\.max_prompt_len or data\.max_answer_len"):
-        diffusion.batch_rows([row], [blocks], ["text"], [None], shape, settings)
+        tiny.stacked([row], settings, shape)
 
 
 def test_a_group_without_images_has_no_generation_stream():
@@ -317,8 +315,7 @@ def test_a_group_without_images_has_no_generation_stream():
     asked = tiny.request("text", settings, 0, words=3)
     blocks = diffusion.uniform_blocks(np.random.default_rng(0), asked.given, config.Diffusion())
     row = diffusion.corrupt(tiny.lay_out(asked, settings), asked.tokens, "text", blocks, settings)
-    shape = diffusion.RowShape(len(row[0].block), 0)
-    batch = diffusion.batch_rows([row], [blocks], ["text"], [None], shape, settings)
+    batch = tiny.stacked([row], settings)
     assert batch.generation is None
     assert batch.image_weight is None
     assert batch.pixels is None
@@ -355,7 +352,7 @@ def a_sequence(settings, seed=0, *, image=True, code_weight=None):
         Blank(2),
     )
     codes = rng.integers(0, model.codebook_size, cells if image else (0, cells[1]))
-    return diffusion.Sequence(parts, codes, code_weight, (seen,))
+    return objective.Sequence(parts, codes, code_weight, (seen,))
 
 
 def by_hand(sequence, drawn, settings, *, inverse=False):
@@ -416,7 +413,7 @@ def held(stream, weight, row):
     }
 
 
-SHAPE = diffusion.RowShape(30, 20)
+SHAPE = RowShape(30, 20)
 
 
 @pytest.mark.parametrize("complementary", [False, True])
@@ -427,8 +424,8 @@ def test_whole_sequences_are_masked_as_released(codes_per_token, complementary):
     )
     rng = np.random.default_rng(0)
     sequences = [a_sequence(settings, seed, image=seed % 4 > 0) for seed in range(16)]
-    draws = [diffusion.draw(rng, sequence) for sequence in sequences]
-    batch = diffusion.batch_sequences(sequences, draws, SHAPE, settings)
+    draws = [objective.draw(rng, sequence) for sequence in sequences]
+    batch = objective.batch_sequences(sequences, draws, SHAPE, settings)
     assert batch.predicts == "both"
     assert len(batch.text_total) == 16 * (1 + complementary)
     for row in range(len(batch.text_total)):
@@ -446,8 +443,8 @@ def test_whole_sequences_are_masked_as_released(codes_per_token, complementary):
 def test_targets_are_the_clean_text_and_codes():
     settings = released()
     sequence = a_sequence(settings)
-    drawn = diffusion.draw(np.random.default_rng(3), sequence)
-    batch = diffusion.batch_sequences([sequence], [drawn], SHAPE, settings)
+    drawn = objective.draw(np.random.default_rng(3), sequence)
+    batch = objective.batch_sequences([sequence], [drawn], SHAPE, settings)
     masked = batch.text_weight[0] > 0
     answers = np.concatenate([p.ids for p in sequence.parts if isinstance(p, Answer)])
     shown = batch.understanding.index[0] == NO_FEATURE
@@ -462,7 +459,7 @@ def test_targets_are_the_clean_text_and_codes():
 def test_the_lowest_number_masks_where_the_time_masks_nothing():
     settings = released()
     sequence = a_sequence(settings)
-    drawn = diffusion.draw(np.random.default_rng(0), sequence)
+    drawn = objective.draw(np.random.default_rng(0), sequence)
     last_answer = sequence.length - 3  # behind it two blanks
     noise = np.full(sequence.length, 0.9)
     noise[last_answer] = 0.5
@@ -471,7 +468,7 @@ def test_the_lowest_number_masks_where_the_time_masks_nothing():
     drawn = dataclasses.replace(
         drawn, text_time=0.0, image_time=0.0, text_noise=noise, image_noise=codes
     )
-    batch = diffusion.batch_sequences([sequence], [drawn], SHAPE, settings)
+    batch = objective.batch_sequences([sequence], [drawn], SHAPE, settings)
     assert batch.text_total == 1 and batch.image_total == 0.25
     (slot,) = np.flatnonzero(batch.text_weight[0])
     assert batch.understanding.layout.position[0, slot] == last_answer
@@ -482,7 +479,7 @@ def test_the_lowest_number_masks_where_the_time_masks_nothing():
 def test_the_probability_of_a_mask_is_the_time_squeezed_above_a_thousandth(policy):
     for u in (0.0, 0.2, 0.5, 0.97, 1.0):
         t, _ = diffusion.time_from_uniform(policy, u)
-        p = diffusion.mask_probability(policy, u)
+        p = objective.mask_probability(policy, u)
         assert 1e-3 <= p <= 1
         np.testing.assert_allclose(p, 1e-3 + 0.999 * t, atol=1e-6 if t > 1e-3 else 1e-3)
 
@@ -493,8 +490,8 @@ def test_weights_of_codes_have_a_mean_of_1_over_the_masked_ones_of_each_image():
     rng = np.random.default_rng(0)
     maps = [np.where(rng.random(shape) < 0.3, 5.0, 1.0), np.ones(shape), None]
     sequences = [a_sequence(settings, i, code_weight=w) for i, w in enumerate(maps)]
-    draws = [diffusion.draw(rng, sequence) for sequence in sequences]
-    batch = diffusion.batch_sequences(sequences, draws, SHAPE, settings)
+    draws = [objective.draw(rng, sequence) for sequence in sequences]
+    batch = objective.batch_sequences(sequences, draws, SHAPE, settings)
     image = slice(tiny.IMAGE_LEN, 2 * tiny.IMAGE_LEN)
     for row, weights in enumerate(maps):
         masked = batch.generation.tokens[row, image] == settings.model.image_mask_id
@@ -509,8 +506,8 @@ def test_weights_do_nothing_where_none_is_above_1():
     settings = released()
     weights = np.linspace(0.1, 1.0, tiny.IMAGE_LEN * 4).reshape(-1, 4)
     sequences = [a_sequence(settings, code_weight=w) for w in (weights, None)]
-    drawn = diffusion.draw(np.random.default_rng(0), sequences[0])
-    batch = diffusion.batch_sequences(sequences, [drawn] * 2, SHAPE, settings)
+    drawn = objective.draw(np.random.default_rng(0), sequences[0])
+    batch = objective.batch_sequences(sequences, [drawn] * 2, SHAPE, settings)
     np.testing.assert_array_equal(*batch.image_weight)
 
 
@@ -521,8 +518,8 @@ def test_a_batch_without_images_or_without_a_loss_on_text_predicts_one_stream():
     mute = released(text_loss=False)
 
     def predicts(sequences, settings):
-        draws = [diffusion.draw(np.random.default_rng(0), s) for s in sequences]
-        return diffusion.batch_sequences(sequences, draws, SHAPE, settings).predicts
+        draws = [objective.draw(np.random.default_rng(0), s) for s in sequences]
+        return objective.batch_sequences(sequences, draws, SHAPE, settings).predicts
 
     assert predicts([text_alone, text_alone], settings) == "understanding"
     assert predicts([text_alone, whole], settings) == "both"
@@ -532,9 +529,9 @@ def test_a_batch_without_images_or_without_a_loss_on_text_predicts_one_stream():
 def test_draws_of_another_length_are_refused():
     settings = released()
     long, short = a_sequence(settings), a_sequence(settings, image=False)
-    drawn = diffusion.draw(np.random.default_rng(0), short)
+    drawn = objective.draw(np.random.default_rng(0), short)
     with pytest.raises(ValueError, match="draw one number for each token and one for each code"):
-        diffusion.batch_sequences([long], [drawn], SHAPE, settings)
+        objective.batch_sequences([long], [drawn], SHAPE, settings)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ QUOTED = (
     "is no image that can be read: neither",
     "it was drawn by another checkpoint:",
     "another program has it: choose another with --port, or 0 for any",
-    "requests wait already, as many as may",
+    "requests wait already and the queue is full",
 )
 
 

@@ -13,7 +13,7 @@ import tiny
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from sparse_lavida_jax import config, train
-from sparse_lavida_jax.bench import described, hlo, plan
+from sparse_lavida_jax.bench import aot, hlo, memory
 from sparse_lavida_jax.models import parameters, sharding
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
@@ -91,10 +91,10 @@ def test_a_step_gathers_weights_and_no_rows_and_sums_gradients():
     """
     model = tiny.model_settings(codes_per_token=4, remat="layer", num_layers=4, num_heads=4)
     settings = config.Config(model=model, train=config.Train(loss_chunk=8))
-    mesh, batch = Mesh(np.array(jax.devices()[:8]), ("fsdp",)), plan.Batch(8, 16, 24)
+    mesh, batch = Mesh(np.array(jax.devices()[:8]), ("fsdp",)), memory.BatchSize(8, 16, 24)
     options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
     with segment_programs.unchecked():
-        step = described.step_on(settings, mesh, batch, options=options)
+        step = aot.step_on(settings, mesh, batch, options=options)
     found = hlo.collectives(step.text)
     gathered = {row.result for row in found if row.kind == "all-gather"}
     heads = model.num_heads * model.head_dim
@@ -107,7 +107,7 @@ def test_a_step_gathers_weights_and_no_rows_and_sums_gradients():
                if row.kind in ("all-reduce", "reduce-scatter"))  # fmt: skip
     sent = step.exchanged()
     assert sum(sent.values()) - sent["all-gather"] - sent["all-reduce"] < 0.05 * sum(sent.values())
-    expected = sum(described.expected_bytes(settings, {"fsdp": 8}, batch).values())
+    expected = sum(aot.expected_bytes(settings, {"fsdp": 8}, batch).values())
     assert expected / 1.5 < sum(sent.values()) < 1.5 * expected
     assert step.whole(2**9) == []
 
@@ -115,10 +115,10 @@ def test_a_step_gathers_weights_and_no_rows_and_sums_gradients():
 def test_the_papers_run_over_its_own_mesh_holds_nothing_large_whole():
     """From the config alone: no model lies at its `init_from`."""
     settings = config.read(CONFIGS / "sft_1024.py")
-    axes = described.training_axes(settings, "v6e:8x8")
+    axes = aot.training_axes(settings, "v6e:8x8")
     assert axes == {"data": 1, "fsdp": 64}
     with segment_programs.unchecked():
-        state = jax.eval_shape(lambda: described.first_state(settings))
+        state = jax.eval_shape(lambda: aot.first_state(settings))
     assert sum(x.size for x in jax.tree.leaves(state.params)) > 10.4e9
     mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
     for name, x in parameters.by_name(state).items():
@@ -128,12 +128,12 @@ def test_the_papers_run_over_its_own_mesh_holds_nothing_large_whole():
 def test_a_mesh_that_does_not_make_up_the_chips_is_refused():
     settings = stand_ins.settings(train={"mesh": {"fsdp": 3}})
     with pytest.raises(config.ConfigError, match=r"Train.mesh: a mesh of fsdp=3 .* the 64 devices"):
-        described.training_axes(settings, "v6e:8x8")
+        aot.training_axes(settings, "v6e:8x8")
 
 
 def test_the_state_that_is_compiled_is_the_one_that_a_run_starts_with():
     settings = stand_ins.settings(optimizer={"ema": 0.9, "groups": (("generation", 1e-3),)})
     with segment_programs.unchecked():
         begun = jax.eval_shape(lambda: train.init_state(settings, tiny.denoiser(settings.model)))
-        compiled = jax.eval_shape(lambda: described.first_state(settings))
+        compiled = jax.eval_shape(lambda: aot.first_state(settings))
     assert parameters.by_name(compiled) == parameters.by_name(begun)

@@ -11,6 +11,9 @@ import pytest
 import sparse_lavida_jax
 from sparse_lavida_jax import config, main, runtime
 from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.inference.requests import Request
+from sparse_lavida_jax.inference.results import Origin, Result
+from sparse_lavida_jax.pipeline import SparseLaViDa
 
 CONFIG = """
 import ml_collections
@@ -205,32 +208,35 @@ def test_help_is_printed(capsys):
     assert "--config=configs/scenes.py" in capsys.readouterr().out
 
 
-def test_sampling_writes_an_image_with_the_settings_of_the_checkpoint(folder, monkeypatch):
+def test_sampling_writes_an_image_with_the_settings_of_the_checkpoint(folder, monkeypatch, capsys):
     """The pipeline is replaced: what matters here is what it is asked."""
-    asked = {}
+    asked = []
 
-    class Pipeline:
-        @classmethod
-        def from_pretrained(cls, name, batch_size):
-            asked["name"] = name
-            return cls()
+    class Pipeline(SparseLaViDa):
+        def __init__(self, name, batch_size):
+            asked.append(name)
 
-        def draw(self, prompts, *, sampling, seed):
-            asked.update(prompts=prompts, sampling=sampling, seed=seed)
-            return [np.zeros((4, 4, 3), np.uint8)]
+        def requests(self, task, words, shown=None, **options):
+            asked.append((task, words, shown, options))
+            return [Request(task=task, words=words)]
+
+        def run(self, requests):
+            made = {"pixels": (np.zeros((4, 4, 3), np.uint8),), "records": ({},)}
+            words = requests[0].words
+            return Result("generate", (words,), (3,), config.Sampling(), Origin(), {}, **made)
 
     model = folder / "trained"
     (model / "params").mkdir(parents=True)
     model_folder.write_config(model, config.Config(sampling=config.Sampling(num_steps=5)))
-    fake = types.SimpleNamespace(SparseLaViDa=Pipeline)
-    monkeypatch.setitem(main.sys.modules, "sparse_lavida_jax.pipeline", fake)
+    monkeypatch.setattr(SparseLaViDa, "from_pretrained", Pipeline)
     words = ["--mode=sample", "--checkpoint=trained", "--prompt=a red circle", "--seed=3"]
-    words += ["--out=out/picture.png", "--config.sampling.temperature=0.5"]
+    words += ["--out=out/image.png", "--config.sampling.temperature=0.5"]
     assert main.main(["main", *words]) == 0
-    assert (folder / "out" / "picture.png").is_file()
-    assert asked["prompts"] == ["a red circle"]
-    assert asked["sampling"] == config.Sampling(num_steps=5, temperature=0.5)
-    assert (asked["name"], asked["seed"]) == ("trained", 3)
+    assert (folder / "out" / "image.png").is_file()
+    assert capsys.readouterr().out == "out/image.png: a red circle\n"
+    sampling = config.Sampling(num_steps=5, temperature=0.5)
+    wanted = ("generate", "a red circle", None, {"seed": 3, "sampling": sampling})
+    assert asked == ["trained", wanted]
 
 
 def test_steps_to_trace_are_read(folder, monkeypatch):

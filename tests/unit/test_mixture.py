@@ -2,6 +2,7 @@
 """Batches of prepared records: shares, epochs, processes, checkpoints, static shapes."""
 
 import collections
+import dataclasses
 import json
 import pickle
 import shutil
@@ -15,7 +16,7 @@ import stand_ins
 import tiny
 
 from sparse_lavida_jax import config, train
-from sparse_lavida_jax.mixture import batches as mixture_batches
+from sparse_lavida_jax.data.batch import RowShape
 from sparse_lavida_jax.mixture.batches import MixtureBatches
 from sparse_lavida_jax.mixture.records import RecordError
 from sparse_lavida_jax.visibility import PAD_BLOCK
@@ -129,7 +130,8 @@ def test_a_record_has_other_random_numbers_in_another_epoch(mixed):
     for number in range(2 * len(found)):
         where[int(mixed.orders["draw"][number])].append(number)
     pairs = [[mixed.row("draw", number) for number in numbers] for numbers in where.values()]
-    stacked = [[mixed._stacked([row], mixed.shapes["draw"]) for row in pair] for pair in pairs]
+    shape = mixed.shape_of("draw")
+    stacked = [[row.batch([row], shape, mixed.settings) for row in pair] for pair in pairs]
     differ = [rows_of(a, "generation") != rows_of(b, "generation") for a, b in stacked]
     assert sum(differ) > len(differ) // 2
 
@@ -198,19 +200,14 @@ def test_images_are_seen_where_they_stand(folder, tokenizer):
 def test_what_is_too_long_gives_way_to_another_record(folder, tokenizer):
     mixed = batches(folder, tokenizer, diffusion=RELEASED, **NO_WORDS)
     found = mixed.records["understand"]
-    lengths = [mixed._made(found[i], np.random.default_rng(0)).tokens for i in range(12)]
+    lengths = [mixed.row_of(found[i], np.random.default_rng(0)).length for i in range(12)]
     limit = sorted(n.understanding for n in lengths)[6]
-    mixed.shapes = mixed.shapes | {
-        "understand": mixture_batches.Shape(
-            mixture_batches.RowShape(limit, 0), mixed.shapes["understand"].views, "understanding"
-        )
-    }
+    whole = mixed.shape_of("understand")
+    mixed.shapes["understand"] = dataclasses.replace(whole, example=RowShape(limit, 0))
     rows = [mixed.row("understand", i) for i in range(12)]
-    assert all(row.tokens.understanding <= limit for row in rows)
+    assert all(row.length.understanding <= limit for row in rows)
     assert any(n.understanding > limit for n in lengths)
-    mixed.shapes["understand"] = mixture_batches.Shape(
-        mixture_batches.RowShape(8, 0), 3, "understanding"
-    )
+    mixed.shapes["understand"] = dataclasses.replace(whole, example=RowShape(8, 0))
     with pytest.raises(RecordError, match="64 records of group understand are too long"):
         mixed.row("understand", 0)
 
@@ -256,7 +253,7 @@ def test_batches_that_do_not_divide_are_told(folder, tokenizer):
 
 def test_sequences_longer_than_allowed_are_told(folder, tokenizer):
     with pytest.raises(RecordError, match=r"longer than data.max_sequence_len=10"):
-        batches(folder, tokenizer, data={"max_sequence_len": 10})
+        batches(folder, tokenizer, data={"max_sequence_len": 10}).batch("draw", 0)
 
 
 def test_packed_rows_hold_the_records_that_rows_of_their_own_would(folder, tokenizer):
@@ -277,7 +274,7 @@ def test_packed_rows_hold_the_records_that_rows_of_their_own_would(folder, token
         assert tokens(other) == tokens(one)
         np.testing.assert_allclose(other.text_total.sum(), one.text_total.sum())
         assert len(other.text_total) == 2 and other.predicts == one.predicts
-    vision, views = packed.settings.model.vision, packed.shapes["understand"].views
+    vision, views = packed.settings.model.vision, packed.shape_of("understand").views
     batch = packed.batch("understand", 0)
     assert batch.pixels.shape[:2] == (2, 2 * views)
     index, segment = batch.understanding.index, batch.understanding.layout.segment
@@ -291,7 +288,7 @@ def test_packed_rows_hold_the_records_that_rows_of_their_own_would(folder, token
 
 def test_lengths_that_processes_would_choose_apart_are_refused(folder, tokenizer):
     two = {"length_buckets": 2}
-    assert len(batches(folder, tokenizer, data=two).shapes["understand"].buckets) <= 2
+    assert len(batches(folder, tokenizer, data=two).shape_of("understand").rows) <= 2
     with pytest.raises(config.ConfigError, match="a length of its own"):
         batches(folder, tokenizer, data=two, process=(0, 2))
     with pytest.raises(config.ConfigError, match=r"2 processes in rows of data.packing=4"):

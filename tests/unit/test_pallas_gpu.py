@@ -26,7 +26,7 @@ from kernel_cases import (
 
 from sparse_lavida_jax.kernels import tables
 from sparse_lavida_jax.kernels.attention import step_causal_attention
-from sparse_lavida_jax.kernels.reference import NOTHING_SEEN_LSE
+from sparse_lavida_jax.kernels.common import NOTHING_SEEN_LSE
 
 HAS_KERNEL = jax.__version_info__ >= (0, 11)
 if HAS_KERNEL:
@@ -41,7 +41,8 @@ OTHER_SIZES = tables.GpuSizes(64, 3, 128, 2, 128, 2)
 
 def shape_of(heads, kv_heads, head_dim=HEAD_DIM, **interpreted):
     interpret = pallas_gpu.interpreted(**interpreted)
-    return pallas_gpu.Shape(heads, kv_heads, head_dim, head_dim**-0.5, interpret)
+    sizes = tables.GpuSizes()
+    return pallas_gpu.GpuShape(heads, kv_heads, head_dim, head_dim**-0.5, sizes, interpret)
 
 
 def longer(tags, times=4):
@@ -143,7 +144,7 @@ def test_it_lowers_for_a_hopper_gpu_forward_and_backward():
     from jax.sharding import AbstractDevice, AbstractMesh
 
     heads, length = 4, 1024
-    shape = pallas_gpu.Shape(heads, heads, 128, 128**-0.5)
+    shape = pallas_gpu.GpuShape(heads, heads, 128, 128**-0.5, tables.GpuSizes())
     wide = jax.ShapeDtypeStruct((1, length, heads * 128), jnp.bfloat16)
     tag = jax.ShapeDtypeStruct((1, length), jnp.int32)
 
@@ -166,7 +167,7 @@ def test_gradients_go_through_a_loop_over_layers():
     """JAX traces a loop's body on its own, and then compares the kernel with its rule."""
     from jax.sharding import AbstractDevice, AbstractMesh
 
-    shape = pallas_gpu.Shape(2, 2, 128, 128**-0.5)
+    shape = pallas_gpu.GpuShape(2, 2, 128, 128**-0.5, tables.GpuSizes())
     wide = jax.ShapeDtypeStruct((1, 256, 256), jnp.bfloat16)
     tag = jax.ShapeDtypeStruct((1, 256), jnp.int32)
 
@@ -205,7 +206,7 @@ def test_what_the_tensor_cores_do_not_take_is_refused(dtype, head_dim):
 @pytest.mark.parametrize("name", TAGS)
 def test_rows_list_the_tiles_without_a_mask_first_and_none_twice(name):
     tags = as_arrays(longer(TAGS[name](np.random.default_rng(0))))
-    made = tables.make_gpu_tables(*tags)
+    made = tables.make_tables(*tags, sizes=tables.GpuSizes())
     whole = [
         jnp.asarray(tables.padded_tags(tag, 128, fill)) if tag is not None else None
         for tag, fill in zip(tags, (2**30, -1, 2**30, 0, 0), strict=True)
@@ -234,16 +235,6 @@ def test_rows_list_the_tiles_without_a_mask_first_and_none_twice(name):
         np.testing.assert_array_equal(
             np.sort(order), np.broadcast_to(np.arange(order.shape[-1]), order.shape)
         )
-
-
-@needs_kernel
-def test_tables_of_other_tiles_are_refused():
-    rng = np.random.default_rng(0)
-    tags = as_arrays(sorted_tags(rng))
-    other = tables.make_gpu_tables(*tags, sizes=OTHER_SIZES)
-    *qkv, _ = draw(rng, 1, 1, HEAD_DIM, jnp.bfloat16)
-    with pytest.raises(ValueError, match="the tables are of"):
-        pallas_gpu.attention(*qkv, *tags, shape=shape_of(1, 1), tables=other)
 
 
 @needs_kernel

@@ -88,16 +88,19 @@ def test_a_random_strategy_takes_the_same_rows_each_time():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"nmae": "b"}, "has nmae. It may have: name, json_path"),
+        ({"nmae": "b"}, "Dataset has no nmae. It has: name, json_path"),
         ({"json_path": None}, "has no json_path"),
         ({"name": "a/b"}, "its name becomes a folder"),
-        ({"preprocess_fn": "own"}, "has preprocess_fn=own. There are: preproces_text_to_image"),
+        (
+            {"preprocess_fn": "own"},
+            "preprocess_fn='own' is out of range: there are: preproces_text_to_image",
+        ),
         ({"sampling_strategy": "5"}, "use all, first:N, end:N, random:N"),
         ({"sampling_strategy": "dup:0"}, "use all, first:N, end:N, random:N"),
         ({"process_fn_kwargs": {"plan_only": True}}, "this function takes none"),
-        ({"min_size": "large"}, "has min_size='large': a number is needed"),
-        ({"columns": 3}, "has columns=3: a list of names"),
-        ({"length_group": ["x"]}, "words are needed"),
+        ({"min_size": "large"}, "min_size='large' is a str; it must be a int"),
+        ({"columns": 3}, "columns=3 is out of range: a list of names"),
+        ({"length_group": ["x"]}, "length_group=['x'] is a list; it must be a str"),
     ],
 )
 def test_a_wrong_field_is_told(tmp_path, changes, said):

@@ -2,6 +2,7 @@
 """Sheets show images with captions, the report has its sections, and counts are those by hand."""
 
 import dataclasses
+import types
 
 import numpy as np
 import pytest
@@ -68,7 +69,8 @@ def test_a_check_of_digits_asks_their_own_judge(tmp_path, monkeypatch):
         digits.render(digits.sample(exact.EVAL_SEED, i, "test").codes)
         for i in range(report.CHECK_PROMPTS)
     ]
-    monkeypatch.setattr(pipe, "draw", lambda prompts: drawn)
+    result = types.SimpleNamespace(pixels=drawn)
+    monkeypatch.setattr(pipe, "generate", lambda prompts: result)
     assert report.check(pipe, tmp_path / "digits.png")["draw"] > 0.9
 
 

@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from sparse_lavida_jax.scenes import scoring, tasks, world
-from sparse_lavida_jax.scenes.tasks import Sample
+from sparse_lavida_jax.scenes import tasks, world
+from sparse_lavida_jax.scenes.task import Judgement, Sample
 from sparse_lavida_jax.scenes.world import Object, Scene
 
 RED, BLUE = Object("circle", "red", "small"), Object("square", "blue", "large")
@@ -20,11 +20,11 @@ def examples(task, count=60, split="train"):
 
 
 def judge(sample, result):
-    return scoring.score(sample, world.render(result) if isinstance(result, Scene) else result)
+    return tasks.score(sample, world.render(result) if isinstance(result, Scene) else result)
 
 
 def of_prompt(task, prompt, image=None, **fields):
-    return Sample(task, prompt, image, **fields)
+    return Sample(prompt, image, task=task, **fields)
 
 
 @pytest.mark.parametrize("task", tasks.TASKS)
@@ -32,12 +32,12 @@ def of_prompt(task, prompt, image=None, **fields):
 def test_the_true_response_is_right(task, split):
     for sample in examples(task, 100, split):
         judged = judge(sample, sample.answer or sample.target)
-        assert judged == scoring.Judgement(True, "", judged.attributes), sample
+        assert judged == Judgement(True, "", judged.attributes), sample
         if sample.column and sample.target:
             assert judged.attributes == (len(sample.target), len(sample.target))
 
 
-@pytest.mark.parametrize("task", tasks.IMAGE_TASKS)
+@pytest.mark.parametrize("task", [name for name in tasks.TASKS if tasks.TABLE[name].is_image])
 def test_noise_and_emptiness_are_wrong(task):
     rng = np.random.default_rng(0)
     for sample in examples(task):
@@ -47,7 +47,7 @@ def test_noise_and_emptiness_are_wrong(task):
             assert not judge(sample, world.EMPTY_SCENE).ok
 
 
-@pytest.mark.parametrize("task", tasks.IMAGE_TASKS)
+@pytest.mark.parametrize("task", [name for name in tasks.TASKS if tasks.TABLE[name].is_image])
 def test_one_object_more_or_less_or_other_is_wrong(task):
     for sample in examples(task):
         whole = sample.target
@@ -99,14 +99,14 @@ def test_reasons_of_a_drawing_tell_what_is_wrong():
     ]
     for objects, reason, attributes in cases:
         judged = judge(sample, Scene.of(objects))
-        assert judged == scoring.Judgement(not reason, reason, attributes)
+        assert judged == Judgement(not reason, reason, attributes)
 
 
 def test_a_broken_object_counts_as_drawn_and_not_asked_for():
     sample = of_prompt("draw", "a red circle")
     pixels = world.render(Scene.of({0: RED, 35: BLUE}))
     pixels[-8:] = world.BACKGROUND
-    judged = scoring.score(sample, pixels)
+    judged = tasks.score(sample, pixels)
     assert "row 6, column 6" in judged.reason
     assert judged.attributes == (1, 2)
 

@@ -6,11 +6,11 @@ import pathlib
 import numpy as np
 import pytest
 
-from sparse_lavida_jax import config, diffusion, layout, sequence
-from sparse_lavida_jax.data import packing, rows
+from sparse_lavida_jax import config, layout, sequence
+from sparse_lavida_jax.data import batch as making
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.kernels import shapes, tables
-from sparse_lavida_jax.mixture import batches
+from sparse_lavida_jax.mixture.batches import MixtureBatches
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 CHECKOUT = pathlib.Path(__file__).parents[2]
@@ -58,19 +58,12 @@ def test_the_packed_row_is_what_training_makes():
     """
     settings = config.read(CHECKOUT / "configs" / "sft_1024.py")
     rng, examples, cells = np.random.default_rng(SEED), 24, settings.model.grid_size**2
-    made = [rows.laid_out(image(rng, cells), settings, rng) for _ in range(examples)]
-    lengths = [packing.length_of(row) for row, _ in made]
-    shared = packing.deal(lengths, 6)
-    shape = packing.longest_of([packing.longest(lengths, shared)], batches.LENGTH_MULTIPLE)
-    batch = diffusion.batch_rows(
-        [row for row, _ in made],
-        [blocks for _, blocks in made],
-        ["image"] * examples,
-        [None] * len(shared),
-        shape,
-        settings.model,
-        shared=shared,
-    )
+    rows = [making.make_row(image(rng, cells), settings, rng) for _ in range(examples)]
+    lengths = [row.length for row in rows]
+    shared = making.deal(lengths, 6)
+    shape = making.longest_of([making.longest(lengths, shared)], MixtureBatches.multiple)
+    corrupted = [making.corrupt(row, settings.model) for row in rows]
+    batch = making.stack(corrupted, shape, settings.model, shared=shared)
     assert batch.understanding is not None and batch.generation is not None
     joint = layout.concatenate(batch.understanding.layout, batch.generation.layout)
     by_block = layout.sort_by_block(np.asarray(joint.block[0]), np.asarray(joint.segment[0]))

@@ -23,6 +23,7 @@ from flax import nnx
 
 from sparse_lavida_jax import config, diffusion, train
 from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.data.batch import RowShape
 from sparse_lavida_jax.evals import report
 from sparse_lavida_jax.models import lora, parameters, quantize, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
@@ -43,15 +44,14 @@ def _quick(monkeypatch):
 
 def a_text_and_an_image_row(model) -> diffusion.Corrupted:
     """Two rows that share a batch, of different lengths and weights."""
-    rng, rows, blocks = np.random.default_rng(0), [], []
+    rng, rows = np.random.default_rng(0), []
     settings = config.Diffusion(num_masked_blocks=2)
     for seed, kind in enumerate(("text", "image")):
         one = tiny.request(kind, model, seed, words=4)
-        blocks.append(diffusion.uniform_blocks(rng, one.given, settings))
+        blocks = diffusion.uniform_blocks(rng, one.given, settings)
         prompt = tiny.lay_out(one, model)
-        rows.append(diffusion.corrupt(prompt, one.tokens, kind, blocks[-1], model))
-    shape = diffusion.RowShape(32, 24)
-    return diffusion.batch_rows(rows, blocks, ["text", "image"], [None, None], shape, model)
+        rows.append(diffusion.corrupt(prompt, one.tokens, kind, blocks, model))
+    return tiny.stacked(rows, model, RowShape(32, 24))
 
 
 def log_softmax(logits):

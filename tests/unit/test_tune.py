@@ -14,7 +14,7 @@ BEST = TileSizes(256, 512, 256)
 
 def case(name="row", length=1024):
     block = np.zeros(length, np.int32)
-    return Case(name, 1, shapes.Tags(block, block, block))
+    return Case(name, 1, shapes.RowTags(block, block, block))
 
 
 def times_of(seconds):

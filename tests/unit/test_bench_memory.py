@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from sparse_lavida_jax import config, train
-from sparse_lavida_jax.bench import plan
+from sparse_lavida_jax.bench import memory
 from sparse_lavida_jax.models import parameters, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.training import optimizer
@@ -32,8 +32,8 @@ def settings(**changes):
 
 @pytest.fixture(scope="module")
 def plans():
-    batch = plan.Batch(2, *LENGTHS)
-    return {name: plan.plan(way, batch) for name, way in plan.ways(settings()).items()}
+    batch = memory.BatchSize(2, *LENGTHS)
+    return {name: memory.plan(way, batch) for name, way in memory.ways(settings()).items()}
 
 
 @pytest.mark.slow
@@ -59,15 +59,15 @@ def test_the_ways_to_train_hold_what_they_train(plans):
 
 def test_what_is_kept_is_the_input_of_every_layer():
     """The difference of two depths, by hand: the rest is the same for both."""
-    batch = plan.Batch(2, *LENGTHS)
-    kept = [plan.kept(settings(remat="layer", num_layers=n), batch) for n in (LAYERS, LAYERS + 2)]
+    batch = memory.BatchSize(2, *LENGTHS)
+    kept = [memory.kept(settings(remat="layer", num_layers=n), batch) for n in (LAYERS, LAYERS + 2)]
     tokens = sum(length * width for length, width in zip(LENGTHS, WIDTHS, strict=True))
     assert kept[1] - kept[0] == 2 * 2 * tokens * 4  # two layers, two rows, float32
 
 
 def test_less_is_kept_than_of_whole_layers():
     none, attention, layer = (
-        plan.kept(settings(remat=remat), plan.Batch(2, *LENGTHS))
+        memory.kept(settings(remat=remat), memory.BatchSize(2, *LENGTHS))
         for remat in ("none", "attention", "layer")
     )
     assert none > 2 * attention > 2 * layer
@@ -76,11 +76,11 @@ def test_less_is_kept_than_of_whole_layers():
 def test_the_state_of_a_run_is_as_large_as_planned():
     """With an average; the sum over microbatches is a second gradient."""
     given = stand_ins.settings(
-        optimizer={"ema": 0.9, "groups": ((plan.BRANCH, 1e-3), ("", 0.0))},
+        optimizer={"ema": 0.9, "groups": ((memory.BRANCH, 1e-3), ("", 0.0))},
         train={"microbatches": 2},
     )
     state = train.init_state(given, tiny.denoiser(given.model))
-    planned = plan.plan(given, plan.Batch(1, 16, 16))
+    planned = memory.plan(given, memory.BatchSize(1, 16, 16))
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     counters = 2 * np.int32().nbytes  # step, skipped
     assert held - counters == planned.parameters + planned.moments + planned.average
@@ -90,7 +90,7 @@ def test_the_state_of_a_run_is_as_large_as_planned():
 def test_a_device_of_a_mesh_holds_its_share_of_a_run():
     """Against what the first of four devices holds of a real state."""
     given = stand_ins.settings(
-        optimizer={"ema": 0.9, "groups": ((plan.BRANCH, 1e-3), ("", 0.0))},
+        optimizer={"ema": 0.9, "groups": ((memory.BRANCH, 1e-3), ("", 0.0))},
         train={"batch_size": 8, "microbatches": 2},
     )
     axes = {"data": 2, "fsdp": 2}
@@ -98,11 +98,11 @@ def test_a_device_of_a_mesh_holds_its_share_of_a_run():
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), tuple(axes))
     state = sharding.place_state(state, mesh)
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
-    assert plan.rows_of(given, axes) == 1 and plan.rows_of(given, {}) == 4
-    planned = plan.plan(given, plan.Batch(1, 16, 16), axes)
+    assert memory.rows_of(given, axes) == 1 and memory.rows_of(given, {}) == 4
+    planned = memory.plan(given, memory.BatchSize(1, 16, 16), axes)
     counters = 2 * np.int32().nbytes  # step, skipped
     assert held - counters == planned.parameters + planned.moments + planned.average
-    alone = plan.plan(given, plan.Batch(1, 16, 16))
+    alone = memory.plan(given, memory.BatchSize(1, 16, 16))
     assert planned.parameters < 0.6 * alone.parameters
     # A layer and a head are gathered to be used.
     assert planned.kept == alone.kept and planned.layer > alone.layer
@@ -110,16 +110,16 @@ def test_a_device_of_a_mesh_holds_its_share_of_a_run():
 
 def test_the_mesh_of_a_plan_is_that_of_the_config():
     mesh = config.read(CONFIGS / "sft_1024.py").train.mesh
-    assert plan.axes_of(mesh, 64) == {"data": 1, "fsdp": 64}
-    assert plan.axes_of({"fsdp": 4}) == {"fsdp": 4}
-    assert plan.axes_of({}) == {}
+    assert memory.axes_of(mesh, 64) == {"data": 1, "fsdp": 64}
+    assert memory.axes_of({"fsdp": 4}) == {"fsdp": 4}
+    assert memory.axes_of({}) == {}
     for sizes, devices, told in (
         (mesh, 0, "say how many, such as --devices=64"),
         ({"fsdp": 4}, 6, "Train.mesh: a mesh of fsdp=4 does not make up the 6 devices"),
         ({}, 2, "has no train.mesh, so its run takes one device"),
     ):
         with pytest.raises(config.ConfigError, match=told):
-            plan.axes_of(sizes, devices)
+            memory.axes_of(sizes, devices)
 
 
 def test_the_branch_of_the_plan_is_that_of_the_config():
@@ -127,7 +127,7 @@ def test_the_branch_of_the_plan_is_that_of_the_config():
     model = jax.eval_shape(lambda: Denoiser(given.model, rngs=nnx.Rngs(0)))
     parts = [
         jax.eval_shape(lambda m, s=s: optimizer.parted(s, m), model)
-        for s in (given, plan.ways(given)["generation branch"])
+        for s in (given, memory.ways(given)["generation branch"])
     ]
     for ours, theirs in zip(*parts, strict=True):
         assert parameters.by_name(ours) == parameters.by_name(theirs)
@@ -136,7 +136,7 @@ def test_the_branch_of_the_plan_is_that_of_the_config():
 def test_the_release_fits_as_it_should():
     """Figures of the plan of this project: LoRA about 26 GB, the branch alone about 58 GB."""
     given = config.read(CONFIGS / "lavida_o_lora.py")
-    found = plan.plan(given, plan.Batch(1, 1024, 1280))
+    found = memory.plan(given, memory.BatchSize(1, 1024, 1280))
     assert 24e9 < found.total < 27e9
     assert found.fits(32 * 2**30) and not found.fits(24 * 2**30)
 

@@ -43,6 +43,7 @@ from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.training import optimizer
 
 GB = 1e9
+PARTS = ("parameters", "gradients", "moments", "average", "kept", "layer", "logits")
 HEADS = ("text_head/kernel", "image_head/logits/kernel")
 USABLE = 0.95  # of a device's memory (ours)
 # The generation branch, as stages s2-256 and s2-1024 of the release train it (spec Sec. 9.5), and
@@ -51,7 +52,7 @@ BRANCH = r"generation|^image_(embedding|head)/|^cell_(row|column)$"
 
 
 @dataclasses.dataclass(frozen=True)
-class Batch:
+class BatchSize:
     """Rows of a batch, and tokens of each stream in a row; 0: the stream is absent."""
 
     rows: int
@@ -60,7 +61,7 @@ class Batch:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """Bytes of one way to train.
 
     Attributes:
@@ -81,8 +82,7 @@ class Plan:
 
     @property
     def total(self) -> int:
-        names = ("parameters", "gradients", "moments", "average", "kept", "layer", "logits")
-        return sum(getattr(self, name) for name in names)
+        return sum(getattr(self, name) for name in PARTS)
 
     def fits(self, device_bytes: int) -> bool:
         """Whether a device has this much memory, with room to spare."""
@@ -120,7 +120,9 @@ def ways(settings: config.Config) -> dict[str, config.Config]:
     }
 
 
-def plan(settings: config.Config, batch: Batch, axes: Mapping[str, int] | None = None) -> Plan:
+def plan(
+    settings: config.Config, batch: BatchSize, axes: Mapping[str, int] | None = None
+) -> MemoryPlan:
     """Returns the memory that training with these settings takes on one device.
 
     Args:
@@ -135,7 +137,7 @@ def plan(settings: config.Config, batch: Batch, axes: Mapping[str, int] | None =
     moments = jax.eval_shape(lambda p: optimizer.init(settings.optimizer, p), trained)
     own = _share({"params": trained}, axes)
     is_gathered = axes.get("fsdp", 1) > 1
-    return Plan(
+    return MemoryPlan(
         trained=sum(leaf.size for leaf in jax.tree.leaves(trained)),
         remat=settings.model.remat,
         parameters=own + _share({"frozen": frozen}, axes),
@@ -197,8 +199,8 @@ def parts(settings: config.Config) -> tuple[Denoiser, Denoiser | None]:
     return optimizer.parted(settings, lora.begin(settings, model, jax.random.key(0)))
 
 
-def kept(settings: config.Config, batch: Batch) -> int:
-    """Returns the bytes that the loss keeps for its gradient, beside the parameters."""
+def kept(settings: config.Config, batch: BatchSize) -> int:
+    """Returns the bytes that the loss keeps for its gradient, next to the parameters."""
     # Of a layer of which the input alone is kept, any attention keeps nothing.
     quick = settings.model.remat == "layer"
     implementation = "reference" if quick else "pallas_tpu"
@@ -223,39 +225,37 @@ def kept(settings: config.Config, batch: Batch) -> int:
     return size
 
 
-def rows(model: config.Model, batch: Batch) -> Corrupted:
-    """Rows of zeros: to be called while tracing, where they take no memory."""
+def rows(model: config.Model, batch: BatchSize) -> Corrupted:
+    """Rows of which every token has a loss and sees all: take no memory while tracing."""
+    u, g, codes = batch.understanding, batch.generation, model.codes_per_token
 
-    def ints(*shape):
+    def ints(*shape: int):
         return jnp.zeros((batch.rows, *shape), jnp.int32)
 
-    def floats(*shape):
-        return jnp.zeros((batch.rows, *shape), jnp.float32)
+    def weights(*shape: int):
+        return jnp.ones((batch.rows, *shape), jnp.float32)
 
-    def stream(length, *codes):
+    def stream(length: int, *codes: int):
         layout = TokenLayout(ints(length), ints(length), ints(length))
         return Stream(ints(length, *codes), ints(length), layout) if length else None
 
-    u, g, codes = batch.understanding, batch.generation, model.codes_per_token
-    text, image = stream(u), stream(g, codes)
-    predicts = "both" if text and image else "understanding" if text else "generation"
     return Corrupted(
-        understanding=text,
-        generation=image,
+        understanding=stream(u),
+        generation=stream(g, codes),
         pixels=None,
         text_target=ints(u) if u else None,
-        text_weight=floats(u) if u else None,
+        text_weight=weights(u) if u else None,
         image_target=ints(g, codes) if g else None,
-        image_weight=floats(g) if g else None,
-        text_total=floats(),
-        image_total=floats(),
-        predicts=predicts,
+        image_weight=weights(g) if g else None,
+        text_total=weights(),
+        image_total=weights(),
+        predicts="both" if u and g else "understanding" if u else "generation",
     )
 
 
 def _of_a_layer(
     settings: config.Config,
-    batch: Batch,
+    batch: BatchSize,
     trained: Denoiser,
     frozen: Denoiser | None,
     *,
@@ -296,7 +296,7 @@ def _gathered_head(settings: config.Config, trained: Denoiser, frozen: Denoiser 
     )
 
 
-def _of_logits(settings: config.Config, batch: Batch) -> int:
+def _of_logits(settings: config.Config, batch: BatchSize) -> int:
     model, chunk = settings.model, settings.train.loss_chunk
     text, codes = batch.understanding, batch.generation * model.codes_per_token
     sizes = (
@@ -309,3 +309,26 @@ def _of_logits(settings: config.Config, batch: Batch) -> int:
 
 def _bytes(tree: Any) -> int:
     return sum(int(np.prod(x.shape)) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
+
+
+def plans(
+    settings: config.Config, batch: BatchSize, axes: Mapping[str, int]
+) -> dict[str, MemoryPlan]:
+    """Returns the memory of the ways to train, and last of the settings themselves, by name."""
+    all_ways = {**ways(settings), settings.name: settings}
+    return {name: plan(way, batch, axes) for name, way in all_ways.items()}
+
+
+def refusal(found: dict[str, MemoryPlan], name: str, device_bytes: int) -> str:
+    """Returns why a way does not fit a device, and what does."""
+    others = [
+        f"{other} ({one.total / GB:.1f} GB)"
+        for other, one in found.items()
+        if other != name and one.fits(device_bytes)
+    ]
+    return (
+        f"{name} needs {found[name].total / GB:.1f} GB (1e9 bytes), and a device of"
+        f" {device_bytes / 2**30:g} GB has {USABLE * device_bytes / GB:.1f} for it."
+        f" What fits: {', '.join(others) or 'nothing of the above'}."
+        " Fewer rows, a smaller train.loss_chunk and model.remat='layer' take less."
+    )

@@ -13,7 +13,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,15 +23,16 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sparse_lavida_jax import config, sample, train
-from sparse_lavida_jax.bench import hlo, plan
+from sparse_lavida_jax.bench import hlo, memory
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.inference.requests import Request
+from sparse_lavida_jax.kernels import devices
 from sparse_lavida_jax.kernels.attention import slot_multiple
 from sparse_lavida_jax.models import parameters, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.sampling import presets, prompts
 from sparse_lavida_jax.sequence import Response, Text
-from sparse_lavida_jax.training import optimizer
+from sparse_lavida_jax.training import flops, optimizer
 
 MARGIN = 0.9  # of a chip's memory that a program may take (ours)
 QUICK = -1.0  # lowest effort of the compiler: half of its time, and estimates that are no use
@@ -42,29 +43,6 @@ KERNEL_SHARE = 0.5  # of its peak that attention is taken to reach: the compiler
 PROMPT_LEN = 250  # words of a prompt to draw from
 
 
-@dataclasses.dataclass(frozen=True)
-class Chip:
-    """What the vendor says of a chip (https://cloud.google.com/tpu/docs/system-architecture-tpu-vm).
-
-    Attributes:
-        memory: bytes.
-        flops: of bfloat16 in a second, at most.
-        hertz: cycles in a second, from `flops` and its 8 (v5p), 4 (v5e) matrix units of 128 x 128
-            or 4 (v6e) of 256 x 256.
-        link: bytes in a second that it can send to its neighbours, over all links.
-    """
-
-    memory: int
-    flops: float
-    hertz: float
-    link: float
-
-
-CHIPS = {
-    "v5e": Chip(16 * 2**30, 197e12, 1.5e9, 200e9),
-    "v5p": Chip(95 * 2**30, 459e12, 1.75e9, 600e9),
-    "v6e": Chip(32 * 2**30, 918e12, 1.75e9, 448e9),
-}
 # 64 chips for training, of configs that name no mesh; 8 or 4 to sample.
 TRAINING: dict[str, dict[str, int]] = {
     "v5p:4x4x4": {"data": 2, "fsdp": 16, "tensor": 2},
@@ -74,7 +52,7 @@ SAMPLING: dict[str, dict[str, int]] = {"v5e:2x4": {"tensor": 8}, "v5p:2x2x1": {"
 
 
 @dataclasses.dataclass(frozen=True)
-class Compiled:
+class AotProgram:
     """A program for described chips.
 
     Attributes:
@@ -92,15 +70,17 @@ class Compiled:
     seconds: float
 
     @property
-    def chip(self) -> Chip:
-        return CHIPS[self.topology.partition(":")[0]]
+    def chip(self) -> devices.Device:
+        found = devices.device(f"TPU {self.topology.partition(':')[0]}")
+        assert found is not None
+        return found
 
     @functools.cached_property
     def text(self) -> str:
         return self.program.as_text()
 
     def memory(self) -> dict[str, int]:
-        """Returns bytes on a chip: what goes in, what comes out beside it, and in between."""
+        """Returns bytes on a chip: what goes in, what comes out next to it, and in between."""
         found = self.program.memory_analysis()
         parts = {
             "arguments": found.argument_size_in_bytes,
@@ -190,7 +170,7 @@ def training_axes(settings: config.Config, topology: str) -> dict[str, int]:
         ConfigError: `train.mesh` does not make up the chips.
     """
     ours = TRAINING[topology]
-    return plan.axes_of(settings.train.mesh or ours, math.prod(ours.values()))
+    return memory.axes_of(settings.train.mesh or ours, math.prod(ours.values()))
 
 
 def described(topology: str, axes: Mapping[str, int]) -> Mesh:
@@ -211,9 +191,9 @@ def training(
     settings: config.Config,
     topology: str,
     axes: Mapping[str, int],
-    batch: plan.Batch,
+    batch: memory.BatchSize,
     effort: float = 0.0,
-) -> Compiled:
+) -> AotProgram:
     """Compiles one step of training: `train.train_step`, as `train.train` calls it.
 
     Args:
@@ -227,10 +207,10 @@ def training(
 def step_on(
     settings: config.Config,
     mesh: Mesh,
-    batch: plan.Batch,
+    batch: memory.BatchSize,
     topology: str = "",
     options: Mapping[str, Any] | None = None,
-) -> Compiled:
+) -> AotProgram:
     """Compiles one step of training for the devices of a mesh, from shapes alone.
 
     No model is read: the one of `train.init_from` has the shapes of the config.
@@ -239,7 +219,7 @@ def step_on(
         options: of the compiler.
     """
     state = jax.eval_shape(lambda: first_state(settings))
-    rows = jax.eval_shape(lambda: plan.rows(settings.model, batch))
+    rows = jax.eval_shape(lambda: memory.rows(settings.model, batch))
     given = (
         _laid(state, sharding.of_state(state, mesh)),
         _laid(rows, sharding.of_batch(rows, mesh)),
@@ -254,7 +234,7 @@ def step_on(
             loss_chunk=settings.train.loss_chunk,
         ).lower().compile(compiler_options=dict(options or {}))  # fmt: skip
     seconds = time.perf_counter() - begin
-    return Compiled(topology, dict(mesh.shape), program, given, seconds)
+    return AotProgram(topology, dict(mesh.shape), program, given, seconds)
 
 
 def first_state(settings: config.Config) -> train.TrainState:
@@ -262,7 +242,7 @@ def first_state(settings: config.Config) -> train.TrainState:
 
     To be called while tracing.
     """
-    params, frozen = plan.parts(settings)
+    params, frozen = memory.parts(settings)
     ema = params if settings.optimizer.ema else None
     opt_state = optimizer.init(settings.optimizer, params)
     return train.TrainState(jnp.int32(0), params, ema, opt_state, jnp.int32(0), frozen)
@@ -270,8 +250,8 @@ def first_state(settings: config.Config) -> train.TrainState:
 
 def sampling(
     settings: config.Config, topology: str, axes: Mapping[str, int], images: int = 1
-) -> tuple[Compiled, Compiled]:
-    """Compiles the two programs behind an image: prefill, and the longest run of alike steps."""
+) -> tuple[AotProgram, AotProgram]:
+    """Compiles the two programs of an image: prefill, and the longest run of alike steps."""
     mesh, model = described(topology, axes), settings.model
     choose = sharding.over(mesh)
 
@@ -314,8 +294,8 @@ def sampling(
         segment = segment.lower(lowering_platforms=("tpu",)).compile()
     end, sizes = time.perf_counter(), dict(axes)
     return (
-        Compiled(topology, sizes, prefilled, (own, *rest), middle - begin),
-        Compiled(topology, sizes, segment, given, end - middle),
+        AotProgram(topology, sizes, prefilled, (own, *rest), middle - begin),
+        AotProgram(topology, sizes, segment, given, end - middle),
     )
 
 
@@ -347,40 +327,8 @@ def _whole(tree: Any, mesh: Mesh) -> Any:
 # What there should be.
 
 
-def matrices(model: config.Model) -> dict[str, int]:
-    """Returns the elements of all matrices inside the layers, of each branch, and of the heads.
-
-    `attn_out` is of the understanding branch; a generation token uses its first outputs alone.
-    """
-    found = parameters.by_name(jax.eval_shape(lambda: Denoiser(model, rngs=nnx.Rngs(0))))
-    total: collections.Counter[str] = collections.Counter()
-    for name, x in found.items():
-        if "_layers/" in name and name.endswith("/kernel"):
-            total["generation" if "/generation/" in name else "understanding"] += x.size
-            if "attn_out" in name:
-                total["shared"] += x.size * model.generation_width // model.width
-        elif name == "text_head/kernel":
-            total["text_head"] += x.size
-        elif name == "image_head/logits/kernel":
-            total["image_head"] += x.size
-    return dict(total)
-
-
-def useful_flops(model: config.Model, batch: plan.Batch) -> float:
-    """Returns what a step of training needs: 6 for every token and element of its matrices.
-
-    Attention is left out (3 to 16 % of it), and what is computed again for `remat`, and the layers
-    around the codes. Every token is taken to have a loss.
-    """
-    size = matrices(model)
-    text = batch.understanding * (size["understanding"] + size["text_head"])
-    codes = model.codes_per_token * size["image_head"]
-    image = batch.generation * (size["generation"] + size["shared"] + codes)
-    return 6.0 * batch.rows * (text + image)
-
-
 def expected_bytes(
-    settings: config.Config, axes: Mapping[str, int], batch: plan.Batch
+    settings: config.Config, axes: Mapping[str, int], batch: memory.BatchSize
 ) -> dict[str, float]:
     """Returns the bytes of results of all exchanges of a step on one device, by what they are for.
 
@@ -391,9 +339,9 @@ def expected_bytes(
         weights     2 W c / t                   gathered along fsdp, forward and once more backward
         gradients   W r / t  +  W r / (t f)     summed along fsdp (the whole is the result), then
                                                 along data what each keeps
-        activations 14 n (R / d f) (u e + g e') c      along tensor, with remat: 9 gathered in front
-                                                of matrices (forward, again, and for the gradient),
-                                                5 summed behind them
+        activations 14 n (R / d f) (u e + g e') c      along tensor, with remat: 9 gathered before
+                                                matrices (forward, again, and for the gradient),
+                                                5 summed after them
         heads       (c + 4) V e / t  a chunk    gathered and its gradient summed in float32, for
                                                 every chunk of the loss, of words and of codes
         embeddings  R u e (c + 4) + R g' e' c   along fsdp, by which both rows and widths are split:
@@ -403,24 +351,112 @@ def expected_bytes(
     """
     model, chunk = settings.model, settings.train.loss_chunk
     d, f, t = (axes.get(axis, 1) for axis in ("data", "fsdp", "tensor"))
-    size = matrices(model)
-    layers = size["understanding"] + size["generation"]
+    shapes = jax.eval_shape(lambda: Denoiser(model, rngs=nnx.Rngs(0)))
+    sizes = {name: x.size for name, x in parameters.by_name(shapes).items()}
+    layers = sum(n for name, n in sizes.items() if "_layers/" in name and name.endswith("/kernel"))
     c = jnp.dtype(model.compute_dtype).itemsize
     r = 4 if model.grad_reduce_dtype == "float32" else c
-    text, image = batch.rows * batch.understanding, batch.rows * batch.generation
-    wide = text * model.width + image * model.generation_width
+    text = batch.rows * batch.understanding * model.width
+    image = batch.rows * batch.generation * model.generation_width
     codes = batch.generation * model.codes_per_token
-    words, pieces = (math.ceil(n / chunk) if chunk else 1 for n in (batch.understanding, codes))
-    heads = size["text_head"] * words + size["image_head"] * pieces
+    chunks = [math.ceil(n / chunk) if chunk else 1 for n in (batch.understanding, codes)]
+    heads = sum(sizes.get(name, 0) * n for name, n in zip(memory.HEADS, chunks, strict=True))
     found = {
         "weights": (f > 1) * 2 * layers * c / t,
         "gradients": (f > 1) * layers * r / t + (d > 1) * layers * r / (t * f),
-        "activations": (t > 1) * 14 * model.num_layers * wide * c / (d * f),
+        "activations": (t > 1) * 14 * model.num_layers * (text + image) * c / (d * f),
         "heads": (f > 1) * (c + 4) * heads / t,
-        "embeddings": (f > 1)
-        * (
-            text * model.width * (c + 4)
-            + image * model.codes_per_token * model.generation_width * c
-        ),
+        "embeddings": (f > 1) * (text * (c + 4) + image * model.codes_per_token * c),
     }
     return {name: float(number) for name, number in found.items()}
+
+
+# ---------------------------------------------------------------------------------------------
+# Rows.
+
+
+def rows(
+    settings: config.Config,
+    topologies: Sequence[str],
+    batch: memory.BatchSize,
+    reduce_dtypes: Sequence[str],
+    effort: float,
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Compiles the step of training or the programs of sampling; yields an id and values of each.
+
+    Args:
+        reduce_dtypes: of the sums of gradients, `model.grad_reduce_dtype`.
+
+    Raises:
+        ConfigError: a topology is unknown.
+    """
+    settings = full_run(settings)
+    for topology in topologies:
+        chips = topology.replace(":", "-")
+        if topology in TRAINING:
+            for dtype in reduce_dtypes:
+                model = dataclasses.replace(settings.model, grad_reduce_dtype=dtype)
+                changed = dataclasses.replace(settings, model=model)
+                values = _training_row(changed, topology, batch, effort)
+                yield f"{settings.name}/train/{chips}/{dtype}", values
+        elif topology in SAMPLING:
+            made = sampling(settings, topology, SAMPLING[topology])
+            for task, program in zip(("prefill", "segment"), made, strict=True):
+                values = {"task": task, "method": "sparse", "batch": 1, "guidance_rows": 2}
+                if task == "segment":
+                    values["steps"] = len(program.inputs[2].block)
+                yield f"{settings.name}/{task}/{chips}", _row(settings, program, 0.0) | values
+        else:
+            known = ", ".join([*TRAINING, *SAMPLING])
+            raise config.ConfigError(f"--targets={topology} is unknown: choose among {known}.")
+
+
+def _training_row(
+    settings: config.Config, topology: str, batch: memory.BatchSize, effort: float
+) -> dict[str, Any]:
+    axes = training_axes(settings, topology)
+    step = training(settings, topology, axes, batch, effort)
+    useful = flops.work_of(memory.rows(settings.model, batch), settings.model).flops
+    expected = expected_bytes(settings, axes, batch)
+    dtype = settings.model.grad_reduce_dtype
+    values = _row(settings, step, useful) | {
+        "task": "train_step",
+        "method": f"gradients summed in {'bfloat16' if dtype == 'compute' else dtype}",
+        "batch": batch.rows,
+        "tokens": {"useful": batch.rows * (batch.understanding + batch.generation)},
+        "expected_bytes": expected | {"total": sum(expected.values())},
+        "loss_chunk": settings.train.loss_chunk,
+        "remat": settings.model.remat,
+        "effort": effort,
+    }
+    if effort < 0:
+        del values["projected"]
+    return values
+
+
+def _row(settings: config.Config, program: AotProgram, useful_flops: float) -> dict[str, Any]:
+    cost, memory_bytes = program.program.cost_analysis(), program.chip.memory
+    return {
+        "status": "compiled",
+        "model": settings.name,
+        "dtype": settings.model.compute_dtype,
+        "device": {
+            "kind": f"TPU {program.topology.partition(':')[0]}",
+            "count": math.prod(program.axes.values()),
+            "memory_bytes": memory_bytes,
+            "topology": program.topology,
+            "described": True,
+        },
+        "mesh": program.axes,
+        "compile_s": program.seconds,
+        "bytes": program.memory() | {"allowed": MARGIN * memory_bytes},
+        "exchanged_bytes": program.exchanged(),
+        "flops": {
+            "useful": useful_flops,
+            "compiler_loops_once": cost.get("flops"),
+            "kernels_chip": hlo.kernel_flops(program.text),
+        },
+        "compiler_bytes_accessed_loops_once": cost.get("bytes accessed"),
+        "projected": program.projected(useful_flops),
+        "note": "compiled, never run: what is projected was not measured",
+    }

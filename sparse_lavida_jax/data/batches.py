@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches by number: mixed by grain from groups of examples, and resumed at any step.
+
+Every random bit of a row comes from (seed, number), never from a host, a worker or a device. A
+batch holds examples of one group, so that its arrays have one static shape: as in the base
+model's batching (spec Sec. 9.4).
+"""
+
+import abc
+import functools
+from typing import ClassVar
+
+import grain
+
+from sparse_lavida_jax import config
+from sparse_lavida_jax.data.batch import GroupShape, Row, buckets, longest_of
+from sparse_lavida_jax.diffusion import Corrupted, Predicts
+
+MOST_ATTEMPTS = 64  # to draw an example, or a batch, that fits its shape
+
+
+class Batches(abc.ABC):
+    """The training data of a configuration; a subclass makes the rows.
+
+    Attributes:
+        sizes: examples of a batch of each group, over all processes.
+        shares: of the batches, of each group.
+        shapes: of the groups that were used already; `shape_of` finds the others.
+    """
+
+    called: ClassVar[str] = "examples"
+    remedy: ClassVar[str]  # what to do where they are too long
+    error: ClassVar[type[ValueError]] = ValueError
+    multiple: ClassVar[int]  # tokens; a shape is rounded up to this
+
+    def __init__(
+        self,
+        settings: config.Config,
+        sizes: dict[str, int],
+        shares: dict[str, float],
+        process_index: int,
+        process_count: int,
+    ):
+        self.settings, self.sizes, self.shares = settings, sizes, shares
+        self.process_index, self.process_count = process_index, process_count
+        self.released = settings.diffusion.corruption == "released"
+        self.shapes: dict[str, GroupShape] = {}
+
+    @abc.abstractmethod
+    def made(self, group: str, number: int, attempt: int) -> Row:
+        """Returns the row of this number; of every attempt another one."""
+
+    @abc.abstractmethod
+    def probed(self, group: str) -> list[Row]:
+        """Returns the rows whose lengths decide the shape of a group."""
+
+    def dataset(self) -> grain.MapDataset:
+        """Returns this process's rows of batch i at index i; a slice from step s resumes there."""
+        batches = [
+            grain.MapDataset.range(2**40).map(functools.partial(self.batch, group))
+            for group in self.shares
+        ]
+        return grain.MapDataset.mix(batches, weights=list(self.shares.values()))
+
+    def batch(self, group: str, index: int) -> Corrupted:
+        """Returns this process's rows of the batch number `index` of a group."""
+        share, shape = self.sizes[group] // self.process_count, self.shape_of(group)
+        start = index * self.sizes[group] + self.process_index * share
+        for again in range(MOST_ATTEMPTS):
+            rows = [self.row(group, start + i, again) for i in range(share)]
+            batch = rows[0].batch(rows, shape, self.settings)
+            if batch is not None:
+                return batch
+        raise self.error(
+            f"{MOST_ATTEMPTS} batches of group {group} are longer than {shape.rows[-1]} tokens a"
+            f" row: {self.remedy}"
+        )
+
+    def row(self, group: str, number: int, again: int = 0) -> Row:
+        """Returns the row at `number`, or the next one of its own stream of retries that fits.
+
+        Args:
+            again: how many times its batch was drawn before, and was too long as a whole.
+        """
+        shape = self.shape_of(group)
+        for attempt in range(again * MOST_ATTEMPTS, (again + 1) * MOST_ATTEMPTS):
+            row = self.made(group, number, attempt)
+            if shape.example.holds(row.length) and _num_views(row) <= shape.views:
+                return row
+        raise self.error(
+            f"{MOST_ATTEMPTS} {self.called} of group {group} are too long for it ({shape}):"
+            f" {self.remedy}"
+        )
+
+    def shape_of(self, group: str) -> GroupShape:
+        """Returns the shape of a group: its longest probed row, rounded up; views likewise."""
+        if group in self.shapes:
+            return self.shapes[group]
+        rows, data = self.probed(group), self.settings.data
+        most = data.max_sequence_len
+        short = [row for row in rows if row.length.understanding + row.length.generation <= most]
+        if not short:
+            raise self.error(
+                f"every sequence of group {group} is longer than data.max_sequence_len={most}:"
+                " raise it, or show smaller images."
+            )
+        kinds = frozenset().union(*(row.kinds for row in rows))
+        predicts: Predicts = "both"
+        if kinds == {"text"}:
+            predicts = "understanding"
+        elif kinds == {"image"} or not self.settings.diffusion.text_loss:
+            predicts = "generation"
+        lengths = [row.length for row in short]
+        example = longest_of(lengths, self.multiple)
+        shapes = (example,)
+        if data.packing > 1 or data.length_buckets > 1:
+            share = self.sizes[group] // self.process_count
+            shapes = buckets(lengths, share, data.packing, data.length_buckets, self.multiple)
+        shape = GroupShape(example, max(map(_num_views, short)), predicts, shapes)
+        self.shapes[group] = shape
+        return shape
+
+
+def check_shared(what: str, examples: int, processes: int, data: config.Data) -> None:
+    """Refuses batches that processes cannot share.
+
+    Args:
+        what: says where the number of examples comes from.
+        examples: of a batch, over all processes.
+
+    Raises:
+        ConfigError: they do not divide, or each process would choose a shape of its own.
+    """
+    if examples % (processes * data.packing):
+        rows = f" in rows of data.packing={data.packing}" if data.packing > 1 else ""
+        raise config.ConfigError(
+            f"{what}: {examples} examples do not divide over {processes} processes{rows}: change"
+            " train.batch_size."
+        )
+    if processes > 1 and data.length_buckets > 1:
+        raise config.ConfigError(
+            f"data.length_buckets={data.length_buckets}: of {processes} processes each would choose"
+            " a length of its own for one batch. Set it to 1."
+        )
+
+
+def _num_views(row: Row) -> int:
+    return sum(map(len, row.views))

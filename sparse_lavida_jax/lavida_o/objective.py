@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LaViDa-O's own training objective: whole sequences, masked code by code (spec Sec. 9.2, 9.3).
+
+`config.Diffusion.corruption = "released"`. There are no blocks: text and image of a sequence are
+masked together, and every token sees every other one.
+"""
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from sparse_lavida_jax import config
+from sparse_lavida_jax.data.batch import GroupShape, RowShape, stack, with_blanks
+from sparse_lavida_jax.diffusion import (
+    MIN_TIME,
+    Corrupted,
+    CorruptedRow,
+    Predicts,
+    Tokens,
+    time_and_slope,
+)
+from sparse_lavida_jax.sequence import (
+    Answer,
+    Kind,
+    Part,
+    Source,
+    Text,
+    Views,
+    num_tokens,
+    prompt_row,
+    stack_views,
+    stacked_features,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequence:
+    """A whole sequence to train LaViDa-O on: answers in text, an image, or both.
+
+    Attributes:
+        parts: the sequence. What is predicted in text are its `Answer`s; the release pads with
+            end-of-text, which is predicted too, and then with `Blank`s. `Text` with `keep` is
+            neither predicted nor dropped. The image stands where `Response` does, which has 0
+            tokens where there is none.
+        codes: clean codes of the image, cell by cell.
+        code_weight: loss weight of each code; None: all alike.
+        views: the views of each image that the vision tower sees, in the order of its parts.
+    """
+
+    parts: tuple[Part, ...]
+    codes: Int[np.ndarray, "l g"]
+    code_weight: Float[np.ndarray, "l g"] | None = None
+    views: tuple[Views, ...] = ()
+
+    @property
+    def length(self) -> int:
+        """Tokens of the sequence."""
+        return sum(map(num_tokens, self.parts))
+
+    @property
+    def num_cells(self) -> int:
+        """Tokens of the generation stream: of the image and of source images."""
+        return len(self.codes) + sum(len(p.codes) for p in self.parts if isinstance(p, Source))
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceRow:
+    """A sequence, and the generator that masks it once it is padded. A `data.batch.Row`."""
+
+    sequence: Sequence
+    rng: np.random.Generator
+
+    @property
+    def length(self) -> RowShape:
+        """How many tokens it may have in each stream: a source cell that is dropped is text."""
+        sequence = self.sequence
+        return RowShape(sequence.length - len(sequence.codes), sequence.num_cells)
+
+    @property
+    def views(self) -> tuple[Views, ...]:
+        return self.sequence.views
+
+    @property
+    def kinds(self) -> frozenset[Kind]:
+        """What it predicts."""
+        return frozenset({"text", "image"} if len(self.sequence.codes) else {"text"})
+
+    @staticmethod
+    def batch(rows: "list[SequenceRow]", shape: GroupShape, settings: config.Config) -> Corrupted:
+        """Returns rows as one batch, each padded with end-of-text to the length of the group.
+
+        Padding is learned where the row's text is (spec Sec. 9.1).
+        """
+        sequences, draws = [], []
+        for row in rows:
+            sequence, missing = row.sequence, shape.example.understanding - row.length.understanding
+            learned = any(isinstance(part, Answer) for part in sequence.parts)
+            ids = np.full(missing, settings.model.end_of_text_id)
+            padding = Answer(ids) if learned else Text(ids, keep=True)
+            padded = dataclasses.replace(
+                sequence,
+                parts=(*sequence.parts, padding),
+                views=with_blanks(sequence.views, shape.views, settings.model.vision),
+            )
+            sequences.append(padded)
+            draws.append(draw(row.rng, padded))
+        batch = batch_sequences(sequences, draws, shape.example, settings)
+        return dataclasses.replace(batch, predicts=shape.predicts)
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskDraws:
+    """The random numbers that mask one sequence, each uniform in [0, 1).
+
+    Attributes:
+        text_time, image_time: what the time policy makes t of.
+        text_noise: of each position of the sequence; masked where it is low.
+        image_noise: of each code of the image.
+        prompt: the prompt is dropped where it is below `Data.prompt_drop`.
+        source: the source cells are dropped where it is below `Data.source_drop`.
+    """
+
+    text_time: float
+    text_noise: Float[np.ndarray, " s"]
+    prompt: float
+    source: float
+    image_time: float
+    image_noise: Float[np.ndarray, "l g"]
+
+
+def draw(rng: np.random.Generator, sequence: Sequence) -> MaskDraws:
+    """Draws what masks a sequence."""
+    text_time, prompt, source, image_time = rng.random(4).tolist()
+    text_noise = rng.random(sequence.length)
+    image_noise = rng.random(sequence.codes.shape)
+    return MaskDraws(text_time, text_noise, prompt, source, image_time, image_noise)
+
+
+def batch_sequences(
+    sequences: list[Sequence], draws: list[MaskDraws], shape: RowShape, settings: config.Config
+) -> Corrupted:
+    """Masks, pads to `shape` and stacks sequences as LaViDa-O trains on them (spec Sec. 9.2, 9.3).
+
+    Every token is in block 0. Text and image draw their t independently, and the loss of either
+    is the mean over what is masked of it in the whole batch, without 1/t. Under `complementary`
+    the rows follow once more with the inverse masks. Weights of codes are scaled, image by
+    image, to a mean of 1 over its masked codes; they do nothing where none in the batch is above
+    1, as released.
+
+    Args:
+        draws: of each sequence, by `draw` or recorded.
+
+    Raises:
+        ValueError: a row is longer than `shape`, or its draws are not of its length.
+    """
+    diffusion = settings.diffusion
+    weights = [s.code_weight for s in sequences if s.code_weight is not None]
+    weighted = any(weight.max(initial=0) > 1 for weight in weights)
+    pixels = stack_views([sequence.views for sequence in sequences])
+    most = 0 if pixels is None else pixels.shape[1]
+    inverses = (False, True) if diffusion.complementary else (False,)
+    rows = [
+        _corrupt(sequence, drawn, most, settings, weighted=weighted, inverse=inverse)
+        for inverse in inverses
+        for sequence, drawn in zip(sequences, draws, strict=True)
+    ]
+    predicts: Predicts = "both" if diffusion.text_loss else "generation"
+    if not any(len(sequence.codes) for sequence in sequences):
+        predicts = "understanding"
+    pixels = None if pixels is None else np.concatenate([pixels] * len(inverses))
+    return stack(rows, shape, settings.model, full_attention=True, pixels=pixels, predicts=predicts)
+
+
+def _corrupt(
+    sequence: Sequence,
+    drawn: MaskDraws,
+    most_views: int,
+    settings: config.Config,
+    *,
+    weighted: bool,
+    inverse: bool,
+) -> CorruptedRow:
+    """Masks one sequence."""
+    model, policy = settings.model, settings.diffusion.time_policy
+    if drawn.text_noise.shape != (sequence.length,) or (
+        drawn.image_noise.shape != sequence.codes.shape
+    ):
+        raise ValueError(
+            f"a sequence of {sequence.length} tokens with codes {sequence.codes.shape} was given"
+            f" noise of shapes {drawn.text_noise.shape} and {drawn.image_noise.shape}: draw one"
+            " number for each token and one for each code."
+        )
+    prompt = prompt_row(
+        sequence.parts,
+        text_mask_id=model.text_mask_id,
+        codes_per_token=model.codes_per_token,
+        drop_prompt=drawn.prompt < settings.data.prompt_drop,
+        drop_source=drawn.source < settings.data.source_drop,
+    )
+    masked = (mask_below(policy, drawn.text_time, drawn.text_noise) != inverse)[prompt.position]
+    masked &= prompt.is_answer
+    features = stacked_features(
+        prompt.feature,
+        tuple(map(len, sequence.views)),
+        most_views,
+        model.vision.num_tokens,
+        newline=model.vision.newline,
+    )
+    text = dataclasses.replace(
+        Tokens.of_prompt(prompt.ids, features, prompt.position),
+        tokens=np.where(masked, model.text_mask_id, prompt.ids),
+        target=prompt.ids,
+        weight=masked.astype(float),
+    )
+    hidden = mask_below(policy, drawn.image_time, drawn.image_noise) != inverse
+    weight = hidden.astype(float)
+    if weighted and sequence.code_weight is not None:
+        weight = hidden * sequence.code_weight
+        weight *= hidden.sum() / max(weight.sum(), 1e-9)
+    cell = np.arange(len(sequence.codes))
+    drawn_cells = dataclasses.replace(
+        Tokens.of_prompt(sequence.codes, cell, prompt.response_position + cell),
+        tokens=np.where(hidden, model.image_mask_id, sequence.codes),
+        target=sequence.codes,
+        weight=weight,
+    )
+    source = Tokens.of_prompt(prompt.codes, prompt.cell, prompt.source_position)
+    image = dataclasses.replace(source, weight=np.zeros(source.tokens.shape)) + drawn_cells
+    totals = text.weight.sum(), image.weight.sum() / model.codes_per_token
+    return CorruptedRow(text, image, *totals, "both")
+
+
+def mask_below(policy: str, time: float, noise: Float[np.ndarray, "*s"]) -> Bool[np.ndarray, "*s"]:
+    """Returns where the release masks: noise up to p, or its lowest where none is (spec Sec. 9.2).
+
+    Args:
+        time: uniform, what the policy makes t of.
+        noise: uniform in [0, 1).
+    """
+    return noise <= max(mask_probability(policy, time), noise.min(initial=np.inf))
+
+
+def mask_probability(policy: str, u: float) -> float:
+    """Returns with which probability the release masks, for a uniform u: 1e-3 + (1 - 1e-3) t."""
+    return MIN_TIME + (1 - MIN_TIME) * time_and_slope(policy, u)[0]

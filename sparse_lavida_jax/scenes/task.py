@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a task of the small world is: its examples, its judge, and where it appears."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool
+
+from sparse_lavida_jax.scenes.world import GRID, Scene
+
+# Tasks whose sequences have about the same length share a group: a batch holds one group.
+TEXT_GROUPS = ("write", "answer", "tell")
+IMAGE_GROUPS = ("draw", "edit")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One example: what the model is given and one right response."""
+
+    prompt: str
+    image: Scene | None = None  # what the model is shown
+    answer: str | None = None  # a right response of a text task
+    target: Scene | None = None  # a right response of an image task
+    plan: str | None = None  # the layout of `target`, of an image task
+    known: tuple[bool, ...] | None = None  # cells of `target` that are given, in raster order
+    given: tuple[tuple[int, int], ...] = ()  # character spans of `answer` that are given
+    column: str | None = None  # which of `draw.COLUMNS`, of a task that draws or plans a request
+    held_out: bool = False
+    task: str = ""
+
+    @property
+    def known_grid(self) -> Bool[np.ndarray, "y x"] | None:
+        return None if self.known is None else np.array(self.known).reshape(GRID, GRID)
+
+
+@dataclasses.dataclass(frozen=True)
+class Judgement:
+    """The judgement of one response.
+
+    Attributes:
+        ok: all is right.
+        reason: "" or what is wrong.
+        attributes: objects drawn whose shape and colour were asked for, and objects drawn. Their
+            quotient over many images is the attribute precision. (0, 0) where nothing is drawn
+            to a request.
+    """
+
+    ok: bool
+    reason: str
+    attributes: tuple[int, int] = (0, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A task: how its examples are made, judged, grouped in batches and shown.
+
+    Attributes:
+        make: makes an example from `Dice`, or returns None when the dice fell badly: it is then
+            called again. Where the task is `made_of` others, makes it from an example of those.
+        judge: says what is wrong with a response, "" if nothing is: `(sample, text)`, or
+            `(sample, scene)` of an image task. None: the task is for training alone.
+        group: one of `TEXT_GROUPS` or, where the response is an image, of `IMAGE_GROUPS`.
+        command: the command that asks a model for it; None: people cannot.
+        label: the heading of its examples in the report of a run; None: none are shown.
+        counts_attributes: the prompt names what must be drawn: count objects that it names.
+        made_of: tasks whose examples it is made of, in turn by number.
+    """
+
+    make: Callable[[Any], Sample | None]
+    judge: Callable[[Sample, Any], str] | None
+    group: str
+    command: str | None = None
+    label: str | None = None
+    counts_attributes: bool = False
+    made_of: tuple[str, ...] = ()
+
+    @property
+    def is_image(self) -> bool:
+        """Whether the response is an image."""
+        return self.group in IMAGE_GROUPS

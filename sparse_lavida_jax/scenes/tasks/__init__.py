@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Endless examples of every task, by number, and their exact judges: one task a file.
+
+`sample(task, seed, index, split)` is a pure function: any index gives the same example on any
+machine, in any order. `score` judges what a model makes of an example.
+
+**Held-out combinations.** Four of the 24 pairs of shape and colour are held out (`HELD_OUT`); each
+shape and each of four colours occurs once among them. In the splits "train" and "test" an object
+of such a pair is only ever *alone*: no image of the example holds another object, and no text
+names more than one. (So a model knows how a purple circle looks and what it is called, but has
+never counted, compared, related, or drawn one next to anything.) In the split "held_out" every
+example has an object of a held-out pair, in an image or in a text, that is *not* alone. The two
+conditions exclude each other: `is_held_out` is the line between them.
+"""
+
+import dataclasses
+import importlib
+import pkgutil
+import re
+
+import numpy as np
+from jaxtyping import UInt8
+
+from sparse_lavida_jax.scenes import judges, world
+from sparse_lavida_jax.scenes.dice import HELD_OUT, Dice
+from sparse_lavida_jax.scenes.grammar import GrammarError
+from sparse_lavida_jax.scenes.task import Judgement, Sample, Task
+from sparse_lavida_jax.scenes.world import COLOURS, SHAPES, Object
+
+# Within a group, batches draw a task by its place: those of the first models have kept theirs.
+FIRST = (
+    "plan", "answer", "arithmetic", "point", "reflect", "caption", "constrained_caption", "infill",
+    "detect", "locate", "name", "quiz", "edit_plan", "fill_plan", "draw", "edit", "inpaint",
+    "outpaint",
+)  # fmt: skip
+SPLITS = ("train", "test", "held_out")
+
+
+def _table() -> dict[str, Task]:
+    """Returns the task of every file of this folder, by its name."""
+    found = sorted(module.name for module in pkgutil.iter_modules(__path__))
+    names = (*FIRST, *(name for name in found if name not in FIRST))
+    return {name: importlib.import_module(f"{__name__}.{name}").TASK for name in names}
+
+
+TABLE = _table()
+TASKS = tuple(name for name, task in TABLE.items() if task.judge)  # that are evaluated
+COMMANDS = {task.command: name for name, task in TABLE.items() if task.command}
+
+
+def sample(task: str, seed: int, index: int, split: str = "train") -> Sample:
+    """Returns example number `index` of an endless sequence.
+
+    The splits, tasks and seeds are separate streams of a counter-based generator (Philox).
+
+    Raises:
+        ValueError: an unknown task or split, or a negative seed or index.
+    """
+    if task not in TABLE:
+        raise ValueError(f"there is no task '{task}'. Choose one of {', '.join(TABLE)}.")
+    if split not in SPLITS:
+        raise ValueError(f"there is no split '{split}'. Choose one of {', '.join(SPLITS)}.")
+    if seed < 0 or index < 0:
+        raise ValueError(f"seed and index must be 0 or more, got {seed=}, {index=}.")
+    make, others = TABLE[task].make, TABLE[task].made_of
+    if others:
+        made = make(sample(others[index % len(others)], seed, index, split))
+        assert made is not None
+        return dataclasses.replace(made, task=task)
+    dice = Dice(seed, f"{split}/{task}", index, held_out=split == "held_out")
+    while True:
+        made = make(dice)
+        if made is not None and is_held_out(made) == dice.held_out:
+            return dataclasses.replace(made, task=task, held_out=dice.held_out)
+
+
+def is_held_out(sample: Sample) -> bool:
+    """Says whether a held-out pair occurs with company: see the top of this file."""
+    scenes = [scene for scene in (sample.image, sample.target) if scene is not None]
+    texts = [_named_pairs(text) for text in (sample.prompt, sample.answer, sample.plan) if text]
+    pairs = {thing.pair for scene in scenes for _, thing in scene.objects()}
+    pairs |= {pair for named in texts for pair in named}
+    alone = all(len(scene) <= 1 for scene in scenes) and all(len(named) <= 1 for named in texts)
+    return not alone and not pairs.isdisjoint(HELD_OUT)
+
+
+_NAMED = re.compile(rf"({'|'.join(COLOURS)}) ({'|'.join(SHAPES)})(e?s\b)?")
+
+
+def _named_pairs(text: str) -> list[tuple[str, str]]:
+    """Lists the pairs that a text names; a plural counts twice."""
+    return [
+        (shape, colour)
+        for colour, shape, plural in _NAMED.findall(text)
+        for _ in range(2 if plural else 1)
+    ]
+
+
+def score(sample: Sample, output: UInt8[np.ndarray, "h w 3"] | str) -> Judgement:
+    """Judges a response: pixels for an image task, otherwise text.
+
+    A bad response scores 0 with a reason, never an exception.
+
+    Raises:
+        ValueError: pixels where the task asks for text or the other way round, or a task without
+            a judge.
+    """
+    task = TABLE.get(sample.task)
+    if task is None or task.judge is None:
+        raise ValueError(f"there is no task '{sample.task}'. Judged are {', '.join(TASKS)}.")
+    if task.is_image == isinstance(output, str):
+        wanted = "pixels" if task.is_image else "a string"
+        raise ValueError(
+            f"a response to '{sample.task}' is {wanted}, got a {type(output).__name__}."
+        )
+    response = output.strip() if isinstance(output, str) else world.read(output)
+    attributes = (0, 0)
+    if task.counts_attributes and not isinstance(response, str):
+        attributes = _attributes(sample, response.cells)
+    if isinstance(response, world.Unreadable):
+        return Judgement(False, response.reason, attributes)
+    try:
+        fault = task.judge(sample, response)
+    except GrammarError as error:
+        fault = str(error)
+    return Judgement(not fault, fault, attributes)
+
+
+def _attributes(sample: Sample, cells: tuple[int, ...]) -> tuple[int, int]:
+    """Counts; a cell that cannot be read holds something that was not asked for."""
+    asked = {(phrase.shape, phrase.colour) for phrase in judges.requested(sample).phrases}
+    drawn = [index for index in cells if index != world.EMPTY]
+    right = sum(index > 0 and Object.of(index).pair in asked for index in drawn)
+    return right, len(drawn)

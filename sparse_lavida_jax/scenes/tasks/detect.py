@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lists every object of a scene with its cell, in raster order, in the words of a plan."""
+
+from sparse_lavida_jax.scenes import judges
+from sparse_lavida_jax.scenes.dice import Dice
+from sparse_lavida_jax.scenes.grammar import Plan
+from sparse_lavida_jax.scenes.task import Sample, Task
+from sparse_lavida_jax.scenes.world import Scene
+
+MOST_DETECTED = 4  # objects, so that the answer is no longer than the longest plan
+
+
+def make(dice: Dice) -> Sample:
+    """Asks for every object.
+
+    Few bits of an answer or a box depend on the image; here all do, which is what teaches the
+    vision tower to see.
+    """
+    scene = dice.scene(high=MOST_DETECTED)
+    return Sample("list the objects", scene, str(Plan(tuple(scene.objects()))))
+
+
+def listed(dice: Dice, scene: Scene) -> str:
+    """Lists the objects with their cells in any order; those that look alike in raster order."""
+    objects = list(scene.objects())
+    looks = sorted({thing.index for _, thing in objects})
+    order = {look: place for place, look in enumerate(dice.several(looks, len(looks)))}
+    objects.sort(key=lambda one: (order[one[1].index], one[0]))
+    return str(Plan(tuple(objects)))
+
+
+TASK = Task(make, judges.cells, "tell")

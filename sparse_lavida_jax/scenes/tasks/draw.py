@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws an image of what a request names."""
+
+import itertools
+
+from sparse_lavida_jax.scenes import judges
+from sparse_lavida_jax.scenes.dice import Dice
+from sparse_lavida_jax.scenes.grammar import RELATIONS, Phrase, Plan, SceneRequest
+from sparse_lavida_jax.scenes.task import Sample, Task
+from sparse_lavida_jax.scenes.world import GRID, NUM_CELLS, SIZES, Scene
+
+# GenEval's columns in miniature; the last four are the ones with several objects.
+COLUMNS = ("single", "colours", "two", "counting", "position", "binding")
+
+
+def make(dice: Dice) -> Sample:
+    column = dice.pick(COLUMNS[2:] if dice.held_out else COLUMNS)
+    request = make_request(dice, column)
+    cells = _places(dice, request)
+    entries = tuple(
+        (cell, phrase.thing(phrase.size or dice.pick(SIZES)))
+        for cell, phrase in zip(cells, request.phrases, strict=True)
+    )
+    scene, plan = Scene.of(dict(entries)), str(Plan(entries))
+    return Sample(str(request), target=scene, plan=plan, column=column)
+
+
+def make_request(dice: Dice, column: str) -> SceneRequest:
+    """Words a request of one column of GenEval."""
+    if column == "single":
+        return SceneRequest(((1, Phrase(*dice.pair(alone=True))),))
+    if column == "colours":
+        return SceneRequest(((1, Phrase(*dice.pair(alone=True), dice.pick(SIZES))),))
+    if column == "counting":
+        return SceneRequest(((dice.between(2, 4), Phrase(*dice.pair(), _perhaps_size(dice))),))
+    first, second = dice.pair(), dice.pair()
+    # Binding: nothing is shared, so that any exchange of attributes is an error.
+    while first == second or (
+        column == "binding" and (first[0] == second[0] or first[1] == second[1])
+    ):
+        second = dice.pair()
+    sizes: list[str | None] = [_perhaps_size(dice), _perhaps_size(dice)]
+    if column == "binding":
+        sizes = [*dice.several(SIZES, 2)] if dice.chance(25) else [None, None]
+    items = ((1, Phrase(*first, sizes[0])), (1, Phrase(*second, sizes[1])))
+    return SceneRequest(items, dice.pick(RELATIONS) if column == "position" else None)
+
+
+def _perhaps_size(dice: Dice) -> str | None:
+    return dice.pick(SIZES) if dice.chance(15) else None
+
+
+def _places(dice: Dice, request: SceneRequest) -> list[int]:
+    """Chooses a cell for every object of a request; objects of one phrase in raster order."""
+    if request.relation is None:
+        cells = iter(dice.several(range(NUM_CELLS), len(request.phrases)))
+        groups = (sorted(itertools.islice(cells, count)) for count, _ in request.items)
+        return [cell for group in groups for cell in group]
+    low, high = sorted(dice.several(range(GRID), 2))
+    if request.relation in ("right of", "below"):
+        low, high = high, low
+    across = dice.below(GRID), dice.below(GRID)
+    if request.relation in ("left of", "right of"):
+        return [across[0] * GRID + low, across[1] * GRID + high]
+    return [low * GRID + across[0], high * GRID + across[1]]
+
+
+TASK = Task(make, judges.drawn, "draw", command="generate", label="Drawn", counts_attributes=True)
