@@ -59,7 +59,7 @@ from sparse_lavida_jax.models.codec import ImageCodec
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.sample import Callback
 from sparse_lavida_jax.sampling import options, presets
-from sparse_lavida_jax.scenes.encoder import Encoder
+from sparse_lavida_jax.scenes.encoder import Encoder, encoder_of
 from sparse_lavida_jax.scenes.prompts import ANSWER_TOKENS, ScenePrompts
 from sparse_lavida_jax.scenes.tokenizer import Tokenizer
 
@@ -983,8 +983,7 @@ def _prompts(
     if isinstance(tokenizer, ChatTokenizer):
         return ChatPrompts(tokenizer, settings.model, codec.factor if codec else 1)
     assert codec is not None
-    encoder = Encoder(tokenizer, settings.data, settings.model, codec.appearance_codes())
-    return ScenePrompts(encoder)
+    return ScenePrompts(encoder_of(tokenizer, settings, codec))
 
 
 def _check_is_ours(folder: pathlib.Path) -> None:

@@ -9,31 +9,33 @@ import numpy as np
 from jaxtyping import Int, UInt8
 
 from sparse_lavida_jax import config, sequence
+from sparse_lavida_jax.data import grey
 from sparse_lavida_jax.models import vq
-from sparse_lavida_jax.scenes import digits, world
 
 
 class ImageCodec:
     """The image tokenizer of a checkpoint: pixels to cells of codes and back.
 
     Args:
-        name_or_folder: a bundled VQ, a folder with one, or "grey" (or None) for handwritten
-            digits, whose grey levels are their codes.
+        name_or_folder: a bundled VQ, a folder with one, or "grey" (or None) for images whose grey
+            levels are their codes.
         model: whose cells the codes fill.
 
     Raises:
         ConfigError: there is no such VQ, or its codes do not fit the model.
     """
 
+    is_grey = False
+
     def __init__(self, name_or_folder: str | pathlib.Path | None, model: config.Model):
         self.side = model.codes_side
         self.grid_size = model.grid_size
-        is_grey = name_or_folder in (None, "grey")
-        self.vq, self.folder, self.image_size = None, None, digits.IMAGE_SIZE
-        self.factor = digits.IMAGE_SIZE // digits.SIDE  # pixels a side of a code
+        self.is_grey = name_or_folder in (None, "grey")
+        self.vq, self.folder, self.image_size = None, None, grey.IMAGE_SIZE
+        self.factor = grey.IMAGE_SIZE // grey.SIDE  # pixels a side of a code
         self._decoders: dict[str, vq.VQModel] = {}  # by dtype
-        codes, levels = digits.SIDE, digits.LEVELS
-        if not is_grey:
+        codes, levels = grey.SIDE, grey.LEVELS
+        if not self.is_grey:
             self.vq, settings = vq.load(name_or_folder)
             self.folder, self.image_size = vq.find(name_or_folder), settings.image_size
             self.factor = settings.factor
@@ -50,7 +52,7 @@ class ImageCodec:
     def encode(self, pixels: UInt8[np.ndarray, "b h w 3"]) -> Int[np.ndarray, "b l g"]:
         """Returns the cells of images, raster order, each encoded alone."""
         if self.vq is None:
-            return np.stack([digits.read(image) for image in pixels])
+            return np.stack([grey.read(image) for image in pixels])
         codes = vq.encode_images(self.vq, pixels, batch=1)
         return np.asarray(sequence.cells_from_codes(codes, self.side))
 
@@ -64,21 +66,11 @@ class ImageCodec:
             dtype: of the decoder (`vq.for_decoding`).
         """
         if self.vq is None:
-            return np.stack([digits.render(codes) for codes in cells])
+            return np.stack([grey.render(codes) for codes in cells])
         codes = sequence.codes_from_cells(cells, rows or self.grid_size, self.side)
         if dtype not in self._decoders:
             self._decoders[dtype] = vq.for_decoding(self.vq, dtype)
         return vq.decode_codes(self._decoders[dtype], np.asarray(codes), batch=1)
-
-    def appearance_codes(self) -> Int[np.ndarray, "a g"] | None:
-        """Returns the codes of every cell appearance of the scenes; None for digits."""
-        if self.vq is None:
-            return None
-        # Where a thing stands does not matter to its codes; this is one place.
-        grids = np.zeros((world.NUM_APPEARANCES + 1, world.GRID, world.GRID), int)
-        grids[:, 2, 3] = np.arange(world.NUM_APPEARANCES + 1)
-        cells = self.encode(np.stack([world.render(grid) for grid in grids]))
-        return cells[:, 2 * world.GRID + 3]
 
 
 class ImageEncoder:

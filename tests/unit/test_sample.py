@@ -939,7 +939,7 @@ def test_an_image_of_the_pipeline_runs_these_programs_and_one_that_decodes_it(gu
     """Guided: the dropped row and the full one are passed apart, and the first of them is kept."""
     given = stand_ins.settings(sampling={"num_steps": 8, "guidance": guidance})
     codec = codecs.ImageCodec("scenes_g1", given.model)
-    codec.appearance_codes = stand_ins.Codec().appearance_codes  # takes an encoder
+    codec.encode = stand_ins.Codec().encode  # takes an encoder
     model = tiny.denoiser(given.model)
     pipe = pipeline.SparseLaViDa(model, given, stand_ins.tokenizer(), codec)
     for first in (True, False):
