@@ -55,6 +55,7 @@ from sparse_lavida_jax.sampling.state import (
     own_len,
     pass_prompt,
     prefill,
+    program_of,
     rows_of,
     take,
 )
@@ -305,7 +306,7 @@ def sample(
         ValueError: the examples differ in response length, or the plan is for another batch.
     """
     ends = settings.kind == "text" and not settings.released
-    total = sum(segment.num_steps for segment in segments)
+    total = sum(len(segment.block) for segment in segments)
 
     def tell(steps: int, canvas, decoded_at, blocks: range) -> None:
         if callback is not None:
@@ -322,7 +323,7 @@ def sample(
         return begun.canvas
     start = 0
     for segment in segments:
-        own = slice(start, start + segment.num_steps)
+        own = slice(start, start + len(segment.block))
         recorded = None if draws is None else jax.tree.map(lambda x, own=own: x[own], draws)
         state = advance(model, begun, state, segment, draws=recorded, in_trips=in_trips)
         start = own.stop
@@ -388,7 +389,7 @@ def begin(
             f"the plan is for {segments[0].decode.shape[1]} rows, got {len(examples)} requests."
         )
     rows = rows_of(examples, settings)
-    program = settings.program(greedy=not np.any(rows.temperature))
+    program = program_of(settings, greedy=not np.any(rows.temperature))
     if not segments:
         return Begun(canvas, given, None, program, None)
     decoded_at = np.where(given, GIVEN_BLOCK, NOT_DECODED).astype(np.int32)
@@ -476,7 +477,7 @@ def advance(
         steps = StepTokens(
             *(jnp.asarray(getattr(part, f.name)) for f in dataclasses.fields(StepTokens))
         )
-        own = slice(start, start + part.num_steps)
+        own = slice(start, start + len(part.block))
         start = own.stop
         recorded = {}
         if draws is not None:

@@ -21,8 +21,8 @@ from sparse_lavida_jax.data.feed import Feed
 from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.evals import report
 from sparse_lavida_jax.models import lora, parameters, quantize, sharding
-from sparse_lavida_jax.models.codec import ImageCodec
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.models.vq import ImageCodec
 from sparse_lavida_jax.training import flops, metrics, optimizer, runs, sources, states
 from sparse_lavida_jax.training.step import Denominators, TrainState, gradient, loss, train_step
 

@@ -25,6 +25,7 @@ from sparse_lavida_jax.models import fuse, parameters
 from sparse_lavida_jax.models import sharding as rules
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.sampling import presets, prompts
+from sparse_lavida_jax.sampling.state import program_of
 
 CELLS, TEXT_LEN, TEXT_BLOCK_LEN = 1024, 256, 32
 WORDS = 500  # of the prompt: as many slots as no matrix has rows
@@ -141,7 +142,7 @@ def compiled(
     steps = sample.StepTokens(
         *(jnp.asarray(getattr(segment, f.name)) for f in dataclasses.fields(sample.StepTokens))
     )
-    program = chosen.program(greedy=False)
+    program = program_of(chosen, greedy=False)
     stored = given(model_shapes)
     room = sample.capacity(prompt, plan, chosen, slot_multiple(model.attention_implementation))
     canvas = np.zeros((len(requests), known.shape[1], model.codes_per_token), np.int32)

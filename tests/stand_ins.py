@@ -16,7 +16,7 @@ from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.inference.engine import Bucket, Decoded, Engine
 from sparse_lavida_jax.inference.results import Origin, Result
 from sparse_lavida_jax.models import vq
-from sparse_lavida_jax.models.codec import ImageCodec
+from sparse_lavida_jax.models.vq import ImageCodec
 from sparse_lavida_jax.scenes import batches as data_batches
 from sparse_lavida_jax.scenes import tasks, world
 from sparse_lavida_jax.scenes.batches import SceneBatches

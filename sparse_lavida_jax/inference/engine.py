@@ -61,7 +61,7 @@ class Engine:
         self.batch_size = batch_size
         self.text_block_len = text_block_len
         self._quantized: dict[str, Denoiser] = {}
-        self._prefixes: dict[str, Prefixes] = collections.defaultdict(Prefixes)
+        self._prefixes = collections.defaultdict(Prefixes, {"": Prefixes()})
 
     def decode(
         self,
@@ -93,10 +93,8 @@ class Engine:
         for example in examples:
             check_steps(example, sampling, model, block)
         most, kind = of_all(sampling, requests), examples[0].kind
-        settings = _settings(most, model, kind, _has_source(examples[0]))
-        settings = dataclasses.replace(
-            settings, guidance=sampling.guidance, guidance_image=sampling.guidance_image
-        )
+        scales = sampling.guidance, sampling.guidance_image
+        settings = _settings(most, model, kind, _has_source(examples[0]), scales)
         laid = [
             lay_out(dataclasses.replace(example, request=request), model, settings)
             for example, request in zip(examples, requests, strict=True)
@@ -236,9 +234,17 @@ def _plan(sampling, settings, model, given: bytes, shape, block_len, seeds, grid
 
 @functools.lru_cache(maxsize=32)
 def _settings(
-    sampling: config.Sampling, model: config.Model, kind: Kind, has_source: bool
+    sampling: config.Sampling,
+    model: config.Model,
+    kind: Kind,
+    has_source: bool,
+    scales: tuple[float, float] | None = None,
 ) -> StepSettings:
-    return presets.step_settings(sampling, model, kind, has_source=has_source)
+    """Returns the settings of a batch; `scales`: guidance of rows that do not say otherwise."""
+    settings = presets.step_settings(sampling, model, kind, has_source=has_source)
+    if scales is None:
+        return settings
+    return dataclasses.replace(settings, guidance=scales[0], guidance_image=scales[1])
 
 
 def _has_source(example: Example) -> bool:

@@ -16,6 +16,7 @@ and the registers, and what stands in the cache:
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -47,11 +48,11 @@ class Preset:
     truncate: bool
     full_attention: bool = False
 
-    @property
+    @functools.cached_property
     def refreshes(self) -> bool:
         return self.full_attention and self.cache_response
 
-    @property
+    @functools.cached_property
     def passes_given(self) -> bool:
         """Whether given tokens are passed as the response's others are, not cached before it."""
         return self.full_attention and self.cache_prompt
@@ -79,6 +80,7 @@ def default_preset(model: config.Model) -> str:
     return "sparse" if model.trained_attention == "step_causal" else "dense"
 
 
+@functools.lru_cache(maxsize=32)
 def untrained(sampling: config.Sampling, model: config.Model) -> str:
     """Returns a preset that is asked for by name and that the model never learned; "": none is."""
     named = [name for name in (sampling.preset, sampling.text_preset) if name]
@@ -106,7 +108,7 @@ class Choice:
     most: int = 0
     released: bool = False
 
-    @property
+    @functools.cached_property
     def ends_early(self) -> bool:
         """Whether a segment may have nothing left to decode before its last step."""
         return self.commit in ("threshold", "factor", "entropy")
@@ -114,7 +116,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class StepSettings:
-    """Everything about a step that is compiled into it, without the numbers that `program` drops.
+    """All that is compiled into a step, and the numbers that `state.program_of` drops.
 
     Attributes:
         temperature, guidance, guidance_image: of rows whose request does not say otherwise.
@@ -147,24 +149,14 @@ class StepSettings:
     shapes: tuple[tuple[int, int], ...] = ()
     tables_ahead: bool = True
 
-    @property
+    @functools.cached_property
     def uses_cache(self) -> bool:
         return self.preset.cache_prompt or self.preset.cache_response
 
-    @property
+    @functools.cached_property
     def caches_prompt(self) -> bool:
         """Whether the prompt is passed once, before the first step."""
         return self.preset.cache_prompt and not self.preset.refreshes
-
-    def program(self, *, greedy: bool) -> "StepSettings":
-        """The settings without what is a number of each row: these choose the compiled program.
-
-        Args:
-            greedy: whether every row has temperature 0, which spares the noise.
-        """
-        return dataclasses.replace(
-            self, temperature=0.0 if greedy else 1.0, guidance=0.0, guidance_image=0.0
-        )
 
 
 def guidance_of(sampling: config.Sampling, *, has_source: bool) -> float:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of a batch on its way from all masks to clean, and the prefill that begins it."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -221,6 +222,17 @@ def capacity(
     lengths[settings.kind] += furthest
     text, image = (-(-lengths[kind] // multiple) * multiple for kind in ("text", "image"))
     return text, image
+
+
+def program_of(settings: StepSettings, *, greedy: bool) -> StepSettings:
+    """Returns settings without what is a number of each row: these choose the compiled program.
+
+    Args:
+        greedy: whether every row has temperature 0, which spares the noise.
+    """
+    return dataclasses.replace(
+        settings, temperature=0.0 if greedy else 1.0, guidance=0.0, guidance_image=0.0
+    )
 
 
 def num_registers(segment: plans.Segment, settings: StepSettings) -> int:

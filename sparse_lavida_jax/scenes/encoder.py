@@ -22,7 +22,7 @@ from sparse_lavida_jax.sequence import Answer, Part, Response, Source, Text, Vis
 
 @runtime_checkable
 class Codec(Protocol):
-    """What the world needs of an image tokenizer (`models.codec.ImageCodec`)."""
+    """What the world needs of an image tokenizer (`models.vq.ImageCodec`)."""
 
     is_grey: bool
 

@@ -10,8 +10,8 @@ from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.data.batches import Batches
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
 from sparse_lavida_jax.mixture.batches import MixtureBatches
-from sparse_lavida_jax.models.codec import ImageCodec
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.models.vq import ImageCodec
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.scenes.batches import SceneBatches
 from sparse_lavida_jax.scenes.encoder import encoder_of

@@ -16,7 +16,6 @@ from flax import nnx
 
 from sparse_lavida_jax import config, orders, pipeline, sample, sequence
 from sparse_lavida_jax.layout import GIVEN_BLOCK, NO_FEATURE, PROMPT_BLOCK
-from sparse_lavida_jax.models import codec as codecs
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.sampling import choose, draw, options, plans, presets, prompts
 from sparse_lavida_jax.sampling import state as state_of
@@ -938,7 +937,7 @@ def test_a_request_runs_a_prefill_and_a_program_a_segment_and_asks_the_host_noth
 def test_an_image_of_the_pipeline_runs_these_programs_and_one_that_decodes_it(guidance, ran):
     """Guided: the dropped row and the full one are passed apart, and the first of them is kept."""
     given = stand_ins.settings(sampling={"num_steps": 8, "guidance": guidance})
-    codec = codecs.ImageCodec("scenes_g1", given.model)
+    codec = vq.ImageCodec("scenes_g1", given.model)
     codec.encode = stand_ins.Codec().encode  # takes an encoder
     model = tiny.denoiser(given.model)
     pipe = pipeline.SparseLaViDa(model, given, stand_ins.tokenizer(), codec)
