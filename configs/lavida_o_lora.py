@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""LoRA of LaViDa-O on one GPU: a frozen base in bfloat16, adapters beside the matrices of layers.
+r"""LoRA of LaViDa-O on one GPU: a frozen base in bfloat16, adapters for the matrices of layers.
 
     python -m sparse_lavida_jax.bench.training --plan --config=configs/lavida_o_lora.py
     python -m sparse_lavida_jax.main --config=configs/lavida_o_lora.py

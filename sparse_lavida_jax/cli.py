@@ -21,12 +21,12 @@ from typing import Any
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax import main as full
-from sparse_lavida_jax.apps.errors import DEFAULT_MODEL, MISTAKES, UsageError
+from sparse_lavida_jax.apps.errors import DEFAULT_MODEL, UsageError
 from sparse_lavida_jax.apps.tasks import FORMS, TaskForm
 from sparse_lavida_jax.apps.terminal import say
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.inference.requests import TASKS
-from sparse_lavida_jax.main import MISTAKE, STOPPED
+from sparse_lavida_jax.main import MISTAKE, MISTAKES, STOPPED
 from sparse_lavida_jax.version import __version__
 
 # Modes of `main`, with what may be given without its name.

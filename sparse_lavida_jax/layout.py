@@ -44,7 +44,7 @@ class TokenLayout:
     Attributes:
         position: absolute index in the whole un-truncated sequence of the row.
         block: 0 for the prompt, the step that decoded it for a clean token, the step that will
-            decode it for a masked token or register (in training any number behind the clean ones
+            decode it for a masked token or register (in training any number after the clean ones
             may stand for it), `PAD_BLOCK` for padding.
         horizon: last block the token may look back to, `PAD_HORIZON` for padding.
         segment: which example of the row a token is of, where several share a row; else None.
@@ -110,12 +110,12 @@ class Stream:
 
 
 def concatenate(*layouts: TokenLayout) -> TokenLayout:
-    """Returns the layouts one behind the other along the token axis."""
+    """Returns the layouts one after the other along the token axis."""
     return jax.tree.map(lambda *tags: jnp.concatenate(tags, axis=1), *layouts)
 
 
 def register_positions(length: int, num_registers: int) -> Int[np.ndarray, " m"]:
-    """Returns L..L+m-1: the m positions behind the whole sequence (Sec. 3.1 and 7.2)."""
+    """Returns L..L+m-1: the m positions after the whole sequence (Sec. 3.1 and 7.2)."""
     return length + np.arange(num_registers, dtype=np.int32)
 
 

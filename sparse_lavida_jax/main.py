@@ -34,9 +34,12 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from sparse_lavida_jax import config, runtime, schema
-from sparse_lavida_jax.apps.errors import MISTAKES, UsageError
+from sparse_lavida_jax.apps.errors import REFUSED, UsageError
 from sparse_lavida_jax.apps.terminal import progress, say
 from sparse_lavida_jax.checkpoints import manifest, model_folder
+from sparse_lavida_jax.evals.files import EvaluationError
+from sparse_lavida_jax.mixture.recipe import PrepareError
+from sparse_lavida_jax.mixture.records import RecordError
 from sparse_lavida_jax.training import runs
 
 FOLDERS = {  # flags that these modes need, and what they name
@@ -49,6 +52,17 @@ FOLDERS = {  # flags that these modes need, and what they name
 SAMPLE_TASKS = {"draw": "generate", "edit": "edit", "ask": "ask", "point": "ask"}
 PATHS = ("workdir", "checkpoint", "src", "dst", "out")  # flags
 MISTAKE, STOPPED = 2, 130
+# What can be wrong with a command.
+MISTAKES = (
+    *REFUSED,
+    UsageError,
+    model_folder.CheckpointError,
+    runs.RunError,
+    PrepareError,
+    RecordError,
+    EvaluationError,
+    runtime.ProcessError,
+)
 # OSError: a full disk, a file that is not there, a folder that may not be written.
 OURS = (*MISTAKES, OSError)
 
@@ -119,8 +133,9 @@ def _train(asked: flags.FlagValues, settings: config.Config) -> None:
 def _sample(asked: flags.FlagValues, settings: config.Config) -> None:
     from sparse_lavida_jax.apps import commands
 
+    task = "edit" if asked.task == "draw" and asked.image else SAMPLE_TASKS[asked.task]
     commands.sample(
-        SAMPLE_TASKS[asked.task],
+        task,
         asked.prompt,
         asked.image,
         out=pathlib.Path(asked.out),

@@ -36,8 +36,8 @@ class VisionTokens:
 
     Attributes:
         index: which feature of this image each token is; by default one after another.
-        num_features: features of this image, behind which those of the row's next image
-            stand; by default as many as tokens.
+        num_features: features of this image, after which come those of the row's next image;
+            by default as many as tokens.
 
     Raises:
         ValueError: `index` has not one feature of the image for each token.
@@ -75,7 +75,7 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """Text that training on whole sequences predicts (`diffusion.Sequence`); nothing drops it."""
+    """Text that training on whole sequences predicts (`objective.Sequence`); nothing drops it."""
 
     ids: Int[np.ndarray, " n"]
 
@@ -125,7 +125,7 @@ class PromptRow:
         source_position: positions of the source cells.
         response_position: position of the first response token.
         length: tokens of the whole sequence with prompt, response and what follows it; registers
-            have the positions behind it (Sec. 7.2).
+            have the positions after it (Sec. 7.2).
     """
 
     ids: Int[np.ndarray, " u"]
@@ -166,60 +166,44 @@ def prompt_row(
         ValueError: there is not exactly one `Response`.
     """
     drop_vision = drop_prompt if drop_vision is None else drop_vision
-    ids, feature, position, is_answer = [], [], [], []
-    codes, cells, source_position = [], [], []
-    response_position, start, features = None, 0, 0
-
-    def understand(
-        part_ids: AnyArray | int, part_feature: AnyArray | int = NO_FEATURE, *, answer: bool = False
-    ):
-        ids.append(np.broadcast_to(part_ids, n))
-        feature.append(np.broadcast_to(part_feature, n))
-        position.append(start + np.arange(n))
-        is_answer.append(np.full(n, answer))
-
-    for part in parts:
+    starts = np.cumsum([0, *map(num_tokens, parts)])
+    responses = [int(starts[i]) for i, part in enumerate(parts) if isinstance(part, Response)]
+    if len(responses) != 1:
+        got = "a second one" if responses else "none"
+        raise ValueError(f"a prompt holds exactly one Response, got {got}.")
+    understanding, generation, features = [], [], 0
+    for part, start in zip(parts, starts, strict=False):
         n = num_tokens(part)
+        position, ids, feature = start + np.arange(n), text_mask_id, NO_FEATURE
         match part:
-            case Text():
-                dropped = drop_kept if part.keep else drop_prompt
-                understand(text_mask_id if dropped else part.ids)
-            case VisionTokens():
-                index = features + part.features
-                understand(text_mask_id, NO_FEATURE if drop_vision else index)
-                features += part.feature_count
-            case Answer():
-                understand(part.ids, answer=True)
-            case Blank():
-                understand(text_mask_id, NO_FEATURE if drop_prompt else NO_EMBEDDING)
-            case Source() if drop_source:
-                understand(text_mask_id)
-            case Source():
-                codes.append(np.asarray(part.codes))
-                cells.append(np.arange(n))
-                source_position.append(start + np.arange(n))
             case Response():
-                if response_position is not None:
-                    raise ValueError("a prompt holds exactly one Response, got a second one.")
-                response_position = start
-        start += n
-    if response_position is None:
-        raise ValueError("a prompt holds exactly one Response, got none.")
+                continue
+            case Source() if not drop_source:
+                generation.append((part.codes, np.arange(n), position))
+                continue
+            case Text() if not (drop_kept if part.keep else drop_prompt):
+                ids = part.ids
+            case Answer():
+                ids = part.ids
+            case VisionTokens():
+                feature = NO_FEATURE if drop_vision else features + part.features
+                features += part.feature_count
+            case Blank() if not drop_prompt:
+                feature = NO_EMBEDDING
+        columns = (np.broadcast_to(ids, n), np.broadcast_to(feature, n), position)
+        understanding.append((*columns, np.full(n, isinstance(part, Answer))))
+    ids, feature, position, is_answer = _joined(understanding, ((0,),) * 4)
+    codes, cells, source_position = _joined(generation, ((0, codes_per_token), (0,), (0,)))
+    is_answer = is_answer.astype(bool)
+    shape = responses[0], int(starts[-1])
+    return PromptRow(ids, feature, position, is_answer, codes, cells, source_position, *shape)
 
-    def join(arrays, shape=(0,)):
-        return np.concatenate([np.zeros(shape, np.int32), *arrays]).astype(np.int32)
 
-    return PromptRow(
-        join(ids),
-        join(feature),
-        join(position),
-        join(is_answer).astype(bool),
-        join(codes, (0, codes_per_token)),
-        join(cells),
-        join(source_position),
-        response_position,
-        start,
-    )
+def _joined(rows: list[tuple], shapes: tuple[tuple[int, ...], ...]) -> list[np.ndarray]:
+    """Joins rows of columns, column by column; `shapes` are those of empty columns."""
+    empty = tuple(np.zeros(shape, np.int32) for shape in shapes)
+    columns = zip(empty, *rows, strict=True)
+    return [np.concatenate(column).astype(np.int32) for column in columns]
 
 
 def cells_from_codes(codes, codes_side: int):
@@ -266,8 +250,8 @@ def stacked_features(
 ) -> Int[np.ndarray, " u"]:
     """Returns the features of a row as `Denoiser.see` numbers them for stacked views.
 
-    A `PromptRow` counts on from image to image, a newline behind each; `see` has the features
-    of all views and one newline behind them.
+    A `PromptRow` counts on from image to image, a newline after each; `see` has the features
+    of all views and one newline after them.
 
     Args:
         feature: of each token, `PromptRow.feature`.

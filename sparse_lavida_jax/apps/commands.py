@@ -27,9 +27,13 @@ from sparse_lavida_jax.sampling import options
 
 # What a line of a batch may hold; numbers are 0 or more.
 BATCH_KEYS = {
-    "prompt": str, "image": str, "seed": int, "temperature": float, "guidance": float,
-}  # fmt: skip
-OWN = ("temperature", "guidance")  # of those, numbers
+    "prompt": str,
+    "image": str,
+    "seed": int,
+    "temperature": float,
+    "guidance": float,
+}
+NUMBERS = [key for key, kind in BATCH_KEYS.items() if kind is float]
 OLDER_KEYS = {"picture": "image", "guidance_scale": "guidance"}  # other names of those
 
 
@@ -37,7 +41,7 @@ def run(name: str, asked: argparse.Namespace) -> int:
     """Runs a command.
 
     Raises:
-        one of errors.MISTAKES: it cannot be followed; the message says why.
+        one of main.MISTAKES: it cannot be followed; the message says why.
         OSError: something could not be written.
     """
     if name == "doctor":
@@ -65,33 +69,22 @@ def sample(
 def _task(name: str, asked: argparse.Namespace) -> None:
     """Does a task of a model."""
     # Words and files first: a model takes seconds to load.
-    words, shown, given = _words(name, asked)
-    out: Any = getattr(asked, "out", None)
-    film_path = getattr(asked, "save_steps", None)
+    words, shown, own = _words(name, asked)
+    out, film_path = getattr(asked, "out", None), getattr(asked, "save_steps", None)
     if out is not None:
         image_files.check_writable(out)
     if film_path is not None:
         image_files.check_writable(film_path, {".gif": "GIF"})
-    if TASKS[name].image == "needed" and not shown:
-        raise RequestError(f"`sparse-lavida {name}` is about an image: give one.")
-    if getattr(asked, "mask", None) is not None:
-        given["mask"] = image_files.read_mask(asked.mask, shown[0].pixels)
-    if getattr(asked, "no_plan", False):
-        given["plan"] = False
-    if name == "caption" and (asked.template is not None or asked.words):
-        name, given = "constrained_caption", {**given, "required": asked.words or None}
-    # The other options have the names that requests have.
-    given = {key: getattr(asked, key, None) for key in TASKS[name].takes} | given
+    name, given = _options(name, asked, shown)
     pipe = _load(asked, asked.checkpoint or DEFAULT_MODEL)
     # Lines of a batch may have numbers of their own; the others go by the command line.
-    if common := {
-        key: getattr(asked, key, None) for key in OWN if isinstance(given.get(key), list)
-    }:
-        draws, base = TASKS[name].draws, pipe.settings.sampling
+    if common := {key: given[key] for key in NUMBERS if key in own}:
+        base, draws = pipe.settings.sampling, TASKS[name].draws
         given["sampling"] = options.changed(base, draws=draws, **common)
     film = None if film_path is None else _Film(pipe, given.get("size"))
     with _shown_progress(film and film.add) as callback:
-        result = pipe.run(pipe.requests(name, words, shown or None, **given), callback=callback)
+        requests = pipe.requests(name, words, shown or None, **given | own)
+        result = pipe.run(requests, callback=callback)
     if film is not None and film_path is not None:
         drawn = len(result.attempts[0]) if result.attempts else 1
         image_files.write_animation(film_path, film.first(drawn))
@@ -106,6 +99,23 @@ def _task(name: str, asked: argparse.Namespace) -> None:
 
 # ---------------------------------------------------------------------------------------------
 # What is asked.
+
+
+def _options(
+    name: str, asked: argparse.Namespace, shown: Sequence[ShownImage]
+) -> tuple[str, dict[str, Any]]:
+    """Returns the task that is meant, and what was given for its options."""
+    if TASKS[name].image == "needed" and not shown:
+        raise RequestError(f"`sparse-lavida {name}` is about an image: give one.")
+    given: dict[str, Any] = {}
+    if getattr(asked, "mask", None) is not None:
+        given["mask"] = image_files.read_mask(asked.mask, shown[0].pixels)
+    if getattr(asked, "no_plan", False):
+        given["plan"] = False
+    if name == "caption" and (asked.template is not None or asked.words):
+        name, given = "constrained_caption", {"required": asked.words or None}
+    # The other options have the names that requests have.
+    return name, {key: getattr(asked, key, None) for key in TASKS[name].takes} | given
 
 
 def _words(
@@ -143,7 +153,7 @@ def _batch(
         raise UsageError(f"{path}: this command draws no image, so it takes no guidance.")
     seeds = [entry.get("seed", seed + i) for i, entry in enumerate(entries)]
     own: dict[str, Any] = {"seed": seeds}
-    for key in OWN:
+    for key in NUMBERS:
         if any(key in entry for entry in entries):
             own[key] = [entry.get(key) for entry in entries]
     shown = shown_images(images) if any(images) else []

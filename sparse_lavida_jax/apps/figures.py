@@ -43,10 +43,12 @@ class StepCost(NamedTuple):
 
 # Colour and name of each part of a cost.
 PARTS = {
-    "prompt": (PROMPT, "prompt"), "newest": (CLEAN, "decoded before"),
-    "decode": (MASKED, "decoded now"), "rest": ((170, 170, 176), "other masks"),
+    "prompt": (PROMPT, "prompt"),
+    "newest": (CLEAN, "decoded before"),
+    "decode": (MASKED, "decoded now"),
+    "rest": ((170, 170, 176), "other masks"),
     "registers": ((204, 121, 167), "registers"),
-}  # fmt: skip
+}
 
 
 def plan_of(

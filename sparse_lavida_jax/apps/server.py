@@ -19,7 +19,7 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import fastapi
 import fastapi.exceptions
@@ -37,6 +37,7 @@ from sparse_lavida_jax.apps.serving import Cancelled, QueueFull, Service, Ticket
 from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference.requests import LARGEST_SEED, Shown
 from sparse_lavida_jax.inference.results import Result
+from sparse_lavida_jax.sampling import options
 from sparse_lavida_jax.version import __version__
 
 POLL_SECONDS = 0.05  # between two looks whether a client is still there
@@ -76,13 +77,6 @@ class ChatOptions(Options):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     stream: bool = False
-
-
-# Fields that are options of the pipeline under the same names.
-_SAMPLING = (
-    "steps", "num_inference_steps", "registers", "sampler", "temperature", "guidance",
-    "guidance_scale",
-)  # fmt: skip
 
 
 def make_app(service: Service, hosts: tuple[str, ...] = ()) -> fastapi.FastAPI:
@@ -128,17 +122,14 @@ def _service(request: fastapi.Request) -> Service:
     return request.app.state.service
 
 
-Served = Annotated[Service, fastapi.Depends(_service)]
-
-
 @router.post("/v1/images/generations")
-async def generate(asked: ImageOptions, request: fastapi.Request, service: Served):
+async def generate(asked: ImageOptions, request: fastapi.Request):
     """Draws images of a prompt."""
-    return await _images(request, service, "generate", asked)
+    return await _images(request, "generate", asked)
 
 
 @router.post("/v1/images/edits")
-async def edit(request: fastapi.Request, service: Served):
+async def edit(request: fastapi.Request):
     """Changes an image as told; with a mask, draws what is transparent in it again."""
     async with request.form(max_files=2 * IMAGES) as form:
         files = {
@@ -157,22 +148,22 @@ async def edit(request: fastapi.Request, service: Served):
     if asked.size != "auto":
         raise _Refusal(400, "an edited image has the size of the model's own: leave size out.")
     with _refusing():
-        image = service.image(contents)
-        more = {"mask": _mask(service, masks[0])} if masks else {}
-    return await _images(request, service, "inpaint" if masks else "edit", asked, image, **more)
+        image = _service(request).image(contents)
+        more = {"mask": _mask(_service(request), masks[0])} if masks else {}
+    return await _images(request, "inpaint" if masks else "edit", asked, image, **more)
 
 
 @router.post("/v1/chat/completions")
-async def chat(asked: ChatOptions, request: fastapi.Request, service: Served):
+async def chat(asked: ChatOptions, request: fastapi.Request):
     """Answers one question, about an image if there is one."""
+    service = _service(request)
     if asked.n != 1 or asked.stream:
         raise _Refusal(400, "one answer is given, whole: leave n and stream out.")
     with _refusing():
         words, image = _question(asked.messages, service)
     most = asked.max_completion_tokens or asked.max_tokens
-    ticket, result = await _done(request, service, "ask", asked, words, image, max_new_tokens=most)
-    end = service.pipe.settings.model.end_of_text_id
-    written = int((result.tokens[0] != end).sum())
+    ticket, result = await _done(request, "ask", asked, words, image, max_new_tokens=most)
+    ended = (result.tokens[0] == service.pipe.settings.model.end_of_text_id).any()
     return {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
         "object": "chat.completion",
@@ -182,7 +173,7 @@ async def chat(asked: ChatOptions, request: fastapi.Request, service: Served):
             {
                 "index": 0,
                 "message": {"role": "assistant", "content": result.text},
-                "finish_reason": "stop" if written < len(result.tokens[0]) else "length",
+                "finish_reason": "stop" if ended else "length",
             }
         ],
         "sparse_lavida": _notes(ticket, result),
@@ -190,15 +181,17 @@ async def chat(asked: ChatOptions, request: fastapi.Request, service: Served):
 
 
 @router.get("/v1/models")
-def models(service: Served) -> dict[str, Any]:
+def models(request: fastapi.Request) -> dict[str, Any]:
     """Lists the one model."""
-    card = {"id": model_name(service), "object": "model", "created": 0, "owned_by": "local"}
+    name = model_name(_service(request))
+    card = {"id": name, "object": "model", "created": 0, "owned_by": "local"}
     return {"object": "list", "data": [card]}
 
 
 @router.get("/healthz")
-def healthz(service: Served) -> dict[str, Any]:
+def healthz(request: fastapi.Request) -> dict[str, Any]:
     """Says that it is up, and how long the queue is."""
+    service = _service(request)
     return {
         "status": "ok",
         "model": model_name(service),
@@ -294,7 +287,6 @@ def _question(messages: list[dict[str, Any]], service: Service) -> tuple[str, An
 
 async def _images(
     request: fastapi.Request,
-    service: Service,
     task: str,
     asked: ImageOptions,
     image: Shown | None = None,
@@ -308,7 +300,7 @@ async def _images(
             raise _Refusal(400, f"size={asked.size!r} must be such as 512x512, width first.")
         more["size"] = (int(height), int(width))
     ticket, result = await _done(
-        request, service, task, asked, asked.prompt, image, num_images=asked.n, **more
+        request, task, asked, asked.prompt, image, num_images=asked.n, **more
     )
     return {
         "created": int(time.time()),
@@ -319,7 +311,6 @@ async def _images(
 
 async def _done(
     request: fastapi.Request,
-    service: Service,
     task: str,
     asked: Options,
     words: str,
@@ -327,11 +318,13 @@ async def _done(
     **more: Any,
 ) -> tuple[Ticket, Result]:
     """Waits for a request's turn and its result; cancels it when the client goes away."""
+    service = _service(request)
     if asked.model not in (None, "", name := model_name(service)):
         raise _Refusal(404, f"there is no model {asked.model!r} here, only {name!r}.")
     # Without a seed, OpenAI's clients expect another image every time; the reply names it.
     more["seed"] = secrets.randbelow(LARGEST_SEED // 2) if asked.seed is None else asked.seed
-    more |= {key: value for key in _SAMPLING if (value := getattr(asked, key, None)) is not None}
+    named = {*options.OPTIONS, "num_inference_steps", "guidance_scale"}
+    more |= asked.model_dump(include=named, exclude_none=True)
     with _refusing():
         ticket = service.submit(task, words, image, **more)
         waited = asyncio.wrap_future(ticket.future)

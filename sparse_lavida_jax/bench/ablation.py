@@ -5,7 +5,7 @@ r"""The paper's claims in miniature: small models, trained in several ways, scor
     python -m sparse_lavida_jax.bench.ablation --config=configs/ablation_registers.py --seeds=1
     python -m sparse_lavida_jax.bench.ablation --report=docs
 
-Beside `get_config`, what all ways to train share, the file has `get_ablation`: see
+Next to `get_config`, what all ways to train share, the file has `get_ablation`: see
 `comparison.Ablation`. Each way and seed is a run in `--runs` that goes on where it was, and ways of
 several files that train alike share it; a row is written as soon as a task is scored, and what has
 a row is not scored again. So several processes may share the work, each with seeds of its own.
@@ -20,7 +20,8 @@ import sys
 from absl import app, flags, logging
 
 from sparse_lavida_jax import config, runtime
-from sparse_lavida_jax.bench import comparison
+from sparse_lavida_jax.bench import ablation_report
+from sparse_lavida_jax.bench.comparison import SUITE, Study
 from sparse_lavida_jax.bench.record import Bench, read_rows
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.training import runs
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> None:
     runtime.keep_programs()
     try:
         if REPORT.value:
-            print(f"{comparison.write_report(pathlib.Path(REPORT.value))}: every ablation")
+            print(f"{ablation_report.write_report(pathlib.Path(REPORT.value))}: every ablation")
             return
         _run()
     except (config.ConfigError, model_folder.CheckpointError, runs.RunError) as error:
@@ -51,27 +52,23 @@ def main(argv: list[str]) -> None:
 
 
 def _run() -> None:
-    shared, ablation = comparison.read(pathlib.Path(CONFIG.value))
-    if unknown := set(WAYS.value) - set(ablation.ways):
+    study = Study.read(pathlib.Path(CONFIG.value), pathlib.Path(FOLDER.value))
+    ways = study.ablation.ways
+    if unknown := set(WAYS.value) - set(ways):
         raise config.ConfigError(
-            f"--ways={','.join(sorted(unknown))} is unknown: {CONFIG.value} has"
-            f" {', '.join(ablation.ways)}."
+            f"--ways={','.join(sorted(unknown))} is unknown: {CONFIG.value} has {', '.join(ways)}."
         )
     if not all(seed.isdigit() for seed in SEEDS.value):
         raise config.ConfigError(f"--seeds={','.join(SEEDS.value)}: give numbers, such as 0,1,2.")
-    bench = Bench(comparison.SUITE)
+    bench = Bench(SUITE)
     for seed in map(int, SEEDS.value):
-        for way in WAYS.value or ablation.ways:
-            for row in comparison.measure(
-                bench, shared, ablation, way, seed, pathlib.Path(FOLDER.value)
-            ):
-                print(
-                    f"{way} {row['sampled']} seed {seed}: {row['task']} {row['share']:.3f}",
-                    flush=True,
-                )
-    rows = comparison.newest(read_rows(comparison.SUITE))
-    found = [row for row in rows if row["ablation"] == shared.name]
-    print(f"\n{comparison.table(found)}")
+        for way in WAYS.value or ways:
+            for row in study.measure(bench, way, seed):
+                told = f"{way} {row['sampled']} seed {seed}: {row['task']} {row['share']:.3f}"
+                print(told, flush=True)
+    rows = ablation_report.newest(read_rows(SUITE))
+    found = [row for row in rows if row["ablation"] == study.shared.name]
+    print(f"\n{ablation_report.summary(found)}")
 
 
 if __name__ == "__main__":

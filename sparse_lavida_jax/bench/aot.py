@@ -23,17 +23,14 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sparse_lavida_jax import config, sample, train
-from sparse_lavida_jax.bench import hlo, memory
-from sparse_lavida_jax.data.example import Example
-from sparse_lavida_jax.inference.requests import Request
+from sparse_lavida_jax.bench import hlo, memory, suites
 from sparse_lavida_jax.kernels import devices
 from sparse_lavida_jax.kernels.attention import slot_multiple
 from sparse_lavida_jax.models import parameters, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.sampling import presets, prompts
 from sparse_lavida_jax.sampling.state import program_of
 from sparse_lavida_jax.sequence import Response, Text
-from sparse_lavida_jax.training import flops, optimizer
+from sparse_lavida_jax.training import flops
 
 MARGIN = 0.9  # of a chip's memory that a program may take (ours)
 QUICK = -1.0  # lowest effort of the compiler: half of its time, and estimates that are no use
@@ -219,7 +216,7 @@ def step_on(
     Args:
         options: of the compiler.
     """
-    state = jax.eval_shape(lambda: first_state(settings))
+    state = jax.eval_shape(lambda: memory.first_state(settings))
     rows = jax.eval_shape(lambda: memory.rows(settings.model, batch))
     given = (
         _laid(state, sharding.of_state(state, mesh)),
@@ -228,25 +225,15 @@ def step_on(
     )
     begin = time.perf_counter()
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        program = train.train_step.trace(
+        traced = train.train_step.trace(
             *given,
             settings=settings.optimizer,
             microbatches=settings.train.microbatches,
             loss_chunk=settings.train.loss_chunk,
-        ).lower().compile(compiler_options=dict(options or {}))  # fmt: skip
+        )
+        program = traced.lower().compile(compiler_options=dict(options or {}))
     seconds = time.perf_counter() - begin
     return AotProgram(topology, dict(mesh.shape), program, given, seconds)
-
-
-def first_state(settings: config.Config) -> train.TrainState:
-    """Returns the state of a run at step 0, of random parameters, whatever it starts from.
-
-    To be called while tracing.
-    """
-    params, frozen = memory.parts(settings)
-    ema = params if settings.optimizer.ema else None
-    opt_state = optimizer.init(settings.optimizer, params)
-    return train.TrainState(jnp.int32(0), params, ema, opt_state, jnp.int32(0), frozen)
 
 
 def sampling(
@@ -260,19 +247,11 @@ def sampling(
         place = choose(parameters.leaf_name(path), x.shape)
         return jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=place)
 
-    asked = dataclasses.replace(settings.sampling, preset="sparse")
-    chosen = presets.step_settings(asked, model, "image")
+    case = suites.cases("headline", settings)[0]
     parts = (Text(np.arange(PROMPT_LEN)), Response(model.num_cells))
-    nothing = np.zeros((model.num_cells, model.codes_per_token), np.int32)
-    unknown = np.zeros(model.num_cells, bool)
-    example = Example(
-        parts, nothing, unknown, "image", None, len(nothing), request=Request(task="generate")
-    )
-    examples = [example] * images
-    known = np.stack([one.given for one in examples])
-    seeds = [0] * images
-    steps = presets.plan(asked, chosen, model, known, settings.data.text_block_len, seeds)
-    prompt = prompts.prepare(examples, model, chosen)
+    example = dataclasses.replace(case.example, parts=parts)
+    case = dataclasses.replace(case, example=example, batch=images)
+    chosen, steps, prompt = case.settings(model), case.plan(model), case.prompt(model)
     room = sample.capacity(prompt, steps, chosen, slot_multiple(model.attention_implementation))
     longest = max(steps, key=lambda part: len(part.block))
     step = sample.StepTokens(
@@ -281,8 +260,11 @@ def sampling(
     program = program_of(chosen, greedy=False)
     shapes = jax.eval_shape(lambda: Denoiser(model, rngs=nnx.Rngs(0)))
     own = jax.tree_util.tree_map_with_path(parameter, shapes)
-    canvas = np.stack([nothing] * images)
-    rest = _whole((canvas, known.astype(np.int32), sample.rows_of(examples, chosen), prompt), mesh)
+    canvas, known = (
+        np.stack([x] * images).astype(np.int32) for x in (example.response, example.given)
+    )
+    requests = sample.rows_of(case.requests(range(images)), chosen)
+    rest = _whole((canvas, known, requests, prompt), mesh)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         begin = time.perf_counter()
         traced = sample.prefill.trace(own, *rest, settings=program, capacity=room)

@@ -25,10 +25,10 @@ import jax
 import numpy as np
 from absl import app, flags, logging
 
-from sparse_lavida_jax.bench import cases, methods, table, tune
+from sparse_lavida_jax.bench import cases, methods, table, timing, tune
 from sparse_lavida_jax.bench.cases import Case
 from sparse_lavida_jax.bench.methods import Program
-from sparse_lavida_jax.bench.record import Bench, read_rows
+from sparse_lavida_jax.bench.record import Bench
 from sparse_lavida_jax.bench.timing import calibrate
 from sparse_lavida_jax.kernels import attention, shapes
 
@@ -78,7 +78,7 @@ def main(argv: list[str]) -> None:
             f"[{minutes:.1f} min, {at} of {len(left)}] {case.task}, {case.batch} rows", flush=True
         )
         _or_left_out(case.task, lambda case=case: _measure(bench, case, shared))
-    rows = [row for row in read_rows(bench.suite) if row["run"] == bench.run]
+    rows = bench.rows()
     print(f"\n{table.table('attention', rows)}\n\n{table.attention_bars(rows)}")
 
 
@@ -138,7 +138,7 @@ def _measure(bench: Bench, case: Case, shared: dict[str, Any]) -> None:
 
 
 def _row(case: Case, method: str, taken: list[float], program: Program) -> dict[str, Any]:
-    return _times(taken) | {
+    return timing.times(taken) | {
         "task": case.task,
         "method": method,
         "dtype": "bfloat16",
@@ -149,15 +149,6 @@ def _row(case: Case, method: str, taken: list[float], program: Program) -> dict[
         "programs": case.programs,
         "bytes": {"least": case.least_bytes, "temporary": program.temp_bytes},
         "note": f"{methods.IN_FLIGHT} calls in flight; tables made before. {program.note}".strip(),
-    }
-
-
-def _times(taken: list[float]) -> dict[str, Any]:
-    return {
-        "times_s": taken,
-        "median_s": statistics.median(taken),
-        "min_s": min(taken),
-        "max_s": max(taken),
     }
 
 
@@ -182,7 +173,7 @@ def _measure_tables(bench: Bench, shared: dict[str, Any]) -> None:
     taken = methods.timed(
         {"tables": Program(run, jax.block_until_ready, methods.IN_FLIGHT, tuple)}, RUNS.value
     )
-    row = _times(taken["tables"]) | {"task": f"tables_{TABLES_LEN}", "method": "kernel"}
+    row = timing.times(taken["tables"]) | {"task": f"tables_{TABLES_LEN}", "method": "kernel"}
     note = "joint tables and those of two streams, once a forward pass"
     bench.write("tables", shared | row | {"batch": TABLES_ROWS, "note": note})
     print(f"tables: {statistics.median(taken['tables']) * 1e6:.1f} us", flush=True)

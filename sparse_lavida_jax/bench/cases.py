@@ -96,34 +96,31 @@ class Case:
         """q, k, v and the gradient of the output, [b s h d], float32 values of bfloat16."""
         rng = np.random.default_rng(0)
         s, t = len(self.tags.query_block), len(self.tags.key_block)
-        shape = (self.batch, self.heads, HEAD_DIM)
-        return tuple(
-            np.asarray(
-                jnp.asarray(
-                    rng.standard_normal((shape[0], n, *shape[1:]), np.float32), jnp.bfloat16
-                ),
-                np.float32,
-            )
-            for n in (s, t, t, s)
-        )
+
+        def draw(length: int) -> np.ndarray:
+            shape = (self.batch, length, self.heads, HEAD_DIM)
+            rounded = jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16)
+            return np.asarray(rounded, np.float32)
+
+        return draw(s), draw(t), draw(t), draw(s)
 
 
 def reference(case: Case, numbers: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
     """Returns output and gradients of `CHECKED_HEADS`, float32, mask written out."""
-    q, k, v, pulled = (jnp.asarray(x[:, :, CHECKED_HEADS]) for x in numbers)
+    q, k, v, cotangent = (jnp.asarray(x[:, :, CHECKED_HEADS]) for x in numbers)
     mask = jnp.asarray(case.mask)[None, None]
 
     def attend(q, k, v):
         return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation="xla")
 
-    def run(q, k, v, pulled):
+    def run(q, k, v, cotangent):
         if not case.backward:
             return (attend(q, k, v),)
         out, pull_back = jax.vjp(attend, q, k, v)
-        return (out, *pull_back(pulled))
+        return (out, *pull_back(cotangent))
 
     with jax.default_matmul_precision("highest"):
-        return tuple(np.asarray(x) for x in jax.jit(run)(q, k, v, pulled))
+        return tuple(np.asarray(x) for x in jax.jit(run)(q, k, v, cotangent))
 
 
 def difference(found: tuple[np.ndarray, ...], wanted: tuple[np.ndarray, ...], case: Case) -> float:

@@ -33,7 +33,7 @@ def prepare(case: Case, numbers: tuple[np.ndarray, ...]) -> Callable[[bool], Mad
     """Returns what makes run, wait, outputs and a note, as `methods.Program` has them.
 
     It takes whether the BlockMask is made (compiled too) in every call, as tags that are new data
-    need. Heads stand before tokens, as FlexAttention likes them; all rows have the same tags, so
+    need. Heads come before tokens, as FlexAttention likes them; all rows have the same tags, so
     that one BlockMask serves them all. The calls of a short shape are one CUDA graph.
 
     Raises:
@@ -47,7 +47,7 @@ def prepare(case: Case, numbers: tuple[np.ndarray, ...]) -> Callable[[bool], Mad
     torch._dynamo.reset()  # guards of the cases before would be tried first
     attention = torch.compile(package.flex_attention, dynamic=False)
     make = torch.compile(package.create_block_mask, dynamic=False)
-    q, k, v, pulled = (
+    q, k, v, cotangent = (
         torch.tensor(x, device="cuda", dtype=torch.bfloat16).transpose(1, 2).contiguous()
         for x in numbers
     )
@@ -65,7 +65,7 @@ def prepare(case: Case, numbers: tuple[np.ndarray, ...]) -> Callable[[bool], Mad
                 return (attention(q, k, v, block_mask=mask),)
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
         out = attention(q, k, v, block_mask=mask)
-        return (out, *torch.autograd.grad(out, (q, k, v), pulled))
+        return (out, *torch.autograd.grad(out, (q, k, v), cotangent))
 
     def all_calls():
         found = once(q, k, v, builds=False)

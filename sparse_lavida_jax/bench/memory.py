@@ -193,10 +193,23 @@ def _share(state: dict[str, Any], axes: Mapping[str, int]) -> int:
     )
 
 
-def parts(settings: config.Config) -> tuple[Denoiser, Denoiser | None]:
-    """Returns what is trained, and what is frozen: to be called while tracing."""
-    model = Denoiser(settings.model, rngs=nnx.Rngs(0))
-    return optimizer.parted(settings, lora.begin(settings, model, jax.random.key(0)))
+def parts(
+    settings: config.Config, model: Denoiser | None = None
+) -> tuple[Denoiser, Denoiser | None]:
+    """Returns what is trained, and what is frozen; without a model, to be called while tracing."""
+    model = model or Denoiser(settings.model, rngs=nnx.Rngs(0))
+    return optimizer.parted(settings, lora.begin(settings, model, jax.random.key(settings.seed)))
+
+
+def first_state(settings: config.Config, model: Denoiser | None = None) -> train.TrainState:
+    """Returns the state of a run at step 0, whatever it starts from.
+
+    Without a model of random parameters: to be called while tracing.
+    """
+    params, frozen = parts(settings, model)
+    ema = params if settings.optimizer.ema else None
+    opt_state = optimizer.init(settings.optimizer, params)
+    return train.TrainState(jnp.int32(0), params, ema, opt_state, jnp.int32(0), frozen)
 
 
 def kept(settings: config.Config, batch: BatchSize) -> int:

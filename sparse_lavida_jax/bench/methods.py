@@ -4,18 +4,16 @@
 import dataclasses
 import functools
 import importlib
-import importlib.util
 import itertools
-import random
 import time
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_lavida_jax.bench import flex
+from sparse_lavida_jax.bench import flex, timing
 from sparse_lavida_jax.bench.cases import CHECKED_HEADS, HEAD_DIM, Case
 from sparse_lavida_jax.kernels import attention, tables
 
@@ -37,7 +35,7 @@ class Program:
         run: starts all calls and returns what `wait` waits for.
         calls: calls of attention in one run.
         outputs: output and gradients of the first call, of `CHECKED_HEADS`, float32.
-        temp_bytes: memory beside arguments and results, by the compiler's account.
+        temp_bytes: memory in addition to arguments and results, by the compiler's account.
         note: what else must be known of its times.
     """
 
@@ -51,21 +49,22 @@ class Program:
 
 def methods(case: Case, *, dry: bool = False) -> dict[str, Callable[[Numbers], Program]]:
     """Returns what may be measured; which of it runs here shows when it is called."""
+    library = functools.partial(functools.partial, by_library, case)
     if dry:
         kernel = "pallas_gpu" if jax.__version_info__ >= (0, 11) else "pallas_tpu"
         return {
             "kernel": functools.partial(ours, case, implementation=kernel),
             "blockwise": functools.partial(ours, case, implementation="blockwise"),
-            "xla_mask": functools.partial(by_nn, case, "xla", masked=True),
+            "xla_mask": library("xla", masked=True),
         }
     found: dict[str, Callable[[Numbers], Program]] = {
         "kernel": functools.partial(ours, case),
         "blockwise": functools.partial(ours, case, implementation="blockwise"),
-        "cudnn": functools.partial(by_nn, case, "cudnn", masked=False),
-        "cudnn_mask": functools.partial(by_nn, case, "cudnn", masked=True),
-        "tokamax": functools.partial(tokamax, case, masked=False),
-        "tokamax_mask": functools.partial(tokamax, case, masked=True),
-        "xla_mask": functools.partial(by_nn, case, "xla", masked=True),
+        "cudnn": library("cudnn", masked=False),
+        "cudnn_mask": library("cudnn", masked=True),
+        "tokamax": library("mosaic", masked=False),
+        "tokamax_mask": library("mosaic", masked=True),
+        "xla_mask": library("xla", masked=True),
     }
     if case.batch == 1:  # its compiler takes longer than all the others together
         kept: dict[str, Callable[[bool], flex.Made]] = {}
@@ -110,10 +109,10 @@ def ours(
         assert isinstance(out, jax.Array)
         return out.reshape(q.shape)
 
-    q, k, v, pulled = numbers
+    q, k, v, cotangent = numbers
     if case.decodes:
         k, v = (np.repeat(_merged(x)[None], LAYERS, axis=0) for x in (k, v))
-        return compiled(case, attend, (q, k, v, pulled), (tags, made, jnp.int32(LAYER)))
+        return compiled(case, attend, (q, k, v, cotangent), (tags, made, jnp.int32(LAYER)))
 
     def merging(q, k, v, data):
         return attend(q, _merged(k), _merged(v), data)
@@ -121,14 +120,13 @@ def ours(
     return compiled(case, merging, numbers, (tags, made, None))
 
 
-def by_nn(
-    case: Case, implementation: Literal["xla", "cudnn"], numbers: Numbers, *, masked: bool
-) -> Program:
-    """`jax.nn.dot_product_attention`, by cuDNN or XLA."""
+def by_library(case: Case, implementation: str, numbers: Numbers, *, masked: bool) -> Program:
+    """`dot_product_attention` of JAX, by cuDNN or XLA, or tokamax's kernel for this GPU, mosaic."""
+    library: Any = importlib.import_module("tokamax") if implementation == "mosaic" else jax.nn
     mask = jnp.asarray(case.mask)[None, None] if masked else None
 
     def attend(q, k, v, mask):
-        return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=implementation)
+        return library.dot_product_attention(q, k, v, mask=mask, implementation=implementation)
 
     return compiled(case, attend, numbers, mask)
 
@@ -165,17 +163,6 @@ def packed(case: Case, numbers: Numbers) -> Program:
     return compiled(case, attend, numbers, bounds)
 
 
-def tokamax(case: Case, numbers: Numbers, *, masked: bool) -> Program:
-    """The kernel of the tokamax package for this GPU."""
-    package: Any = importlib.import_module("tokamax")
-    mask = jnp.asarray(case.mask)[None, None] if masked else None
-
-    def attend(q, k, v, mask):
-        return package.dot_product_attention(q, k, v, mask=mask, implementation="mosaic")
-
-    return compiled(case, attend, numbers, mask)
-
-
 def _flex(
     case: Case, numbers: Numbers, *, kept: dict[str, Callable[[bool], flex.Made]], builds: bool
 ) -> Program:
@@ -189,24 +176,24 @@ def _flex(
 def compiled(case: Case, attend: Attend, numbers: Numbers, data: Any) -> Program:
     """Compiles `attend(q, k, v, data)` for a case: masks, tags and tables are arguments.
 
-    Calls of a short shape stand one behind the other in the program, each on the results of the one
+    Calls of a short shape stand one after the other in the program, each on the results of the one
     before: on a device that takes less time than the host needs to start it, a call alone would
     measure the host.
     """
     leaves, structure = jax.tree.flatten(data)
 
-    def once(q, k, v, pulled, leaves) -> tuple[jax.Array, tuple]:
+    def once(q, k, v, cotangent, leaves) -> tuple[jax.Array, tuple]:
         data = jax.tree.unflatten(structure, leaves)
         if not case.backward:
             return attend(q, k, v, data), ()
         out, pull_back = jax.vjp(lambda q, k, v: attend(q, k, v, data), q, k, v)
-        return out, pull_back(pulled)
+        return out, pull_back(cotangent)
 
-    def all_calls(q, k, v, pulled, leaves):
-        out, gradients = first = once(q, k, v, pulled, leaves)
+    def all_calls(q, k, v, cotangent, leaves):
+        out, gradients = first = once(q, k, v, cotangent, leaves)
         for _ in range(case.calls - 1):
             q, k, v = gradients or (out, k, v)
-            out, gradients = once(q, k, v, pulled, leaves)
+            out, gradients = once(q, k, v, cotangent, leaves)
         heads = jnp.array(CHECKED_HEADS)
         checked = [x[:, :, heads].astype(jnp.float32) for x in jax.tree.leaves(first)]
         return checked, (out, *gradients)
@@ -228,18 +215,15 @@ def timed(
 ) -> dict[Key, list[float]]:
     """Returns seconds a call, `runs` of each program, in another random order every turn."""
     times: dict[Key, list[float]] = {method: [] for method in programs}
-    for turn in range(-1, runs):  # the first is to warm up
-        order = list(programs)
-        random.Random(turn).shuffle(order)
-        for method in order:
-            program = programs[method]
-            starts = max(1, in_flight // program.calls)
-            begin = time.perf_counter()
-            for _ in range(starts):
-                last = program.run()
-            program.wait(last)
-            if turn >= 0:
-                times[method].append((time.perf_counter() - begin) / (starts * program.calls))
+    for turn, method in timing.in_turn([*programs], runs + 1):
+        program = programs[method]
+        starts = max(1, in_flight // program.calls)
+        begin = time.perf_counter()
+        for _ in range(starts):
+            last = program.run()
+        program.wait(last)
+        if turn:  # the first is to warm up
+            times[method].append((time.perf_counter() - begin) / (starts * program.calls))
     return times
 
 

@@ -15,20 +15,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from sparse_lavida_jax import config, train
-from sparse_lavida_jax.bench import timing
+from sparse_lavida_jax.bench import memory, timing
 from sparse_lavida_jax.data.batch import corrupt, longest_of, make_row, stack
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.kernels import attention
-from sparse_lavida_jax.models import lora
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.scenes import tasks
 from sparse_lavida_jax.scenes.encoder import Encoder
 from sparse_lavida_jax.sequence import Response, Text, stack_images
-from sparse_lavida_jax.training import flops, optimizer
+from sparse_lavida_jax.training import flops
 from sparse_lavida_jax.training.loss import linear_cross_entropy, weighted_cross_entropy
 
 LENGTH_MULTIPLE = 8  # tokens; as of the scenes
@@ -130,9 +128,7 @@ class Trainer:
     ):
         self.found = found
         # How to attend is told by the settings of the model, which are in no array.
-        shapes = jax.eval_shape(
-            lambda: _state(settings, Denoiser(settings.model, rngs=nnx.Rngs(0)))
-        )
+        shapes = jax.eval_shape(lambda: memory.first_state(settings))
         self.structure = jax.tree.structure(shapes)
         begin = time.perf_counter()
         self.step = train.train_step.lower(
@@ -144,8 +140,8 @@ class Trainer:
             loss_chunk=settings.train.loss_chunk,
         ).compile(compiler_options=options)
         self.compile_s = time.perf_counter() - begin
-        memory: Any = self.step.memory_analysis()
-        self.temporaries: int = memory.temp_size_in_bytes
+        held: Any = self.step.memory_analysis()
+        self.temporaries: int = held.temp_size_in_bytes
 
     def run(self, leaves: list[Any], index: int) -> tuple[float, float]:
         """Returns the seconds of a step on one of the batches, and its loss.
@@ -168,14 +164,7 @@ class Trainer:
 
 def arrays_of(settings: config.Config, params: Denoiser) -> list[Any]:
     """Returns the arrays of the state of a run at step 0; the parameters are copied."""
-    return jax.tree.leaves(jax.tree.map(jnp.copy, _state(settings, params)))
-
-
-def _state(settings: config.Config, params: Denoiser) -> train.TrainState:
-    params = lora.begin(settings, params, jax.random.key(settings.seed))
-    trained, frozen = optimizer.parted(settings, params)
-    opt_state = optimizer.init(settings.optimizer, trained)
-    return train.TrainState(jnp.int32(0), trained, None, opt_state, jnp.int32(0), frozen)
+    return jax.tree.leaves(jax.tree.map(jnp.copy, memory.first_state(settings, params)))
 
 
 def head_memory(

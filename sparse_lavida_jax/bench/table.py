@@ -130,7 +130,7 @@ class _Cells(string.Formatter):
             return None
 
 
-def beside(rows: Rows, row: Mapping[str, Any], method: str) -> View | None:
+def row_of(rows: Rows, row: Mapping[str, Any], method: str) -> View | None:
     """Returns the row of a method on the same case in the same run."""
     same = ("run", "task", "batch")
     for other in rows:
@@ -144,7 +144,7 @@ def table(name: str, rows: Iterable[Mapping[str, Any]]) -> str:
     asked, rows, found = TABLES[name], [*rows], []
     for row in map(View, rows):
         if "against" in asked:
-            row["other"] = beside(rows, row, asked["against"])
+            row["other"] = row_of(rows, row, asked["against"])
         if all(row.find(value) for value in asked.get("needs", ())):
             found.append(row)
     for value in reversed(asked.get("order", ())):  # sorting is stable
@@ -181,7 +181,7 @@ def requests_table(rows: Rows) -> str:
         models, suites = bars()[section]["models"], ("headline", "edit", "cpu")
         own = [row for row in rows if row["model"] in models and row["suite"] in suites]
         for row in own:
-            lean, released = (beside(own, row, f"dense_{which}") for which in ("lean", "released"))
+            lean, released = (row_of(own, row, f"dense_{which}") for which in ("lean", "released"))
             if row["method"] == "sparse" and not row.get("variant") and lean is not None:
                 found.append({**row, "other": lean, "released": released})
         if found:
@@ -357,7 +357,7 @@ def attention_bars(rows: Rows) -> str:
 def _calls(rows: list[View], kind: str, pattern: str) -> Findings:
     for row in sorted(rows, key=lambda row: (row["run"], row["id"])):
         name = f"{row['task']}/{row['method']}" if "flops" in row else row["task"]
-        ours = beside(rows, row, "kernel")
+        ours = row_of(rows, row, "kernel")
         if not fnmatch.fnmatchcase(name, pattern) or (kind in RATIOS and ours is None):
             continue
         of = View(ours | {"other": row}) if ours and kind in RATIOS else row

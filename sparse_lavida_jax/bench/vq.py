@@ -17,7 +17,7 @@ from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.scenes import tasks, world
 
 VQ = flags.DEFINE_list("vq", ["scenes_g1", "scenes_g4"], "Bundled names or folders.")
-IMAGES = flags.DEFINE_integer("pictures", 32, "Scenes, from the first.", lower_bound=1)
+IMAGES = flags.DEFINE_integer("images", 32, "Scenes, from the first.", lower_bound=1)
 
 
 def moved(model: vq.VQModel, images: UInt8[np.ndarray, "n h w 3"], dtype: str) -> dict[str, float]:
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> None:
             "method": "bfloat16",
             "model": name,
             "batch": 1,
-            "pictures": len(images),
+            "images": len(images),
             "image_size": settings.image_size,
             "note": "grey levels of 0 to 255; codes of a whole encoder in bfloat16",
         } | moved(model, images, "bfloat16")

@@ -3,7 +3,7 @@
 
 One tensor at a time is read, laid out as ours and written: what is held on the host does not grow
 with the depth of the model. Everything is looked at before anything is written, all problems are
-listed at once, and where there is one nothing is left behind.
+listed at once, and where there is one nothing is written.
 """
 
 import dataclasses
@@ -213,13 +213,13 @@ def _look_through(folder: pathlib.Path, understanding_only: bool) -> _Released:
     vq_config = folder / "vqvae" / "config.json"
     released = _Released(folder, given, _read_json(vq_config) if vq_config.is_file() else None)
     _list_weights(released)
-    if not (folder / "tokenizer.json").is_file():
-        released.problems.append("tokenizer.json is missing.")
-    else:
-        try:
+    try:
+        if (folder / "tokenizer.json").is_file():
             _read_json(folder / "tokenizer.json")
-        except ConvertError as error:
-            released.problems.append(str(error))
+        else:
+            released.problems.append("tokenizer.json is missing.")
+    except ConvertError as error:
+        released.problems.append(str(error))
     if not released.stored:
         released.complain()
     return released
@@ -374,26 +374,22 @@ def _match(released: _Released, dtype: str | None) -> tuple[config.Config, list[
         and not name.optional
         and not name.official.startswith(tuple(released.unread))
     ]
-    problems += [
-        f"{name} {list(tensor.shape)} in {tensor.file} is unknown."
-        for name, tensor in stored.items()
-        if name not in known
-    ]
-    there = {name: tensor for name, tensor in stored.items() if name in known}
-    problems += [
-        f"{name} in {tensor.file} is {list(tensor.shape)}; by config.json it should be"
-        f" {list(known[name].shape)}."
-        for name, tensor in there.items()
-        if tensor.shape != known[name].shape
-    ]
-    problems += [
-        f"{name} in {tensor.file} is {tensor.dtype}; only {', '.join(tensors.DTYPES)} are"
-        " supported."
-        for name, tensor in there.items()
-        if tensor.dtype not in tensors.DTYPES
-    ]
+    for name, tensor in stored.items():
+        if name not in known:
+            problems.append(f"{name} {list(tensor.shape)} in {tensor.file} is unknown.")
+            continue
+        if tensor.shape != known[name].shape:
+            problems.append(
+                f"{name} in {tensor.file} is {list(tensor.shape)}; by config.json it should be"
+                f" {list(known[name].shape)}."
+            )
+        if tensor.dtype not in tensors.DTYPES:
+            problems.append(
+                f"{name} in {tensor.file} is {tensor.dtype}; only {', '.join(tensors.DTYPES)} are"
+                " supported."
+            )
     released.complain(problems)
-    return settings, [known[name] for name in there]
+    return settings, [known[name] for name in stored]
 
 
 def _by_layer(problems: list[str]) -> list[str]:

@@ -6,100 +6,25 @@ one, and what contradicts our code is refused.
 """
 
 import dataclasses
+import json
+import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.convert.tensors import ConvertError
 
-# Values that our code implements; a key that is absent has one of them. Dropout is none of the
-# release's (all zero), and ours has none.
-_FIXED: dict[str, tuple] = {
-    "activation_type": ("silu",),
-    "alibi": (False,),
-    "attention_dropout": (0,),
-    "attention_layer_norm": (False,),
-    "bias_for_layer_norm": (False, None),
-    "block_causal": (False, None),
-    "block_group_size": (1,),
-    "block_type": ("llama",),
-    "embedding_dropout": (0,),
-    "include_bias": (False,),
-    "include_qkv_bias": (False, None),
-    "input_emb_norm": (False,),
-    "layer_norm_type": ("rms",),
-    "layer_norm_with_affine": (True,),
-    "multi_query_attention": (False, None),
-    "residual_dropout": (0,),
-    "rope": (True,),
-    "rope_full_precision": (True,),
-    "scale_logits": (False,),
-    "tie_word_embeddings": (False,),
-    "weight_tying": (False,),
-}
-_FIXED_GENERATION: dict[str, tuple] = {
-    "enc_use_image_branch": (True,),
-    "extra_gen_dit": (False, None),
-    "mm_newline_position": ("grid",),
-    "mm_patch_merge_type": ("spatial_unpad",),
-    "mm_projector_type": ("mlp2x_gelu",),
-    "mm_resampler_type": ("spatial_pool",),
-    "mm_spatial_pool_mode": ("conv",),
-    "mm_submask": (False, None),
-    "unified_gen_enc": (False, None),
-    "unitok": (False, None),
-    "use_3d": (False, None),
-    "use_mm_proj": (True,),
-}
-_FIXED_HEAD: dict[str, tuple] = {
-    "downsample_kernel": (2,),
-    "downsample_stride": (2,),
-    "extra_gen_dit": (False, None),
-    "norm": ("rms",),
-    "norm_eps": (1e-6,),
-    "unified_gen_enc": (False, None),
-    "upsample_kernel": (2,),
-    "upsample_stride": (2,),
-    "use_bias": (False,),
-}
-_FIXED_SIGLIP: dict[str, tuple] = {
-    "apply_post_layernorm": (False,),
-    "attention_bias": (True,),
-    "hidden_act": ("gelu_pytorch_tanh",),
-    "image_mean": ([0.5, 0.5, 0.5],),
-    "layer_norm_eps": (1e-6,),
-    "num_channels": (3,),
-    "patch_embedding_bias": (True,),
-    "use_head": (False,),
-}
-_FIXED_VQ: dict[str, tuple] = {
-    "act_fn": ("silu",),
-    "attention_heads": (1, None),
-    "in_channels": (3,),
-    "lookup_from_codebook": (True,),
-    "norm_eps": (1e-6,),
-    "norm_type": ("group",),
-    "out_channels": (3,),
-}
-# google/siglip-so400m-patch14-384, which the release names but does not describe (spec Sec. 4).
+# What the release says of itself:
+# "allowed", by section: values that our code implements, null where a key may have none; a key that
+#   is absent has one of them. Dropout is none of the release's (all zero), and ours has none.
+# "siglip_config": google/siglip-so400m-patch14-384, which it names but does not describe (spec
+#   Sec. 4).
+# "vqvae": its image tokenizer (spec Sec. 3) where no file describes it.
+_RELEASED = json.loads((pathlib.Path(__file__).parent / "released.json").read_text())
+_ALLOWED: dict[str, dict[str, list]] = _RELEASED["allowed"]
 _SIGLIP_NAME = "siglip-so400m-patch14-384"
-_SIGLIP = {
-    "hidden_size": 1152,
-    "image_size": 384,
-    "intermediate_size": 4304,
-    "num_attention_heads": 16,
-    "num_hidden_layers": 27,
-    "patch_size": 14,
-}
-# The release's image tokenizer (spec Sec. 3) where no file describes it.
-RELEASED_VQ = {
-    "block_out_channels": [128, 256, 256, 512, 768],
-    "latent_channels": 64,
-    "layers_per_block": 2,
-    "mid_block_add_attention": False,
-    "norm_num_groups": 32,
-    "num_vq_embeddings": 8192,
-}
+_SIGLIP: dict[str, Any] = _RELEASED["siglip_config"]
+RELEASED_VQ: dict[str, Any] = _RELEASED["vqvae"]
 _IMAGE_SIZE = 1024  # pixels a side that the release draws
 _SPARE_ROWS = 256  # of the table of codes, after the codebook (spec Sec. 2.5)
 # How the release draws, edits and writes (spec Sec. 6 and 7.5, the 1024 px settings).
@@ -273,15 +198,16 @@ def _problems(given: Mapping[str, Any], vq: Mapping[str, Any]) -> list[str]:
     if odd:
         return odd
     needed = sorted(_MODEL_KEYS.values())
-    found = _contradictions("", given, _FIXED)
+    found = _contradictions("config", given)
     if not (given.get("embedding_size") or given.get("vocab_size")):
         needed.append("vocab_size")
     if has_generation_branch(given):
         needed += sorted(_GENERATION_KEYS.values())
         if given.get("image_aspect_ratio") == "anyres":
             needed.append("image_grid_pinpoints")
-        found += _contradictions("", given, _FIXED_GENERATION)
-        found += _contradictions("gen_head_config.", given.get("gen_head_config", {}), _FIXED_HEAD)
+        found += _contradictions("generation", given)
+        head = given.get("gen_head_config", {})
+        found += _contradictions("gen_head_config", head, "gen_head_config.")
         found += _tower_problems(given) + _vq_problems(vq)
     missing = [f"{key} is missing." for key in needed if given.get(key) is None]
     if missing:
@@ -305,7 +231,7 @@ def _tower_problems(given: Mapping[str, Any]) -> list[str]:
     found = [f"siglip_config.{key} is missing." for key in _SIGLIP if siglip.get(key) is None]
     found += _not_whole("siglip_config.", siglip, _SIGLIP)
     found += _not_whole("", given, ["mm_spatial_pool_stride"])
-    found += _contradictions("siglip_config.", siglip, _FIXED_SIGLIP)
+    found += _contradictions("siglip_config", siglip, "siglip_config.")
     for key in ("mm_hidden_size", "mm_spatial_pool_out_channels"):
         found += _unequal(key, given, siglip.get("hidden_size"), "it must equal the tower's width")
     return found
@@ -316,7 +242,7 @@ def _vq_problems(vq: Mapping[str, Any]) -> list[str]:
     found = [f"vqvae: {key} is missing." for key in needed if vq.get(key) is None]
     whole = ("latent_channels", "layers_per_block", "norm_num_groups", "num_vq_embeddings")
     found += _not_whole("vqvae: ", vq, whole)
-    found += _contradictions("vqvae: ", vq, _FIXED_VQ)
+    found += _contradictions("vqvae", vq, "vqvae: ")
     for key, kind in (
         ("down_block_types", "DownEncoderBlock2D"),
         ("up_block_types", "UpDecoderBlock2D"),
@@ -347,10 +273,11 @@ def _unequal(
     return [f"{where}{key} is {given[key]!r}: {why}, {wanted}."]
 
 
-def _contradictions(where: str, given: Mapping[str, Any], fixed: Mapping[str, tuple]) -> list[str]:
+def _contradictions(section: str, given: Mapping[str, Any], where: str = "") -> list[str]:
+    """Returns a line for every key that asks for what our code does not do."""
     return [
         f"{where}{key} is {given[key]!r}: only {allowed[0]!r} is supported."
-        for key, allowed in fixed.items()
+        for key, allowed in _ALLOWED[section].items()
         if key in given and given[key] not in allowed
     ]
 
@@ -367,7 +294,7 @@ def official_config(settings: config.Config, dtype: str) -> dict[str, Any]:
     """
     model, vision = settings.model, settings.model.vision
     given = {
-        **_implemented(_FIXED),
+        **_implemented("config"),
         **_official(model, _MODEL_KEYS),
         "architectures": ["LlavaLladaForMaskedDiffusion"],
         "dual_tower": not model.understanding_only,
@@ -382,7 +309,7 @@ def official_config(settings: config.Config, dtype: str) -> dict[str, Any]:
     if model.understanding_only:
         return given
     return given | {
-        **_implemented(_FIXED_GENERATION),
+        **_implemented("generation"),
         **_official(model, _GENERATION_KEYS),
         "downsample": model.codes_per_token == 4,
         "gen_head_config": {"embedding_rows": model.image_table_rows or model.image_mask_id + 1},
@@ -401,8 +328,9 @@ def official_config(settings: config.Config, dtype: str) -> dict[str, Any]:
     }
 
 
-def _implemented(fixed: Mapping[str, tuple]) -> dict[str, Any]:
-    return {key: allowed[0] for key, allowed in fixed.items() if None not in allowed}
+def _implemented(section: str) -> dict[str, Any]:
+    allowed = _ALLOWED[section]
+    return {key: values[0] for key, values in allowed.items() if None not in values}
 
 
 def official_vq_config(vq: config.VQ) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class Example:
     """One sequence with its response.
 
     Attributes:
-        parts: the sequence; `layout.prompt_row` lays it out.
+        parts: the sequence; `sequence.prompt_row` lays it out.
         response: clean ids (g = 1) or codes of the response.
         given: response tokens that are known beforehand.
         kind: of the response.

@@ -148,8 +148,8 @@ def _as_rgb(image: Image.Image, backdrop: bool = True) -> Pixels:
         return np.repeat(grey[..., None], 3, axis=-1)
     if backdrop and image.has_transparency_data:
         image = image.convert("RGBA")
-        behind = Image.new("RGBA", image.size, (*BACKDROP, 255))
-        image = Image.alpha_composite(behind, image)
+        white = Image.new("RGBA", image.size, (*BACKDROP, 255))
+        image = Image.alpha_composite(white, image)
     return np.array(image.convert("RGB"))
 
 

@@ -70,9 +70,9 @@ def token_index(
 ) -> Int[np.ndarray, " t"]:
     """Returns which feature of `Denoiser.see` each vision token of an image is.
 
-    Feature i of view v has index v * settings.num_tokens + i, the newline the one behind them all.
+    Feature i of view v has index v * settings.num_tokens + i, the newline the one after them all.
     First come the features of the whole image; then the rows of the grid of tiles, those left
-    out that show padding only, each with a newline behind it. An image with one view has one
+    out that show padding only, each with a newline after it. An image with one view has one
     newline, at its end.
     """
     base = np.arange(settings.num_tokens)

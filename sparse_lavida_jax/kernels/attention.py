@@ -199,20 +199,7 @@ def step_causal_attention(
             stacked cache without `layer`.
     """
     num_kv_heads = num_kv_heads or num_heads
-    if implementation not in (None, *IMPLEMENTATIONS):
-        raise ValueError(
-            f"{implementation=} is unknown: choose one of {', '.join(IMPLEMENTATIONS)}, or None."
-        )
-    if q.shape[-1] % num_heads or k.shape[-1] % num_kv_heads or num_heads % num_kv_heads:
-        raise ValueError(
-            f"widths {q.shape[-1]} of q and {k.shape[-1]} of k do not split into {num_heads=} and"
-            f" {num_kv_heads=}; heads are merged in the last axis."
-        )
-    if (k.ndim == 4) != (layer is not None):
-        raise ValueError(
-            f"k has shape {k.shape} and {layer=}: a stacked cache [n b t (h d)] needs `layer`, one"
-            " layer's keys [b t (h d)] take none."
-        )
+    _check_call(q, k, num_heads, num_kv_heads, layer, implementation)
     if (query_segment is None) != (key_segment is None):
         raise ValueError("query_segment and key_segment go together: give both or neither.")
     head_dim = q.shape[-1] // num_heads
@@ -227,6 +214,23 @@ def step_causal_attention(
     else:
         out, lse = sharded.attend(run, q, k, v, tags, heads, layer, tables, key_deals, over)
     return (out, lse) if return_lse else out
+
+
+def _check_call(q, k, num_heads: int, num_kv_heads: int, layer, implementation) -> None:
+    if implementation not in (None, *IMPLEMENTATIONS):
+        raise ValueError(
+            f"{implementation=} is unknown: choose one of {', '.join(IMPLEMENTATIONS)}, or None."
+        )
+    if q.shape[-1] % num_heads or k.shape[-1] % num_kv_heads or num_heads % num_kv_heads:
+        raise ValueError(
+            f"widths {q.shape[-1]} of q and {k.shape[-1]} of k do not split into {num_heads=} and"
+            f" {num_kv_heads=}; heads are merged in the last axis."
+        )
+    if (k.ndim == 4) != (layer is not None):
+        raise ValueError(
+            f"k has shape {k.shape} and {layer=}: a stacked cache [n b t (h d)] needs `layer`, one"
+            " layer's keys [b t (h d)] take none."
+        )
 
 
 def _run(

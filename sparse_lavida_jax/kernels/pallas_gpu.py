@@ -15,7 +15,7 @@ Needs jax 0.11; bfloat16 and float16, heads of 64 or 128.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -46,6 +46,10 @@ class GpuShape(Shape):
 
     def lanes(self, head):
         return pl.ds(head * self.head_dim, self.head_dim)
+
+    def key_lanes(self, head):
+        """Lanes of the key head that a query head reads."""
+        return self.lanes(lax.div(head, jnp.array(self.group, head.dtype)))
 
 
 @flax.struct.dataclass
@@ -165,23 +169,31 @@ def _slot(step, stages: int):
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """One row of a list, inside a kernel: which tiles, and how many of them without a mask."""
+    """One row of a list, inside a kernel: its tiles, how many have no mask, and who computes it.
+
+    Attributes:
+        half: the warpgroup, of which the last copies tiles.
+    """
 
     cols: Any
     num_full: Any
     num_active: Any
     batch: Any
     row: Any
+    head: Any
+    half: Any
 
     @classmethod
     def mine(cls, cols, num_full, num_active, order=None) -> "_Row":
         """Returns the row of this program: in `order` the first programs take the longest rows."""
-        batch, row = lax.axis_index("batch"), lax.axis_index("row")
-        return cls(cols, num_full, num_active, batch, row if order is None else order[batch, row])
+        batch, row, head, half = map(lax.axis_index, ("batch", "row", "heads", "wg"))
+        row = row if order is None else order[batch, row]
+        return cls(cols, num_full, num_active, batch, row, head, half)
 
-    def tokens(self, half):
-        """Returns which tokens are those of a half of the row."""
-        return pl.ds(self.row * (HALVES * HALF) + half * HALF, HALF)
+    @property
+    def tokens(self):
+        """Those of this warpgroup's half of the row."""
+        return pl.ds(self.row * (HALVES * HALF) + self.half * HALF, HALF)
 
     @property
     def full(self):
@@ -203,43 +215,93 @@ def _each_tile(row: _Row, compute, carry):
     return lax.fori_loop(row.full, row.active, part, carry)
 
 
-def _copy_tiles(row: _Row, size: int, stages: int, arrays) -> None:
+def _load_own(row: _Row, ready, *pairs) -> None:
+    """Copies what a half of the row has from (global memory, to shared memory), and waits."""
+    for i, (source, target) in enumerate(pairs):
+        plgpu.copy_gmem_to_smem(source, target, ready.at[row.half * len(pairs) + i])
+    for i in range(len(pairs)):
+        plgpu.barrier_wait(ready.at[row.half * len(pairs) + i])
+
+
+def _write_own(*pairs) -> None:
+    """Copies results from (shared memory, to global memory), and waits."""
+    plgpu.commit_smem()
+    for source, target in pairs:
+        plgpu.copy_smem_to_gmem(source, target)
+    plgpu.wait_smem_to_gmem(0)
+
+
+class _Tiles(NamedTuple):
+    """Places for tiles of an array in shared memory, and the barriers of each place.
+
+    Attributes:
+        ready, consumed: passed when a tile has arrived, and when both halves have used it.
+    """
+
+    smem: Any
+    ready: Any
+    consumed: Any
+
+    @classmethod
+    def of(cls, smem, stages: int) -> "_Tiles":
+        return cls(smem, _barriers(stages), _barriers(stages, HALVES))
+
+
+def _copy_tiles(row: _Row, size: int, stages: int, *arrays: tuple[Any, _Tiles]) -> None:
     """The third warpgroup: copies every tile of the row when its place is free.
 
     Args:
         size: tokens of a tile.
         stages: places for tiles.
-        arrays: of each, the tokens to read, where tiles go, and the barriers of those that have
-            arrived and of those that were used.
+        arrays: of each, the tokens to read and where their tiles go.
     """
     plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
 
     @pl.loop(0, row.active)
     def _(step):
         slot, tile = _slot(step, stages), pl.ds(row.col(step) * size, size)
-        for source, smem, ready, consumed in arrays:
-            pl.when(step >= stages)(functools.partial(plgpu.barrier_wait, consumed.at[slot]))
-            plgpu.copy_gmem_to_smem(source.at[tile], smem.at[slot], ready.at[slot])
+        for source, places in arrays:
+            used = places.consumed.at[slot]
+            pl.when(step >= stages)(functools.partial(plgpu.barrier_wait, used))
+            plgpu.copy_gmem_to_smem(source.at[tile], places.smem.at[slot], places.ready.at[slot])
 
     # Every phase of a barrier is waited for, the last ones too.
     @pl.loop(lax.max(row.active - stages, jnp.int32(0)), row.active)
     def _(step):
-        for *_, consumed in arrays:
-            plgpu.barrier_wait(consumed.at[_slot(step, stages)])
+        for _, places in arrays:
+            plgpu.barrier_wait(places.consumed.at[_slot(step, stages)])
 
 
 # ---------------------------------------------------------------------------------------------
 # Kernels.
 
 
+def _softmax_step(logits, carry, dtype):
+    """Returns accumulator, total and maximum of a running softmax, and the weights of a tile."""
+    accumulator, maximum, total = carry
+    after = jnp.maximum(maximum, logits.max(axis=1))
+    decay = jnp.exp2(maximum - after)
+    weights = jnp.exp2(logits - lax.broadcast_in_dim(after, logits.shape, [0]))
+    accumulator *= lax.broadcast_in_dim(decay, accumulator.shape, [0])
+    total = total * decay + weights.sum(axis=1)
+    return lax.optimization_barrier((accumulator, total, after, weights.astype(dtype)))
+
+
+def _take_row(tiles: _Tiles, slot):
+    """Returns a number for each query of a tile, and gives its place back."""
+    plgpu.barrier_wait(tiles.ready.at[slot])
+    values = plgpu.load(tiles.smem.at[slot], layout=plgpu.Layout.WGMMA.reduce(0))
+    plgpu.commit_smem()  # read by loads, overwritten by a copy
+    plgpu.barrier_arrive(tiles.consumed.at[slot])
+    return values
+
+
 def _forward_kernel(
-    q, k, v, layer, tags, lists, out, lse, q_smem, k_smem, v_smem, lse_smem,
-    q_ready, k_ready, v_ready, k_consumed, v_consumed, turn, *, shape: GpuShape,
+    q, k, v, layer, tags, lists, out, lse,
+    q_smem, lse_smem, k_tiles, v_tiles, ready, turn, *, shape: GpuShape,
 ):  # fmt: skip
     work = _Row.mine(*lists)
-    batch, head = work.batch, lax.axis_index("heads")
-    half = lax.axis_index("wg")
-    dtype = q.dtype
+    batch, head, half, dtype = work.batch, work.head, work.half, q.dtype
     keys, stages = shape.sizes.forward_keys, shape.sizes.forward_stages
 
     def take_turns():
@@ -249,10 +311,8 @@ def _forward_kernel(
     @pl.when(half < HALVES)
     def _():
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-        queries = work.tokens(half)
-        own = q_smem.at[half]
-        plgpu.copy_gmem_to_smem(q.at[batch, queries, shape.lanes(head)], own, q_ready.at[half])
-        plgpu.barrier_wait(q_ready.at[half])
+        queries, own = work.tokens, q_smem.at[half]
+        _load_own(work, ready, (q.at[batch, queries, shape.lanes(head)], own))
         down = plgpu.Layout.WGMMA.reduce(1)
         maximum = plgpu.layout_cast(jnp.full((HALF,), START, jnp.float32), down)
         total = plgpu.layout_cast(jnp.full((HALF,), 0, jnp.float32), down)
@@ -260,32 +320,22 @@ def _forward_kernel(
         pl.when(half == 1)(take_turns)
 
         def compute(step, carry, masked):
-            accumulator, maximum, total = carry
             slot = _slot(step, stages)
-            plgpu.barrier_wait(k_ready.at[slot])
-            logits = _product(
-                own, _transposed(k_smem.at[slot], shape), shape, (HALF, keys), take_turns
-            )
-            plgpu.barrier_arrive(k_consumed.at[slot])
+            plgpu.barrier_wait(k_tiles.ready.at[slot])
+            k_tile = _transposed(k_tiles.smem.at[slot], shape)
+            logits = _product(own, k_tile, shape, (HALF, keys), take_turns)
+            plgpu.barrier_arrive(k_tiles.consumed.at[slot])
             logits *= shape.scale * LOG2_E
             if masked:
                 at = pl.ds(work.col(step) * keys, keys)
                 mask = tags.mask(batch, queries, at, keys_down=False)
                 logits = jnp.where(mask, logits, LOWEST)
-            after = jnp.maximum(maximum, logits.max(axis=1))
-            decay = jnp.exp2(maximum - after)
-            weights = jnp.exp2(logits - lax.broadcast_in_dim(after, logits.shape, [0]))
-            accumulator *= lax.broadcast_in_dim(decay, accumulator.shape, [0])
-            total = total * decay + weights.sum(axis=1)
-            weights = weights.astype(dtype)
-            accumulator, total, after, weights = lax.optimization_barrier(
-                (accumulator, total, after, weights)
-            )
+            accumulator, total, after, weights = _softmax_step(logits, carry, dtype)
             plgpu.barrier_arrive(turn)
-            plgpu.barrier_wait(v_ready.at[slot])
+            plgpu.barrier_wait(v_tiles.ready.at[slot])
             plgpu.barrier_wait(turn)
-            accumulator = _added(accumulator, weights, v_smem.at[slot], shape)
-            plgpu.barrier_arrive(v_consumed.at[slot])
+            accumulator = _added(accumulator, weights, v_tiles.smem.at[slot], shape)
+            plgpu.barrier_arrive(v_tiles.consumed.at[slot])
             return accumulator, after, total
 
         accumulator, maximum, total = _each_tile(work, compute, (accumulator, maximum, total))
@@ -295,46 +345,38 @@ def _forward_kernel(
         accumulator /= lax.broadcast_in_dim(safe, accumulator.shape, [0])
         own[...] = accumulator.astype(dtype)
         lse_smem.at[half][...] = jnp.where(seen, maximum / LOG2_E + jnp.log(safe), NOTHING_SEEN_LSE)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(own, out.at[batch, queries, shape.lanes(head)])
-        plgpu.copy_smem_to_gmem(lse_smem.at[half], lse.at[batch, head, queries])
-        plgpu.wait_smem_to_gmem(0)
+        _write_own(
+            (own, out.at[batch, queries, shape.lanes(head)]),
+            (lse_smem.at[half], lse.at[batch, head, queries]),
+        )
 
     @pl.when(half == HALVES)
     def _():
-        lanes = shape.lanes(lax.div(head, jnp.array(shape.group, head.dtype)))
+        lanes = shape.key_lanes(head)
         own_k, own_v = (x.at[layer[0], batch, :, lanes] for x in (k, v))
-        _copy_tiles(work, keys, stages, (
-            (own_k, k_smem, k_ready, k_consumed), (own_v, v_smem, v_ready, v_consumed),
-        ))  # fmt: skip
+        _copy_tiles(work, keys, stages, (own_k, k_tiles), (own_v, v_tiles))
 
 
 def _query_gradient_kernel(
     q, k, v, dout, lse, delta, tags, lists, dq,
-    q_smem, dout_smem, lse_smem, delta_smem, k_smem, v_smem,
-    ready, k_ready, v_ready, k_consumed, v_consumed, *, shape: GpuShape,
+    q_smem, dout_smem, lse_smem, delta_smem, k_tiles, v_tiles, ready, *, shape: GpuShape,
 ):  # fmt: skip
     work = _Row.mine(*lists)
-    batch, head = work.batch, lax.axis_index("heads")
-    half = lax.axis_index("wg")
-    dtype = q.dtype
+    batch, head, half, dtype = work.batch, work.head, work.half, q.dtype
     keys, stages = shape.sizes.dq_keys, shape.sizes.dq_stages
 
     @pl.when(half < HALVES)
     def _():
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-        queries = work.tokens(half)
-        own, own_dout = q_smem.at[half], dout_smem.at[half]
-        of_row = (batch, head, queries)
-        for i, (source, target) in enumerate((
+        queries, own, own_dout = work.tokens, q_smem.at[half], dout_smem.at[half]
+        _load_own(
+            work,
+            ready,
             (q.at[batch, queries, shape.lanes(head)], own),
             (dout.at[batch, queries, shape.lanes(head)], own_dout),
-            (lse.at[of_row], lse_smem.at[half]),
-            (delta.at[of_row], delta_smem.at[half]),
-        )):  # fmt: skip
-            plgpu.copy_gmem_to_smem(source, target, ready.at[half * 4 + i])
-        for i in range(4):
-            plgpu.barrier_wait(ready.at[half * 4 + i])
+            (lse.at[batch, head, queries], lse_smem.at[half]),
+            (delta.at[batch, head, queries], delta_smem.at[half]),
+        )
         down = plgpu.Layout.WGMMA.reduce(1)
         size = (HALF, keys)
         own_lse = plgpu.load(lse_smem.at[half], layout=down) * LOG2_E
@@ -342,61 +384,48 @@ def _query_gradient_kernel(
 
         def compute(step, accumulator, masked):
             slot = _slot(step, stages)
-            plgpu.barrier_wait(k_ready.at[slot])
-            logits = _product(own, _transposed(k_smem.at[slot], shape), shape, size)
+            plgpu.barrier_wait(k_tiles.ready.at[slot])
+            logits = _product(own, _transposed(k_tiles.smem.at[slot], shape), shape, size)
             logits = logits * (shape.scale * LOG2_E) - lax.broadcast_in_dim(own_lse, size, [0])
             weights = jnp.exp2(logits)
             if masked:
                 at = pl.ds(work.col(step) * keys, keys)
                 mask = tags.mask(batch, queries, at, keys_down=False)
                 weights = jnp.where(mask, weights, 0.0)
-            plgpu.barrier_wait(v_ready.at[slot])
-            dp = _product(own_dout, _transposed(v_smem.at[slot], shape), shape, size)
-            plgpu.barrier_arrive(v_consumed.at[slot])
+            plgpu.barrier_wait(v_tiles.ready.at[slot])
+            dp = _product(own_dout, _transposed(v_tiles.smem.at[slot], shape), shape, size)
+            plgpu.barrier_arrive(v_tiles.consumed.at[slot])
             ds = weights * (dp - lax.broadcast_in_dim(own_delta, size, [0])) * shape.scale
-            accumulator = _added(accumulator, ds.astype(dtype), k_smem.at[slot], shape)
-            plgpu.barrier_arrive(k_consumed.at[slot])
+            accumulator = _added(accumulator, ds.astype(dtype), k_tiles.smem.at[slot], shape)
+            plgpu.barrier_arrive(k_tiles.consumed.at[slot])
             return accumulator
 
         accumulator = _each_tile(work, compute, _zeros(HALF, shape.head_dim))
         own[...] = accumulator.astype(dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(own, dq.at[batch, queries, shape.lanes(head)])
-        plgpu.wait_smem_to_gmem(0)
+        _write_own((own, dq.at[batch, queries, shape.lanes(head)]))
 
     @pl.when(half == HALVES)
     def _():
-        lanes = shape.lanes(lax.div(head, jnp.array(shape.group, head.dtype)))
+        lanes = shape.key_lanes(head)
         own_k, own_v = (x.at[batch, :, lanes] for x in (k, v))
-        _copy_tiles(work, keys, stages, (
-            (own_k, k_smem, k_ready, k_consumed), (own_v, v_smem, v_ready, v_consumed),
-        ))  # fmt: skip
+        _copy_tiles(work, keys, stages, (own_k, k_tiles), (own_v, v_tiles))
 
 
 def _key_gradient_kernel(
     q, k, v, dout, lse, delta, tags, lists, dk, dv,
-    k_smem, v_smem, q_smem, dout_smem, lse_smem, delta_smem,
-    ready, q_ready, dout_ready, lse_ready, delta_ready,
-    q_consumed, dout_consumed, lse_consumed, delta_consumed, *, shape: GpuShape,
+    k_smem, v_smem, q_tiles, dout_tiles, lse_tiles, delta_tiles, ready, *, shape: GpuShape,
 ):  # fmt: skip
     """For every query head: the heads of a group are added up outside."""
     work = _Row.mine(*lists)
-    batch, head = work.batch, lax.axis_index("heads")
-    half = lax.axis_index("wg")
-    dtype = q.dtype
+    batch, head, half, dtype = work.batch, work.head, work.half, q.dtype
     queries, stages = shape.sizes.dkv_queries, shape.sizes.dkv_stages
 
     @pl.when(half < HALVES)
     def _():
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
         own_k, own_v = k_smem.at[half], v_smem.at[half]
-        theirs = shape.lanes(lax.div(head, jnp.array(shape.group, head.dtype)))
-        for i, (source, target) in enumerate(((k, own_k), (v, own_v))):
-            own = source.at[batch, work.tokens(half), theirs]
-            plgpu.copy_gmem_to_smem(own, target, ready.at[half * 2 + i])
-        for i in range(2):
-            plgpu.barrier_wait(ready.at[half * 2 + i])
-        across = plgpu.Layout.WGMMA.reduce(0)
+        theirs = (batch, work.tokens, shape.key_lanes(head))
+        _load_own(work, ready, (k.at[theirs], own_k), (v.at[theirs], own_v))
         size = (HALF, queries)
 
         def compute(step, carry, masked):
@@ -404,50 +433,44 @@ def _key_gradient_kernel(
             slot = _slot(step, stages)
             if masked:  # before the copies have come, and while few registers are taken
                 at = pl.ds(work.col(step) * queries, queries)
-                mask = tags.mask(batch, at, work.tokens(half), keys_down=True)
-            plgpu.barrier_wait(q_ready.at[slot])
-            logits = _product(own_k, _transposed(q_smem.at[slot], shape), shape, size)
-            plgpu.barrier_wait(lse_ready.at[slot])
-            row_lse = plgpu.load(lse_smem.at[slot], layout=across) * LOG2_E
-            plgpu.commit_smem()  # read by loads, overwritten by a copy
-            plgpu.barrier_arrive(lse_consumed.at[slot])
+                mask = tags.mask(batch, at, work.tokens, keys_down=True)
+            plgpu.barrier_wait(q_tiles.ready.at[slot])
+            logits = _product(own_k, _transposed(q_tiles.smem.at[slot], shape), shape, size)
+            row_lse = _take_row(lse_tiles, slot) * LOG2_E
             logits = logits * (shape.scale * LOG2_E) - lax.broadcast_in_dim(row_lse, size, [1])
             weights = jnp.exp2(logits)
             if masked:
                 weights = jnp.where(mask, weights, 0.0)
-            plgpu.barrier_wait(dout_ready.at[slot])
-            dv_sum = _added(dv_sum, weights.astype(dtype), dout_smem.at[slot], shape)
-            plgpu.barrier_wait(delta_ready.at[slot])
-            row_delta = plgpu.load(delta_smem.at[slot], layout=across)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(delta_consumed.at[slot])
+            plgpu.barrier_wait(dout_tiles.ready.at[slot])
+            dv_sum = _added(dv_sum, weights.astype(dtype), dout_tiles.smem.at[slot], shape)
             # Starting from -delta, not subtracting it afterwards, needs fewer registers.
-            dp = lax.broadcast_in_dim(-row_delta, size, [1])
-            dp = _added(dp, own_v, _transposed(dout_smem.at[slot], shape), shape)
-            plgpu.barrier_arrive(dout_consumed.at[slot])
+            dp = lax.broadcast_in_dim(-_take_row(delta_tiles, slot), size, [1])
+            dp = _added(dp, own_v, _transposed(dout_tiles.smem.at[slot], shape), shape)
+            plgpu.barrier_arrive(dout_tiles.consumed.at[slot])
             ds = weights * dp * shape.scale
-            dk_sum = _added(dk_sum, ds.astype(dtype), q_smem.at[slot], shape)
-            plgpu.barrier_arrive(q_consumed.at[slot])
+            dk_sum = _added(dk_sum, ds.astype(dtype), q_tiles.smem.at[slot], shape)
+            plgpu.barrier_arrive(q_tiles.consumed.at[slot])
             return dk_sum, dv_sum
 
         start = (_zeros(HALF, shape.head_dim), _zeros(HALF, shape.head_dim))
         dk_sum, dv_sum = _each_tile(work, compute, start)
         own_k[...] = dk_sum.astype(dtype)
         own_v[...] = dv_sum.astype(dtype)
-        plgpu.commit_smem()
-        for source, target in ((own_k, dk), (own_v, dv)):
-            plgpu.copy_smem_to_gmem(source, target.at[batch, work.tokens(half), shape.lanes(head)])
-        plgpu.wait_smem_to_gmem(0)
+        mine = (batch, work.tokens, shape.lanes(head))
+        _write_own((own_k, dk.at[mine]), (own_v, dv.at[mine]))
 
     @pl.when(half == HALVES)
     def _():
         lanes = shape.lanes(head)
-        _copy_tiles(work, queries, stages, (
-            (q.at[batch, :, lanes], q_smem, q_ready, q_consumed),
-            (lse.at[batch, head], lse_smem, lse_ready, lse_consumed),
-            (dout.at[batch, :, lanes], dout_smem, dout_ready, dout_consumed),
-            (delta.at[batch, head], delta_smem, delta_ready, delta_consumed),
-        ))  # fmt: skip
+        _copy_tiles(
+            work,
+            queries,
+            stages,
+            (q.at[batch, :, lanes], q_tiles),
+            (lse.at[batch, head], lse_tiles),
+            (dout.at[batch, :, lanes], dout_tiles),
+            (delta.at[batch, head], delta_tiles),
+        )
 
 
 # ---------------------------------------------------------------------------------------------
@@ -490,12 +513,9 @@ def forward(q, k, v, layer, tags: GpuTags, tables: GpuTables, shape: GpuShape):
         ],
         [
             tiled((HALVES, HALF, shape.head_dim), q.dtype),
-            tiled((stages, keys, shape.head_dim), q.dtype),
-            tiled((stages, keys, shape.head_dim), q.dtype),
             plgpu.SMEM((HALVES, HALF), jnp.float32),
+            *[_Tiles.of(tiled((stages, keys, shape.head_dim), q.dtype), stages)] * 2,
             _barriers(HALVES),
-            *[_barriers(stages)] * 2,
-            *[_barriers(stages, HALVES)] * 2,
             plgpu.Barrier(num_arrivals=HALVES),
         ],
         "step_causal_attention",
@@ -518,10 +538,8 @@ def backward(q, k, v, tags: GpuTags, tables: GpuTables, out, lse, cotangents, sh
         [
             *[tiled(wide, q.dtype)] * 2,
             *[plgpu.SMEM((HALVES, HALF), jnp.float32)] * 2,
-            *[tiled((stages, keys, shape.head_dim), q.dtype)] * 2,
+            *[_Tiles.of(tiled((stages, keys, shape.head_dim), q.dtype), stages)] * 2,
             _barriers(4 * HALVES),
-            *[_barriers(stages)] * 2,
-            *[_barriers(stages, HALVES)] * 2,
         ],
         "step_causal_attention_dq",
     )
@@ -535,11 +553,9 @@ def backward(q, k, v, tags: GpuTags, tables: GpuTables, out, lse, cotangents, sh
         [jax.ShapeDtypeStruct(every_head, q.dtype)] * 2,
         [
             *[tiled(wide, q.dtype)] * 2,
-            *[tiled((stages, queries, shape.head_dim), q.dtype)] * 2,
-            *[plgpu.SMEM((stages, queries), jnp.float32)] * 2,
+            *[_Tiles.of(tiled((stages, queries, shape.head_dim), q.dtype), stages)] * 2,
+            *[_Tiles.of(plgpu.SMEM((stages, queries), jnp.float32), stages)] * 2,
             _barriers(2 * HALVES),
-            *[_barriers(stages)] * 4,
-            *[_barriers(stages, HALVES)] * 4,
         ],
         "step_causal_attention_dkv",
     )

@@ -2,8 +2,8 @@
 """Prompts of the base model, word for word: chat template, images, placeholders, boxes.
 
 Spec Sec. 1.4 and 5. Every function below returns the parts of a sequence, which
-`layout.prompt_row` lays out; what guidance drops is everything up to the end of the user's turn.
-A text answer is a `Response` at the end. Behind an image, and behind a dense caption, come the end
+`sequence.prompt_row` lays out; what guidance drops is everything up to the end of the user's turn.
+A text answer is a `Response` at the end. After an image, and after a dense caption, come the end
 of the turn and one more assistant header: the released model was made with them.
 """
 
@@ -13,10 +13,10 @@ import pathlib
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-import tokenizers
 from jaxtyping import Int
 
 from sparse_lavida_jax import config
+from sparse_lavida_jax.data.tokenizer import TextTokenizer
 from sparse_lavida_jax.sequence import Part, Response, Source, Text, VisionTokens
 
 Parts = tuple[Part, ...]
@@ -45,8 +45,13 @@ PLAN = "Please first think and plan the layout in LOC format."
 FEEDBACK = "Please also consider past generations and their feedbacks. Do not repeat these errors"
 
 
-class ChatTokenizer:
-    """The tokenizer of a LaViDa-O or LLaDA folder. Its file says which id a token has."""
+class ChatTokenizer(TextTokenizer):
+    """The tokenizer of a LaViDa-O or LLaDA folder. Its file says which id a token has.
+
+    Control tokens and LOC tokens in a text become their ids.
+    """
+
+    remedies = "name the tokenizer.json of a LaViDa-O folder", "Copy it again"
 
     def __init__(self, path: pathlib.Path | str):
         """Loads a `tokenizer.json`.
@@ -55,18 +60,9 @@ class ChatTokenizer:
             FileNotFoundError: there is none at `path`.
             ValueError: the file is damaged, or of a tokenizer without the control tokens.
         """
-        path = pathlib.Path(path)
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"there is no tokenizer at {path}: name the tokenizer.json of a LaViDa-O folder."
-            )
-        try:
-            self._inner = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-        except Exception as error:  # the library raises plain `Exception`
-            raise ValueError(f"{path} is damaged: {error}. Copy it again.") from error
+        super().__init__(path)
         self._inner.no_truncation()
         self._inner.no_padding()
-        self._path = path
         for token in CONTROL:
             self.id_of(token)
 
@@ -79,13 +75,9 @@ class ChatTokenizer:
         number = self._inner.token_to_id(token)
         if number is None:
             raise ValueError(
-                f"{self._path} has no token {token!r}: use the tokenizer.json of a LaViDa-O folder."
+                f"{self.path} has no token {token!r}: use the tokenizer.json of a LaViDa-O folder."
             )
         return number
-
-    @property
-    def vocab_size(self) -> int:
-        return self._inner.get_vocab_size()
 
     @functools.cached_property
     def location_ids(self) -> tuple[int, ...]:
@@ -107,15 +99,6 @@ class ChatTokenizer:
         x1, y1, x2, y2 = (self.location_ids.index(number) for number in ids)
         return x1, y1, x2, y2
 
-    def encode(self, text: str) -> list[int]:
-        """Returns ids. Control tokens and LOC tokens in the text become their ids."""
-        return self._inner.encode(text).ids
-
-    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Returns ids, and for each the characters (start, end) of `text` that it stands for."""
-        encoding = self._inner.encode(text)
-        return encoding.ids, encoding.offsets
-
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text, without special tokens and ids that no token has."""
         return self._inner.decode([int(i) for i in ids], skip_special_tokens=True)
@@ -129,13 +112,13 @@ class ChatTokenizer:
         for name, token in (("text_mask_id", MASK), ("end_of_text_id", END_OF_TEXT)):
             if self.id_of(token) != getattr(model, name):
                 raise ValueError(
-                    f"{self._path} has {token} as {self.id_of(token)}, the model has"
-                    f" {name}={getattr(model, name)}: use the tokenizer that lies beside the model."
+                    f"{self.path} has {token} as {self.id_of(token)}, the model has"
+                    f" {name}={getattr(model, name)}: use the tokenizer next to the model."
                 )
         if self.vocab_size > model.vocab_size:
             raise ValueError(
-                f"{self._path} has {self.vocab_size} tokens, the model {model.vocab_size}:"
-                " use the tokenizer that lies beside the model."
+                f"{self.path} has {self.vocab_size} tokens, the model {model.vocab_size}:"
+                " use the tokenizer next to the model."
             )
 
 
@@ -155,7 +138,7 @@ def micro_condition(
     hps: float | None = None,
     pixel_diff: float | None = None,
 ) -> str:
-    """Returns what the model is told of an image besides its caption (spec Sec. 5.4).
+    """Returns what the model is told about an image in addition to its caption (spec Sec. 5.4).
 
     Args:
         width, height: of the original, in pixels.
@@ -192,7 +175,7 @@ def draw(
     Args:
         condition: what `micro_condition` made.
         plan: what `clean_plan` made of an answer to `plan_image`.
-        attempts: earlier images, each with what is wrong with it. The line break behind the
+        attempts: earlier images, each with what is wrong with it. The line break after the
             last one is ours.
         template: `<prompt>` in it becomes caption, attempts and condition.
 
@@ -329,8 +312,8 @@ def answer_to(
 def locate(tokenizer: ChatTokenizer, phrase: str, image: VisionTokens) -> Parts:
     """Returns the prompt of the box of one thing: the response is its four LOC tokens.
 
-    As released with an apostrophe in front of everything, so that nothing behind the image is
-    lost (see `_encode`), and without a header behind it.
+    As released with an apostrophe in front of everything, so that nothing after the image is
+    lost (see `_encode`), and without a header after it.
 
     Raises:
         ValueError: a control token in the text, or a tokenizer without LOC tokens.
@@ -403,7 +386,7 @@ def _encode(
 ) -> list[int | VisionTokens]:
     """Returns ids, with the images where `<image>` stands (spec Sec. 5.2).
 
-    As released: when the text begins with the start token, the first id of every piece behind an
+    As released: when the text begins with the start token, the first id of every piece after an
     image is lost.
     """
     first, *rest = (tokenizer.encode(piece) for piece in text.split(IMAGE))
@@ -437,7 +420,7 @@ def _with_response(
 
 
 def _header_start(tokenizer: ChatTokenizer, sequence: Sequence[int | Part]) -> int:
-    """Returns where the assistant's header begins: behind the turns of system and user."""
+    """Returns where the assistant's header begins: after the turns of system and user."""
     end_of_turn = tokenizer.id_of(END_OF_TURN)
     _, user, *_ = (i for i, token in enumerate(sequence) if token == end_of_turn)
     return user + 1

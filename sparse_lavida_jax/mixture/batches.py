@@ -155,7 +155,7 @@ def read_index(folder: pathlib.Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise RecordError(
             f"{path} cannot be read ({error}): is the preparation of {folder} finished? Run it"
-            " again; it goes on where it was."
+            " again; it continues where it stopped."
         ) from error
     if index.get("format") != prepare.FORMAT:
         raise RecordError(

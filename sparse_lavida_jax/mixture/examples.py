@@ -7,8 +7,8 @@ training: the prompts of `lavida_o/chat.py`, so that what is trained is what is 
 """
 
 import dataclasses
-import itertools
 import re
+from collections.abc import Iterator
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -28,6 +28,7 @@ from sparse_lavida_jax.sequence import (
     Source,
     Text,
     Views,
+    VisionTokens,
     cells_from_codes,
 )
 
@@ -41,7 +42,7 @@ MEASURED = 0.5  # share of micro-conditions with a luminance, and with a contras
 LONG_CAPTION, SHORTENED = 150, 0.2  # characters; share of longer captions that are shortened
 MOST_CAPTION = 800  # characters of a caption, the rest is cut off
 DENSE_CAPTION = "Generate a dense image caption with bounding boxes in LOC format."
-FINAL_BLOCKS = 4  # below so many text blocks of padding stand behind an answer: ours
+FINAL_BLOCKS = 4  # fewer than this many text blocks of padding follow an answer: ours
 _MARK = re.compile("(" + "|".join(map(re.escape, (IMAGE, SOURCE_CELL, CELL))) + ")")
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 _LOCATION = re.compile(r"<LOC_(\d+)>")
@@ -52,7 +53,7 @@ class Mixer:
     """Records to what is trained on.
 
     Attributes:
-        tokenizer: the one that lies beside the model.
+        tokenizer: the one next to the model.
         settings: the whole configuration.
     """
 
@@ -76,32 +77,29 @@ class Mixer:
         seen, views = self._seen(record)
         sources = [self._cells(codes) for codes in record.sources]
         codes = self._cells(record.target[crop]) if record.draws else self._no_cells
-        held: list[Part | list[int]] = []  # lists of ids are of a context
-        left = {
+        marks: dict[str, Iterator[Part]] = {
             IMAGE: iter([one.part for one in seen]),
             SOURCE_CELL: iter([Source(cells) for cells in sources]),
             CELL: iter([Response(len(codes))]),
         }
         keep = record.draws and bool(record.plan) and rng.random() < CLEAN_TEXT
+        parts: list[Part] = []
         for words, answer_from in self._messages(turns):
             at = 0
             for piece in _MARK.split(words):
-                if piece in left:
-                    held.append(next(left[piece]))
+                if piece in marks:
+                    parts.append(next(marks[piece]))
                 elif piece:
                     ids, offsets = self.tokenizer.encode_with_offsets(piece)
                     # The header of the assistant is context, the rest of the message learned.
                     first = sum(at + end <= answer_from for _, end in offsets)
-                    held.append(ids[:first])
-                    if ids[first:]:
-                        rest = np.asarray(ids[first:], np.int32)
-                        held.append(Text(rest, keep=True) if keep else Answer(rest))
+                    context, learned = np.split(np.asarray(ids, np.int32), [first])
+                    parts += [Text(context), Text(learned, keep=True) if keep else Answer(learned)]
                 at += len(piece)
         if not record.draws:
-            held.append(Response(0))
-        return Sequence(
-            _joined(held), codes, self._code_weight(record) if record.draws else None, views
-        )
+            parts.append(Response(0))
+        weight = self._code_weight(record) if record.draws else None
+        return Sequence(_joined(parts), codes, weight, views)
 
     def _messages(self, turns: list[tuple[str, str]]) -> list[tuple[str, int]]:
         """Returns messages, each with the character from which on it is learned."""
@@ -148,8 +146,8 @@ class Mixer:
             case "dense_caption":
                 user = f"{IMAGE}\n {DENSE_CAPTION}"
                 answer = self._dense_caption(record)
-            case kind:
-                raise RecordError(f"it is of the kind {kind}, which nobody knows")
+            case _:
+                raise _unknown(record)
         if record.form == "no_plan":
             answer = drawn
         return [(_image_first(user), answer)]
@@ -195,68 +193,79 @@ class Mixer:
         crop = int(rng.integers(max(len(record.target), 1)))
         seen, views = self._seen(record)
         shown = [one.part for one in seen]
-        draws = record.draws and not (record.plan and rng.random() >= CLEAN_TEXT)
+        if not record.draws or (record.plan and rng.random() >= CLEAN_TEXT):
+            if record.kind == "dense_caption" and len(record.boxes):
+                return self._dense_boxes(record, shown[0], views)
+            parts, ids, reach = self._text(record, crop, shown, rng)
+            made = _example(parts, ids[:, None], "text", views)
+            return dataclasses.replace(made, reach=reach)
+        codes, t = self._cells(record.target[crop]), self.tokenizer
+        plan = self._plan_words(record) if record.plan else ""
+        if record.kind in ("text_to_image", "plan"):
+            caption, condition = caption_of(record, rng), condition_of(record, crop, rng)
+            attempts = [*zip(shown, record.feedback, strict=True)]
+            parts = chat.draw(
+                t, caption, len(codes), condition=condition, plan=plan, attempts=attempts
+            )
+            return _example(parts, codes, "image", views)
+        if record.kind not in ("edit", "edit_plan"):
+            raise _unknown(record)
+        sources = [self._cells(one) for one in record.sources]
+        parts = chat.edit_several(t, record.asked[0], shown, sources, len(codes), plan=plan)
+        made = _example(parts, codes, "image", views)
+        return dataclasses.replace(made, code_weight=self._code_weight(record))
+
+    def _text(
+        self, record: Record, crop: int, shown: list[VisionTokens], rng: np.random.Generator
+    ) -> tuple[tuple[Part, ...], Int[np.ndarray, " l"], int]:
+        """Returns the prompt of a text response, its ids, and how many a sampler reaches."""
         t, (asked, *_) = self.tokenizer, (*record.asked, "")
+        if record.kind == "grounding" and (box := self._box_ids(record)) is not None:
+            return chat.locate(t, asked, shown[0]), box, len(box)
+        which = 0
+        if record.kind == "understanding":
+            which = int(rng.integers(len(record.asked)))
+        is_plan = record.kind in ("plan", "edit_plan")
+        words = self._plan_words(record) if is_plan else (*record.answered, "")[which]
+        ids, reach = self._answer(words, rng)
         match record.kind:
-            case "text_to_image" | "plan" if draws:
-                codes = self._cells(record.target[crop])
-                parts = chat.draw(
-                    t, caption_of(record, rng), len(codes),
-                    condition=condition_of(record, crop, rng),
-                    plan=self._plan_words(record) if record.plan else "",
-                    attempts=[*zip(shown, record.feedback, strict=True)],
-                )  # fmt: skip
-                return _example(parts, codes, "image", views)
-            case "edit" | "edit_plan" if draws:
-                codes = self._cells(record.target[crop])
-                parts = chat.edit_several(
-                    t, asked, shown, [self._cells(one) for one in record.sources], len(codes),
-                    plan=self._plan_words(record) if record.plan else "",
-                )  # fmt: skip
-                made = _example(parts, codes, "image", views)
-                return dataclasses.replace(made, code_weight=self._code_weight(record))
             case "plan":
-                ids, reach = self._answer(self._plan_words(record), rng)
                 caption, condition = caption_of(record, rng), condition_of(record, crop, rng)
-                words = f"{caption} {condition}. {chat.PLAN}{_feedback(record)}"
-                user = f"Generate an image with the caption: {words}"
+                said = f"{caption} {condition}. {chat.PLAN}{_feedback(record)}"
+                user = f"Generate an image with the caption: {said}"
                 parts = chat.answer_to(t, user, shown, len(ids))
             case "edit_plan":
-                ids, reach = self._answer(self._plan_words(record), rng)
                 user = " ".join([IMAGE] * len(shown)) + f"\n{asked}. {chat.PLAN}"
                 parts = chat.answer_to(t, user, shown, len(ids))
             case "understanding":
-                which = int(rng.integers(len(record.asked)))
                 question = record.asked[which].replace(IMAGE, "").strip()
-                ids, reach = self._answer(record.answered[which], rng)
                 parts = chat.ask(t, question, shown, len(ids))
             case "reflection":
-                ids, reach = self._answer(record.answered[0], rng)
                 parts = chat.judge(t, asked, shown[0], len(ids))
-            case "grounding" if (ids := self._box_ids(record)) is not None:
-                parts, reach = chat.locate(t, asked, shown[0]), len(ids)
-            case "dense_caption" if len(record.boxes):
-                parts, known = chat.locate_all(t, record.phrases, shown[0])
-                given = known != self.settings.model.text_mask_id
-                boxes = "".join(self._boxes_said(record))
-                ids = known.copy()
-                ids[~given] = [t.id_of(f"<LOC_{n}>") for n in _LOCATION.findall(boxes)]
-                made = _example(parts, ids[:, None], "text", views)
-                return dataclasses.replace(made, given=given)
-            case "grounding" | "dense_caption":
+            case "grounding":
                 wanted = f" Please locate {asked} in this image. {chat.BOXES_WANTED}"
-                if record.kind == "dense_caption":
-                    wanted = f" {DENSE_CAPTION}"
-                ids, reach = self._answer(record.answered[0], rng)
                 parts = chat.ask(t, wanted, shown, len(ids))
-            case kind:
-                raise RecordError(f"it is of the kind {kind}, which nobody knows")
-        return dataclasses.replace(_example(parts, ids[:, None], "text", views), reach=reach)
+            case "dense_caption":
+                parts = chat.ask(t, f" {DENSE_CAPTION}", shown, len(ids))
+            case _:
+                raise _unknown(record)
+        return parts, ids, reach
+
+    def _dense_boxes(
+        self, record: Record, shown: VisionTokens, views: tuple[Views, ...]
+    ) -> Example:
+        """Returns phrases with boxes to find: all else of the response is given."""
+        parts, known = chat.locate_all(self.tokenizer, record.phrases, shown)
+        given = known != self.settings.model.text_mask_id
+        boxes = _LOCATION.findall("".join(self._boxes_said(record)))
+        ids = known.copy()
+        ids[~given] = [self.tokenizer.id_of(f"<LOC_{edge}>") for edge in boxes]
+        return dataclasses.replace(_example(parts, ids[:, None], "text", views), given=given)
 
     def _answer(self, words: str, rng: np.random.Generator) -> tuple[Int[np.ndarray, " l"], int]:
         """Returns an answer in whole text blocks, and how many tokens a sampler reaches.
 
-        Behind it stand the end of the turn, at least one end-of-text, and a random number of text
+        After it come the end of the turn, at least one end-of-text, and a random number of text
         blocks more.
         """
         data, model = self.settings.data, self.settings.model
@@ -333,7 +342,7 @@ class Mixer:
 
 
 def caption_of(record: Record, rng: np.random.Generator) -> str:
-    """Returns a caption, a long one now and then cut down to its first sentences (spec Sec. 9.4).
+    """Returns a caption, a long one sometimes cut down to its first sentences (spec Sec. 9.4).
 
     The caption of a plan is only ever cut at its end: the plan is one of all it says.
     """
@@ -378,29 +387,33 @@ def _feedback(record: Record) -> str:
 def _image_first(words: str) -> str:
     """Moves the only image of a message to its beginning, as released (spec Sec. 9.4).
 
-    The line break behind it is ours.
+    The line break after it is ours.
     """
     if words.count(IMAGE) != 1 or words.startswith(IMAGE):
         return words
     return f"{IMAGE}\n{words.replace(IMAGE, '').strip()}"
 
 
-def _joined(held: list[Part | list[int]]) -> tuple[Part, ...]:
-    """Returns the parts, with runs of context as one text each and answers side by side joined."""
-    parts: list[Part] = []
-    for kind, run in itertools.groupby(held, lambda one: (type(one), getattr(one, "keep", None))):
-        run = [*run]
-        ids = [one if isinstance(one, list) else getattr(one, "ids", ()) for one in run]
-        joined = np.asarray([*itertools.chain(*ids)], np.int32)
-        if kind[0] is list:
-            parts += [Text(joined)] if len(joined) else []
-        elif kind[0] is Answer:
-            parts.append(Answer(joined))
-        elif kind[0] is Text:
-            parts.append(Text(joined, keep=True))
-        else:
-            parts += [one for one in run if not isinstance(one, list)]
-    return tuple(parts)
+def _joined(parts: list[Part]) -> tuple[Part, ...]:
+    """Returns the parts, with texts of one kind that follow each other as one, and no empty one."""
+    joined: list[Part] = []
+    for part in parts:
+        last = joined[-1] if joined else None
+        if not isinstance(part, Text | Answer):
+            joined.append(part)
+        elif isinstance(last, Text | Answer) and _sort(last) == _sort(part):
+            joined[-1] = dataclasses.replace(last, ids=np.concatenate([last.ids, part.ids]))
+        elif len(part.ids):
+            joined.append(part)
+    return tuple(joined)
+
+
+def _sort(text: Text | Answer) -> tuple[type, bool]:
+    return type(text), isinstance(text, Text) and text.keep
+
+
+def _unknown(record: Record) -> RecordError:
+    return RecordError(f"it is of the kind {record.kind}, which is unknown")
 
 
 def _example(parts: tuple[Part, ...], response, kind: Kind, views) -> Example:

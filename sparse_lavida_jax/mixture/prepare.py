@@ -10,8 +10,8 @@ The prepared folder:
     report.json, report.md                every bad record by name
 
 A shard is one task. It depends on its rows, the settings and the image tokenizer and on nothing
-else, so it has the same bytes whoever makes it, and a shard that is there is not made again. Tasks
-run in this process, in several, or over many machines (`prepare_ray.py`).
+else, so it has the same bytes whichever process makes it; one that is there is not made again.
+Tasks run in this process, in several, or over many machines (`prepare_ray.py`).
 """
 
 import collections
@@ -146,7 +146,7 @@ def prepare(
 
     Args:
         path: the mixture file (`recipe.read`).
-        on_progress: is told how many shards are done, of how many.
+        on_progress: called with how many shards are done, and of how many.
 
     Raises:
         RecipeError: the mixture file is wrong.
@@ -292,7 +292,7 @@ def make(job: Job, encoder: ImageEncoder, shard: Shard) -> Outcome:
     """
     path = job.folder / f"{shard.stem}{records.SUFFIX}"
     path.parent.mkdir(parents=True, exist_ok=True)
-    # The old one would be taken to belong to the new file.
+    # Next to a new file the old one would be taken for its outcome.
     (job.folder / f"{shard.stem}.json").unlink(missing_ok=True)
     left_out: collections.Counter[str] = collections.Counter()
     bad: list[list[str]] = []
@@ -421,7 +421,7 @@ def _in_processes(job: Job, shards: list[Shard], workers: int) -> Iterator[tuple
             " prepare.encode_batch and run the same command again. What is finished stays."
         ) from error
     finally:
-        # Nobody waits for shards that nobody will use.
+        # Shards that are still being made will not be used.
         pool.shutdown(wait=False, cancel_futures=True)
         if waiting:
             for child in set(multiprocessing.active_children()) - others:

@@ -238,7 +238,6 @@ class Denoiser(nnx.Module):
             cache.decodes,
             layout,
             cache,
-            dtype=jnp.dtype(self.settings.compute_dtype),
             implementation=self.settings.attention_implementation or None,
         )
 

@@ -15,7 +15,6 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from sparse_lavida_jax.kernels import sharded
@@ -65,7 +64,6 @@ def step_tables(
     layout: TokenLayout,
     cache: KVCache,
     *,
-    dtype: DTypeLike,
     implementation: str | None = None,
 ) -> StepTables:
     """Returns the tables of a pass that holds one stream, the one that the cache decodes.
@@ -73,12 +71,10 @@ def step_tables(
     Args:
         layout: tags of the stream.
         cache: as it is before the pass; only its tags are read.
-        dtype: of the queries.
     """
-    first = (joint if isinstance(joint, Layer) else joint[0]).understanding
     cache = cache.begin(name, layout.block)
     deals: Deals = sharded.deals_of({name: layout.block.shape[1]}, None)
-    one = _Pass({name: layout}, deals, cache, implementation, first.head_dim, dtype)
+    one = _Pass({name: layout}, deals, cache, implementation, _first(joint))
     return StepTables(one.joint([name]).tables, one.split(name).tables)
 
 
@@ -118,55 +114,72 @@ def run_layers(
         The residual streams that are wanted and present, and the cache as written.
     """
     present: list[StreamName] = [name for name in STREAMS if name in x]
-    first = (joint if isinstance(joint, Layer) else joint[0]).understanding
     if cache is not None:
         for name in present:
             cache = cache.begin(name, layouts[name].block)
         if takes_tables(implementation):
-            cache = cache.placed(first.num_heads)
+            cache = cache.placed(_first(joint).num_heads)
     # The slots of a cache are in the order of its steps, and the reference needs no balance.
     in_turn = cache is None and takes_tables(implementation)
     deals: Deals = sharded.deals_of(
         {name: x[name].shape[1] for name in present},
         functools.partial(query_tile, implementation=implementation) if in_turn else None,
     )
-    ahead = tables or StepTables()
     x = sharded.dealt_out(x, deals)
     if cache is None:
         x = {name: sharded.over_rows(x[name]) for name in x}
     layouts = {name: jax.tree.map(deals[name].out, layouts[name]) for name in present}
-    seen, dtype = cache if attend_cache else None, jnp.dtype(first.dtype)
-    one = _Pass(layouts, deals, seen, implementation, first.head_dim, dtype)
-
-    # The last joint layer is where an unwanted stream stops. Taking that layer out of the stack
-    # copies the others; where memory is short this layer is computed whole instead.
-    unwanted = [name for name in present if wanted not in ("both", name)]
-    saving = remat != "none" and cache is None
-    stops = [] if saving else unwanted
-    whole = num_joint - 1 if stops else num_joint
-    body = functools.partial(
-        _joint_layer, one=one, keep=present, attention=one.joint(present, ahead.joint)
-    )
-    body = _rematerialized(body, remat, unroll) if saving else body
-    x, cache = _run(body, joint, whole, x, cache, unroll)
-    if saving:
-        x = {name: x[name] for name in x if name not in unwanted}
-    if stops:
-        last = jax.tree.map(lambda p: p[-1], joint) if isinstance(joint, Layer) else joint[-1]
-        keep: list[StreamName] = [name for name in present if name not in stops]
-        attention = one.joint(keep) if keep else None
-        carry, last = (x, cache), (last, jnp.int32(num_joint - 1))
-        (x, cache), _ = _joint_layer(carry, last, one=one, keep=keep, attention=attention)
+    one = _Pass(layouts, deals, cache if attend_cache else None, implementation, _first(joint))
+    ahead, saving = tables or StepTables(), remat != "none" and cache is None
+    run = functools.partial(_run, remat=remat if saving else "none", unroll=unroll)
+    x, cache = _run_joint(run, joint, num_joint, x, cache, one, wanted, saving, ahead.joint)
     if x:
         attentions = {name: one.split(name, ahead.split) for name in x}
         body = functools.partial(_split_layer, one=one, attentions=attentions)
-        body = _rematerialized(body, remat, unroll) if saving else body
-        x, cache = _run(body, split, num_split, x, cache, unroll)
+        x, cache = run(body, split, num_split, x, cache)
     return sharded.taken_back(x, deals), cache
 
 
-def _run(body, layers: Layer | Sequence[Layer], number: int, x, cache, unroll: bool):
-    """Feeds the streams through the first `number` layers, in a loop if they are stacked."""
+def _first(layers: Layer | Sequence[Layer]) -> Branch:
+    """Returns a branch whose heads and dtype are those of all."""
+    return (layers if isinstance(layers, Layer) else layers[0]).understanding
+
+
+def _run_joint(
+    run, joint, number: int, x, cache, one: "_Pass", wanted: Wanted, saving: bool, tables
+) -> tuple[Residuals, KVCache | None]:
+    """Feeds the streams through the joint layers, and returns those that are wanted.
+
+    The last layer is where an unwanted stream stops. Taking that layer out of the stack copies the
+    others; where memory is short (`saving`) it is computed whole instead.
+    """
+    present: list[StreamName] = [*one.layouts]
+    keep: list[StreamName] = [name for name in present if wanted in ("both", name)]
+    stops = keep != present and not saving
+    body = functools.partial(
+        _joint_layer, one=one, keep=present, attention=one.joint(present, tables)
+    )
+    x, cache = run(body, joint, number - stops, x, cache)
+    if stops:
+        last = jax.tree.map(lambda p: p[-1], joint) if isinstance(joint, Layer) else joint[-1]
+        attention = one.joint(keep) if keep else None
+        carry, last = (x, cache), (last, jnp.int32(number - 1))
+        (x, cache), _ = _joint_layer(carry, last, one=one, keep=keep, attention=attention)
+    return {name: x[name] for name in x if name in keep}, cache
+
+
+def _run(body, layers: Layer | Sequence[Layer], number: int, x, cache, *, remat: str, unroll: bool):
+    """Feeds the streams through the first `number` layers, in a loop if they are stacked.
+
+    Args:
+        remat: what a layer keeps for its gradient, to compute the rest again; "none": everything.
+    """
+    if remat != "none":
+        policy = None
+        if remat == "attention":
+            policy = jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse")
+        # A loop is a barrier already: the compiler finds nothing in it that it computed before.
+        body = jax.checkpoint(body, policy=policy, prevent_cse=unroll)
     if not isinstance(layers, Layer):
         for index in range(number):
             (x, cache), _ = body((x, cache), (layers[index], jnp.int32(index)))
@@ -177,15 +190,6 @@ def _run(body, layers: Layer | Sequence[Layer], number: int, x, cache, unroll: b
         layers = jax.tree.map(lambda p: p[:number], layers)
     (x, cache), _ = jax.lax.scan(body, (x, cache), (layers, jnp.arange(number)), unroll=unroll)
     return x, cache
-
-
-def _rematerialized(layer, remat: str, unroll: bool):
-    """Returns a layer that keeps little for its gradient and computes the rest again."""
-    policy = None
-    if remat == "attention":
-        policy = jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse")
-    # A loop is a barrier already: the compiler finds nothing in it that it computed before.
-    return jax.checkpoint(layer, policy=policy, prevent_cse=unroll)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,15 +242,15 @@ class _Pass:
         layouts: tags of the streams that are present.
         deals: how their tokens are dealt out over a mesh.
         cache: whose tags the keys have; None where tokens attend to this pass only.
-        implementation, head_dim, dtype: see `kernels.attention`.
+        implementation: of attention; by default the best for the platform.
+        branch: of any layer, for its heads and dtype.
     """
 
     layouts: Layouts
     deals: Deals
     cache: KVCache | None
     implementation: str | None
-    head_dim: int
-    dtype: DTypeLike
+    branch: Branch
 
     def joint(self, asking: Sequence[StreamName], tables: AnyTables | None = None) -> _Attention:
         """The streams that ask attend to all tokens, or to the whole cache."""
@@ -276,8 +280,8 @@ class _Pass:
             keys.segment,
             key_deals=key_deals,
             implementation=how,
-            head_dim=self.head_dim,
-            dtype=self.dtype,
+            head_dim=self.branch.head_dim,
+            dtype=jnp.dtype(self.branch.dtype),
         )
         cached = stored is not None
         return _Attention(queries, key_block, keys.segment, tables, cached, how, key_deals)

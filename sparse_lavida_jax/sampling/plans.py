@@ -9,7 +9,7 @@ import bisect
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, Shaped
@@ -74,7 +74,6 @@ def image_plan(
         given = np.zeros((len(cells) if cells.ndim == 2 else 1, cells.shape[-1]), bool)
     batch, length = given.shape
     cells = np.broadcast_to(cells, (batch, length))
-    first_block = FIRST_BLOCK
     per_row = [
         merged(counts(schedule, num_steps, int(n), shift), merge) for n in (~given).sum(axis=1)
     ]
@@ -87,8 +86,8 @@ def image_plan(
         step = np.repeat(np.arange(len(per_step)), per_step)
         slot = np.arange(len(wanted)) - (np.cumsum(per_step) - per_step)[step]
         decode[step, row, slot] = wanted
-        decoded_at[row, wanted] = first_block + step
-    return SamplingPlan(decode, decoded_at, first_block)
+        decoded_at[row, wanted] = FIRST_BLOCK + step
+    return SamplingPlan(decode, decoded_at, FIRST_BLOCK)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -144,22 +143,24 @@ class Segment:
 
 def _segment(
     block: Int[np.ndarray, " n"],
-    clean: Int[np.ndarray, "n b wc"],
     decode: Int[np.ndarray, "n b w"],
-    rest: Int[np.ndarray, "n b wr"],
     count: Int[np.ndarray, "n b"],
+    *,
+    clean: Int[np.ndarray, "n b wc"] | None = None,
+    rest: Int[np.ndarray, "n b wr"] | None = None,
     candidates: Bool[np.ndarray, "n b w u"] | None = None,
 ) -> Segment:
-    """Returns a segment that is guided throughout and without noise on confidences."""
-    steps = len(block)
-    if candidates is None:
-        candidates = np.ones((*decode.shape, 1), bool)
+    """Returns a segment that is guided throughout and without noise on confidences.
+
+    By default it passes nothing but `decode`, all of which are candidates.
+    """
+    steps, nothing = len(block), np.zeros((*decode.shape[:2], 0), np.int32)
     return Segment(
         block.astype(np.int32),
-        clean,
+        nothing if clean is None else clean,
         decode,
-        candidates,
-        rest,
+        np.ones((*decode.shape, 1), bool) if candidates is None else candidates,
+        nothing if rest is None else rest,
         count,
         refresh=np.zeros(steps, bool),
         guided=np.ones(steps, bool),
@@ -237,10 +238,10 @@ def segments(
     return [
         _segment(
             block[start:stop, 0, 0],
-            cut(clean, start, stop),
             cut(plan.decode, start, stop),
-            cut(rest, start, stop),
             _used(plan.decode[start:stop]),
+            clean=cut(clean, start, stop),
+            rest=cut(rest, start, stop),
         )
         for start, stop in _cuts(widths, buckets, max_segments, padding)
     ]
@@ -260,7 +261,7 @@ def code_segments(
     """Groups the steps of a plan over the codes of an image; every step passes all its cells.
 
     This is LaViDa-O's sampler: a step commits single codes, and a cell may be known in part. The
-    cells that hold a code of the step stand in `decode`, filled up with others to the width of the
+    cells that hold a code of the step are in `decode`, filled up with others to the width of the
     segment, so that nothing is padded and the head is computed for few cells. Given cells are in
     the prompt's pass.
 
@@ -280,8 +281,7 @@ def code_segments(
     if by_confidence:
         decode = np.broadcast_to(passed, (plan.num_steps, *passed.shape[1:]))
         candidates = np.ones((*decode.shape, at.shape[-1]), bool)
-        rest = np.zeros((*decode.shape[:2], 0), np.int32)
-        whole = _segment(block, rest, decode, rest, _used(plan.decode), candidates)
+        whole = _segment(block, decode, _used(plan.decode), candidates=candidates)
         return [whole] if plan.num_steps else []
     now = at[None] == block[:, None, None, None]  # [k b l g]
     touched = now.any(axis=-1)
@@ -296,12 +296,11 @@ def code_segments(
     for start, stop in _cuts(widths, buckets, max_segments, padding):
         width = min(_bucket(int(widths[start:stop].max()), buckets), positions.shape[-1])
         decode, rest = np.split(positions[start:stop], [width], axis=-1)
-        candidates = np.take_along_axis(
-            now[start:stop], sorted_cells[start:stop, :, :width, None], axis=2
-        )
+        own = sorted_cells[start:stop, :, :width, None]
+        candidates = np.take_along_axis(now[start:stop], own, axis=2)
         count = candidates.sum(axis=(-1, -2)).astype(np.int32)
-        nothing = rest[..., :0]
-        result.append(_segment(block[start:stop], nothing, decode, rest, count, candidates))
+        part = _segment(block[start:stop], decode, count, rest=rest, candidates=candidates)
+        result.append(part)
     return result
 
 
@@ -396,12 +395,8 @@ def text_plan(
     *,
     schedule: str = "even",
     shift: float = 1.0,
-    passes_clean: PassesClean = "newest",
-    passes_rest: bool = False,
-    passes_given: bool = False,
-    refreshes: bool = False,
-    leftovers: bool = False,
     block_order: Sequence[int] | None = None,
+    **passes: Any,
 ) -> list[Segment]:
     """Returns the segments of a text response: its text blocks, from left to right by default.
 
@@ -410,28 +405,13 @@ def text_plan(
     released (spec Sec. 6). Steps are numbered on from text block to text block. A text block in
     which no row has anything masked is left out.
 
-    With `passes_clean="newest"` the positions of the text block decoded before are passed in the
-    first step of a text block and in no other, so that step is a segment of its own: two segments
-    a text block. (The first text block has the same two shapes, with padding for clean tokens, so
-    that nothing more is compiled for it.) Clean tokens of the current text block are in `decode`
-    and computed anew by every step.
-
     Args:
         length: tokens of the response, a whole number of text blocks.
         steps_per_block: at most this many; fewer where fewer tokens are masked.
         given: tokens known beforehand; without it nothing is given, in one row.
-        schedule: "even", or one of `SCHEDULES` with its `shift`.
-        passes_clean: "newest": the text block decoded before; "all": all those, every step.
-        passes_rest: whether text blocks to be decoded later are passed too, masked.
-        passes_given: whether given tokens are passed as all others are; otherwise they are in the
-            prompt's pass.
-        refreshes: Fast-dLLM's caches. The first step of a text block is a segment of its own that
-            passes everything; what it has in `clean` stays in the cache for the others. That is
-            the text blocks decoded before, and without `passes_rest` also those decoded later.
-        leftovers: every step passes and predicts the whole response, and may commit all that is
-            masked in this text block and in those before it: as released, where a draw may be the
-            mask token.
+        schedule: "even", or one of `orders.SCHEDULES` with its `shift`.
         block_order: the text blocks in the order of their decoding; by default 0, 1, ...
+        passes: fields of `TextPasses`.
 
     Raises:
         ValueError: `length` is not a whole number of text blocks, a number is below 1, or
@@ -450,42 +430,90 @@ def text_plan(
             f" {visited}."
         )
     masked = ~given if given is not None else np.ones((1, length), bool)
-    passed = masked | passes_given
     turn = np.argsort(visited)[np.arange(length) // block_len]  # of each position's text block
-    plan: list[Segment] = []
+    asked, plan = TextPasses(**passes), []
     newest = np.zeros_like(masked)  # decoded in the text block before
     for i in range(num_blocks):
-        # Numbered whatever is given, so that a row's noise does not depend on the other rows.
-        block = FIRST_BLOCK + i * steps_per_block
-        before, inside, later = turn < i, turn == i, turn > i
-        start = i * block_len  # how many positions are `before`
-        count = _text_counts((masked & inside).sum(axis=1), steps_per_block, schedule, shift)
-        steps = len(count)
-        if steps == 0:
-            continue
-        blocks = np.arange(block, block + steps)
-        if leftovers:
-            decode = _repeat(passed, steps, length)
-            nothing = decode[..., :0]
-            candidates = ~later[decode][..., None]
-            plan.append(_segment(blocks, nothing, decode, nothing, count, candidates))
-            continue
-        rest_len = (length - start - block_len) * passes_rest
-        rest = _repeat(passed & later & passes_rest, steps, rest_len)
-        decode = _repeat(passed & inside, steps, block_len)
-        clean = passed & before if passes_clean == "all" else newest
-        if refreshes and not passes_rest:
-            clean = passed & ~inside
-        width = length - block_len if refreshes and not passes_rest else start
-        whole = _segment(blocks, _repeat(clean, steps, width), decode, rest, count)
-        if refreshes:
-            plan += _first_step_apart(whole, width, refresh=True)
-        elif passes_clean == "all" or length == block_len:
-            plan.append(whole)
-        else:
-            plan += _first_step_apart(whole, block_len)
-        newest = masked & inside
+        own = masked & (turn == i)
+        count = _text_counts(own.sum(axis=1), steps_per_block, schedule, shift)
+        if len(count):
+            # Numbered whatever is given, so that a row's noise does not depend on the other rows.
+            blocks = FIRST_BLOCK + i * steps_per_block + np.arange(len(count))
+            plan += asked.text_block(blocks, count, masked, turn - i, newest, block_len)
+            newest = own
     return plan
+
+
+@dataclasses.dataclass(frozen=True)
+class TextPasses:
+    """What the steps of a text block pass besides its own tokens.
+
+    With `passes_clean="newest"` the positions of the text block decoded before are passed in the
+    first step of a text block and in no other, so that step is a segment of its own: two segments
+    a text block. (The first text block has the same two shapes, with padding for clean tokens, so
+    that nothing more is compiled for it.) Clean tokens of the current text block are in `decode`
+    and computed again by every step.
+
+    Attributes:
+        passes_clean: "newest": the text block decoded before; "all": all those, every step.
+        passes_rest: whether text blocks to be decoded later are passed too, masked.
+        passes_given: whether given tokens are passed as all others are; otherwise they are in the
+            prompt's pass.
+        refreshes: Fast-dLLM's caches. The first step of a text block is a segment of its own that
+            passes everything; what it has in `clean` stays in the cache for the others. That is
+            the text blocks decoded before, and without `passes_rest` also those decoded later.
+        leftovers: every step passes and predicts the whole response, and may commit all that is
+            masked in this text block and in those before it: as released, where a draw may be the
+            mask token.
+    """
+
+    passes_clean: PassesClean = "newest"
+    passes_rest: bool = False
+    passes_given: bool = False
+    refreshes: bool = False
+    leftovers: bool = False
+
+    def text_block(
+        self,
+        block: Int[np.ndarray, " n"],
+        count: Int[np.ndarray, "n b"],
+        masked: Bool[np.ndarray, "b l"],
+        later: Int[np.ndarray, " l"],
+        newest: Bool[np.ndarray, "b l"],
+        block_len: int,
+    ) -> list[Segment]:
+        """Returns the segments of one text block.
+
+        Args:
+            block, count: of each step.
+            masked: tokens of the response that are not given.
+            later: of each position: how many text blocks are decoded from this one to its own.
+            newest: tokens that the text block before decoded.
+        """
+        steps, length = len(block), masked.shape[1]
+        passed = masked | self.passes_given
+        if self.leftovers:
+            decode = _repeat(passed, steps, length)
+            return [_segment(block, decode, count, candidates=(later <= 0)[decode][..., None])]
+        decode = _repeat(passed & (later == 0), steps, block_len)
+        before = int((later < 0).sum())
+        rest_len = (length - before - block_len) * self.passes_rest
+        rest = _repeat(passed & (later > 0) & self.passes_rest, steps, rest_len)
+        if self.refreshes and not self.passes_rest:
+            clean, width = passed & (later != 0), length - block_len
+        elif self.refreshes or self.passes_clean == "all":
+            clean, width = passed & (later < 0), before
+        else:
+            clean, width = newest, block_len if length > block_len else 0
+        clean = _repeat(clean, steps, width)
+        whole = _segment(block, decode, count, clean=clean, rest=rest)
+        if not self.refreshes and (self.passes_clean == "all" or length == block_len):
+            return [whole]
+        # The first step alone passes clean tokens.
+        first, others = whole.steps(0, 1), whole.steps(1, steps)
+        first = dataclasses.replace(first, refresh=np.full(1, self.refreshes))
+        others = dataclasses.replace(others, clean=others.clean[..., :0])
+        return [first, others] if steps > 1 else [first]
 
 
 def _text_counts(
@@ -505,13 +533,3 @@ def _text_counts(
 
 def _repeat(chosen: Bool[np.ndarray, "b l"], steps: int, width: int) -> Int[np.ndarray, "n b w"]:
     return np.repeat(_fit(_positions(chosen[None]), width), steps, axis=0)
-
-
-def _first_step_apart(whole: Segment, clean_width: int, *, refresh: bool = False) -> list[Segment]:
-    """Splits off the first step, the only one that passes clean tokens."""
-    first, others = whole.steps(0, 1), whole.steps(1, whole.num_steps)
-    first = dataclasses.replace(
-        first, clean=_fit(first.clean, clean_width), refresh=np.full(1, refresh)
-    )
-    others = dataclasses.replace(others, clean=others.clean[..., :0])
-    return [first, others] if others.num_steps else [first]

@@ -85,7 +85,7 @@ class Encoder:
         Args:
             given_spans: character spans of `answer` that are known beforehand.
             length: tokens of the response; by default what the answer needs.
-            extra_blocks: text blocks of padding behind what the answer needs.
+            extra_blocks: text blocks of padding after what the answer needs.
         """
         ids, offsets = self.tokenizer.encode_with_offsets(answer)
         block = self.data.text_block_len
@@ -143,8 +143,8 @@ class Encoder:
     def sequence(self, example: Example) -> Sequence:
         """Returns an example as LaViDa-O trains on it (spec Sec. 9.1), without padding.
 
-        What stands behind the assistant token is the answer, a plan and the end of the turn
-        included; nothing of the prompt is kept when it is dropped, headers neither. Text that is
+        What follows the assistant token is the answer, a plan and the end of the turn included;
+        nothing of the prompt is kept when it is dropped, not even headers. Text that is
         given is neither masked nor predicted; given cells of an image are like all others.
         """
         parts, answers = [], False

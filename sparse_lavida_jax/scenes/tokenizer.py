@@ -16,30 +16,44 @@ from collections.abc import Iterable, Iterator, Sequence
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from sparse_lavida_jax.data.tokenizer import TextTokenizer
 from sparse_lavida_jax.scenes import tasks
 from sparse_lavida_jax.scenes.grammar import LOCATIONS
 
-# In the order of their ids, from 0 on; the LOC tokens follow, then bytes and merges.
+# In the order of their ids, from 0 on; the LOC tokens follow, then bytes and merges. The last three
+# are for what stands in other streams, and in no sequence.
 SPECIAL_TOKENS = (
     "<|endoftext|>", "<|mdm_mask|>", "<|user|>", "<|assistant|>", "<|eot|>", "<image>", "<source>",
     "<response>",
 )  # fmt: skip
 LOCATION_TOKENS = tuple(f"<LOC_{edge}>" for edge in range(LOCATIONS))
-# Tasks that the shipped tokenizer was trained on; the words of the others are no others.
+# Tasks that the shipped tokenizer was trained on; the others use the same words.
 OLDEST = (
     "draw", "edit", "inpaint", "outpaint", "plan", "edit_plan", "answer", "arithmetic", "point",
     "detect", "caption", "constrained_caption", "infill", "reflect",
 )  # fmt: skip
 SHIPPED = pathlib.Path(__file__).parents[1] / "assets" / "tokenizers" / "scenes" / "tokenizer.json"
 LARGEST_VOCABULARY = 544
+_MAKE = "make one with `python -m sparse_lavida_jax.scenes.tokenizer --out={path}`"
 
 
-class Tokenizer:
+class Tokenizer(TextTokenizer):
     """Text to ids and back.
 
     Special tokens are no text: `encode` spells them out like any other word and `decode` leaves
     them out. LOC tokens are text, `<LOC_0>` to `<LOC_24>`.
+
+    Attributes:
+        end_of_text_id: ends an answer, and pads.
+        mask_id: of a masked token.
+        user_id, assistant_id: start a prompt and a response.
+        end_of_turn_id: ends either.
+        location_ids: of `<LOC_0>`, `<LOC_1>`, ...
     """
+
+    remedies = f"name a tokenizer.json, or {_MAKE}", f"Copy it again, or {_MAKE}"
+    end_of_text_id, mask_id, user_id, assistant_id, end_of_turn_id = range(5)
+    location_ids = range(len(SPECIAL_TOKENS), len(SPECIAL_TOKENS) + LOCATIONS)
 
     def __init__(self, path: pathlib.Path | str = SHIPPED):
         """Loads a `tokenizer.json`.
@@ -48,19 +62,7 @@ class Tokenizer:
             FileNotFoundError: there is none at `path`.
             ValueError: the file is damaged, or of a tokenizer without our special tokens.
         """
-        path = pathlib.Path(path)
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"there is no tokenizer at {path}. Name a tokenizer.json, or make one with"
-                f" `python -m sparse_lavida_jax.scenes.tokenizer --out={path}`."
-            )
-        try:
-            self._inner = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-        except Exception as error:  # the library raises plain `Exception`
-            raise ValueError(
-                f"{path} is damaged: {error}. Copy it again, or make it anew with"
-                f" `python -m sparse_lavida_jax.scenes.tokenizer --out={path}`."
-            ) from error
+        super().__init__(path)
         expected = SPECIAL_TOKENS + LOCATION_TOKENS
         found = tuple(self._inner.id_to_token(number) for number in range(len(expected)))
         if found != expected:
@@ -70,61 +72,6 @@ class Tokenizer:
                 " needed. Use a tokenizer that `sparse_lavida_jax.scenes.tokenizer` made."
             )
         self._inner.encode_special_tokens = True
-
-    @property
-    def vocab_size(self) -> int:
-        return self._inner.get_vocab_size()
-
-    @property
-    def end_of_text_id(self) -> int:
-        """Ends an answer, and pads."""
-        return SPECIAL_TOKENS.index("<|endoftext|>")
-
-    @property
-    def mask_id(self) -> int:
-        return SPECIAL_TOKENS.index("<|mdm_mask|>")
-
-    @property
-    def user_id(self) -> int:
-        """Starts a prompt."""
-        return SPECIAL_TOKENS.index("<|user|>")
-
-    @property
-    def assistant_id(self) -> int:
-        """Starts a response."""
-        return SPECIAL_TOKENS.index("<|assistant|>")
-
-    @property
-    def end_of_turn_id(self) -> int:
-        return SPECIAL_TOKENS.index("<|eot|>")
-
-    @property
-    def image_id(self) -> int:
-        """Stands for the vision tokens of an image."""
-        return SPECIAL_TOKENS.index("<image>")
-
-    @property
-    def source_id(self) -> int:
-        """Stands for the source cells of an edit."""
-        return SPECIAL_TOKENS.index("<source>")
-
-    @property
-    def response_id(self) -> int:
-        """Stands for the cells of an image response."""
-        return SPECIAL_TOKENS.index("<response>")
-
-    @property
-    def location_ids(self) -> range:
-        """The ids of `<LOC_0>`, `<LOC_1>`, ..."""
-        return range(len(SPECIAL_TOKENS), len(SPECIAL_TOKENS) + LOCATIONS)
-
-    def encode(self, text: str) -> list[int]:
-        return self._inner.encode(text).ids
-
-    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Returns ids, and for each the characters (start, end) of `text` that it stands for."""
-        encoding = self._inner.encode(text)
-        return encoding.ids, encoding.offsets
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text, without special tokens and ids that are not in the vocabulary."""
@@ -156,7 +103,7 @@ def train(texts: Iterable[str]) -> str:
 
 
 def corpus(examples: int) -> Iterator[str]:
-    """Yields the texts of so many examples of every task and split, but for `YOUNGER` tasks."""
+    """Yields the texts of so many examples of the `OLDEST` tasks in every split."""
     for task in OLDEST:
         for split in tasks.SPLITS:
             for index in range(examples):

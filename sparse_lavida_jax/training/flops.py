@@ -4,7 +4,7 @@
 A matrix of m x n takes 2 m n a token forwards, as much for the gradient of what it multiplies, and
 as much again for its own where it is trained. Attention takes 4 (h d) a visible pair of query and
 key forwards and twice that backwards. Padding, what `remat` computes again, norms and look-ups are
-not counted, nor is the understanding stream behind the last joint layer where only an image is
+not counted, nor is the understanding stream after the last joint layer where only an image is
 predicted. Model FLOPs utilisation (MFU, arXiv:2204.02311) is this over what the devices could do.
 """
 
@@ -37,6 +37,11 @@ class Work:
     slots: int
     with_loss: int
     flops: float
+
+    def plus(self, more: "Work", times: int = 1) -> "Work":
+        """Returns the sum of this and of so many times some more."""
+        mine, others = dataclasses.astuple(self), dataclasses.astuple(more)
+        return Work(*(a + times * b for a, b in zip(mine, others, strict=True)))
 
 
 def peak(device_kind: str) -> float | None:
@@ -127,7 +132,7 @@ def layer_size(stream: str, model: config.Model) -> int:
 
 
 def head_size(stream: str, model: config.Model) -> int:
-    """Numbers in the matrices that a token with a loss meets behind the layers."""
+    """Numbers in the matrices that a token with a loss meets after the layers."""
     if stream == "understanding":
         return model.width * model.vocab_size
     width = model.generation_width

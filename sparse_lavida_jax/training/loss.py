@@ -42,7 +42,7 @@ def linear_cross_entropy(
     Tokens with a loss are moved to the front of their row, and chunks without any are left out.
     The gradient is computed with the value, so that no logits are computed twice; it flows to
     `hidden` and `kernel`, from the first sum alone. Memory: `b * chunk * v` numbers, and a gradient
-    of the kernel in float32 if anybody wants one.
+    of the kernel in float32 if it is needed.
 
     Raises:
         ValueError: `chunk` is below 1.
@@ -80,13 +80,15 @@ def _forward(hidden, kernel, target, weight, chunk: int):
         def those():
             logits = hidden @ kernel.astype(hidden.dtype)
             sums = weighted_cross_entropy(logits, target, weight)
-            pulled = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
-            pulled -= jax.nn.one_hot(target, kernel.shape[1])
-            pulled = (pulled * weight[..., None]).astype(hidden.dtype)
+            to_logits = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+            to_logits -= jax.nn.one_hot(target, kernel.shape[1])
+            to_logits = (to_logits * weight[..., None]).astype(hidden.dtype)
             more = None
             if with_kernel:
-                more = jnp.einsum("bce,bcv->ev", hidden, pulled, preferred_element_type=jnp.float32)
-            return sums, pulled @ kernel.astype(hidden.dtype).T, more
+                more = jnp.einsum(
+                    "bce,bcv->ev", hidden, to_logits, preferred_element_type=jnp.float32
+                )
+            return sums, to_logits @ kernel.astype(hidden.dtype).T, more
 
         def none():
             return _no_sums(), jnp.zeros_like(hidden), no_gradient()
@@ -105,10 +107,10 @@ def _forward(hidden, kernel, target, weight, chunk: int):
     return sums, (to_hidden, jax.tree.map(lambda x: x.astype(kernel.dtype), to_kernel))
 
 
-def _backward(chunk: int, gradients, pulled):
+def _backward(chunk: int, gradients, cotangents):
     del chunk
     to_hidden, to_kernel = gradients
-    scale, _ = pulled
+    scale, _ = cotangents
     if isinstance(scale, SymbolicZero):
         return None, None, None, None
     to_kernel = jax.tree.map(lambda x: x * scale, to_kernel)

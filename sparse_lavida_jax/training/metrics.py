@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run reports: a line of JSON every few steps, and progress for people."""
+"""What a run reports: a line of JSON every few steps, progress for people, and traces."""
 
 import contextlib
 import importlib.util
@@ -10,10 +10,13 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
 import rich.console
 import rich.progress
 
+from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.data import files
+from sparse_lavida_jax.training.flops import Work
 
 PLAIN_SECONDS = 10.0  # between lines of progress where there is no terminal
 # What a clock has measured: it differs between two runs that are otherwise the same.
@@ -100,16 +103,6 @@ def _number(value: Any) -> float | int | None:
     return number if math.isfinite(number) else None
 
 
-class NoMetrics(contextlib.AbstractContextManager):
-    """In place of a `MetricsFile` in a process that leaves the writing to another."""
-
-    def __exit__(self, *_) -> None:
-        pass
-
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Writes nothing."""
-
-
 class Meter:
     """How fast a run is, between one line of its metrics and the next.
 
@@ -120,12 +113,11 @@ class Meter:
 
     def __init__(self, peak: float | None = None):
         self.peak = peak
-        self._began: float | None = None  # behind the first step, which is compiled
+        self._began: float | None = None  # after the first step, which is compiled
         self._reset()
 
     def _reset(self) -> None:
-        self._tokens = self._flops = self._waited = 0.0
-        self._slots = self._with_loss = 0
+        self._work, self._waited = Work(0, 0, 0, 0.0), 0.0
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -134,39 +126,38 @@ class Meter:
         yield
         self._waited += time.monotonic() - begin
 
-    def count(self, *, tokens: int, slots: int, with_loss: int, flops: float) -> None:
-        """Counts the work of one step (`flops.Work`)."""
-        self._tokens, self._flops = self._tokens + tokens, self._flops + flops
-        self._slots, self._with_loss = self._slots + slots, self._with_loss + with_loss
+    def count(self, work: Work, times: int = 1) -> None:
+        """Counts the work of one step, so many times."""
+        self._work = self._work.plus(work, times)
 
     def values(self) -> dict[str, float]:
-        """Returns the numbers since the last call, and begins anew.
+        """Returns the numbers since the last call, and begins again.
 
         tokens_per_second (without padding) and data_wait (a share of the time) are there from the
         second call on, mfu where there is a peak too; loss_fraction is the share of all tokens,
         padding included, that have a loss.
         """
-        now, values = time.monotonic(), {}
-        if self._slots:
-            values["loss_fraction"] = self._with_loss / self._slots
+        now, values, work = time.monotonic(), {}, self._work
+        if work.slots:
+            values["loss_fraction"] = work.with_loss / work.slots
         if self._began is not None and now > self._began:
             seconds = now - self._began
-            values["tokens_per_second"] = self._tokens / seconds
+            values["tokens_per_second"] = work.tokens / seconds
             values["data_wait"] = min(self._waited / seconds, 1.0)
             if self.peak:
-                values["mfu"] = self._flops / seconds / self.peak
+                values["mfu"] = work.flops / seconds / self.peak
         self._began = now
         self._reset()
         return values
 
 
-class Progress:
+class ProgressBar:
     """A bar with the loss and the time left; without a terminal, a line every ten seconds.
 
     Args:
         title: what is going on, in a word or two.
         total: steps.
-        done: steps behind at the start, of a run that resumes.
+        done: steps done before, of a run that resumes.
         seconds: from now, after which the work ends in any case; 0: it does not.
         console: where to; standard error by default.
     """
@@ -181,7 +172,7 @@ class Progress:
         console: rich.console.Console | None = None,
     ):
         self.title, self.total, self.seconds = title, total, seconds
-        self._behind = done / total  # share of the run
+        self._done = done / total  # share of the run
         self._console = console or rich.console.Console(stderr=True)
         self._bar = rich.progress.Progress(
             rich.progress.TextColumn("{task.description}"),
@@ -205,7 +196,7 @@ class Progress:
         if left is not None:
             shown.append(f"{_clock(left)} left")
             elapsed = now - self._began
-            share = self._behind + (1 - self._behind) * elapsed / max(elapsed + left, 1e-9)
+            share = self._done + (1 - self._done) * elapsed / max(elapsed + left, 1e-9)
             self._bar.update(self._task, completed=share)
         text = ", ".join(shown)
         self._bar.update(self._task, text=text)
@@ -219,7 +210,7 @@ class Progress:
         self._bar.console.print(message, highlight=False, soft_wrap=True, markup=False)
 
     def _seconds_left(self, now: float, step: int) -> float | None:
-        """Returns an estimate from the speed since the first update, behind the compilation."""
+        """Returns an estimate from the speed since the first update, after the compilation."""
         estimates = []
         if self.seconds:
             estimates.append(max(self.seconds - (now - self._began), 0.0))
@@ -228,7 +219,7 @@ class Progress:
             estimates.append((now - began) * (self.total - step) / (step - before))
         return min(estimates, default=None)
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "ProgressBar":
         self._bar.start()
         return self
 
@@ -240,3 +231,86 @@ def _clock(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+class Reporter:
+    """Tells how a run goes, on disk and on the terminal: in the first process alone.
+
+    Args:
+        folder: the run directory.
+        start: the step that the run goes on from.
+        seconds: of training until then.
+        peak: as of `Meter`.
+    """
+
+    def __init__(
+        self,
+        settings: config.Config,
+        folder: pathlib.Path,
+        start: int,
+        seconds: float,
+        peak: float | None,
+    ):
+        self.meter = Meter(peak)
+        is_first = runtime.is_first()
+        self._file = None
+        if is_first:
+            self._file = MetricsFile(
+                folder / "metrics.jsonl", resume_at=start, tensorboard=folder / "tensorboard"
+            )
+        self._bar = ProgressBar(
+            settings.name,
+            settings.train.train_steps,
+            done=start,
+            seconds=max(settings.train.seconds - seconds, 0.0),
+            console=None if is_first else rich.console.Console(quiet=True),
+        )
+        self._closing = contextlib.ExitStack()
+
+    def __enter__(self) -> "Reporter":
+        if self._file is not None:
+            self._closing.enter_context(self._file)
+        self._closing.enter_context(self._bar)
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._closing.close()
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Writes a line of metrics."""
+        if self._file is not None:
+            self._file.write(step, values)
+
+    def say(self, message: str) -> None:
+        """Prints a line."""
+        self._bar.say(message)
+
+    def log_step(self, step: int, values: dict[str, float]) -> None:
+        """Writes and shows the numbers of a step, and the speed since the last one logged."""
+        speed = self.meter.values()
+        self.write(step, values | speed)
+        shown = {name: value for name, value in speed.items() if name in TIMED}
+        self._bar.update(step, loss=values["loss"], **shown)
+
+
+class Profile:
+    """Writes a trace of some steps, for xprof or TensorBoard."""
+
+    def __init__(self, folder: pathlib.Path, steps: range):
+        self._folder, self._steps, self._is_on = folder, steps, False
+
+    def __enter__(self) -> "Profile":
+        return self
+
+    def reach(self, step: int) -> None:
+        """Begins before the first of the steps, and ends before the one after the last."""
+        if step in self._steps and not self._is_on:
+            jax.profiler.start_trace(str(self._folder))
+            self._is_on = True
+        elif step not in self._steps:
+            self.__exit__()
+
+    def __exit__(self, *_) -> None:
+        if self._is_on:
+            jax.profiler.stop_trace()
+            self._is_on = False

@@ -31,8 +31,8 @@ def make_optimizer(settings: config.Optimizer) -> optax.GradientTransformation:
     """Returns clipping, preconditioning and decoupled weight decay; the caller scales by -rate.
 
     Norms, biases and registers are not decayed, nor is what Muon leaves to Adam. A stacked layer
-    has one axis more, so they are told by their names. The direction of a group is scaled by what
-    its rate is of `learning_rate`.
+    has one axis more, so they are recognised by their names. The direction of a group is scaled by
+    the ratio of its rate to `learning_rate`.
     """
     if settings.kind == "adamw":
         adam = optax.scale_by_adam if settings.moments_dtype == "float32" else _narrow_adam
@@ -42,7 +42,7 @@ def make_optimizer(settings: config.Optimizer) -> optax.GradientTransformation:
         )
     else:
         step = muon(
-            learning_rate=-1.0,  # this chain returns a direction, the caller turns it round
+            learning_rate=-1.0,  # this chain returns a direction, which the caller subtracts
             beta=0.95,
             weight_decay=settings.weight_decay,
             weight_decay_mask=_decays,
@@ -64,8 +64,8 @@ def make_optimizer(settings: config.Optimizer) -> optax.GradientTransformation:
 def parted(settings: config.Config, params: T) -> tuple[T, T | None]:
     """Returns the part of a model that is trained, and the frozen part in its own dtype.
 
-    Groups decide, in their order. A model with adapters is frozen but for them, `lora.also`, and
-    what a group names. The frozen part is None where all is trained.
+    Groups decide, in their order. A model with adapters is frozen except for them, `lora.also`,
+    and what a group names. The frozen part is None where all is trained.
 
     Raises:
         ConfigError: nothing is trained, or a regular expression is found in no parameter.

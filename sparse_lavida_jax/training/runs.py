@@ -104,7 +104,7 @@ class Run:
         self._closing.close()
 
     def restore(self, template: T) -> tuple[int, T] | None:
-        """Returns the newest readable state, behind its step; None at the start of a run."""
+        """Returns the newest readable state and its step; None at the start of a run."""
         return self.states.restore(template)
 
     def save(
@@ -125,7 +125,7 @@ class Run:
             self.states.save(step, state, note=note, score=score)
 
     def is_asked_to_stop(self, step: int) -> bool:
-        """Whether a signal came; asked behind every step, it is the same in all processes."""
+        """Whether a signal came; asked after every step, the same in all processes."""
         if runtime.is_asked_to_stop(step):
             self.stop_signal = signal.SIGTERM
         return self.stop_signal is not None
@@ -142,7 +142,7 @@ class Run:
             raise Interrupted(self.stop_signal, step)
 
     def _claim(self) -> Callable[[], None]:
-        """Makes the folder ours; returns what gives it up."""
+        """Makes the folder ours; returns a function that releases it."""
         self._claim_folder()
         with contextlib.ExitStack() as undo:
             undo.callback(lock(self.folder))
@@ -178,7 +178,7 @@ class Run:
             if changed:
                 raise RunError(
                     f"{self.folder} is a run of another config: {'; '.join(changed)}. Choose"
-                    " another --workdir, or delete that one to start anew."
+                    " another --workdir, or delete that one to start again."
                 )
         model_folder.write_config(self.folder, self.config)
 
@@ -189,7 +189,7 @@ class Run:
         return any(path.exists() for path in kept) or any(saved)
 
     def _catch_signals(self) -> Callable[[], None]:
-        """Starts listening; returns what stops it."""
+        """Starts listening; returns a function that stops it."""
         before = {}
 
         def restore_handlers():

@@ -25,7 +25,7 @@ from sparse_lavida_jax.models import parameters
 T = TypeVar("T")
 
 SUM_FACTORS = (0x9E3779B1, 0x85EBCA77)  # primes near 2**32 over the golden ratio, and another
-# With these words the store tells of the machine: its memory, its network, its permissions.
+# Words of errors of the machine: its memory, its network, its permissions.
 OF_THE_MACHINE = ("RESOURCE_EXHAUSTED", "UNAVAILABLE", "PERMISSION_DENIED", "os_error_code")
 NO_SUCH_FILE = "os_error_code='2'"
 
@@ -70,7 +70,7 @@ class States:
     Attributes:
         folder: holds one folder a step.
         keep: how many of the newest to keep.
-        keep_every: steps; the state nearest to each multiple is kept too; 0: no more than `keep`.
+        keep_every: steps; the state nearest to each multiple is kept too; 0: no others.
             So is the one with the best score.
         read_only: another process may be writing here, so nothing is swept away or put aside.
     """
@@ -143,7 +143,7 @@ class States:
             )
 
     def restore(self, template: T) -> tuple[int, T] | None:
-        """Returns the newest readable state, behind its step; None where nothing was saved.
+        """Returns the newest readable state and its step; None where nothing was saved.
 
         One that is damaged (its checksums are wrong, or bytes of it are missing) is passed over
         with a warning, and put aside once one before it was read. What is not damage, such as too
@@ -202,15 +202,15 @@ class States:
                 )  # fmt: skip
             damaged.append(step)
         if steps:
-            anew = "" if self.read_only else f" Delete {self.folder.parent} to start anew."
+            again = "" if self.read_only else f" Delete {self.folder.parent} to start again."
             raise model_folder.CheckpointError(
-                f"none of the states of steps {steps} in {self.folder} can be read.{anew}"
+                f"none of the states of steps {steps} in {self.folder} can be read.{again}"
             )
         if not self.read_only and any(self._aside.glob("*")):
             raise model_folder.CheckpointError(
                 f"{self.folder} holds no state, and {self._aside} holds damaged ones: starting at"
-                " step 0 would write over what this run has told. Move one of them back to try it"
-                f" again, or delete {self.folder.parent} to start anew."
+                " step 0 would write over what this run has reported. Move one of them back to try"
+                f" it again, or delete {self.folder.parent} to start again."
             )
         return None
 
@@ -228,7 +228,7 @@ class States:
             self._checkpointer.wait()
 
     def close(self) -> None:
-        """Waits, and lets go of the folder."""
+        """Waits, and closes the folder."""
         try:
             self.wait()
         finally:
@@ -305,7 +305,7 @@ class _MisfitError(Exception):
 
 
 def _is_damage(error: BaseException) -> bool:
-    """Whether an error tells of the bytes of a state, and not of the machine that reads them."""
+    """Whether an error is about the bytes of a state, not about the machine that reads them."""
     for cause in _causes(error):
         if isinstance(cause, MemoryError | jax.errors.JaxRuntimeError):
             return False
@@ -395,7 +395,7 @@ def _known(leaves: Mapping[str, Any]) -> dict[str, str]:
     """
     if runtime.are_several():
         return {name: f"sums {digest}" for name, digest in _sum_digests(leaves).items()}
-    # Hashing lets go of the interpreter's lock, so every core takes an array.
+    # Hashing releases the interpreter's lock, so every core takes an array.
     with concurrent.futures.ThreadPoolExecutor() as pool:
         digests = pool.map(lambda name: arrays.digest_of({name: leaves[name]}), leaves)
         return dict(zip(leaves, digests, strict=True))

@@ -3,8 +3,8 @@
 
 Learning encoder, codebook and decoder at once from nothing is slow, so most of the steps teach
 encoder and decoder apart, through a target that lies between them: the principal components of
-the pixels that a code stands for. That target knows nothing of the surroundings, which is what
-makes the codes of a cell depend on what stands in it alone. Then the codebook is placed on the
+the pixels that a code stands for. That target is blind to the surroundings, so the
+codes of a cell depend on what stands in that cell alone. Then the codebook is placed on the
 clusters of the targets, and the rest is the VQ-VAE that the tokenizer is used as.
 """
 
@@ -31,7 +31,7 @@ from sparse_lavida_jax.scenes import world
 
 # All ours.
 WARM_UP = 0.7  # share of the steps before there is a codebook
-TARGET_NOISE = 0.05  # deviation of the noise that the decoder learns to read targets through
+TARGET_NOISE = 0.05  # deviation of the noise under which the decoder learns to read targets
 SAME = 0.2  # targets nearer than this are one code; a target has unit variance in each channel
 TARGET_WEIGHT = 0.3  # of the encoder's error against the decoder's
 ADAM_RATE = 0.3  # learning rate of biases, norms and codebook over that of kernels
@@ -167,7 +167,7 @@ def _coded_loss(model, images, key):
 
 @dataclasses.dataclass(frozen=True)
 class _Components:
-    """The principal components of the pixels behind one code, each of unit variance."""
+    """The principal components of the pixels of one code, each of unit variance."""
 
     mean: Float[np.ndarray, "p"]
     projection: Float[np.ndarray, "p d"]

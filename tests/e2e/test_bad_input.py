@@ -250,7 +250,7 @@ def test_every_error_of_ours_is_a_mistake_and_not_a_crash():
 @pytest.mark.parametrize(
     ("word", "part"),
     [
-        ("--tasks=draw,drow", "scenes_long has no task drow; scored are draw, edit,"),
+        ("--tasks=draw,drow", "scenes_long has no task drow; scored are plan, answer,"),
         ("--checkpoint=nowhere", "nowhere"),
     ],
 )

@@ -95,7 +95,7 @@ def test_a_run_that_dies_between_saves_ends_like_one_that_did_not(finished, inte
     leave_alone()
     leave_alone = interfere(5, cut)
     with pytest.raises(PowerCutError):
-        main.main(words)  # two steps behind the last save
+        main.main(words)  # two steps after the last save
     assert [line["step"] for line in logged(tmp_path / "run")] == [1, 2, 3]
     leave_alone()
     leave_alone = interfere(6, cut)

@@ -407,7 +407,7 @@ def test_the_gradients_are_the_recorded_ones(run):
     ]
     relative, absolute = GRADIENT
     for entry in table:
-        gradient = names.to_official(entry, ours[entry.ours]).astype(np.float64)
+        gradient = names.to_official(entry, np.asarray(ours[entry.ours])).astype(np.float64)
         expected = float(recorded.get(f"grad_norm.{entry.official}", 0.0))
         tolerance = absolute + relative * expected
         assert abs(np.linalg.norm(gradient) - expected) <= tolerance, entry.official

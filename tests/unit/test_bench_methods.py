@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What attention is measured by: that calls are chained, masks are the rule, shapes are counted."""
 
+import importlib.util
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,7 +43,7 @@ def test_flex_attention_gets_the_same_rule_of_indices():
 
 
 @pytest.mark.skipif(
-    flex.importlib.util.find_spec("torch") is not None, reason="only where PyTorch is absent"
+    importlib.util.find_spec("torch") is not None, reason="only where PyTorch is absent"
 )
 def test_without_pytorch_flex_attention_says_so():
     case = Case("row", 1, TAGS, heads=1)
@@ -63,7 +65,7 @@ def test_work_is_counted_in_pairs_and_in_tiles():
 def test_calls_of_a_short_shape_follow_on_each_other_and_the_first_is_compared(backward):
     case = Case("row", 1, TAGS, heads=2, backward=backward)
     numbers = case.numbers()
-    program = methods.by_nn(case, "xla", numbers, masked=True)
+    program = methods.by_library(case, "xla", numbers, masked=True)
     assert program.calls == cases.CALLS
     wanted = cases.reference(case, numbers)
     assert cases.difference(program.outputs(), wanted, case) < attention.AGREES
@@ -87,7 +89,7 @@ def test_calls_of_a_short_shape_follow_on_each_other_and_the_first_is_compared(b
 def test_something_that_is_off_is_seen():
     case = Case("row", 1, TAGS, heads=2)
     numbers = case.numbers()
-    unmasked = methods.by_nn(case, "xla", numbers, masked=False).outputs()
+    unmasked = methods.by_library(case, "xla", numbers, masked=False).outputs()
     assert cases.difference(unmasked, cases.reference(case, numbers), case) > attention.AGREES
 
 

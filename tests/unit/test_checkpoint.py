@@ -179,7 +179,7 @@ def test_a_copy_that_was_cut_short_is_refused(save):
         load(folder)
 
 
-def test_settings_of_another_version_are_told(save):
+def test_settings_of_another_version_are_reported(save):
     folder = save()
     given = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**given, "colour": 1}))
@@ -215,7 +215,7 @@ def full_disk(monkeypatch):
     monkeypatch.setattr(model_folder.shutil, "disk_usage", lambda _: usage)
 
 
-def test_a_full_disk_is_told_before_writing(save, monkeypatch):
+def test_a_full_disk_is_reported_before_writing(save, monkeypatch):
     full_disk(monkeypatch)
     with pytest.raises(model_folder.CheckpointError, match="0 MB free"):
         save()
@@ -409,7 +409,7 @@ def test_a_full_disk_leaves_the_states_before(states, monkeypatch):
     assert states.restore(make_state())[0] == 1
 
 
-def test_a_write_that_fails_in_the_background_is_told_at_the_next_one(states, monkeypatch):
+def test_a_write_that_fails_in_the_background_is_reported_at_the_next_one(states, monkeypatch):
     states.save(1, make_state(1))
     states.wait()
 

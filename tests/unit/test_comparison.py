@@ -11,8 +11,9 @@ import pytest
 import stand_ins
 import tiny
 
-from sparse_lavida_jax import config, train
-from sparse_lavida_jax.bench import comparison, record
+from sparse_lavida_jax import config, sample, train
+from sparse_lavida_jax.bench import ablation_report, comparison, record
+from sparse_lavida_jax.bench.comparison import Study
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.models import parameters
 from sparse_lavida_jax.scenes import batches as data_batches
@@ -29,19 +30,19 @@ def _quick(monkeypatch, tmp_path):
     monkeypatch.setattr(data_batches, "LENGTH_PROBE", 16)
     monkeypatch.setattr(train, "Denoiser", lambda settings, rngs: tiny.denoiser(settings))
     monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(comparison, "RESULTS", tmp_path / "results")
     with stand_ins.quick_compilation():
         yield
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_way_of_a_file_can_be_trained(path):
-    shared, found = comparison.read(path)
+    study = Study.read(path)
+    shared, found = study.shared, study.ablation
     assert f"bench.ablation --config=configs/{path.name}" in path.read_text()
     assert shared.name == path.stem
     assert not shared.train.eval_prompts and not shared.train.image_seconds
     for way in found.ways:
-        made = comparison.settings_of(shared, found, way, 1, pathlib.Path("runs"))
+        made = study.settings(way, 1)
         assert made.seed == (1001 if found.ways[way].after else 1)
         assert made.name.endswith("_s1")
         same = dataclasses.replace(made, name=shared.name, seed=shared.seed)
@@ -53,10 +54,10 @@ def test_every_way_of_a_file_can_be_trained(path):
 def test_ways_that_train_alike_share_a_run_and_others_do_not():
     """Steps, seed and what a run starts from make another; who asks and how it samples do not."""
     ways = {
-        (path.stem, way): comparison.settings_of(shared, found, way, 0, pathlib.Path("runs"))
+        (path.stem, way): study.settings(way, 0)
         for path in CONFIGS
-        for shared, found in [comparison.read(path)]
-        for way in found.ways
+        for study in [Study.read(path)]
+        for way in study.ablation.ways
     }
     names = {key: made.name for key, made in ways.items()}
     plain = names["ablation_blocks", "schedule"]
@@ -69,21 +70,21 @@ def test_ways_that_train_alike_share_a_run_and_others_do_not():
     # Twice each are asked for too: uniform blocks, a dense model that draws, one that answers and a
     # sparse one that answers, trained one step of a text a row.
     assert others == 5 + 4
-    (shared, found), folder = comparison.read(CONFIGS[0]), pathlib.Path("runs")
-    one = comparison.settings_of(shared, found, "schedule", 0, folder)
+    study = Study.read(CONFIGS[0])
+    one = study.settings("schedule", 0)
     for changes in ({"train": {"train_steps": 7}}, {"sampling": {"shift": 1.0}}):
-        changed = config.changed(shared, changes)
-        assert comparison.settings_of(changed, found, "schedule", 0, folder).name != one.name
-    assert comparison.settings_of(shared, found, "schedule", 1, folder).name != one.name
+        changed = dataclasses.replace(study, shared=config.changed(study.shared, changes))
+        assert changed.settings("schedule", 0).name != one.name
+    assert study.settings("schedule", 1).name != one.name
 
 
 def test_committed_rows_are_of_the_trainings_of_their_files():
     """Else a file changed, and its rows are of what nobody can train any more."""
-    known, folder = {path.stem: comparison.read(path) for path in CONFIGS}, pathlib.Path("runs")
     names = {
-        (stem, way, seed): comparison.settings_of(shared, found, way, seed, folder).name
-        for stem, (shared, found) in known.items()
-        for way in found.ways
+        (path.stem, way, seed): study.settings(way, seed).name
+        for path in CONFIGS
+        for study in [Study.read(path)]
+        for way in study.ablation.ways
         for seed in range(3)
     }
     rows = [json.loads(path.read_text()) for path in (COMMITTED / "cpu").glob("comparison/*.json")]
@@ -96,11 +97,8 @@ def test_committed_rows_are_of_the_trainings_of_their_files():
 def test_a_way_learns_its_own_tasks_and_no_others():
     """Weights are no section: those of a way replace the shared ones."""
     (path,) = (path for path in CONFIGS if path.stem == "ablation_quality")
-    shared, found = comparison.read(path)
-    learned = {
-        way: set(comparison.settings_of(shared, found, way, 0, path).data.tasks)
-        for way in found.ways
-    }
+    study = Study.read(path)
+    learned = {way: set(study.settings(way, 0).data.tasks) for way in study.ablation.ways}
     of_a_skill = {
         "draw": {"plan", "draw"}, "edit": {"edit"}, "answer": {"quiz", "answer"},
         "point": {"locate", "point"}, "infill": {"infill"},
@@ -137,9 +135,8 @@ def compared():
 
 
 def measured(way, folder):
-    rows = comparison.measure(
-        record.Bench(comparison.SUITE), shared(), compared(), way, 3, folder / "runs"
-    )
+    study = Study(shared(), compared(), folder / "runs")
+    rows = study.measure(record.Bench(comparison.SUITE), way, 3)
     return [(row["way"], row["sampled"], row["total"]) for row in rows]
 
 
@@ -147,7 +144,7 @@ def test_a_way_is_trained_and_scored_once(tmp_path):
     """The second begins with the first, whose model it leaves as it is at this rate."""
     assert measured("two", tmp_path) == [("two", "", 2)]
     one, two = (
-        comparison.settings_of(shared(), compared(), way, 3, tmp_path / "runs").name
+        Study(shared(), compared(), tmp_path / "runs").settings(way, 3).name
         for way in ("one", "two")
     )
     first = model_folder.load_model(tmp_path / "runs" / one)
@@ -194,16 +191,18 @@ ROWS = [row("a", 0, 0.5), row("a", 1, 0.7), row("b", 0, 0.25, "fast")]
 
 
 def test_the_table_holds_means_and_spreads():
-    assert comparison.table(ROWS).splitlines()[2:] == [
+    assert ablation_report.summary(ROWS).splitlines()[2:] == [
         "| a | 0.600 ± 0.141 | 4.0 | 7 | 2 |",
         "| b: fast | 0.250 | 4.0 | a, then 7 | 1 |",
     ]
     both = [row("a", 0, 0.5), row("b", 0, 0.25) | {"task": "edit", "group": "a", "after": ""}]
     both[1]["train_steps"] = 9
-    assert comparison.table(both).splitlines()[2:] == ["| a | 0.500 | 0.250 | 4.0 | 7 to 9 | 1 |"]
+    assert ablation_report.summary(both).splitlines()[2:] == [
+        "| a | 0.500 | 0.250 | 4.0 | 7 to 9 | 1 |"
+    ]
     again = row("a", 0, 0.9) | {"created": "9"}
-    assert comparison.newest([again, *ROWS]) == [again, *ROWS[1:]]
-    assert comparison.newest([*reversed(ROWS)]) == ROWS
+    assert ablation_report.newest([again, *ROWS]) == [again, *ROWS[1:]]
+    assert ablation_report.newest([*reversed(ROWS)]) == ROWS
 
 
 def test_passes_are_counted_batch_by_batch():
@@ -212,7 +211,8 @@ def test_passes_are_counted_batch_by_batch():
         ("layout", 0), ("layout", 1), ("layout", 3), ("image", 0), ("image", 6),
         ("layout", 0), ("layout", 4), ("image", 0), ("image", 6),
     ):  # fmt: skip
-        passes(making, done, 8)
+        canvas = np.zeros((1, 1, 1), np.int32)
+        passes(sample.Progress(making, done, 8, canvas, canvas[..., 0], range(0), 0))
     assert passes.of_a_batch == {"layout": 3.5, "image": 6.0}
 
 
@@ -223,8 +223,8 @@ def test_a_curve_is_drawn_over_passes(tmp_path):
         for sampled, share, passes in (("count_1", 0.2, 1), ("count_4", 0.6, 4), ("sure_1", 0.5, 2))
         for seed in (0, 1)
     ]
-    assert "| a: count_4 | 0.600 ± 0.000 | 4.0 | 7 | 2 |" in comparison.table(rows)
-    comparison.plot(rows, tmp_path / "curve.png")
+    assert "| a: count_4 | 0.600 ± 0.000 | 4.0 | 7 | 2 |" in ablation_report.summary(rows)
+    ablation_report.plot(rows, tmp_path / "curve.png")
     assert (tmp_path / "curve.png").stat().st_size > 1000
 
 
@@ -239,30 +239,30 @@ def speed(method, seconds, tokens, batch=2, run="a"):
 def test_speed_is_told_of_few_at_a_time_and_beside_dense(tmp_path):
     rows = [speed("dense", 4.0, 300), speed("sparse", 1.0, 100), speed("pt", 2.0, 150, run="b")]
     many = [speed("dense", 4.0, 300, 16, run="c"), speed("sparse", 1.0, 100, 16, run="c")]
-    assert comparison.of_bundled_model(rows + many) == rows[:2]
+    assert ablation_report.of_bundled_model(rows + many) == rows[:2]
     pytest.importorskip("matplotlib", reason="the report needs pip install '.[plots]'")
-    comparison.plot_speed(rows[:2], tmp_path / "speed.png")
+    ablation_report.plot_speed(rows[:2], tmp_path / "speed.png")
     assert (tmp_path / "speed.png").stat().st_size > 1000
 
 
 def test_the_report_is_written_between_its_marks(tmp_path):
     pytest.importorskip("matplotlib", reason="the report needs pip install '.[plots]'")
     with pytest.raises(config.ConfigError, match=r"no row in .* run --config="):
-        comparison.write_report(tmp_path)
+        ablation_report.write_report(tmp_path)
     folder = record.RESULTS / "cpu" / comparison.SUITE
     folder.mkdir(parents=True)
     for number, one in enumerate(ROWS):
         (folder / f"{number}.json").write_text(json.dumps(one))
-    path = comparison.write_report(tmp_path)
+    path = ablation_report.write_report(tmp_path)
     assert "## Which?" in path.read_text() and "0.600 ± 0.141" in path.read_text()
     assert (tmp_path / "tried.png").stat().st_size > 1000
-    path.write_text(f"before\n\n{comparison.BEGIN}\nold\n{comparison.END}\nafter\n")
-    comparison.write_report(tmp_path)
+    path.write_text(f"before\n\n{ablation_report.BEGIN}\nold\n{ablation_report.END}\nafter\n")
+    ablation_report.write_report(tmp_path)
     told = path.read_text()
     assert told.startswith("before\n") and told.endswith("\nafter\n") and "\nold\n" not in told
     path.write_text("without marks")
     with pytest.raises(config.ConfigError, match="the page has no lines"):
-        comparison.write_report(tmp_path)
+        ablation_report.write_report(tmp_path)
     assert path.read_text() == "without marks"
 
 

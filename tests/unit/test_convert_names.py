@@ -204,7 +204,7 @@ def test_shapes_are_those_of_the_specification(release, official, shape):
     assert release[official].shape == shape
 
 
-def test_the_layer_behind_the_last_joint_one_is_the_first_split_one(release):
+def test_the_layer_after_the_last_joint_one_is_the_first_split_one(release):
     prefix = "model.transformer.blocks"
     assert release[f"{prefix}.16.attn_out.weight"].ours == "joint_layers/16/attn_out/kernel"
     assert release[f"{prefix}.17.attn_out.weight"].ours == "split_layers/00/attn_out/kernel"
@@ -339,7 +339,7 @@ def test_what_contradicts_our_code_is_refused(key, value, told):
     assert told in str(error.value)
 
 
-def test_all_contradictions_are_told_at_once():
+def test_all_contradictions_are_reported_at_once():
     with pytest.raises(ConvertError) as error:
         settings.settings_from({**RELEASE, "alibi": True, "rope": False, "eos_token_id": None})
     for key in ("alibi", "rope", "eos_token_id"):

@@ -118,7 +118,7 @@ def test_the_papers_run_over_its_own_mesh_holds_nothing_large_whole():
     axes = aot.training_axes(settings, "v6e:8x8")
     assert axes == {"data": 1, "fsdp": 64}
     with segment_programs.unchecked():
-        state = jax.eval_shape(lambda: aot.first_state(settings))
+        state = jax.eval_shape(lambda: memory.first_state(settings))
     assert sum(x.size for x in jax.tree.leaves(state.params)) > 10.4e9
     mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
     for name, x in parameters.by_name(state).items():
@@ -135,5 +135,5 @@ def test_the_state_that_is_compiled_is_the_one_that_a_run_starts_with():
     settings = stand_ins.settings(optimizer={"ema": 0.9, "groups": (("generation", 1e-3),)})
     with segment_programs.unchecked():
         begun = jax.eval_shape(lambda: train.init_state(settings, tiny.denoiser(settings.model)))
-        compiled = jax.eval_shape(lambda: aot.first_state(settings))
+        compiled = jax.eval_shape(lambda: memory.first_state(settings))
     assert parameters.by_name(compiled) == parameters.by_name(begun)

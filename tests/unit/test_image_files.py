@@ -125,7 +125,7 @@ def test_of_a_jpeg_that_holds_several_images_the_first_is_read(tmp_path):
         (np.zeros((0, 2, 3), np.uint8), r"the shape \(0, 2, 3\)"),
     ],
 )
-def test_an_array_that_is_no_image_is_told(given, told):
+def test_an_array_that_is_no_image_is_reported(given, told):
     with pytest.raises(ImageError, match=told):
         image_files.check(given)
 
@@ -147,7 +147,7 @@ def test_a_mask_is_where_it_is_white(tmp_path):
     assert image_files.check_mask(Image.fromarray(white), NOISE).sum() == 1
 
 
-def test_a_mask_that_does_not_fit_is_told(tmp_path):
+def test_a_mask_that_does_not_fit_is_reported(tmp_path):
     with pytest.raises(ImageError, match="the mask is 6x5 and the image 5x6: make them one"):
         image_files.check_mask(np.ones((5, 6), bool), NOISE)
     with pytest.raises(ImageError, match="black everywhere"):
@@ -155,7 +155,7 @@ def test_a_mask_that_does_not_fit_is_told(tmp_path):
 
 
 @pytest.mark.parametrize("box", [(0, 0, 6, 1), (-1, 0, 2, 2), (3, 0, 3, 2), (0, 4, 2, 3)])
-def test_a_box_outside_is_told(box):
+def test_a_box_outside_is_reported(box):
     with pytest.raises(ImageError, match=r"x1 < x2 lie in 0..5, y1 < y2 in 0..6"):
         image_files.check_box(box, (5, 6))
 
@@ -178,7 +178,7 @@ def test_a_png_says_how_it_was_drawn(tmp_path):
     np.testing.assert_array_equal(image_files.read(tmp_path / "new" / "picture.png"), NOISE)
 
 
-def test_a_png_that_does_not_say_is_told(tmp_path):
+def test_a_png_that_does_not_say_is_reported(tmp_path):
     path = tmp_path / "picture.png"
     image_files.write(path, NOISE)
     with pytest.raises(ImageError, match="does not say how it was drawn"):

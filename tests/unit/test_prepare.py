@@ -356,7 +356,7 @@ def test_two_preparations_do_not_share_a_folder(tmp_path):
             raw_data.prepared(source, tmp_path / "out")
 
 
-def test_a_dataset_without_rows_is_told(tmp_path):
+def test_a_dataset_without_rows_is_reported(tmp_path):
     source = raw_data.captioned(tmp_path, [])
     with pytest.raises(PrepareError, match="the dataset captions has no rows"):
         raw_data.prepared(source, tmp_path / "out")

@@ -103,7 +103,7 @@ def test_a_random_strategy_takes_the_same_rows_each_time():
         ({"length_group": ["x"]}, "length_group=['x'] is a list; it must be a str"),
     ],
 )
-def test_a_wrong_field_is_told(tmp_path, changes, said):
+def test_a_wrong_field_is_reported(tmp_path, changes, said):
     with pytest.raises(RecipeError, match=r"dataset 1 of .*mixture.json") as caught:
         read(tmp_path, {"datasets": [DATASET | changes]})
     assert said in str(caught.value)
@@ -123,7 +123,7 @@ def test_a_wrong_field_is_told(tmp_path, changes, said):
         ({"datasets": ["a"]}, "fields by name are needed"),
     ],
 )
-def test_a_wrong_file_is_told(tmp_path, contents, said):
+def test_a_wrong_file_is_reported(tmp_path, contents, said):
     with pytest.raises(RecipeError) as caught:
         read(tmp_path, contents)
     assert said in str(caught.value)
@@ -138,7 +138,7 @@ def test_a_planned_image_is_learned_in_one_form(tmp_path):
         )
 
 
-def test_a_file_that_is_not_there_or_of_another_kind_is_told(tmp_path):
+def test_a_file_that_is_not_there_or_of_another_kind_is_reported(tmp_path):
     with pytest.raises(RecipeError, match=r"^there is no mixture file .*m.json\.$"):
         recipe.read(tmp_path / "m.json")
     with pytest.raises(RecipeError, match=r"cannot be read: .* Is a directory"):

@@ -100,7 +100,7 @@ def test_a_sample_of_a_tar_file_is_what_shares_a_name(tmp_path):
         ("a.jsonl", b"\xff\n", "it is no UTF-8"),
     ],
 )
-def test_a_damaged_row_is_told(tmp_path, name, contents, said):
+def test_a_damaged_row_is_reported(tmp_path, name, contents, said):
     path = tmp_path / name
     path.write_bytes(contents if isinstance(contents, bytes) else contents.encode())
     table = tables.locate(path)
@@ -117,14 +117,14 @@ def test_a_damaged_row_is_told(tmp_path, name, contents, said):
         ("a.tar", "nothing", "cannot be read"),
     ],
 )
-def test_a_table_that_is_none_is_told(tmp_path, name, contents, said):
+def test_a_table_that_is_none_is_reported(tmp_path, name, contents, said):
     path = tmp_path / name
     path.write_bytes(contents if isinstance(contents, bytes) else contents.encode())
     with pytest.raises(tables.TableError, match=said):
         tables.locate(path)
 
 
-def test_a_parquet_file_that_is_none_is_told(tmp_path):
+def test_a_parquet_file_that_is_none_is_reported(tmp_path):
     pytest.importorskip("pyarrow", reason="Parquet needs pip install '.[data]'")
     (tmp_path / "a.parquet").write_text("nothing")
     with pytest.raises(tables.TableError, match=r"a.parquet cannot be read"):
@@ -178,6 +178,6 @@ def test_an_image_may_lie_in_the_table():
         ("pictures", 7, "7 is neither an image nor the name of one"),
     ],
 )
-def test_an_image_that_is_not_there_is_told(root, name, value, said):
+def test_an_image_that_is_not_there_is_reported(root, name, value, said):
     with tables.Reader(str(root / name)) as reader, pytest.raises(RecordError, match=said):
         reader.image(value)

@@ -22,7 +22,7 @@ import tiny
 from flax import nnx
 
 from sparse_lavida_jax import config, diffusion, train
-from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.checkpoints import adapters, model_folder
 from sparse_lavida_jax.data.batch import RowShape
 from sparse_lavida_jax.evals import report
 from sparse_lavida_jax.models import lora, parameters, quantize, sharding
@@ -173,11 +173,13 @@ def test_a_step_without_a_finite_gradient_changes_nothing():
     before = jax.tree.map(jnp.copy, state)
     broken = dataclasses.replace(batch, image_weight=batch.image_weight * np.nan)
     for expected in (1, 2):
-        state, logged = train.train_step(state, broken, 1e-2, settings=settings.optimizer)
+        state, logged = train.train_step(
+            state, broken, np.float32(1e-2), settings=settings.optimizer
+        )
         assert int(logged["skipped"]) == int(state.skipped) == expected
     for name in ("params", "ema", "opt_state"):
         stand_ins.assert_equal(getattr(state, name), getattr(before, name))
-    state, logged = train.train_step(state, batch, 1e-2, settings=settings.optimizer)
+    state, logged = train.train_step(state, batch, np.float32(1e-2), settings=settings.optimizer)
     assert (int(state.step), int(state.skipped), int(logged["skipped"])) == (3, 0, 0)
     assert not np.array_equal(
         state.params.image_embedding.table[...], before.params.image_embedding.table[...]
@@ -195,10 +197,10 @@ def test_a_step_over_a_mesh_is_that_of_one_device():
     split = [not x.sharding.is_fully_replicated for x in jax.tree.leaves(spread.opt_state)]
     assert sum(split) > len(split) / 3
     where = [x.sharding for x in jax.tree.leaves(spread)]
-    alone, logged = train.train_step(alone, batch, 1e-2, settings=settings.optimizer)
+    alone, logged = train.train_step(alone, batch, np.float32(1e-2), settings=settings.optimizer)
     with jax.set_mesh(mesh):
         spread, same = train.train_step(
-            spread, sharding.place_batch(batch, mesh), 1e-2, settings=settings.optimizer
+            spread, sharding.place_batch(batch, mesh), np.float32(1e-2), settings=settings.optimizer
         )
     np.testing.assert_allclose(same["loss"], logged["loss"], rtol=1e-6)
     np.testing.assert_allclose(same["gradient_norm"], logged["gradient_norm"], rtol=1e-5)
@@ -213,7 +215,9 @@ def test_a_step_over_a_mesh_is_that_of_one_device():
     weight[0] *= np.nan
     broken = sharding.place_batch(dataclasses.replace(batch, image_weight=weight), mesh)
     with jax.set_mesh(mesh):
-        spread, logged = train.train_step(spread, broken, 1e-2, settings=settings.optimizer)
+        spread, logged = train.train_step(
+            spread, broken, np.float32(1e-2), settings=settings.optimizer
+        )
     for number in (spread.skipped, logged["skipped"]):
         assert {int(shard.data) for shard in number.addressable_shards} == {1}
     stand_ins.assert_equal(jax.tree.map(np.asarray, spread.params), before)
@@ -299,7 +303,7 @@ def test_training_starts_from_a_checkpoint_of_the_same_shapes_only(tmp_path):
 
 @pytest.fixture(scope="module")
 def base_model(tmp_path_factory):
-    """A model folder to train beside."""
+    """A model folder that adapters are trained for."""
     settings, folder = stand_ins.settings(), tmp_path_factory.mktemp("base") / "model"
     model_folder.save_model(
         folder,
@@ -322,7 +326,7 @@ def with_adapters(base_model, frozen_dtype="bfloat16", **sections):
 
 
 @pytest.mark.parametrize("frozen_dtype", ["bfloat16", pytest.param("int8", marks=pytest.mark.slow)])
-def test_adapters_are_trained_beside_a_frozen_base(base_model, frozen_dtype):
+def test_adapters_are_trained_and_their_base_is_frozen(base_model, frozen_dtype):
     settings = with_adapters(base_model, frozen_dtype)
     batch = stand_ins.batches(settings).batch("draw", 0)
     state = train.init_state(settings, jax.eval_shape(lambda: tiny.denoiser(settings.model)))
@@ -473,7 +477,7 @@ def test_every_so_many_steps_and_the_last_one_are_logged(loop, capsys):
 
 
 def test_the_steps_to_trace_are_traced(loop):
-    """The trace is written behind the last of them, or at the end of a run that ends before."""
+    """The trace is written after the last of them, or at the end of a run that ends before."""
     traces, seen = loop.folder / "profile", []
     loop.before_step = lambda step: seen.append(len([*traces.rglob("*.xplane.pb")]))
     loop.run(range(1, 3), train_steps=5)
@@ -545,10 +549,10 @@ def test_a_run_that_has_not_ended_can_be_started_from(loop, tmp_path):
     with runs.Run(tmp_path / "next", given) as opened:
         train.train(given, opened)
     assert (tmp_path / "next/model/params").is_dir()
-    beside = stand_ins.settings(train=changes, lora={"rank": 2})
+    adapted = stand_ins.settings(train=changes, lora={"rank": 2})
     with pytest.raises(config.ConfigError, match="is a run that has not ended, and what is frozen"):
-        train.init_state(beside, tiny.denoiser(beside.model))
-    with pytest.raises(config.ConfigError, match="'int8' rounds matrices that adapters stand"):
+        train.init_state(adapted, tiny.denoiser(adapted.model))
+    with pytest.raises(config.ConfigError, match="'int8' rounds matrices that have adapters"):
         stand_ins.settings(lora={"rank": 2}, sampling={"quantize": "int8"})
 
 
@@ -567,7 +571,7 @@ def test_a_stopped_run_goes_on_with_the_next_batch_and_logs_every_step_once(loop
 
 
 def test_a_run_that_dies_goes_on_from_the_last_saved_state(loop):
-    """It saves behind every step here, and dies before anything of the next one is kept."""
+    """It saves after every step here, and dies before anything of the next one is kept."""
 
     def die(step):
         if step == 4:

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of the ablations, with its tables and plots, from the committed rows."""
+
+import collections
+import contextlib
+import pathlib
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from sparse_lavida_jax import config
+from sparse_lavida_jax.bench import record, table
+from sparse_lavida_jax.bench.comparison import SUITE
+from sparse_lavida_jax.data import markdown
+
+SPEED_BATCHES = (1, 2, 4)
+BEGIN, END = "<!-- from here on written by bench.ablation -->", "<!-- up to here -->"
+
+Row = dict[str, Any]
+Rows = Sequence[Row]
+
+
+def newest(rows: Rows) -> list[Row]:
+    """Returns one row of each way, task and seed, in the order of the file that asks for them.
+
+    Of those of several devices it is the last.
+    """
+    found = {}
+    for row in sorted(rows, key=lambda row: row["created"]):
+        found[row["ablation"], row["way"], row["sampled"], row["task"], row["seed"]] = row
+    return sorted(found.values(), key=lambda row: row["place"])
+
+
+def summary(rows: Rows) -> str:
+    """Returns the mean share right of every way and task, and its spread over seeds."""
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    lines = []
+    for name, own in _grouped(rows).items():
+        told = [name, *(_told(_shares(own, task)) for task in tasks)]
+        passes = statistics.mean(map(_passes, own))
+        all_steps = [row["train_steps"] for row in own]
+        steps = " to ".join(map(str, sorted({min(all_steps), max(all_steps)})))
+        steps = f"{own[0]['after']}, then {steps}" if own[0]["after"] else steps
+        lines.append((*told, f"{passes:.1f}", steps, len({row["seed"] for row in own})))
+    return markdown.table(["way", *tasks, "passes", "steps of training", "seeds"], lines)
+
+
+def _grouped(rows: Rows) -> dict[str, list[Row]]:
+    """Returns the rows of every way to train and to sample."""
+    found = collections.defaultdict(list)
+    for row in rows:
+        sampled = f": {row['sampled']}" if row["sampled"] else ""
+        found[f"{row['group']}{sampled}"].append(row)
+    return found
+
+
+def _shares(rows: Rows, task: str) -> list[float]:
+    return [row["share"] for row in rows if row["task"] == task]
+
+
+def _passes(row: Row) -> float:
+    return float(sum(row["passes"].values()))
+
+
+def _told(shares: Sequence[float]) -> str:
+    if not shares:
+        return ""
+    spread = f" ± {_spread(shares):.3f}" if len(shares) > 1 else ""
+    return f"{statistics.mean(shares):.3f}{spread}"
+
+
+def _spread(shares: Sequence[float]) -> float:
+    return statistics.stdev(shares) if len(shares) > 1 else 0.0
+
+
+def write_report(folder: pathlib.Path) -> pathlib.Path:
+    """Writes `ablations.md` and an image an ablation, from the committed rows.
+
+    What stands before and after the two comments of an older file stays.
+
+    Raises:
+        ConfigError: there is no row, or the older file has no such comments.
+    """
+    by_name = collections.defaultdict(list)
+    for row in newest(record.read_rows(SUITE)):
+        by_name[row["ablation"]].append(row)
+    if not by_name:
+        raise config.ConfigError(
+            f"there is no row in {record.RESULTS}/*/{SUITE}: run"
+            " --config=configs/ablation_registers.py or another first."
+        )
+    parts = []
+    for name, rows in sorted(by_name.items()):
+        plot(rows, folder / f"{name}.png")
+        parts += [
+            f"## {rows[0]['question']}",
+            f"`configs/{name}.py`, {rows[0]['total']} prompts a task: mean and standard deviation"
+            " over seeds of the share right; forward passes of what is decoded together.",
+            summary(rows),
+            f"![{name}]({name}.png)",
+        ]
+    if speed := of_bundled_model(record.read_rows("sampling")):
+        plot_speed(speed, folder / "ablation_speed.png")
+        parts += [
+            "## What do cache and truncation bring?",
+            "`python -m sparse_lavida_jax.bench.sampling --batch=1`, 2 and 4: the bundled model,"
+            " medians of rows timed in turn; tokens are those of one response, padding left out.",
+            table.table("sampling", speed),
+            "![how many times faster than dense](ablation_speed.png)",
+        ]
+    path = folder / "ablations.md"
+    page = path.read_text() if path.exists() else f"# Ablations\n\n{BEGIN}{END}\n"
+    try:
+        path.write_text(markdown.with_part(page, BEGIN, END, "\n\n".join(parts)))
+    except ValueError as error:
+        raise config.ConfigError(f"{path}: {error}") from error
+    return path
+
+
+# ---------------------------------------------------------------------------------------------
+# Plots.
+
+
+@contextlib.contextmanager
+def _figure(path: pathlib.Path, columns: int = 1, **options) -> Iterator[tuple[Any, Sequence[Any]]]:
+    """Yields a figure and its axes, and writes it.
+
+    Raises:
+        ConfigError: matplotlib is not there.
+    """
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise config.ConfigError(
+            "the report draws with matplotlib: pip install 'sparse-lavida-jax[plots]'."
+        ) from error
+    figure, axes = pyplot.subplots(1, columns, squeeze=False, **options)
+    yield figure, axes[0]
+    figure.savefig(path, dpi=130, bbox_inches="tight" if columns == 1 else None)
+    pyplot.close(figure)
+
+
+def plot(rows: Rows, path: pathlib.Path) -> None:
+    """Draws the rows of one ablation.
+
+    Raises:
+        ConfigError: matplotlib is not there.
+    """
+    is_curve = any(row["curve"] for row in rows)
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    ways = _grouped(rows)
+    width = 1.5 + 0.9 * len(tasks) * max(len(ways) / 4, 1)
+    with _figure(path, figsize=(5, 3.4) if is_curve else (width, 3.2)) as (_, (axes,)):
+        if is_curve:
+            _plot_curve(axes, rows)
+        else:
+            _plot_bars(axes, ways, tasks)
+        axes.set_ylabel("share right")
+        axes.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+
+
+def _plot_curve(axes, rows: Rows) -> None:
+    """Draws the share right over passes, a line a kind of sampling, its spread as bars."""
+    kinds = collections.defaultdict(list)
+    for own in _grouped(rows).values():
+        shares = [row["share"] for row in own]
+        point = (statistics.mean(map(_passes, own)), statistics.mean(shares), _spread(shares))
+        kinds[own[0]["sampled"].partition("_")[0]].append(point)
+    for kind, points in kinds.items():
+        passes, shares, spreads = zip(*sorted(points), strict=True)
+        axes.errorbar(passes, shares, spreads, marker=".", lw=1, elinewidth=0.8, label=kind)
+    axes.set_xlabel("forward passes")
+
+
+def _plot_bars(axes, ways: dict[str, list[Row]], tasks: Sequence[str]) -> None:
+    """Draws a bar a way and task with its spread over seeds, and every seed as a point."""
+    width = 0.8 / len(ways)
+    for number, (name, own) in enumerate(ways.items()):
+        at = [place + (number - (len(ways) - 1) / 2) * width for place in range(len(tasks))]
+        shares = [_shares(own, task) for task in tasks]
+        means = [statistics.mean(found) if found else 0 for found in shares]
+        spreads = [*map(_spread, shares)]
+        axes.bar(at, means, width, label=name, yerr=spreads, error_kw={"lw": 0.8})
+        for place, found in zip(at, shares, strict=True):
+            axes.plot([place] * len(found), found, ".", color="0.2", ms=3)
+    axes.set_xticks(range(len(tasks)), tasks)
+    axes.set_ylim(0, 1)
+
+
+def of_bundled_model(rows: Rows) -> list[Row]:
+    """Returns the rows of speed that have a dense one of their run, of few responses at a time."""
+    return [
+        row
+        for row in rows
+        if table.row_of(rows, row, "dense")
+        and row["batch"] in SPEED_BATCHES
+        and not row["random_weights"]
+    ]
+
+
+def plot_speed(rows: Rows, path: pathlib.Path) -> None:
+    """Draws how many times faster than dense every preset is, over how many times fewer tokens.
+
+    Raises:
+        ConfigError: matplotlib is not there.
+    """
+    tasks = sorted({row["task"] for row in rows})
+    with _figure(path, len(tasks), figsize=(4.5 * len(tasks), 3.6)) as (figure, all_axes):
+        for axes, task in zip(all_axes, tasks, strict=True):
+            _plot_task(axes, [row for row in rows if row["task"] == task])
+            axes.set_title(task, fontsize=9)
+        figure.tight_layout()
+
+
+def _plot_task(axes, rows: Rows) -> None:
+    most, batches = 1.0, sorted({row["batch"] for row in rows})
+    for batch in batches:
+        own = [row for row in rows if row["batch"] == batch]
+        points = {}
+        for row in own:
+            if dense := table.row_of(own, row, "dense"):
+                fewer = dense["tokens"]["useful"] / row["tokens"]["useful"]
+                points[row["method"]] = (fewer, dense["median_s"] / row["median_s"])
+        axes.plot(*zip(*points.values(), strict=True), ".", label=f"batch {batch}")
+        most = max(most, *(x for x, _ in points.values()))
+        if batch == batches[-1]:
+            for number, (name, point) in enumerate(sorted(points.items(), key=lambda p: p[1])):
+                place = (3, 3) if number % 2 else (3, -8)  # neighbours above and below
+                axes.annotate(name, point, fontsize=6, xytext=place, textcoords="offset points")
+    axes.plot((0, most), (0, most), color="0.7", lw=0.8)
+    axes.set_xlim(0.5, 1.3 * most)
+    axes.set_xlabel("times fewer tokens than dense")
+    axes.set_ylabel("times faster than dense")
+    axes.legend(fontsize=7, frameon=False)
