@@ -159,15 +159,15 @@ _registers.__name__ = "number of registers such as 64 or 64:8"
 
 
 @dataclasses.dataclass(frozen=True)
-class Option:
-    """An option of commands.
+class Argument:
+    """An argument of commands.
 
     Attributes:
         names: with spaces between them; one without dashes is given without its name.
         help: what it means.
         type: reads its value; None: it has none, it is said or not.
         default, metavar, nargs: see `argparse`.
-        group: of the options of one group a command line holds one at most.
+        group: a command line has at most one argument of a group.
     """
 
     names: str
@@ -197,69 +197,73 @@ _LINES = (
     ' "guidance": ...} a line, of which all but the prompt may be left out'
 )
 _CHECKPOINT = f"a model folder, a run directory or a bundled model; by default {DEFAULT_MODEL}"
-OPTIONS = {
+ARGUMENTS = {
     # What a task is about.
-    "prompt": Option("prompt", "what is wanted, in words", nargs="?"),
-    "image": Option("image", "PNG, JPEG or WebP", nargs="?"),
-    "needed_image": Option("image", "PNG, JPEG or WebP"),
-    "shown": Option("--image --picture", "the image that the text is about"),
-    "phrases": Option("phrases", "what to find", nargs="+"),
-    "size": Option("--size", "height x width in pixels, such as 512x512", _size),
-    "mask": Option("--mask", "an image that is white where to draw", Path, group="hole"),
-    "hole": Option("--box", "where to draw: x1,y1,x2,y2 in pixels", _box, group="hole"),
-    "place": Option("--box", _PLACE, _box),
-    "rounds": Option("--rounds", "most attempts at an image", int, 3),
-    "max_new_tokens": Option("--max-new-tokens", "room for the answer, in tokens", int),
-    "template": Option("--template", "the text with gaps: ___ is one token, {4} four"),
-    "words": Option("--words", "words that must occur, in this order", default=[], nargs="+"),
-    "batch": Option("--batch", _LINES, Path, metavar="FILE"),
+    "prompt": Argument("prompt", "what is wanted, in words", nargs="?"),
+    "image": Argument("image", "PNG, JPEG or WebP", nargs="?"),
+    "needed_image": Argument("image", "PNG, JPEG or WebP"),
+    "shown": Argument("--image --picture", "the image that the text is about"),
+    "phrases": Argument("phrases", "what to find", nargs="+"),
+    "size": Argument("--size", "height x width in pixels, such as 512x512", _size),
+    "mask": Argument("--mask", "an image that is white where to draw", Path, group="hole"),
+    "hole": Argument("--box", "where to draw: x1,y1,x2,y2 in pixels", _box, group="hole"),
+    "place": Argument("--box", _PLACE, _box),
+    "rounds": Argument("--rounds", "most attempts at an image", int, 3),
+    "max_new_tokens": Argument("--max-new-tokens", "room for the answer, in tokens", int),
+    "template": Argument("--template", "the text with gaps: ___ is one token, {4} four"),
+    "words": Argument("--words", "words that must occur, in this order", default=[], nargs="+"),
+    "batch": Argument("--batch", _LINES, Path, metavar="FILE"),
     # Results.
-    "out": Option("--out", "the file to write", Path, Path("out.png")),
-    "boxes": Option("--out", "the image with the boxes in it", Path),
-    "turns": Option("--out", "the folder to write to", Path, Path("turns")),
-    "grid": Option("--grid", "put all images on one sheet", None),
-    "save_steps": Option("--save-steps", "write how the first image unmasks", Path, metavar="GIF"),
-    "json": Option("--json", "print results for programs", None),
+    "out": Argument("--out", "the file to write", Path, Path("out.png")),
+    "boxes": Argument("--out", "the image with the boxes in it", Path),
+    "turns": Argument("--out", "the folder to write to", Path, Path("turns")),
+    "grid": Argument("--grid", "put all images on one sheet", None),
+    "save_steps": Argument(
+        "--save-steps", "write how the first image unmasks", Path, metavar="GIF"
+    ),
+    "json": Argument("--json", "print results for programs", None),
     # Sampling.
-    "steps": Option("--steps --num-inference-steps", "steps of an image or a text block", int),
-    "sampler": Option("--sampler", f"how steps are made: {_PRESETS}", metavar="PRESET"),
-    "registers": Option(
+    "steps": Argument("--steps --num-inference-steps", "steps of an image or a text block", int),
+    "sampler": Argument("--sampler", f"how steps are made: {_PRESETS}", metavar="PRESET"),
+    "registers": Argument(
         "--registers",
         "how many are used; 64:8 falls from 64 to 8; by default as trained",
         _registers,
         metavar="M[:END]",
     ),
-    "temperature": Option(
+    "temperature": Argument(
         "--temperature", "how random draws are; 0 takes the most probable", float
     ),
-    "quantize": Option("--quantize", f"run matrices in 8 bits: {', '.join(config.QUANTIZED)}"),
-    "guidance": Option(
+    "quantize": Argument("--quantize", f"run matrices in 8 bits: {', '.join(config.QUANTIZED)}"),
+    "guidance": Argument(
         "--guidance --guidance-scale", "scale of classifier-free guidance; 0: none", float
     ),
-    "order": Option("--order", "in which cells are decoded: stratified, halton, ..."),
-    "plan": Option("--plan", "the layout to follow, in place of the model's own", group="plan"),
-    "no_plan": Option("--no-plan", "do not lay the image out first", None, group="plan"),
-    "num_images": Option("--num-images", "images of each prompt", int, 1, "N"),
-    "vq_dtype": Option(
+    "order": Argument("--order", "in which cells are decoded: stratified, halton, ..."),
+    "plan": Argument("--plan", "the layout to follow, in place of the model's own", group="plan"),
+    "no_plan": Argument("--no-plan", "do not lay the image out first", None, group="plan"),
+    "num_images": Argument("--num-images", "images of each prompt", int, 1, "N"),
+    "vq_dtype": Argument(
         "--vq-dtype", f"number type of the image decoder: {' or '.join(config.VQ_DTYPES)}"
     ),
-    "seed": Option("--seed", "seed of the first row; by default 0", int),
+    "seed": Argument("--seed", "seed of the first row; by default 0", int),
     # The model, and how it is served.
-    "checkpoint": Option("--checkpoint", _CHECKPOINT),
-    "batch_size": Option("--batch-size", "most rows decoded together", int, 16),
-    "debug": Option("--debug", "show where an error comes from", None),
-    "replay": Option("--replay", "draw this image again", Path, metavar="PNG"),
-    "replayed": Option("replay", "the image to draw again", Path, metavar="PNG"),
-    "source": Option(
+    "checkpoint": Argument("--checkpoint", _CHECKPOINT),
+    "batch_size": Argument("--batch-size", "most rows decoded together", int, 16),
+    "debug": Argument("--debug", "show where an error comes from", None),
+    "replay": Argument("--replay", "draw this image again", Path, metavar="PNG"),
+    "replayed": Argument("replay", "the image to draw again", Path, metavar="PNG"),
+    "source": Argument(
         "--image --picture", "the image it was drawn after; by default the recorded file"
     ),
-    "first_image": Option("--image --picture", "the image that the first line is about"),
-    "host": Option(
+    "first_image": Argument("--image --picture", "the image that the first line is about"),
+    "host": Argument(
         "--host", "address; by default only this machine reaches it", default="127.0.0.1"
     ),
-    "port": Option("--port", "port; 0 takes any that is free", int, 8000),
-    "max_waiting": Option("--max-waiting", "requests that may wait; more are refused", int, 8, "N"),
-    "warmup": Option("--warmup", "compile before the first request", None),
+    "port": Argument("--port", "port; 0 takes any that is free", int, 8000),
+    "max_waiting": Argument(
+        "--max-waiting", "requests that may wait; more are refused", int, 8, "N"
+    ),
+    "warmup": Argument("--warmup", "compile before the first request", None),
 }
 
 _MODEL = "seed checkpoint batch_size json debug"
@@ -270,11 +274,11 @@ _HOSTING = "checkpoint host port max_waiting warmup debug"
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """A command: what it does, an example without its name, and the keys of its options."""
+    """A command: what it does, an example without its name, and the keys of its arguments."""
 
     does: str
     example: str
-    options: str
+    arguments: str
 
 
 def _of_task(name: str, form: TaskForm) -> Command:
@@ -308,10 +312,10 @@ def parser_of(name: str) -> Parser:
         allow_abbrev=False,
     )
     groups: dict[str, Any] = {"": parser}
-    for option in (OPTIONS[key] for key in command.options.split()):
-        if option.group not in groups:
-            groups[option.group] = parser.add_mutually_exclusive_group()
-        option.add_to(groups[option.group])
+    for argument in (ARGUMENTS[key] for key in command.arguments.split()):
+        if argument.group not in groups:
+            groups[argument.group] = parser.add_mutually_exclusive_group()
+        argument.add_to(groups[argument.group])
     return parser
 
 

@@ -322,6 +322,7 @@ class SparseLaViDa:
         prompt: Words,
         *,
         box: Sequence[int | float] | None = None,
+        known: Grid | Sequence[Grid] | None = None,
         callback: Callback | None = None,
         **options: Unpack[ChangeOptions],
     ) -> Result:
@@ -332,11 +333,14 @@ class SparseLaViDa:
             box: where the old image stands in the new one, x1, y1, x2, y2 in pixels of the new
                 one; by default in its middle, at its own size, or at half the new one's if it is
                 larger. Moved outwards to whole cells.
+            known: in place of a box, the grid of cells to keep, or one for each row, of images
+                that have the size of the new ones.
 
         Raises:
             ImageError: a box outside, or one that leaves nothing to draw.
         """
-        return self.run(self.requests("outpaint", prompt, shown, box=box, **options), callback)
+        where = {"box": box, "known": known}
+        return self.run(self.requests("outpaint", prompt, shown, **where, **options), callback)
 
     def reflect(
         self,
@@ -664,7 +668,7 @@ class SparseLaViDa:
             size = given.get("size")
             grid_of(size, self._codec.image_size, self.settings.model)  # refuses some
             found["size"] = size and tuple(size)
-        elif task == "inpaint" and "known" in given:
+        elif task in ("inpaint", "outpaint") and "known" in given:
             known = np.asarray(given["known"], bool)
             found["known"] = known if known.ndim == 2 else known[row]
         elif task == "inpaint":
@@ -941,11 +945,12 @@ class _Work:
     def _record(self, request: Request, plan: str | None) -> dict[str, Any]:
         """Returns what `replay` needs, for `json`."""
         reflects = request.task == "reflect"
+        known = None if request.known is None else np.asarray(request.known).tolist()
         recipe: dict[str, Any] = {
             "generate": lambda: {"size": None if request.size is None else list(request.size)},
             "edit": dict,
-            "inpaint": lambda: {"known": np.asarray(request.known).tolist()},
-            "outpaint": lambda: {"box": list(request.box or ())},
+            "inpaint": lambda: {"known": known},
+            "outpaint": lambda: {"box": list(request.box)} if request.box else {"known": known},
             "reflect": lambda: {"rounds": request.rounds, "plan": request.plan},
         }[request.task]()
         bucket = None if reflects or self.bucket is None else dataclasses.asdict(self.bucket)

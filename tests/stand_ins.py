@@ -158,6 +158,10 @@ class Knowing(pipelines.SparseLaViDa):
         self.calls.append(("fill", seed))
         return self._drawn(prompt, shown)
 
+    def outpaint(self, shown, prompt, *, seed=0, **_):
+        self.calls.append(("extend", seed))
+        return self._drawn(prompt, shown)
+
     def decode(self, examples, *, seed=0, **_):
         self.calls.append(("decode", seed))
         if self.ignorant:

@@ -47,7 +47,7 @@ FORM_ROOM = 2**20  # bytes of a request besides its images
 IMAGES = 2  # most files of one request: an image and a mask
 
 
-class Options(pydantic.BaseModel):
+class Body(pydantic.BaseModel):
     """What every request may say; fields of OpenAI's that mean nothing here are passed over."""
 
     model: str | None = None
@@ -60,7 +60,7 @@ class Options(pydantic.BaseModel):
     temperature: float | None = None
 
 
-class ImageOptions(Options):
+class ImageBody(Body):
     """Of an image."""
 
     prompt: str
@@ -70,7 +70,7 @@ class ImageOptions(Options):
     guidance_scale: float | None = None
 
 
-class ChatOptions(Options):
+class ChatBody(Body):
     """Of an answer."""
 
     messages: list[dict[str, Any]]
@@ -123,7 +123,7 @@ def _service(request: fastapi.Request) -> Service:
 
 
 @router.post("/v1/images/generations")
-async def generate(asked: ImageOptions, request: fastapi.Request):
+async def generate(asked: ImageBody, request: fastapi.Request):
     """Draws images of a prompt."""
     return await _images(request, "generate", asked)
 
@@ -142,7 +142,7 @@ async def edit(request: fastapi.Request):
             raise _Refusal(400, "send one file named image, and at most one named mask.")
         contents, *masks = [await one.read() for one in shown + files["mask"]]
     try:
-        asked = ImageOptions.model_validate(words)
+        asked = ImageBody.model_validate(words)
     except pydantic.ValidationError as error:
         raise fastapi.exceptions.RequestValidationError(error.errors()) from error
     if asked.size != "auto":
@@ -154,7 +154,7 @@ async def edit(request: fastapi.Request):
 
 
 @router.post("/v1/chat/completions")
-async def chat(asked: ChatOptions, request: fastapi.Request):
+async def chat(asked: ChatBody, request: fastapi.Request):
     """Answers one question, about an image if there is one."""
     service = _service(request)
     if asked.n != 1 or asked.stream:
@@ -288,7 +288,7 @@ def _question(messages: list[dict[str, Any]], service: Service) -> tuple[str, An
 async def _images(
     request: fastapi.Request,
     task: str,
-    asked: ImageOptions,
+    asked: ImageBody,
     image: Shown | None = None,
     **more: Any,
 ) -> dict[str, Any]:
@@ -312,7 +312,7 @@ async def _images(
 async def _done(
     request: fastapi.Request,
     task: str,
-    asked: Options,
+    asked: Body,
     words: str,
     image: Shown | None,
     **more: Any,

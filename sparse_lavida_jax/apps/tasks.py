@@ -14,7 +14,7 @@ class TaskForm:
     Attributes:
         does: what it does, for the overview of the commands.
         example: a command line, after the name of the task.
-        options: keys of what its command takes besides the options of all tasks (`cli.OPTIONS`).
+        options: keys of what its command takes besides the options of all tasks (`cli.ARGUMENTS`).
         label: of its tab on the page; empty where it has none of its own.
         words: label of the box for the words, and what it holds at first.
         info: what to know about the words.

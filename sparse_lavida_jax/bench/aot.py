@@ -399,6 +399,7 @@ def _training_row(
 ) -> dict[str, Any]:
     axes = training_axes(settings, topology)
     step = training(settings, topology, axes, batch, effort)
+    # As if every token had a loss and saw all others: at most what a real batch needs.
     useful = flops.work_of(memory.rows(settings.model, batch), settings.model).flops
     expected = expected_bytes(settings, axes, batch)
     dtype = settings.model.grad_reduce_dtype

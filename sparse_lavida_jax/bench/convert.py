@@ -19,6 +19,7 @@ import time
 
 from absl import app, flags
 
+from sparse_lavida_jax.bench import timing
 from sparse_lavida_jax.bench.record import Bench
 from sparse_lavida_jax.convert import stand_in
 from sparse_lavida_jax.convert.settings import RELEASED_VQ, settings_from
@@ -62,19 +63,16 @@ def main(argv: list[str]) -> None:
             begin = time.perf_counter()
             peak = _peak_memory(["--mode=convert", f"--src={source}", f"--dst={target}"])
             seconds = time.perf_counter() - begin
-        path = bench.write(
-            f"layers{layers}",
-            {
-                "task": "convert",
-                "dtype": "bfloat16",
-                "layers": layers,
-                "bytes": {"weights": size},
-                "peak_host_memory_bytes": peak,
-                "times_s": [seconds],
-                "median_s": seconds,
-                "note": "layers of the release's size, arbitrary numbers; one process each",
-            },
-        )
+        row = {
+            "task": "convert",
+            "dtype": "bfloat16",
+            "layers": layers,
+            "bytes": {"weights": size},
+            "peak_host_memory_bytes": peak,
+            **timing.times([seconds]),
+            "note": "layers of the release's size, arbitrary numbers; one process each",
+        }
+        path = bench.write(f"layers{layers}", row)
         print(f"{path.name}: {size / 1e9:.2f} GB, peak {peak / 2**30:.3f} GiB, {seconds:.0f} s")
         peaks.append(peak)
     if not is_bounded(peaks):

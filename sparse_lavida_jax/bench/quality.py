@@ -54,21 +54,12 @@ def _score() -> None:
         )
     method = METHOD.value or presets.default_preset(settings.model)
     sampling = dataclasses.replace(settings.sampling, preset=method)
-    bench = Bench("quality")
-    wanted = [
-        (task, split)
-        for task in asked
-        for split in ("test", "held_out")
-        if split == "test" or task in HELD_OUT
-    ]
-    results = []
-    for task, split in wanted:
-        result = exact.evaluate(pipe, task, PROMPTS.value, split=split, sampling=sampling)
-        results.append(result)
-        bench.write(
-            f"{settings.name}/{method}/{result.task}",
-            {
-                "task": result.task,
+    bench, results = Bench("quality"), []
+    for task in asked:
+        for split in ("test", "held_out")[: 1 + (task in HELD_OUT)]:
+            result = exact.evaluate(pipe, task, PROMPTS.value, split=split, sampling=sampling)
+            results.append(result)
+            row = {
                 "method": method,
                 "model": settings.name,
                 "checkpoint": pipe.source.sha256,
@@ -77,9 +68,9 @@ def _score() -> None:
                 "registers": settings.model.num_registers,
                 **exact.as_json(result),
                 "note": "exact scorers on pixels and text; says nothing about speed",
-            },
-        )
-        print(exact.table([result]).splitlines()[2], flush=True)
+            }
+            bench.write(f"{settings.name}/{method}/{result.task}", row)
+            print(exact.table([result]).splitlines()[2], flush=True)
     print(exact.table(results))
 
 

@@ -30,7 +30,7 @@ Timed = dict[Sizes, float]  # median seconds
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class TileChoice:
     """What was found for the lengths of one entry.
 
     Attributes:
@@ -77,7 +77,7 @@ def main(runs: int, *, dry: bool) -> None:
 
 def choose(
     bucket: str, members: list[Case], on_gpu: bool, times: Callable[[Case, list[Sizes]], Timed]
-) -> Choice:
+) -> TileChoice:
     """Returns the best tiles of one entry of the table.
 
     Args:
@@ -108,7 +108,7 @@ def choose(
         for task, timed in measured.items():
             median_us[task] = timed[best.get(what, rules[task])] * 1e6
             rule_us[task] = timed[rules[task]] * 1e6
-    return Choice(bucket, _joined(best), median_us, rule_us)
+    return TileChoice(bucket, _joined(best), median_us, rule_us)
 
 
 def _entries(dry: bool) -> dict[str, list[Case]]:
@@ -172,7 +172,7 @@ def _times(case: Case, candidates: list[Sizes], implementation: str, runs: int, 
 
 
 def rewritten(
-    table: dict[str, Any], device: str, head_dim: int, choices: list[Choice]
+    table: dict[str, Any], device: str, head_dim: int, choices: list[TileChoice]
 ) -> dict[str, Any]:
     """Returns the table with these choices for this device, those of others as they were."""
     entries = dict(table.get(device, {}).get(str(head_dim), {}))

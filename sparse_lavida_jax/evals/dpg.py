@@ -53,7 +53,6 @@ class Bench(ImageBenchmark):
         " --image-root-path set to that folder, --resolution to the side of an image, --pic-num to"
         f" evaluate.num_images, --res-path to {JUDGED}/dpg.txt next to it."
     )
-
     configs: ClassVar = {"dpg": {"num_images": 4}}
 
     def read(self):

@@ -83,7 +83,8 @@ def answer(
     shown = [world.render(s.image, size) for s in samples if s.image is not None]
     known = [s.known_grid for s in samples if s.known_grid is not None]
     if known:
-        return list(pipe.inpaint(shown, prompts, known=known, **how).pixels)
+        fill = pipe.inpaint if task == "inpaint" else pipe.outpaint
+        return list(fill(shown, prompts, known=known, **how).pixels)
     if tasks.TABLE[task].is_image:
         drawn = pipe.edit(shown, prompts, **how) if shown else pipe.generate(prompts, **how)
         return list(drawn.pixels)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GenEval (arXiv:2310.11513): do the objects of a prompt stand in the image?
+"""GenEval (arXiv:2310.11513): are the objects of a prompt in the image?
 
 Files and layout: github.com/djghosh13/geneval. The judge is its mask2former detector.
 """

@@ -28,7 +28,7 @@ class Bench(Benchmark):
     judge = (
         "run Benchmark/Basic/basic_bench.py of github.com/PKU-YuanGroup/ImgEdit with"
         " --result_img_folder set to that folder, --edit_json to basic_edit.json,"
-        f" --origin_img_root to {ORIGINALS} and --prompts_json to prompts.json of there, and put"
+        f" --origin_img_root to {ORIGINALS} and --prompts_json to its prompts.json, and put"
         f" the result.json that it writes into {JUDGED} next to it."
     )
     configs: ClassVar = {"imgedit": {}}

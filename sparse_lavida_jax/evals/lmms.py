@@ -35,7 +35,7 @@ class SparseLaViDaLmms(lmms):
     Args:
         pretrained: a model folder, a run directory, or the name of a bundled model.
         batch_size: rows decoded together.
-        text_steps: steps a text block; 0: one for each of its tokens, as released.
+        text_steps: steps per text block; 0: one for each of its tokens, as released.
         seed: of the first request of a call.
 
     Raises:

@@ -24,8 +24,8 @@ OUTPUT = "output.json"
 class Bench(QuestionBenchmark):
     """1000 questions, testmini (table 4 of the paper).
 
-    Room for 1024 tokens in blocks of 32, as in the paper; how many tokens a step it takes the paper
-    does not say.
+    Room for 1024 tokens in blocks of 32, as in the paper; the paper does not say how many
+    tokens it decodes per step.
     """
 
     title = "MathVista"
@@ -38,7 +38,6 @@ class Bench(QuestionBenchmark):
         f" which asks GPT-4 to find the answers, and put the result into {JUDGED}/{OUTPUT}"
         " next to it."
     )
-
     configs: ClassVar = {"mathvista": {"split": "testmini", "max_new_tokens": 1024}}
 
     def read(self):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MJHQ-30K (arXiv:2402.17245): how near are images to ones that people liked?
+"""MJHQ-30K (arXiv:2402.17245): how close are images to those that people liked?
 
 Files: huggingface.co/datasets/playgroundai/MJHQ-30K. FID, PickScore and HPS v2 are formulas of
-features that other people's encoders give; HPS v3 is a score that another model gives.
+features that other projects' encoders compute; HPS v3 is a score of another model.
 """
 
 import json
@@ -33,15 +33,14 @@ class Bench(ImageBenchmark):
     title = "MJHQ-30K"
     source = (
         "Take meta_data.json of huggingface.co/datasets/playgroundai/MJHQ-30K, and put it into the"
-        " folder; judges also need mjhq30k_imgs.zip of there."
+        " folder; judges also need its mjhq30k_imgs.zip."
     )
     judge = (
-        f"{PAIRS} there says which image goes with which prompt. Put features into"
-        f" {JUDGED}/fid.npz (drawn, real: Inception-v3, a row an image) and"
+        f"its {PAIRS} says which image goes with which prompt. Put features into"
+        f" {JUDGED}/fid.npz (drawn, real: Inception-v3, one row per image) and"
         f" {JUDGED}/pickscore.npz, hps_v2.npz (names; images, texts, scale), or scores into"
         f" {JUDGED}/hps_v3.npz (names, scores), next to it; docs/evaluation.md shows how."
     )
-
     configs: ClassVar = {"mjhq": {"num_images": 1}}
 
     def read(self):
@@ -55,7 +54,7 @@ class Bench(ImageBenchmark):
     def keep(self, item, drawn):
         """Returns one image in the folder of its category, as the real ones lie."""
         if len(drawn) > 1:
-            raise EvaluationError("MJHQ-30K takes one image a prompt: evaluate.num_images=1.")
+            raise EvaluationError("MJHQ-30K takes one image per prompt: evaluate.num_images=1.")
         return {_file(item.record, item.key): drawn[0]}
 
     def export(self, answers, folder):

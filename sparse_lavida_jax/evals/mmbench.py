@@ -37,7 +37,6 @@ class Bench(QuestionBenchmark):
         " or mmbench_dev_20230712.tsv, and put it into the folder. evaluate.split names it without"
         " .tsv."
     )
-
     configs: ClassVar = {"mmbench": {"split": "MMBench_DEV_EN", "max_new_tokens": 32}}
 
     def read(self):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MME (arXiv:2306.13394): two questions an image, one to be answered yes and one no.
+"""MME (arXiv:2306.13394): two questions per image; the answer to one is yes, to the other no.
 
 Files and layout: MME_Benchmark_release_version.zip and eval_tool.zip of
 github.com/BradyFU/Awesome-Multimodal-Large-Language-Models/tree/Evaluation. The wording of the

@@ -47,7 +47,6 @@ class Bench(QuestionBenchmark):
         "Take huggingface.co/datasets/MMMU/MMMU as it is: the folder holds one folder a subject,"
         " such as Accounting/validation-00000-of-00001.parquet. evaluate.split names the split."
     )
-
     configs: ClassVar = {"mmmu": {"split": "validation", "max_new_tokens": 128}}
 
     def read(self):

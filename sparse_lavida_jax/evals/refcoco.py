@@ -37,7 +37,6 @@ class Bench(Benchmark):
         " train2014/COCO_train2014_*.jpg and so on. evaluate.split names set and split:"
         " refcoco/val, refcoco+/testA, refcocog/test."
     )
-
     configs: ClassVar = {
         "refcoco": {"split": "refcoco/val", "batch_size": 16},
         "refcoco_plus": {"split": "refcoco+/val", "batch_size": 16},

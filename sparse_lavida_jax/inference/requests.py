@@ -129,7 +129,7 @@ TASKS: dict[str, TaskSpec] = {
     "generate": TaskSpec("image", "prompt", "", _DRAWS | {"size"}),
     "edit": TaskSpec("image", "instruction", "needed", _CHANGES),
     "inpaint": TaskSpec("image", "prompt", "needed", _CHANGES | {"mask", "box", "known"}),
-    "outpaint": TaskSpec("image", "prompt", "needed", _CHANGES | {"box"}),
+    "outpaint": TaskSpec("image", "prompt", "needed", _CHANGES | {"box", "known"}),
     "ask": TaskSpec("text", "question", "optional", _ALL | {"max_new_tokens"}),
     "reason": TaskSpec("text", "question", "optional", _ALL | {"max_new_tokens"}),
     "caption": TaskSpec("text", "", "needed", _ALL),

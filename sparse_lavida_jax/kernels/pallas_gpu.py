@@ -57,8 +57,8 @@ class GpuTags:
     """Tags of queries and keys [b s], filled up to whole tiles.
 
     Attributes:
-        query_block, key_block: words, in whose upper half stands the segment where rows are
-            packed: the gradient of the keys has no registers left for a third number of queries.
+        query_block, key_block: words, whose upper half holds the segment where rows are packed:
+            the gradient of the keys has no registers left for a third number of queries.
         query_horizon: as given.
         packed: static: whether there are segments.
     """

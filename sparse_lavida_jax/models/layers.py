@@ -75,7 +75,7 @@ def _multiply(x: Float[Array, "*b i"], kernel: Float[AnyArray, "i o"]) -> Float[
 
 @jax.custom_vjp
 def _multiply_wide(x: Float[Array, "*b i"], kernel: Float[AnyArray, "i o"]) -> Float[Array, "*b o"]:
-    """`_multiply`, but for the kernel's gradient: its sum over tokens leaves the dot in float32.
+    """`_multiply`, except for the kernel's gradient: its sum over tokens leaves the dot in float32.
 
     So the partial sums of devices are added up in float32 too: the cotangent of a kernel that was
     cast to bfloat16 would be bfloat16 (`config.Model.grad_reduce_dtype`).
@@ -87,10 +87,10 @@ def _multiply_forward(x, kernel):
     return _multiply(x, kernel), (x, kernel)
 
 
-def _multiply_backward(kept, pulled):
-    x, kernel = kept
-    to_kernel = jnp.einsum("...i,...o->io", x, pulled, preferred_element_type=jnp.float32)
-    return pulled @ kernel.astype(x.dtype).T, to_kernel.astype(kernel.dtype)
+def _multiply_backward(saved, cotangent):
+    x, kernel = saved
+    to_kernel = jnp.einsum("...i,...o->io", x, cotangent, preferred_element_type=jnp.float32)
+    return cotangent @ kernel.astype(x.dtype).T, to_kernel.astype(kernel.dtype)
 
 
 _multiply_wide.defvjp(_multiply_forward, _multiply_backward)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of low rank beside frozen matrices (LoRA, arXiv:2106.09685).
+"""Adapters of low rank next to frozen matrices (LoRA, arXiv:2106.09685).
 
     model = lora.attach(model, settings, key)    x W  becomes  x W + (alpha / rank) (x A) B
     model = lora.merged(model)                   W    becomes  W + (alpha / rank) A B, on the host
@@ -29,7 +29,7 @@ NAME = re.compile(r"(^|/)lora_[ab]$")  # of the parameters of adapters
 
 
 def attach(model: M, settings: config.Lora, key: PRNGKeyArray) -> M:
-    """Returns the model with an adapter beside every matrix that `settings.targets` is found in.
+    """Returns the model with an adapter next to every matrix whose path `settings.targets` matches.
 
     Parameters of the adapters are float32; everything else is shared with the model given. The
     matrices of the logits get none: `settings.also` trains them whole.
@@ -64,7 +64,7 @@ def attach(model: M, settings: config.Lora, key: PRNGKeyArray) -> M:
 
 
 def begin(settings: config.Config, model: M, key: PRNGKeyArray) -> M:
-    """Returns the model as it is trained: with adapters if there are any, beside a base in 8 bits.
+    """Returns the model as it is trained: with its adapters, and its base in 8 bits if asked.
 
     Raises:
         ConfigError: as `attach`.

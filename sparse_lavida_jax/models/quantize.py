@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrices of the layers in 8 bits: few tokens wait for their bytes, and memory is short.
 
-Sampling takes all methods (`Sampling.quantize`), training the first, for a frozen base beside
+Sampling takes all methods (`Sampling.quantize`), training the first, for a frozen base with
 adapters (`Optimizer.frozen_dtype`).
 
 | method | a matrix is | activations | result is |
@@ -44,7 +44,7 @@ class QuantizedLinear(Linear):
 
     def __init__(self, linear: Linear, method: str):
         self.method = method
-        self.wide_gradient = linear.wide_gradient  # of adapters beside it
+        self.wide_gradient = linear.wide_gradient  # of its adapters
         kernel, scale = rounded(linear.kernel[...], _dtype(method), axis=-2)
         self.kernel, self.scale = nnx.Param(kernel), nnx.Param(scale)
 

@@ -25,7 +25,7 @@ PARTS = ("params", "ema", "frozen")  # of `train_step.TrainState` that are param
 T = TypeVar("T")
 AnyMesh = Mesh | AbstractMesh
 
-# The last axes of a parameter, by its path in the model; what stands before them (layers) is whole.
+# The last axes of a parameter, by its path in the model; any axis before them (layers) is whole.
 # Every parameter matches exactly one rule.
 RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"(^|/)(q|k|v|gate|up|fc1)/kernel$", ("fsdp", "tensor")),
@@ -34,7 +34,7 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"^text_head/kernel$|^image_head/logits/kernel$", ("fsdp", "tensor")),
     (r"^image_(embedding/(merge|cell|code)|head/(spread|cell|code))/kernel$", ("fsdp", "tensor")),
     (r"^vision/(pool|tower/patch_embedding)/kernel$", ("fsdp", "tensor")),
-    # Adapters: split like the matrix they stand beside, whole along the rank.
+    # Adapters: split like their matrix, whole along the rank.
     (r"(^|/)(q|k|v|gate|up|merge|spread|cell|code)/lora_a$", ("fsdp", None)),
     (r"(^|/)(q|k|v|gate|up|merge|spread|cell|code)/lora_b$", (None, "tensor")),
     (r"(^|/)(attn_out|down)/lora_a$", ("tensor", None)),
@@ -143,7 +143,7 @@ def whole_sizes(sizes: Mapping[str, int], count: int) -> dict[str, int]:
 def spec_of_state(name: str, shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSpec:
     """Returns how a leaf of a training state is split: as the parameter whose name ends its own.
 
-    What an optimizer keeps beside its moments, such as the number of the step, is whole everywhere.
+    What an optimizer keeps besides its moments, such as the number of the step, is never split.
 
     Raises:
         ValueError: no rule, or more than one, is for a parameter or its average.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The vision tower of the understanding branch: a SigLIP encoder, a pool, a projector.
 
-Spec Sec. 4. The tower ends with its last layer: the norm behind it in SigLIP is not part of it.
+Spec Sec. 4. The tower ends with its last layer: the norm after it in SigLIP is not part of it.
 """
 
 import einops
@@ -56,7 +56,7 @@ class Tower(nnx.Module):
         patch = (settings.patch_size, settings.patch_size)
         self.patch_embedding = nnx.Conv(3, settings.width, patch, patch, padding="VALID", rngs=rngs)
         self.position_embedding = nnx.Param(
-            # Of the size of a patch: a smaller one would take a small model long to dig out.
+            # Of the size of a patch: a smaller one would take a small model long to recover.
             jax.random.normal(rngs.params(), (side**2, settings.width))
         )
         self.layers = init_stack(
@@ -75,7 +75,7 @@ class Tower(nnx.Module):
 
 
 class TowerLayer(nnx.Module):
-    """Attention over all patches and a two-layer MLP, each behind a layer norm."""
+    """Attention over all patches and a two-layer MLP, each after a layer norm."""
 
     def __init__(self, settings: config.Vision, *, rngs: nnx.Rngs):
         width = settings.width

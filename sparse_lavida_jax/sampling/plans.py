@@ -110,7 +110,7 @@ class Segment:
         rest: positions that each step passes besides: masked, or known in part.
         count: how many candidates each row commits. For a text row whose block holds fewer masked
             tokens than there are steps, 0 at the end.
-        refresh: whether the step passes the prompt and fills the cache anew; one value a segment.
+        refresh: whether the step passes the prompt and fills the cache again; one value a segment.
         guided: whether guidance acts; one value a segment.
         noise: scale of the noise on the confidence.
         temperature: share of the temperature.

@@ -48,7 +48,8 @@ class SceneBatches(Batches):
         process_index: int = 0,
         process_count: int = 1,
     ):
-        self.encoder, weights, size = encoder, settings.data.tasks, settings.train.batch_size
+        self.encoder, self.probe = encoder, LENGTH_PROBE
+        weights, size = settings.data.tasks, settings.train.batch_size
         known = {task for group in GROUPS.values() for task in group}
         if unknown := sorted(set(weights) - known):
             raise config.ConfigError(
@@ -91,7 +92,7 @@ class SceneBatches(Batches):
         return grain.MapDataset.concatenate([*parts, mixed]) if parts else mixed
 
     def probed(self, group: str) -> list[Row]:
-        return [self.made(group, number, 0) for number in range(LENGTH_PROBE)]
+        return [self.made(group, number, 0) for number in range(self.probe)]
 
     def made(self, group: str, number: int, attempt: int) -> Row:
         rng = _generator(self.settings.seed, group, number, attempt)

@@ -53,24 +53,17 @@ def linear_cross_entropy(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _in_parts(hidden, kernel, target, weight, chunk: int) -> Sums:
-    chunks, _ = _in_chunks(hidden, target, weight, chunk)
-
-    def add(sums: Sums, part) -> tuple[Sums, None]:
-        hidden, target, weight = part
-
-        def those() -> Sums:
-            logits = hidden @ kernel.astype(hidden.dtype)
-            return weighted_cross_entropy(logits, target, weight)
-
-        new = jax.lax.cond(jnp.any(weight > 0), those, _no_sums)
-        return (sums[0] + new[0], sums[1] + new[1]), None
-
-    return jax.lax.scan(add, _no_sums(), chunks)[0]
+    return _with_gradients(hidden, kernel, target, weight, chunk, with_kernel=False)[0]
 
 
 def _forward(hidden, kernel, target, weight, chunk: int):
     with_kernel = kernel.perturbed  # a frozen head needs no gradient
-    hidden, kernel, target, weight = (x.value for x in (hidden, kernel, target, weight))
+    given = (x.value for x in (hidden, kernel, target, weight))
+    return _with_gradients(*given, chunk, with_kernel)
+
+
+def _with_gradients(hidden, kernel, target, weight, chunk: int, with_kernel: bool):
+    """Returns the sums, and the gradients of the first by `hidden` and by `kernel` or None."""
     chunks, back = _in_chunks(hidden, target, weight, chunk)
 
     def add(carry, part):

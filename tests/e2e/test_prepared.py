@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import shutil
+import types
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ def given(tokenizer, tmp_path_factory):
     of_model = raw_data.settings(tokenizer, data={"source": "none"})
     model_folder.save_model(
         base, tiny.denoiser(of_model.model), of_model,
-        tokenizer_path=tokenizer._path, vq_folder=None, readme=README,
+        tokenizer_path=tokenizer.path, vq_folder=None, readme=README,
     )  # fmt: skip
     data = {"source": "prepared", "folder": str(folder / "prepared")}
     train = {"init_from": str(base), "train_steps": STEPS, "batch_size": 2, "log_every": 1}
@@ -65,7 +66,7 @@ def test_a_prepared_folder_is_trained_on(given, tokenizer, tmp_path, capsys):
     assert "| up to step | loss | image_nll |" in text
     assert "Exact scores" not in text and "Speed" not in text
     loaded = model_folder.load_model(run)
-    assert loaded.tokenizer_path.read_bytes() == tokenizer._path.read_bytes()
+    assert loaded.tokenizer_path.read_bytes() == tokenizer.path.read_bytes()
     card = (run / "model" / "README.md").read_text()
     assert "from the model `base`" in card and card.endswith(README)
     before = model_folder.load_model(given.train.init_from).model
@@ -102,13 +103,13 @@ def test_a_missing_shard_is_told(given, tmp_path, capsys):
 def test_a_base_that_is_not_there_is_told(given, tmp_path, capsys):
     said = complaint(changed(given, "train", init_from=str(tmp_path / "no")), tmp_path, capsys)
     assert "there is no model in" in said
-    with pytest.raises(config.ConfigError, match=r"tokenizers that lie beside a model: name its"):
+    with pytest.raises(config.ConfigError, match=r"tokenizers that lie next to a model: name its"):
         changed(given, "train", init_from="")
 
 
 def test_a_tokenizer_of_another_model_is_told(given, tmp_path, capsys):
     said = complaint(changed(given, "model", text_mask_id=7), tmp_path, capsys)
-    assert "the model has text_mask_id=7: use the tokenizer that lies beside the model" in said
+    assert "the model has text_mask_id=7: use the tokenizer next to the model" in said
     said = complaint(changed(given, "train", init_from="scenes"), tmp_path, capsys)
     assert "data.source='prepared' needs the tokenizer of a LaViDa-O" in said
 
@@ -122,8 +123,9 @@ def test_what_the_data_asks_for_is_drawn(given, tokenizer, tmp_path):
         def __init__(self):
             self.settings = given
 
-        def draw(self, prompts):
-            return [np.full((32, 32, 3), 10 * i, np.uint8) for i, _ in enumerate(prompts)]
+        def generate(self, prompts):
+            drawn = [np.full((32, 32, 3), 10 * i, np.uint8) for i, _ in enumerate(prompts)]
+            return types.SimpleNamespace(pixels=drawn)
 
     assert report.check(Pipe(), tmp_path / "images/000001.png", asked) == {}
     assert (tmp_path / "images/000001.png").is_file()

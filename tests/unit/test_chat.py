@@ -311,5 +311,5 @@ def test_a_tokenizer_of_another_model_is_explained(tokenizer):
         ({"end_of_text_id": 99}, r"<\|endoftext\|> as 4, the model has end_of_text_id=99"),
         ({"vocab_size": fits["vocab_size"] - 1}, rf"has {fits['vocab_size']} tokens, the model"),
     ):
-        with pytest.raises(ValueError, match=f"{said}.* use the tokenizer that lies beside"):
+        with pytest.raises(ValueError, match=f"{said}.* use the tokenizer next to"):
             tokenizer.check(config.Model(**{**fits, **wrong}))

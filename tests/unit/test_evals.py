@@ -123,15 +123,15 @@ def test_tasks_that_show_different_things_are_asked_in_their_own_way():
         outputs = exact.answer(stand_ins.Knowing(SETTINGS, chosen), chosen)
         assert outputs == [sample.answer for sample in chosen]
     kinds = {}
-    for task in ("draw", "edit", "inpaint", "answer", "infill"):
+    for task in ("draw", "edit", "inpaint", "outpaint", "answer", "infill"):
         pipe = stand_ins.Knowing(SETTINGS, asked(task))
         exact.evaluate(pipe, task, 3, seed=exact.EVAL_SEED)
         kinds[task] = pipe.calls
     assert kinds == {
         task: [(call, exact.EVAL_SEED)]
         for task, call in {
-            "draw": "draw", "edit": "edit", "inpaint": "fill", "answer": "decode",
-            "infill": "decode",
+            "draw": "draw", "edit": "edit", "inpaint": "fill", "outpaint": "extend",
+            "answer": "decode", "infill": "decode",
         }.items()
     }  # fmt: skip
 
@@ -192,3 +192,11 @@ def test_a_digit_is_judged_by_its_nearest_neighbour():
     sample = digits.sample(exact.EVAL_SEED, 0, "test")
     assert digits.score(sample, digits.render(sample.codes)).ok
     assert not digits.score(sample, np.zeros((64, 64, 3), np.uint8)).ok
+
+
+@pytest.mark.parametrize("task", ["inpaint", "outpaint"])
+def test_a_request_of_the_world_says_already_which_cells_to_fill(task):
+    """Its words go to the model as they are: another task would add a box of its own."""
+    prompts = stand_ins.Knowing(SETTINGS, []).prompts
+    for sample in asked(task):
+        assert prompts.fill_words(task, sample.prompt, sample.known_grid) == sample.prompt

@@ -69,8 +69,8 @@ def test_only_this_device_is_rewritten_and_an_entry_that_lost_is_dropped():
         "this": kept | {"128": {"256x256": {"sizes": {"queries": 2}}, "512x512": {"sizes": {}}}},
     }
     choices = [
-        tune.Choice("256x256", None, {"a/forward": 1.0}, {"a/forward": 1.0}),
-        tune.Choice("128x128", BEST, {"b/forward": 1.0}, {"b/forward": 2.0}),
+        tune.TileChoice("256x256", None, {"a/forward": 1.0}, {"a/forward": 1.0}),
+        tune.TileChoice("128x128", BEST, {"b/forward": 1.0}, {"b/forward": 2.0}),
     ]
     after = tune.rewritten(before, "this", 128, choices)
     assert after["other"] == before["other"] and after["this"]["64"] == kept["64"]
