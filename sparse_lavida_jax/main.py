@@ -192,9 +192,9 @@ def _verify(asked: flags.FlagValues, settings: config.Config) -> str:
 
 def _prepare(asked: flags.FlagValues, settings: config.Config) -> str:
     from sparse_lavida_jax.mixture import prepare
-    from sparse_lavida_jax.models import codec
+    from sparse_lavida_jax.models import vq
 
-    load_encoder = functools.partial(codec.ImageEncoder, settings.data.image_codec)
+    load_encoder = functools.partial(vq.ImageEncoder, settings.data.image_codec)
     with _cleared_up_when_stopped(), progress(f"{asked.src} -> {asked.dst}") as on_progress:
         done = prepare.prepare(asked.src, asked.dst, settings, load_encoder, on_progress)
     return (

@@ -43,6 +43,8 @@ from sparse_lavida_jax.inference.requests import (
     Request,
     Shown,
     ShownImage,
+    grid_of,
+    named,
     of_row,
     paired,
     recorded_image,
@@ -55,11 +57,11 @@ from sparse_lavida_jax.inference.results import FORMAT, Origin, Result
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
 from sparse_lavida_jax.lavida_o.prompts import ChatPrompts
 from sparse_lavida_jax.models import fuse, sharding
-from sparse_lavida_jax.models.codec import ImageCodec
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.models.vq import ImageCodec
 from sparse_lavida_jax.sample import Callback
 from sparse_lavida_jax.sampling import options, presets
-from sparse_lavida_jax.scenes.encoder import Encoder
+from sparse_lavida_jax.scenes.encoder import Encoder, encoder_of
 from sparse_lavida_jax.scenes.prompts import ANSWER_TOKENS, ScenePrompts
 from sparse_lavida_jax.scenes.tokenizer import Tokenizer
 
@@ -513,9 +515,10 @@ class SparseLaViDa:
             ImageError: what is shown is no image, or a mask or a box does not fit it.
             ConfigError: sampling settings out of range.
         """
-        given = options.named(given)
+        given = named(given)
         spec = spec_of(task, given)
-        self.prompts.check_task(task)
+        if refusal := self.prompts.refusal(task):
+            raise RequestError(refusal)
         if task == "ground" and self.prompts.locates_in_one_step and "steps" in given:
             raise RequestError("ground takes no steps here: this model finds all boxes in one.")
         sampling, columns = self._sampling(spec.draws, given)
@@ -638,7 +641,8 @@ class SparseLaViDa:
             else:
                 shared[name] = row_numbers(name, given[name], 1)[0] if by_row else given[name]
         sampling = given.get("sampling") or self.settings.sampling
-        sampling = options.changed(sampling, draws=draws, **shared)
+        if shared:
+            sampling = options.changed(sampling, draws=draws, **shared)
         preset = presets.untrained(sampling, self.settings.model)
         if preset and not self.warned:
             log.warning("%s", untrained_warning(self.source.name or "this model", preset))
@@ -662,7 +666,7 @@ class SparseLaViDa:
         found = {name: given[name] for name in ("rounds", "max_new_tokens") if name in given}
         if task == "generate":
             size = given.get("size")
-            regions.grid_of(size, self._codec.image_size, self.settings.model)  # refuses some
+            grid_of(size, self._codec.image_size, self.settings.model)  # refuses some
             found["size"] = size and tuple(size)
         elif task in ("inpaint", "outpaint") and "known" in given:
             known = np.asarray(given["known"], bool)
@@ -715,7 +719,7 @@ class SparseLaViDa:
     def _canvas(self, request: Request) -> "_Canvas":
         side, grid = self._codec.image_size, self.settings.model.grid_size
         if request.task == "generate":
-            cells = regions.grid_of(request.size, side, self.settings.model)
+            cells = grid_of(request.size, side, self.settings.model)
             return _Canvas(request.words, cells)
         image, known = request.pixels, request.known
         canvas = self.prompts.canvas(image, side)
@@ -959,7 +963,7 @@ class _Work:
             "plan": plan,
             "picture": request.images[0].as_json() if request.images else None,
             "bucket": bucket,
-            "sampling": config.to_dict(of_row(self.sampling, request)),
+            "sampling": dataclasses.asdict(of_row(self.sampling, request)),
             "checkpoint": dataclasses.asdict(self.pipe.source),
             "software": {"jax": jax.__version__, "device": jax.devices()[0].device_kind},
         }
@@ -988,8 +992,7 @@ def _prompts(
     if isinstance(tokenizer, ChatTokenizer):
         return ChatPrompts(tokenizer, settings.model, codec.factor if codec else 1)
     assert codec is not None
-    encoder = Encoder(tokenizer, settings.data, settings.model, codec.appearance_codes())
-    return ScenePrompts(encoder)
+    return ScenePrompts(encoder_of(tokenizer, settings, codec))
 
 
 def _check_is_ours(folder: pathlib.Path) -> None:

@@ -17,8 +17,8 @@ from sparse_lavida_jax.data.feed import Feed
 from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.evals import report
 from sparse_lavida_jax.models import parameters, quantize, sharding
-from sparse_lavida_jax.models.codec import ImageCodec
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.models.vq import ImageCodec
 from sparse_lavida_jax.training import flops, metrics, optimizer, runs, sources
 from sparse_lavida_jax.training.start import init_state
 from sparse_lavida_jax.training.step import Denominators, TrainState, gradient, loss, train_step

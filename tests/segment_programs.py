@@ -15,14 +15,17 @@ import jax
 import jax.numpy as jnp
 import jaxtyping
 import numpy as np
+import tiny
 from flax import nnx
 
 from sparse_lavida_jax import config, sample, sequence
+from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.kernels.attention import slot_multiple
 from sparse_lavida_jax.models import fuse, parameters
 from sparse_lavida_jax.models import sharding as rules
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.sampling import presets, prompts
+from sparse_lavida_jax.sampling.state import program_of
 
 CELLS, TEXT_LEN, TEXT_BLOCK_LEN = 1024, 256, 32
 WORDS = 500  # of the prompt: as many slots as no matrix has rows
@@ -134,12 +137,12 @@ def compiled(
     requests = _requests(kind, model, 1 if kind == "image" else 2)
     known = np.stack([request.given for request in requests])
     plan = presets.plan(asked, chosen, model, known, TEXT_BLOCK_LEN, [0] * len(requests))
-    prompt = prompts.prepare(requests, kind, model, chosen.guidance_rows)
+    prompt = prompts.prepare(requests, model, chosen)
     segment = max(plan, key=lambda part: len(part.block))
     steps = sample.StepTokens(
         *(jnp.asarray(getattr(segment, f.name)) for f in dataclasses.fields(sample.StepTokens))
     )
-    program = chosen.program(greedy=False)
+    program = program_of(chosen, greedy=False)
     stored = given(model_shapes)
     room = sample.capacity(prompt, plan, chosen, slot_multiple(model.attention_implementation))
     canvas = np.zeros((len(requests), known.shape[1], model.codes_per_token), np.int32)
@@ -168,11 +171,11 @@ def compiled(
     )
 
 
-def _requests(kind: sequence.Kind, model: config.Model, number: int) -> list[prompts.Request]:
+def _requests(kind: sequence.Kind, model: config.Model, number: int) -> list[Example]:
     length, codes = (CELLS, model.codes_per_token) if kind == "image" else (TEXT_LEN, 1)
     parts = (sequence.Text(np.arange(WORDS)), sequence.Response(length))
     nothing = np.zeros((length, codes), np.int32)
-    one = prompts.Request(parts, nothing, np.zeros(length, bool), None, seed=0)
+    one = tiny.example(parts, nothing, np.zeros(length, bool), kind)
     return [one] * number
 
 

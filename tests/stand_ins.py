@@ -16,11 +16,11 @@ from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.inference.engine import Bucket, Decoded, Engine
 from sparse_lavida_jax.inference.results import Origin, Result
 from sparse_lavida_jax.models import vq
-from sparse_lavida_jax.models.codec import ImageCodec
+from sparse_lavida_jax.models.vq import ImageCodec
 from sparse_lavida_jax.scenes import batches as data_batches
 from sparse_lavida_jax.scenes import tasks, world
 from sparse_lavida_jax.scenes.batches import SceneBatches
-from sparse_lavida_jax.scenes.encoder import Encoder
+from sparse_lavida_jax.scenes.encoder import Encoder, encoder_of
 from sparse_lavida_jax.scenes.prompts import ScenePrompts
 from sparse_lavida_jax.scenes.tokenizer import SHIPPED, Tokenizer
 
@@ -51,9 +51,6 @@ class Codec(ImageCodec):
     def decode(self, cells, rows=None, dtype="float32"):
         appearances = np.minimum(cells[..., 0], world.NUM_APPEARANCES)
         return np.stack([world.render(grid.reshape(6, 6)) for grid in appearances])
-
-    def appearance_codes(self):
-        return np.arange(world.NUM_APPEARANCES + 1)[:, None]
 
 
 def settings(**sections) -> config.Config:
@@ -117,7 +114,7 @@ def command_line(folder: pathlib.Path, given: config.Config) -> list[str]:
 
 
 def encoder(given: config.Config) -> Encoder:
-    return Encoder(tokenizer(), given.data, given.model, Codec().appearance_codes())
+    return encoder_of(tokenizer(), given, Codec())
 
 
 def batches(given: config.Config) -> SceneBatches:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tiny model with arbitrary weights, and the requests that the proofs put to it."""
 
+import dataclasses
 import functools
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +12,11 @@ from flax import nnx
 
 from sparse_lavida_jax import config, diffusion, sequence
 from sparse_lavida_jax.data.batch import RowShape, stack
+from sparse_lavida_jax.data.example import Example
+from sparse_lavida_jax.inference.requests import Request
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.sampling import prompts
+from sparse_lavida_jax.sampling import draw, presets, prompts
+from sparse_lavida_jax.sampling.state import take
 
 # A tiny program is run a few times: what it costs is its compilation.
 _QUICK_TO_COMPILE = {
@@ -87,7 +92,7 @@ def request(
     vision: bool = False,
     source: bool = False,
     given: float = 0.0,
-) -> prompts.Request:
+) -> Example:
     """Returns a request whose prompt has `words` words, with a share `given` of known tokens."""
     rng = np.random.default_rng(seed)
     length = TEXT_LEN if kind == "text" else IMAGE_LEN
@@ -106,13 +111,80 @@ def request(
     known = np.zeros(length, bool)
     known[rng.permutation(length)[: round(given * length)]] = True
     pixels = rng.integers(0, 256, (VISION.image_size, VISION.image_size, 3), dtype=np.uint8)
-    return prompts.Request(
-        tuple(parts),
-        response(kind, settings, rng),
-        known,
-        pixels if vision else None,
-        seed,
+    return example(
+        tuple(parts), response(kind, settings, rng), known, kind, pixels if vision else None, seed
     )
+
+
+def example(parts, tokens, given, kind, pixels=None, seed=0) -> Example:
+    """Returns an example that is asked for with a seed; `pixels` may be views of several images."""
+    views = pixels if isinstance(pixels, tuple) else ()
+    image = None if views else pixels
+    asked = Request(task="", seed=seed)
+    return Example(parts, tokens, given, kind, image, len(tokens), views, request=asked)
+
+
+def asked_with(one: Example, **changes) -> Example:
+    """Returns an example whose request is changed: its seed, its temperature."""
+    return dataclasses.replace(one, request=dataclasses.replace(one.request, **changes))
+
+
+def prepare(
+    examples,
+    model: config.Model,
+    guidance_rows: int = 1,
+    prompt_len: tuple[int, int] = (0, 0),
+    *,
+    edit_guidance: str = "source",
+    with_given: bool = True,
+) -> prompts.Prompt:
+    """Returns the prompts of a batch with so many guidance rows."""
+    settings = presets.step_settings(config.Sampling(), model, examples[0].kind)
+    preset = presets.preset("sparse" if with_given else "prefix")
+    settings = dataclasses.replace(
+        settings, preset=preset, guidance_rows=guidance_rows, edit_guidance=edit_guidance
+    )
+    return prompts.prepare(examples, model, settings, prompt_len)
+
+
+@flax.struct.dataclass
+class Recorded(draw.Draws):
+    """Random numbers that were recorded, with an entry for each step; None: our own.
+
+    Attributes:
+        tokens: what is drawn for each code in each step, wherever it is masked.
+        gumbel: Gumbel noise that decides what is drawn; the temperature is that of the settings.
+        sure: Gumbel noise on the confidence, or the confidence itself where it is random. One
+            entry a candidate.
+    """
+
+    tokens: np.ndarray | jax.Array | None = None
+    gumbel: np.ndarray | jax.Array | None = None
+    sure: np.ndarray | jax.Array | None = None
+
+    def codes(self, rows, now, logits, settings):
+        if self.tokens is None:
+            return super().codes(rows, now, logits, settings)
+        return take(self.tokens, jnp.maximum(now.decode, 0))
+
+    def noise(self, row_key, now, shape):
+        if self.gumbel is None:
+            return super().noise(row_key, now, shape)
+        return take(self.gumbel, jnp.maximum(now.decode, 0))
+
+    def ranking(self, row_key, now):
+        if self.sure is None:
+            return super().ranking(row_key, now)
+        return take(self.sure, jnp.maximum(now.decode, 0))
+
+    def random(self, row_key, now):
+        return super().random(row_key, now) if self.sure is None else self.ranking(row_key, now)
+
+
+def without_tiles(settings, draws):
+    """Returns settings that make all logits at once where what is drawn from them is recorded."""
+    recorded = draws is not None and (draws.tokens is not None or draws.gumbel is not None)
+    return dataclasses.replace(settings, head_tile=0) if recorded else settings
 
 
 def response(kind: sequence.Kind, settings: config.Model, rng: np.random.Generator) -> np.ndarray:
@@ -124,7 +196,7 @@ def response(kind: sequence.Kind, settings: config.Model, rng: np.random.Generat
 
 
 def lay_out(
-    asked: prompts.Request, settings: config.Model, *, drop_prompt=False, drop_source=False
+    asked: Example, settings: config.Model, *, drop_prompt=False, drop_source=False
 ) -> sequence.PromptRow:
     """Returns the prompt as training lays it out."""
     return sequence.prompt_row(
@@ -143,7 +215,7 @@ def batch(kinds: list[sequence.Kind], settings: config.Model) -> diffusion.Corru
     rng = np.random.default_rng(0)
     blocks = [diffusion.uniform_blocks(rng, one.given, mean) for one in asked]
     rows = [
-        diffusion.corrupt(lay_out(one, settings), one.tokens, kind, cut, settings)
+        diffusion.corrupt(lay_out(one, settings), one.response, kind, cut, settings)
         for one, kind, cut in zip(asked, kinds, blocks, strict=True)
     ]
     return stacked(rows, settings)

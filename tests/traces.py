@@ -17,7 +17,8 @@ import numpy as np
 import tiny
 
 from sparse_lavida_jax import config, diffusion, orders, sample, sequence
-from sparse_lavida_jax.sampling import plans, presets, prompts
+from sparse_lavida_jax.data.example import Example
+from sparse_lavida_jax.sampling import draw, plans, presets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +48,7 @@ def settings_of(
 
 
 def plan(
-    requests: list[prompts.Request],
+    requests: list[Example],
     settings: presets.StepSettings,
     num_steps: int = 4,
     *,
@@ -66,7 +67,7 @@ def plan(
     }
     if settings.kind == "text":
         return plans.text_plan(tiny.TEXT_LEN, block_len, num_steps, given, **passes)
-    cells = np.stack([orders.order("stratified", 3, 3, request.seed) for request in requests])
+    cells = np.stack([orders.order("stratified", 3, 3, one.request.seed) for one in requests])
     whole = plans.image_plan(cells, schedule="shift", num_steps=num_steps, shift=3.0, given=given)
     parts = plans.segments(whole, **passes, **({"max_segments": 1} | options))
     stored = settings.preset.cache_response
@@ -86,19 +87,20 @@ _run_segment = tiny.quick_jit(functools.partial(sample.run_segment), static_argn
 
 def finished(
     model,
-    requests: list[prompts.Request],
+    requests: list[Example],
     segments: list[plans.Segment],
     settings: presets.StepSettings,
     **options,
 ) -> np.ndarray:
     """Returns what `sample.sample` returns, compiled without optimisation."""
+    settings = tiny.without_tiles(settings, options.get("draws"))
     with _patched(**_quick(), run_segment=_run_segment):
         return sample.sample(model, requests, segments, settings=settings, **options)
 
 
 def moments(
     model,
-    requests: list[prompts.Request],
+    requests: list[Example],
     segments: list[plans.Segment],
     settings: presets.StepSettings,
     **options,
@@ -141,7 +143,7 @@ def _step(model, state, now, prompt, settings):
         seen.append(logits)
         return logits, cache
 
-    policy = sample.policy_of(settings.choice)
+    policy = draw.policy_of(settings.choice)
     with _patched(step_logits=observed):
         after = sample.step(model, state, now, prompt, policy=policy, settings=settings)
     return seen[0], after
@@ -175,7 +177,7 @@ def _moment(state, now, logits) -> Moment:
 
 def training_logits(
     model,
-    requests: list[prompts.Request],
+    requests: list[Example],
     steps: list[Moment],
     settings: presets.StepSettings,
     *,

@@ -14,6 +14,7 @@ from PIL import Image, ImageDraw, ImageFont
 from sparse_lavida_jax import config
 from sparse_lavida_jax.layout import TokenLayout
 from sparse_lavida_jax.sampling import plans, presets
+from sparse_lavida_jax.sampling.state import num_registers
 from sparse_lavida_jax.visibility import visible
 
 PAPER, INK, FAINT = (255, 255, 255), (30, 30, 30), (222, 222, 226)
@@ -74,7 +75,7 @@ def costs(sampling: config.Sampling, model: config.Model, prompt_tokens: int) ->
                 int((positions[step] != plans.PAD_POSITION).sum())
                 for positions in (part.clean, part.decode, part.rest)
             )
-            registers = presets.num_registers(part, settings)
+            registers = num_registers(part, settings)
             prompt = prompt_tokens if again else 0
             steps.append(StepCost(prompt, newest, decode, rest, registers))
     return steps

@@ -28,6 +28,7 @@ from sparse_lavida_jax.kernels import devices
 from sparse_lavida_jax.kernels.attention import slot_multiple
 from sparse_lavida_jax.models import parameters, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.sampling.state import program_of
 from sparse_lavida_jax.sequence import Response, Text
 from sparse_lavida_jax.training import flops
 
@@ -256,7 +257,7 @@ def sampling(
     step = sample.StepTokens(
         *(getattr(longest, field.name) for field in dataclasses.fields(sample.StepTokens))
     )
-    program = chosen.program(greedy=False)
+    program = program_of(chosen, greedy=False)
     shapes = jax.eval_shape(lambda: Denoiser(model, rngs=nnx.Rngs(0)))
     own = jax.tree_util.tree_map_with_path(parameter, shapes)
     canvas, known = (

@@ -20,11 +20,34 @@ from sparse_lavida_jax.bench import record, suites, timing, work
 from sparse_lavida_jax.bench.suites import RequestCase
 from sparse_lavida_jax.models import fuse, quantize, vq
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.sampling import plans, presets
+from sparse_lavida_jax.sampling import draw, plans, presets
 from sparse_lavida_jax.sampling.prefixes import Prefixes
 from sparse_lavida_jax.sampling.prompts import Prompt
+from sparse_lavida_jax.sampling.state import num_registers
 
 SPLIT = ("host", "prefill", "loop", "vq_encode", "vq_decode")
+
+
+class Discarding(Denoiser):
+    """Computes in every pass what the released code computes, and throws away what nobody reads."""
+
+    def __call__(self, *streams, wanted, **how):
+        """Returns the wanted hidden states, which are those of the model itself."""
+        hidden, cache = super().__call__(*streams, wanted="both", **how)
+        width = self.settings.width
+        wide = [jnp.pad(x, ((0, 0), (0, 0), (0, width - x.shape[-1]))) for x in hidden.values()]
+        # The text head over all tokens of a pass (spec Sec. 2.4). The compiler drops what nothing
+        # depends on, but may not know that 0 times it is 0.
+        unread = 0.0 * jnp.max(self.text_logits(jnp.concatenate(wide, axis=1)))
+        read = hidden[wanted]
+        return {wanted: read + jnp.asarray(unread, read.dtype)}, cache
+
+
+def discarding(model: Denoiser) -> Discarding:
+    """Returns a model with the same parameters that throws away as much as the released code."""
+    made = object.__new__(Discarding)
+    vars(made).update(vars(model))
+    return made
 
 
 @dataclasses.dataclass
@@ -46,6 +69,8 @@ class Subject:
 
     def in_form(self, case: RequestCase) -> Denoiser:
         """Returns the model as a row asks for it."""
+        if case.discards:
+            return discarding(self.model)
         if case.sampling.quantize:
             return quantize.quantized(self.model, case.sampling.quantize)
         if case.without not in ("fused", "by_layer"):
@@ -120,7 +145,13 @@ def _row(subject: Subject, warm: _Warm, calibration: dict[str, Any]) -> dict[str
     settings, plan, prompt = case.settings(model), case.plan(model), case.prompt(model)
     itemsize = 1 if case.sampling.quantize else 0
     need = work.of_request(
-        model, settings, plan, prompt, weight_bytes=itemsize, kept=case.keeps_prefix
+        model,
+        settings,
+        plan,
+        prompt,
+        weight_bytes=itemsize,
+        kept=case.keeps_prefix,
+        discards=case.discards,
     )
     steps = sum(part.num_steps for part in plan)
     scale = steps / (case.steps_timed or steps)
@@ -238,7 +269,7 @@ def _error(
             begun[0].program,
             guided=bool(part.guided[0]),
             refreshing=bool(part.refresh[0]),
-            num_registers=presets.num_registers(part, begun[0].program),
+            num_registers=num_registers(part, begun[0].program),
         )
         (plain, after), (moved, other) = (
             run(which, state, now, begun[0].prompt, program)
@@ -269,7 +300,7 @@ def _one_step() -> Callable[..., Any]:
 
     def run(model, state, now, prompt, settings):
         logits, _ = sample.step_logits(model, state, now, prompt, settings)
-        policy = sample.policy_of(settings.choice)
+        policy = draw.policy_of(settings.choice)
         return logits, sample.step(model, state, now, prompt, policy=policy, settings=settings)
 
     return jax.jit(run, static_argnums=4)

@@ -12,10 +12,12 @@ from jaxtyping import UInt8
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import images
 from sparse_lavida_jax.data.example import Example
+from sparse_lavida_jax.inference.engine import tokens_passed
+from sparse_lavida_jax.inference.requests import Request
 from sparse_lavida_jax.kernels import attention
 from sparse_lavida_jax.models import fuse, text_head
 from sparse_lavida_jax.sampling import plans, presets, prompts
-from sparse_lavida_jax.sampling.prompts import Prompt, Request
+from sparse_lavida_jax.sampling.prompts import Prompt
 from sparse_lavida_jax.sequence import Kind, Response, Source, Text
 
 PRESETS_SUITE = "sampling"  # every preset of one model: `by_preset`
@@ -38,7 +40,8 @@ class RequestCase:
 
     Attributes:
         id: task/method/batch, and what else tells rows apart.
-        discards: see `presets.StepSettings`.
+        discards: whether a step computes, as the released code does, the whole understanding tower
+            and its head for all tokens of the pass, and throws away what nothing reads.
         steps_timed: of the plan, from the middle of its longest segment; 0: all.
         image: that is encoded before, in an edit.
         in_trips: see `sample.sample`.
@@ -69,19 +72,17 @@ class RequestCase:
         """Returns the compiled-in settings of its steps."""
         has_source = self.image is not None
         made = presets.step_settings(self.sampling, model, self.example.kind, has_source=has_source)
-        changes = TAKEN_BACK.get(self.without, {})
-        return dataclasses.replace(made, discards=self.discards, **changes)
+        return dataclasses.replace(made, **TAKEN_BACK.get(self.without, {}))
 
-    def requests(self, seeds: Sequence[int], turn: int = 0) -> list[Request]:
-        """Returns a batch of requests; other turns may have fewer words within the bucket."""
+    def requests(self, seeds: Sequence[int], turn: int = 0) -> list[Example]:
+        """Returns a batch of examples; other turns may have fewer words within the bucket."""
         fewer = turn % 8 if self.varies else 0
         parts = tuple(
             Text(part.ids[: len(part.ids) - fewer]) if isinstance(part, Text) else part
             for part in self.example.parts
         )
-        shown = self.example.views or self.example.pixels
-        response, given = self.example.response, self.example.given
-        return [Request(parts, response, given, shown, seed) for seed in seeds]
+        asked = [Request(task=self.task, seed=seed) for seed in seeds]
+        return [dataclasses.replace(self.example, parts=parts, request=one) for one in asked]
 
     def plan(self, model: config.Model, seeds: Sequence[int] | None = None) -> list[plans.Segment]:
         """Returns the steps of a batch with these seeds, by default those of the first."""
@@ -102,22 +103,11 @@ class RequestCase:
 
     def prompt(self, model: config.Model) -> Prompt:
         """Returns the prompts of a batch, all guidance rows."""
-        settings = self.settings(model)
-        return prompts.prepare(
-            self.requests(range(self.batch)),
-            settings.kind,
-            model,
-            settings.guidance_rows,
-            edit_guidance=settings.edit_guidance,
-            with_given=not settings.preset.passes_given,
-        )
+        return prompts.prepare(self.requests(range(self.batch)), model, self.settings(model))
 
     def tokens_of_one(self, model: config.Model) -> int:
         """Returns how many tokens all steps of one response pass, prompt included, padding not."""
-        prompt = prompts.prepare(self.requests([0]), self.example.kind, model)
-        streams = [one for one in (prompt.understanding, prompt.generation) if one is not None]
-        words = sum(int((stream.layout.horizon >= 0).sum()) for stream in streams)
-        return presets.tokens_passed(self.plan(model, [0]), self.settings(model), words)
+        return tokens_passed(model, self.sampling, self.example, self.text_block_len)
 
 
 def cases(suite: str, settings: config.Config) -> list[RequestCase]:

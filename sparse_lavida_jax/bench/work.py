@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from sparse_lavida_jax import config
 from sparse_lavida_jax.sampling import plans, presets
 from sparse_lavida_jax.sampling.prompts import Prompt, parted
+from sparse_lavida_jax.sampling.state import num_registers
 from sparse_lavida_jax.training import flops
 
 NOTHING = (0.0, 0.0)  # text, image tokens
@@ -71,6 +72,7 @@ def of_request(
     *,
     weight_bytes: int = 0,
     kept: bool = False,
+    discards: bool = False,
 ) -> RequestWork:
     """Counts a batch.
 
@@ -78,8 +80,10 @@ def of_request(
         kept: whether what requests share was computed before (`sampling/prefixes.py`).
         prompt: all guidance rows (`prompts.prepare`).
         weight_bytes: of a number of the layers' matrices; 0: those of the compute dtype.
+        discards: see `suites.RequestCase`.
     """
-    counter = _Counter(model, settings, weight_bytes or jnp.dtype(model.compute_dtype).itemsize)
+    itemsize = weight_bytes or jnp.dtype(model.compute_dtype).itemsize
+    counter = _Counter(model, settings, itemsize, discards)
     prefills = []
     if settings.caches_prompt:
         prefills = [
@@ -89,7 +93,7 @@ def of_request(
         ]
     steps, committed = [], 0.0
     for part in plan:
-        registers = presets.num_registers(part, settings)
+        registers = num_registers(part, settings)
         uses = (part.clean, part.decode, part.rest)
         width = sum(positions.shape[-1] for positions in uses) + registers
         for i in range(part.num_steps):
@@ -143,12 +147,18 @@ def _lengths(prompt: Prompt) -> tuple[tuple[float, float], tuple[float, float]]:
 class _Counter:
     """Counts passes by the parameters of the matrices that a token meets (`training/flops.py`)."""
 
-    def __init__(self, model: config.Model, settings: presets.StepSettings, weight_bytes: int):
+    def __init__(
+        self,
+        model: config.Model,
+        settings: presets.StepSettings,
+        weight_bytes: int,
+        discards: bool,
+    ):
         self.model, self.settings, self.weight_bytes = model, settings, weight_bytes
         self.heads = model.num_heads * model.head_dim
         self.layers = {name: flops.layer_size(name, model) for name in flops.STREAMS}
         self.head = {name: flops.head_size(name, model) for name in flops.STREAMS}
-        self.is_text, self.whole = settings.kind == "text", settings.discards
+        self.is_text, self.whole = settings.kind == "text", discards
 
     def one_pass(
         self,

@@ -3,6 +3,7 @@
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,13 +11,15 @@ from jaxtyping import Int
 
 from sparse_lavida_jax import config, sample, sequence
 from sparse_lavida_jax.data.example import Example
-from sparse_lavida_jax.inference.requests import Request as Asked
+from sparse_lavida_jax.inference.requests import Request
 from sparse_lavida_jax.models import quantize
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.sample import Callback
-from sparse_lavida_jax.sampling import presets
+from sparse_lavida_jax.sampling import plans, presets
 from sparse_lavida_jax.sampling.prefixes import Prefixes
-from sparse_lavida_jax.sampling.prompts import Request, prepare
+from sparse_lavida_jax.sampling.presets import StepSettings
+from sparse_lavida_jax.sampling.prompts import LaidOut, batched, lay_out, lengths_of
+from sparse_lavida_jax.sequence import Kind
 
 SHARED_PROMPT = 128  # tokens
 
@@ -58,12 +61,12 @@ class Engine:
         self.batch_size = batch_size
         self.text_block_len = text_block_len
         self._quantized: dict[str, Denoiser] = {}
-        self._prefixes: dict[str, Prefixes] = collections.defaultdict(Prefixes)
+        self._prefixes = collections.defaultdict(Prefixes, {"": Prefixes()})
 
     def decode(
         self,
         examples: Sequence[Example],
-        requests: Sequence[Asked],
+        requests: Sequence[Request],
         sampling: config.Sampling,
         *,
         making: str = "",
@@ -89,34 +92,47 @@ class Engine:
         model, block = self.model.settings, self.text_block_len
         for example in examples:
             check_steps(example, sampling, model, block)
-        most = of_all(sampling, requests)
-        if bucket is None:
-            bucket = bucket_of(examples, most, model, self.batch_size)
-        if shared:
-            lengths = (-(-n // SHARED_PROMPT) * SHARED_PROMPT for n in bucket.prompt_len)
-            bucket = Bucket(self.batch_size, (next(lengths), next(lengths)))
-        results: dict[int, np.ndarray] = {}
-        shapes = [(len(example.response), example.grid or ()) for example in examples]
+        most, kind = of_all(sampling, requests), examples[0].kind
+        scales = sampling.guidance, sampling.guidance_image
+        settings = _settings(most, model, kind, _has_source(examples[0]), scales)
+        laid = [
+            lay_out(dataclasses.replace(example, request=request), model, settings)
+            for example, request in zip(examples, requests, strict=True)
+        ]
+        bucket = bucket or self._bucket(laid, shared=shared)
+        responses: dict[int, np.ndarray] = {}
+        tokens, shapes = 0, [(len(one.response), one.grid or ()) for one in examples]
         for shape in sorted(set(shapes)):
             members = [i for i, other in enumerate(shapes) if other == shape]
             for start in range(0, len(members), bucket.rows):
                 chunk = members[start : start + bucket.rows]
-                filled = chunk + [chunk[-1]] * (bucket.rows - len(chunk))
-                rows = [_request(examples[i], requests[i], sampling) for i in filled]
-                settings = _step_settings(examples[chunk[0]], most, model)
+                filled = [laid[i] for i in chunk + [chunk[-1]] * (bucket.rows - len(chunk))]
+                rows = [one.example for one in filled]
+                plan = _plan_of(rows, most, settings, model, block)
                 decoded = sample.sample(
                     self._model(sampling.quantize),
                     rows,
-                    _segments(rows, settings, most, model, block, shape[1] or None),
+                    plan.segments,
                     settings=settings,
-                    prompt_len=bucket.prompt_len,
+                    prompt=batched(filled, model, bucket.prompt_len),
                     callback=callback,
-                    making=making or examples[0].kind,
+                    making=making or kind,
                     prefixes=self._prefixes[sampling.quantize],
                 )
-                results.update(zip(chunk, decoded[: len(chunk)], strict=True))
-        tokens = sum(tokens_passed(model, most, example, block) for example in examples)
-        return Decoded([results[i] for i in range(len(examples))], bucket, tokens)
+                responses.update(zip(chunk, decoded[: len(chunk)], strict=True))
+                tokens += sum(
+                    int(plan.tokens[row]) + _prompt_tokens(laid[i]) * plan.prompt_passes
+                    for row, i in enumerate(chunk)
+                )
+        return Decoded([responses[i] for i in range(len(examples))], bucket, tokens)
+
+    def _bucket(self, laid: Sequence[LaidOut], *, shared: bool) -> Bucket:
+        """Returns the shapes that hold all of some examples; rows are a power of two."""
+        lengths = lengths_of(laid)
+        if shared:
+            understanding, generation = (-(-n // SHARED_PROMPT) * SHARED_PROMPT for n in lengths)
+            return Bucket(self.batch_size, (understanding, generation))
+        return Bucket(min(self.batch_size, 1 << (len(laid) - 1).bit_length()), lengths)
 
     def _model(self, method: str) -> Denoiser:
         """Returns the model, in 8 bits if asked for; those parameters are kept next to it."""
@@ -125,24 +141,6 @@ class Engine:
         if method not in self._quantized:
             self._quantized[method] = quantize.quantized(self.model, method)
         return self._quantized[method]
-
-
-def bucket_of(
-    examples: Sequence[Example], sampling: config.Sampling, model: config.Model, most_rows: int
-) -> Bucket:
-    """Returns the shapes that hold all of `examples`; rows are a power of two."""
-    settings = _step_settings(examples[0], sampling, model)
-    prompt = prepare(
-        [_request(example, Asked(task="")) for example in examples],
-        settings.kind,
-        model,
-        settings.guidance_rows,
-        edit_guidance=settings.edit_guidance,
-        with_given=not settings.preset.passes_given,
-    )
-    generation = 0 if prompt.generation is None else prompt.generation.index.shape[1]
-    rows = min(most_rows, 1 << (len(examples) - 1).bit_length())
-    return Bucket(rows, (prompt.understanding.index.shape[1], generation))
 
 
 def check_steps(
@@ -154,7 +152,7 @@ def check_steps(
         ConfigError: more steps than there are tokens.
     """
     if example.kind == "image":
-        preset = _step_settings(example, sampling, model).preset
+        preset = _settings(sampling, model, "image", _has_source(example)).preset
         by_code = preset.full_attention and sampling.grid == "code"
         most = example.response.size if by_code else len(example.response)
         name, steps, what = "num_steps", sampling.num_steps, "tokens of the image"
@@ -173,15 +171,20 @@ def tokens_passed(
     model: config.Model, sampling: config.Sampling, example: Example, text_block_len: int
 ) -> int:
     """Returns how many tokens all steps of one example pass, prompt included, padding not."""
-    settings, request = _step_settings(example, sampling, model), _request(example, Asked(task=""))
-    segments = _segments([request], settings, sampling, model, text_block_len, example.grid)
-    prompt = prepare([request], example.kind, model)
-    streams = [stream for stream in (prompt.understanding, prompt.generation) if stream is not None]
-    prompt_tokens = sum(int((stream.layout.horizon >= 0).sum()) for stream in streams)
-    return presets.tokens_passed(segments, settings, prompt_tokens)
+    settings = _settings(sampling, model, example.kind, _has_source(example))
+    asked = dataclasses.replace(example, request=example.request or Request(task=""))
+    plan = _plan_of([asked], sampling, settings, model, text_block_len)
+    laid = lay_out(asked, model, settings)
+    return int(plan.tokens[0]) + _prompt_tokens(laid) * plan.prompt_passes
 
 
-def of_all(sampling: config.Sampling, requests: Sequence[Asked]) -> config.Sampling:
+def _prompt_tokens(laid: LaidOut) -> int:
+    """Returns the tokens of a whole prompt, with what is given."""
+    passed = int(laid.example.given.sum()) * (not laid.given_passed)
+    return len(laid.text[-1].index) + len(laid.image[-1].index) + passed
+
+
+def of_all(sampling: config.Sampling, requests: Sequence[Request]) -> config.Sampling:
     """Returns the settings of a batch: it is guided if one of its rows is."""
     most = {
         name: max(
@@ -192,34 +195,57 @@ def of_all(sampling: config.Sampling, requests: Sequence[Asked]) -> config.Sampl
     }
     if any(request.guidance is not None for request in requests):
         most["guidance_edit"] = -1.0
-    return dataclasses.replace(sampling, **most)
+    changed = {name: value for name, value in most.items() if value != getattr(sampling, name)}
+    return dataclasses.replace(sampling, **changed) if changed else sampling
 
 
-def _segments(requests, settings, sampling, model: config.Model, text_block_len: int, grid):
-    length = len(requests[0].given)
-    return presets.plan(
-        sampling,
-        settings,
-        model,
-        np.stack([request.given for request in requests]),
-        length if length % text_block_len else text_block_len,
-        seeds=[request.seed for request in requests],
-        grid=grid,
-    )
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """The segments of a batch, and what they pass: tokens of each row, and times of its prompt."""
+
+    segments: list[plans.Segment]
+    tokens: Int[np.ndarray, " b"]
+    prompt_passes: int
 
 
-def _step_settings(
-    example: Example, sampling: config.Sampling, model: config.Model
-) -> presets.StepSettings:
-    has_source = any(isinstance(part, sequence.Source) for part in example.parts)
-    return presets.step_settings(sampling, model, example.kind, has_source=has_source)
+def _plan_of(
+    examples: Sequence[Example],
+    sampling: config.Sampling,
+    settings: StepSettings,
+    model: config.Model,
+    text_block_len: int,
+) -> _Plan:
+    """Returns the plan of a batch of one shape."""
+    given = np.stack([example.given for example in examples])
+    length, grid = given.shape[1], examples[0].grid
+    block_len = length if length % text_block_len else text_block_len
+    by_seed = settings.kind == "image" and sampling.order_seed < 0
+    seeds = tuple(example.request.seed if by_seed else 0 for example in examples)  # type: ignore
+    return _plan(sampling, settings, model, given.tobytes(), given.shape, block_len, seeds, grid)
 
 
-def _request(example: Example, asked: Asked, sampling: config.Sampling | None = None) -> Request:
-    shown = example.views or example.pixels
-    scales = (
-        getattr(sampling, name, None) if (own := getattr(asked, name)) is None else own
-        for name in ("guidance", "guidance_image")
-    )
-    rows = example.parts, example.response, example.given, shown
-    return Request(*rows, asked.seed, asked.temperature, *scales)
+@functools.lru_cache(maxsize=32)
+def _plan(sampling, settings, model, given: bytes, shape, block_len, seeds, grid) -> _Plan:
+    known = np.frombuffer(given, bool).reshape(shape)
+    segments = presets.plan(sampling, settings, model, known, block_len, seeds=seeds, grid=grid)
+    tokens = presets.response_tokens(segments, settings)
+    return _Plan(segments, tokens, presets.prompt_passes(segments, settings))
+
+
+@functools.lru_cache(maxsize=32)
+def _settings(
+    sampling: config.Sampling,
+    model: config.Model,
+    kind: Kind,
+    has_source: bool,
+    scales: tuple[float, float] | None = None,
+) -> StepSettings:
+    """Returns the settings of a batch; `scales`: guidance of rows that do not say otherwise."""
+    settings = presets.step_settings(sampling, model, kind, has_source=has_source)
+    if scales is None:
+        return settings
+    return dataclasses.replace(settings, guidance=scales[0], guidance_image=scales[1])
+
+
+def _has_source(example: Example) -> bool:
+    return any(isinstance(part, sequence.Source) for part in example.parts)

@@ -8,39 +8,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, UInt8
 
-from sparse_lavida_jax import config
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.data.images import resize
-from sparse_lavida_jax.data.templates import RequestError
 
 Pixels = UInt8[np.ndarray, "_h _w 3"]  # each of its own size
 Grid = Bool[np.ndarray, "y x"]
-
-
-def grid_of(size: Sequence[int] | None, side: int, model: config.Model) -> tuple[int, int]:
-    """Returns rows and columns of cells of an image of height and width `size`.
-
-    Args:
-        size: in pixels; None: the largest.
-        side: of the largest image, in pixels.
-
-    Raises:
-        RequestError: the model draws no image of that size.
-    """
-    if size is None:
-        return model.grid_size, model.grid_size
-    step, (height, width) = side // model.grid_size, size
-    if model.cell_positions and (height, width) != (side, side):
-        raise RequestError(
-            f"an image of {height}x{width} cannot be drawn: this checkpoint has learned the places"
-            f" of {side}x{side} alone."
-        )
-    if height % step or width % step or not step <= min(size) <= max(size) <= side:
-        raise RequestError(
-            f"an image of {height}x{width} cannot be drawn: both must be {step} to {side} pixels,"
-            f" multiples of {step}."
-        )
-    return height // step, width // step
 
 
 def hole(image: Pixels, mask: Any, box: Sequence[int | float] | None) -> Bool[np.ndarray, "h w"]:

@@ -7,7 +7,7 @@
 import dataclasses
 import hashlib
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -18,6 +18,7 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.data.templates import RequestError, Template
 from sparse_lavida_jax.inference.results import Result
+from sparse_lavida_jax.sampling.options import ALIASES, OPTIONS
 
 Pixels = UInt8[np.ndarray, "_h _w 3"]  # each of its own size
 Grid = Bool[np.ndarray, "y x"]
@@ -137,6 +138,25 @@ TASKS: dict[str, TaskSpec] = {
     "ground": TaskSpec("boxes", "phrases", "needed", _ALL),
     "reflect": TaskSpec("image", "prompt", "", _DRAWS | {"rounds"}),
 }
+
+
+def named(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what is given under its own names; what is None is not given.
+
+    Raises:
+        RequestError: an option under two names.
+    """
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        own = ALIASES.get(name, name)
+        if value is None:
+            continue
+        if own in found:
+            raise RequestError(
+                f"{own} is given twice, also as {' and '.join(OPTIONS[own].aliases)}."
+            )
+        found[own] = value
+    return found
 
 
 def spec_of(task: str, given: dict[str, Any]) -> TaskSpec:
@@ -264,6 +284,32 @@ def of_row(sampling: config.Sampling, request: Request) -> config.Sampling:
     names = ("temperature", "guidance", "guidance_image")
     own = {name: value for name in names if (value := getattr(request, name)) is not None}
     return dataclasses.replace(sampling, **own) if own else sampling
+
+
+def grid_of(size: Sequence[int] | None, side: int, model: config.Model) -> tuple[int, int]:
+    """Returns rows and columns of cells of an image of height and width `size`.
+
+    Args:
+        size: in pixels; None: the largest.
+        side: of the largest image, in pixels.
+
+    Raises:
+        RequestError: the model draws no image of that size.
+    """
+    if size is None:
+        return model.grid_size, model.grid_size
+    step, (height, width) = side // model.grid_size, size
+    if model.cell_positions and (height, width) != (side, side):
+        raise RequestError(
+            f"an image of {height}x{width} cannot be drawn: this checkpoint has learned the places"
+            f" of {side}x{side} alone."
+        )
+    if height % step or width % step or not step <= min(size) <= max(size) <= side:
+        raise RequestError(
+            f"an image of {height}x{width} cannot be drawn: both must be {step} to {side} pixels,"
+            f" multiples of {step}."
+        )
+    return height // step, width // step
 
 
 def recorded_image(record: dict[str, Any], shown: Shown | None) -> ShownImage | None:

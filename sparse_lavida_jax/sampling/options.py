@@ -2,7 +2,7 @@
 """The sampling options that a person names: one table for Python, command line, page and server."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from sparse_lavida_jax import config
@@ -70,26 +70,7 @@ OPTIONS: dict[str, Option] = {
     "quantize": Option(lambda value, draws: {"quantize": value}),
     "vq_dtype": Option(lambda value, draws: {"vq_dtype": value}, (), "no image is decoded"),
 }
-_NAMES = {alias: name for name, option in OPTIONS.items() for alias in option.aliases}
-
-
-def named(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what is given under its own names; what is None is not given.
-
-    Raises:
-        RequestError: an option under two names.
-    """
-    found: dict[str, Any] = {}
-    for name, value in given.items():
-        own = _NAMES.get(name, name)
-        if value is None:
-            continue
-        if own in found:
-            raise RequestError(
-                f"{own} is given twice, also as {' and '.join(OPTIONS[own].aliases)}."
-            )
-        found[own] = value
-    return found
+ALIASES = {alias: name for name, option in OPTIONS.items() for alias in option.aliases}
 
 
 def changed(sampling: config.Sampling, *, draws: bool, **given: Any) -> config.Sampling:
@@ -104,7 +85,10 @@ def changed(sampling: config.Sampling, *, draws: bool, **given: Any) -> config.S
         RequestError: text cannot honour an option.
     """
     changes: dict[str, Any] = {}
-    for name, value in named(given).items():
+    for alias, value in given.items():
+        name = ALIASES.get(alias, alias)
+        if value is None:
+            continue
         if OPTIONS[name].needs_image and not draws:
             raise RequestError(f"this task takes no {name}: {OPTIONS[name].needs_image}.")
         changes |= OPTIONS[name].changes(value, draws)

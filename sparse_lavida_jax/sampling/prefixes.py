@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefixes that requests share: what guidance drops leaves masks and headers, whoever asked.
 
-Their keys and values depend on the parameters, on how long the prompt is and on what stands behind
+Their keys and values depend on the parameters, on how long the prompt is and on what stands after
 the response, and on nothing else of a request. So they are computed once for each such pair.
 """
 

@@ -1,25 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a sampling configuration asks for: what is compiled into a step, and the plan of steps.
 
-Presets are data. Each says what the step of `sample.py` passes besides the tokens to decode and
-the registers, and what stands in the cache:
+Presets are data. Each says what the step of `sample.py` passes in addition to the tokens to decode
+and the registers, and what stands in the cache:
 
-| preset | passes besides | cache |
+| preset | passes too | cache |
 | --- | --- | --- |
 | sparse (prt) | the tokens decoded in the previous step | prompt, response |
 | without p; without r | the prompt again; all clean tokens again | not of that |
 | without t | all other masked tokens | |
 | dense | everything, in block 0, without registers: LaViDa-O itself | none |
 | prefix | the whole response, in block 0: LaViDa-O's text | prompt |
-| fast_dllm_prefix | later text blocks | all before, made anew by a text block's first step |
-| fast_dllm_dual | nothing | all but the text block, made anew by its first step |
+| fast_dllm_prefix | later text blocks | all before, made again by a text block's first step |
+| fast_dllm_dual | nothing | all but the text block, made again by its first step |
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 
 from sparse_lavida_jax import config, orders
 from sparse_lavida_jax.models import text_head
@@ -47,11 +48,11 @@ class Preset:
     truncate: bool
     full_attention: bool = False
 
-    @property
+    @functools.cached_property
     def refreshes(self) -> bool:
         return self.full_attention and self.cache_response
 
-    @property
+    @functools.cached_property
     def passes_given(self) -> bool:
         """Whether given tokens are passed as the response's others are, not cached before it."""
         return self.full_attention and self.cache_prompt
@@ -79,6 +80,7 @@ def default_preset(model: config.Model) -> str:
     return "sparse" if model.trained_attention == "step_causal" else "dense"
 
 
+@functools.lru_cache(maxsize=32)
 def untrained(sampling: config.Sampling, model: config.Model) -> str:
     """Returns a preset that is asked for by name and that the model never learned; "": none is."""
     named = [name for name in (sampling.preset, sampling.text_preset) if name]
@@ -106,7 +108,7 @@ class Choice:
     most: int = 0
     released: bool = False
 
-    @property
+    @functools.cached_property
     def ends_early(self) -> bool:
         """Whether a segment may have nothing left to decode before its last step."""
         return self.commit in ("threshold", "factor", "entropy")
@@ -114,7 +116,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class StepSettings:
-    """Everything about a step that is compiled into it, but for the numbers that `program` drops.
+    """All that is compiled into a step, and the numbers that `state.program_of` drops.
 
     Attributes:
         temperature, guidance, guidance_image: of rows whose request does not say otherwise.
@@ -127,9 +129,6 @@ class StepSettings:
         shapes: padded lengths of both streams of the prompt of each guidance row, where a step
             passes the prompt again and nothing is cached; (): those of the batch.
         tables_ahead: whether tables of attention are made before the loop, where they can be.
-        discards: whether a step computes, as the released code does, the whole understanding tower
-            and its head for all tokens of the pass, and throws away what nothing reads: the same
-            response, for benchmarks.
     """
 
     kind: Kind
@@ -149,26 +148,15 @@ class StepSettings:
     head_tile: int = 0
     shapes: tuple[tuple[int, int], ...] = ()
     tables_ahead: bool = True
-    discards: bool = False
 
-    @property
+    @functools.cached_property
     def uses_cache(self) -> bool:
         return self.preset.cache_prompt or self.preset.cache_response
 
-    @property
+    @functools.cached_property
     def caches_prompt(self) -> bool:
         """Whether the prompt is passed once, before the first step."""
         return self.preset.cache_prompt and not self.preset.refreshes
-
-    def program(self, *, greedy: bool) -> "StepSettings":
-        """The settings without what is a number of each row: these choose the compiled program.
-
-        Args:
-            greedy: whether every row has temperature 0, which spares the noise.
-        """
-        return dataclasses.replace(
-            self, temperature=0.0 if greedy else 1.0, guidance=0.0, guidance_image=0.0
-        )
 
 
 def guidance_of(sampling: config.Sampling, *, has_source: bool) -> float:
@@ -388,28 +376,34 @@ def _block_order(sampling: config.Sampling, num_blocks: int) -> Sequence[int]:
     return left_to_right if sampling.text_block_order == "left_to_right" else left_to_right[::-1]
 
 
-def tokens_passed(segments: list[plans.Segment], settings: StepSettings, prompt_tokens: int) -> int:
+def tokens_passed(
+    segments: list[plans.Segment], settings: StepSettings, prompt_tokens: int = 0
+) -> int:
     """Returns how many tokens of one row all steps pass, prompt included, padding not.
 
     Args:
         segments: a plan of one row.
         prompt_tokens: of that row, both streams.
     """
-    response = registers = refreshed = steps = 0
+    return int(response_tokens(segments, settings)[0]) + prompt_tokens * prompt_passes(
+        segments, settings
+    )
+
+
+def response_tokens(segments: list[plans.Segment], settings: StepSettings) -> Int[np.ndarray, " b"]:
+    """Returns how many tokens of each row all steps pass, registers included, prompt not."""
+    passed = np.zeros(segments[0].decode.shape[1] if segments else 1, int)
     for part in segments:
         used = (part.clean, part.decode, part.rest)
-        response += sum(int((positions != plans.PAD_POSITION).sum()) for positions in used)
-        registers += part.num_steps * num_registers(part, settings)
-        refreshed += int(part.refresh.sum())
-        steps += part.num_steps
+        passed += sum((positions != plans.PAD_POSITION).sum(axis=(0, 2)) for positions in used)
+        asked = int(part.registers[0])
+        passed += part.num_steps * (settings.num_registers if asked < 0 else asked)
+    return passed
+
+
+def prompt_passes(segments: list[plans.Segment], settings: StepSettings) -> int:
+    """Returns how many times a prompt is passed."""
     if not settings.preset.cache_prompt:
-        times = steps
-    else:
-        times = refreshed if settings.preset.refreshes else 1
-    return response + registers + prompt_tokens * times
-
-
-def num_registers(segment: plans.Segment, settings: StepSettings) -> int:
-    """Returns how many registers the steps of a segment pass."""
-    asked = int(segment.registers[0])
-    return settings.num_registers if asked < 0 else asked
+        return sum(part.num_steps for part in segments)
+    refreshed = sum(int(part.refresh.sum()) for part in segments)
+    return refreshed if settings.preset.refreshes else 1

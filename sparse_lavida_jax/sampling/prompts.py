@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests laid out as the prompts of a batch, on the host: all guidance rows, in one bucket."""
+"""Examples laid out as the prompts of a batch, on the host: all guidance rows, in one bucket."""
 
 import dataclasses
+import functools
 import itertools
+from collections.abc import Sequence
 
 import flax.struct
 import jax
 import numpy as np
-from jaxtyping import Bool, Float, Int, UInt8
+from jaxtyping import Float, Int, UInt8
 
 from sparse_lavida_jax import config
+from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.layout import (
     GIVEN_BLOCK,
     NO_CELL,
@@ -19,11 +22,8 @@ from sparse_lavida_jax.layout import (
     Stream,
     make_layout,
 )
+from sparse_lavida_jax.sampling.presets import StepSettings
 from sparse_lavida_jax.sequence import (
-    Kind,
-    Part,
-    PromptRow,
-    Views,
     prompt_row,
     stack_images,
     stack_views,
@@ -41,30 +41,6 @@ EDIT_DROPS: dict[str, dict[str, bool]] = {
     "no_image": {"drop_source": True, "drop_vision": True},
     "no_text": {"drop_prompt": True, "drop_kept": True, "drop_vision": False},
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """One thing to be sampled.
-
-    Attributes:
-        parts: the sequence; its `Response` says how many tokens to decode.
-        tokens: the response's known tokens [l g]; what `given` does not mark is ignored.
-        given: which response tokens are known.
-        pixels: the image that a `VisionTokens` part stands for, or the views of each of several
-            images (`data.images`).
-        seed: all randomness of this row.
-        temperature, guidance, guidance_image: of this row; None: those of the settings.
-    """
-
-    parts: tuple[Part, ...]
-    tokens: Int[np.ndarray, "l g"]
-    given: Bool[np.ndarray, " l"]
-    pixels: UInt8[np.ndarray, "h w 3"] | tuple[Views, ...] | None
-    seed: int
-    temperature: float | None = None
-    guidance: float | None = None
-    guidance_image: float | None = None
 
 
 @flax.struct.dataclass
@@ -85,59 +61,114 @@ class Prompt:
     length: Int[AnyArray, " r"]
 
 
+@dataclasses.dataclass(frozen=True)
+class StreamRow:
+    """What one row passes of one stream beforehand; see `layout.Stream`."""
+
+    tokens: Int[np.ndarray, "s *g"]
+    index: Int[np.ndarray, " s"]
+    position: Int[np.ndarray, " s"]
+    block: Int[np.ndarray, " s"]
+
+    def followed_by(self, tokens, index, position) -> "StreamRow":
+        """Returns the row with given tokens after it."""
+        given = tokens, index, position, np.full(len(tokens), GIVEN_BLOCK)
+        own = self.tokens, self.index, self.position, self.block
+        return StreamRow(*(np.concatenate(pair) for pair in zip(own, given, strict=True)))
+
+
+@dataclasses.dataclass(frozen=True)
+class LaidOut:
+    """An example laid out once: a row of each stream for every guidance row.
+
+    Attributes:
+        text, image: prompt and given tokens.
+        response_position: position of the first response token.
+        length: L, where register positions start.
+        given_passed: whether given tokens are among them.
+    """
+
+    example: Example
+    text: tuple[StreamRow, ...]
+    image: tuple[StreamRow, ...]
+    response_position: int
+    length: int
+    given_passed: bool
+
+
+def lay_out(example: Example, model: config.Model, settings: StepSettings) -> LaidOut:
+    """Lays an example out on the host, all guidance rows."""
+    given_passed = not settings.preset.passes_given
+    known, text, image = np.flatnonzero(example.given & given_passed), [], []
+    for drops in _drops(settings.guidance_rows, settings.edit_guidance):
+        row = prompt_row(
+            example.parts,
+            text_mask_id=model.text_mask_id,
+            codes_per_token=model.codes_per_token,
+            **drops,
+        )
+        blocks = np.full(len(row.ids), PROMPT_BLOCK), np.full(len(row.cell), PROMPT_BLOCK)
+        text.append(StreamRow(row.ids, row.feature, row.position, blocks[0]))
+        image.append(StreamRow(row.codes, row.cell, row.source_position, blocks[1]))
+        at = row.response_position + known
+        if example.kind == "text":
+            tokens, no_feature = example.response[known, 0], np.full(len(known), NO_FEATURE)
+            text[-1] = text[-1].followed_by(tokens, no_feature, at)
+        else:
+            image[-1] = image[-1].followed_by(example.response[known], known, at)
+    place = row.response_position, row.length
+    return LaidOut(example, tuple(text), tuple(image), *place, given_passed)
+
+
+def lengths_of(laid: Sequence[LaidOut]) -> tuple[int, int]:
+    """Returns the padded lengths of the two streams that hold every one of some examples."""
+    text = max(len(row.index) for one in laid for row in one.text)
+    image = max(len(row.index) for one in laid for row in one.image)
+    return _padded(text), _padded(image)
+
+
+def batched(
+    laid: Sequence[LaidOut], model: config.Model, prompt_len: tuple[int, int] = (0, 0)
+) -> Prompt:
+    """Returns laid out examples as the prompts of a batch, padded to a bucket.
+
+    Args:
+        prompt_len: least padded lengths of the two streams, so that batches share programs.
+    """
+    pixels, views = _seen([one.example for one in laid])
+    text, image = (
+        [row for rows in zip(*streams, strict=True) for row in rows]
+        for streams in ([one.text for one in laid], [one.image for one in laid])
+    )
+    if views is not None:
+        text = [
+            dataclasses.replace(row, index=_numbered(row.index, shown, pixels, model.vision))
+            for row, shown in zip(text, itertools.cycle(views), strict=False)
+        ]
+    rows = len(text) // len(laid)
+    return Prompt(
+        _stack(text, model.end_of_text_id, prompt_len[0]),
+        _stack(image, model.image_mask_id, prompt_len[1])
+        if any(len(row.index) for row in image)
+        else None,
+        pixels,
+        np.array([one.response_position for one in laid] * rows, np.int32),
+        np.array([one.length for one in laid] * rows, np.int32),
+    )
+
+
 def prepare(
-    requests: list[Request],
-    kind: Kind,
+    examples: Sequence[Example],
     model: config.Model,
-    guidance_rows: int = 1,
+    settings: StepSettings,
     prompt_len: tuple[int, int] = (0, 0),
-    *,
-    edit_guidance: str = "source",
-    with_given: bool = True,
 ) -> Prompt:
     """Lays out the prompts of a batch on the host, all guidance rows, padded to a bucket.
 
     Args:
-        guidance_rows: 1: the prompt; 2: [dropped, full]; 3: [dropped, second, full].
         prompt_len: least padded lengths of the two streams, so that batches share programs.
-        edit_guidance: what the second row of three keeps.
-        with_given: whether given tokens are in the prompt's pass.
     """
-    rows = [
-        (request, prompt_row(
-            request.parts,
-            text_mask_id=model.text_mask_id,
-            codes_per_token=model.codes_per_token,
-            **drops,
-        ))
-        for drops in _drops(guidance_rows, edit_guidance)
-        for request in requests
-    ]  # fmt: skip
-    pixels, rows = _see([request.pixels for request in requests], rows, model.vision)
-    text, image = [], []
-    for request, row in rows:
-        known = np.flatnonzero(request.given & with_given)
-        position = row.response_position + known
-        block = np.full(len(known), GIVEN_BLOCK)
-        text.append((row.ids, row.feature, row.position, np.full_like(row.position, PROMPT_BLOCK)))
-        image.append(
-            (row.codes, row.cell, row.source_position, np.full_like(row.cell, PROMPT_BLOCK))
-        )
-        if kind == "text":
-            given = (request.tokens[known, 0], np.full(len(known), NO_FEATURE), position, block)
-            text[-1] = tuple(np.concatenate(pair) for pair in zip(text[-1], given, strict=True))
-        else:
-            given = (request.tokens[known], known, position, block)
-            image[-1] = tuple(np.concatenate(pair) for pair in zip(image[-1], given, strict=True))
-    return Prompt(
-        _stack(text, model.end_of_text_id, prompt_len[0]),
-        _stack(image, model.image_mask_id, prompt_len[1])
-        if any(len(row[1]) for row in image)
-        else None,
-        pixels,
-        np.array([row.response_position for _, row in rows], np.int32),
-        np.array([row.length for _, row in rows], np.int32),
-    )
+    return batched([lay_out(one, model, settings) for one in examples], model, prompt_len)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +176,7 @@ class PromptPart:
     """Rows of a batch that are prefilled together, in a shape of their own.
 
     Attributes:
-        first: the first of the rows, which stand one behind the other.
+        first: the first of the rows, which follow each other.
         prompt: of these rows.
         keeps: whether it holds nothing of the request but its lengths: masks and headers.
     """
@@ -241,11 +272,6 @@ def _padded(length: int) -> int:
     return -(-length // PROMPT_BUCKET) * PROMPT_BUCKET
 
 
-def prompt_lengths(requests: list[Request], kind: Kind, model: config.Model) -> tuple[int, int]:
-    """Returns the padded prompt lengths that hold every one of `requests` without guidance."""
-    return padded_lengths(prepare(requests, kind, model))
-
-
 def _drops(guidance_rows: int, edit_guidance: str) -> list[dict[str, bool]]:
     """What guidance drops from each of its rows (`layout.prompt_row`)."""
     dropped = {"drop_prompt": True, "drop_source": True}
@@ -253,40 +279,37 @@ def _drops(guidance_rows: int, edit_guidance: str) -> list[dict[str, bool]]:
     return [dropped, *second, {}] if guidance_rows > 1 else [{}]
 
 
-def _see(images, rows: list[tuple[Request, PromptRow]], vision: config.Vision):
-    """Stacks what the vision tower is shown; numbers the features as `Denoiser.see` does.
+def _seen(examples: Sequence[Example]):
+    """Stacks what the vision tower is shown, guidance rows sharing the images of an example.
 
-    Guidance rows of a request share its images.
-
-    A request with views of its images makes views of all: one plain image is one view.
+    Returns:
+        The images, and how many views each image of an example has; None where all are plain. One
+        example with views makes views of all: a plain image is one view.
     """
-    seen = [() if p is None else p if isinstance(p, tuple) else (p[None],) for p in images]
-    pixels = stack_views(seen)
-    if pixels is None or not any(isinstance(image, tuple) for image in images):
-        return stack_images(images), rows
-    numbered = [
-        (request, dataclasses.replace(row, feature=stacked_features(
-            row.feature,
-            tuple(len(views) for views in shown),
-            pixels.shape[1],
-            vision.num_tokens,
-            newline=vision.newline,
-        )))
-        for (request, row), shown in zip(rows, itertools.cycle(seen), strict=False)
-    ]  # fmt: skip
-    return pixels, numbered
+    if not any(example.views for example in examples):
+        return stack_images([example.pixels for example in examples]), None
+    views = [
+        example.views or (() if example.pixels is None else (example.pixels[None],))
+        for example in examples
+    ]
+    return stack_views(views), [tuple(map(len, shown)) for shown in views]
 
 
-def _stack(rows, pad_token: int, least: int) -> Stream:
-    longest = max(least, *(len(row[1]) for row in rows))
-    length = _padded(longest)
+def _numbered(feature, views: tuple[int, ...], pixels, vision: config.Vision):
+    """Returns the features of a row as `Denoiser.see` numbers them for stacked views."""
+    most = pixels.shape[1]
+    return stacked_features(feature, views, most, vision.num_tokens, newline=vision.newline)
 
-    def padded(values, fill):
-        missing = ((0, length - len(values)),) + ((0, 0),) * (values.ndim - 1)
-        return np.pad(values, missing, constant_values=fill).astype(np.int32)
 
-    tokens, index, position, block = (
-        np.stack([padded(row[i], fill) for row in rows])
-        for i, fill in enumerate((pad_token, NO_CELL, 0, PAD_BLOCK))
-    )
+def _stack(rows: Sequence[StreamRow], pad_token: int, least: int) -> Stream:
+    length = _padded(max(least, *(len(row.index) for row in rows)))
+
+    def padded(name: str, fill: int):
+        values = [getattr(row, name) for row in rows]
+        widths = [((0, length - len(one)),) + ((0, 0),) * (one.ndim - 1) for one in values]
+        filled = map(functools.partial(np.pad, constant_values=fill), values, widths)
+        return np.stack([one.astype(np.int32) for one in filled])
+
+    tokens, index = padded("tokens", pad_token), padded("index", NO_CELL)
+    position, block = padded("position", 0), padded("block", PAD_BLOCK)
     return Stream(tokens, index, make_layout(position, block, GIVEN_BLOCK))

@@ -7,6 +7,7 @@ response <|eot|>`: the form of the base model (spec Sec. 5), with one token wher
 """
 
 import dataclasses
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Int, UInt8
@@ -17,6 +18,32 @@ from sparse_lavida_jax.lavida_o.objective import Sequence
 from sparse_lavida_jax.scenes import digits, tasks, world
 from sparse_lavida_jax.scenes.tokenizer import Tokenizer
 from sparse_lavida_jax.sequence import LearnedText, Part, Response, Source, Text, VisionTokens
+
+
+@runtime_checkable
+class Codec(Protocol):
+    """What the world needs of an image tokenizer (`models.vq.ImageCodec`)."""
+
+    is_grey: bool
+
+    def encode(self, pixels: UInt8[np.ndarray, "b h w 3"]) -> Int[np.ndarray, "b l g"]:
+        """Returns the cells of images."""
+        ...
+
+
+def encoder_of(tokenizer: Tokenizer, settings: config.Config, codec: Codec) -> "Encoder":
+    """Returns the encoder of a model with this image tokenizer."""
+    codes = None if codec.is_grey else appearance_codes(codec)
+    return Encoder(tokenizer, settings.data, settings.model, codes)
+
+
+def appearance_codes(codec: Codec) -> Int[np.ndarray, "a g"]:
+    """Returns the codes of every cell appearance of the scenes."""
+    # Where a thing stands does not matter to its codes; this is one place.
+    grids = np.zeros((world.NUM_APPEARANCES + 1, world.GRID, world.GRID), int)
+    grids[:, 2, 3] = np.arange(world.NUM_APPEARANCES + 1)
+    cells = codec.encode(np.stack([world.render(grid) for grid in grids]))
+    return cells[:, 2 * world.GRID + 3]
 
 
 @dataclasses.dataclass(frozen=True)

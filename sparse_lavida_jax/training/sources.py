@@ -10,11 +10,11 @@ from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.data.batches import Batches
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
 from sparse_lavida_jax.mixture.batches import MixtureBatches
-from sparse_lavida_jax.models.codec import ImageCodec
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.models.vq import ImageCodec
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.scenes.batches import SceneBatches
-from sparse_lavida_jax.scenes.encoder import Encoder
+from sparse_lavida_jax.scenes.encoder import encoder_of
 from sparse_lavida_jax.scenes.tokenizer import SHIPPED, Tokenizer
 from sparse_lavida_jax.training import states
 
@@ -73,8 +73,7 @@ def open_source(
     readme, share = _base_readme(settings), {"process_index": index, "process_count": count}
     if settings.data.source != "prepared":
         codec, tokenizer = make_codec(settings.data.image_codec, settings.model), Tokenizer()
-        encoder = Encoder(tokenizer, settings.data, settings.model, codec.appearance_codes())
-        batches = SceneBatches(settings, encoder, **share)
+        batches = SceneBatches(settings, encoder_of(tokenizer, settings, codec), **share)
         return TrainingData(settings, model, batches, tokenizer, SHIPPED, codec, (), readme)
     base = model_folder.find_model(settings.train.init_from)
     path, vq = base / "tokenizer.json", base / "vq"

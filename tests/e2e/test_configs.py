@@ -14,7 +14,7 @@ from flax import nnx
 
 from sparse_lavida_jax import config, diffusion, orders, pipeline
 from sparse_lavida_jax.evals import exact
-from sparse_lavida_jax.models import codec as codecs
+from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.sampling import plans, presets
 from sparse_lavida_jax.scenes import batches, digits, tasks, world
@@ -72,7 +72,7 @@ def test_the_model_knows_the_tokenizer(name):
 @each_denoiser
 def test_the_codes_of_the_images_fit_the_model(name):
     given = read(name)
-    codec = codecs.ImageCodec(given.data.image_codec, given.model)  # raises if they do not
+    codec = vq.ImageCodec(given.data.image_codec, given.model)  # raises if they do not
     if given.data.source == "scenes":
         assert given.model.grid_size == world.GRID
         assert codec.image_size == given.vq.image_size
@@ -173,5 +173,5 @@ def test_the_image_tokenizers_are_those_that_are_shipped():
         model = config.Model(
             codes_per_token=int(name[1]), codebook_size=64 if name == "g1" else 256
         )
-        shipped = codecs.ImageCodec(f"scenes_{name}", model).vq.settings
+        shipped = vq.ImageCodec(f"scenes_{name}", model).vq.settings
         assert shipped == read(f"scenes_vq_{name}").vq

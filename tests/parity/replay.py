@@ -11,12 +11,14 @@ import jax.numpy as jnp
 import merged
 import numpy as np
 import pytest
+import tiny
 import traces
 
 from sparse_lavida_jax import config, layout, orders, sample, sequence
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.sampling import choose, plans, prompts
+from sparse_lavida_jax.sampling import choose, draw, plans, prompts
+from sparse_lavida_jax.sampling import state as state_of
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 REMASKING = {"low_confidence": "probability", "entrophy": "entropy"}  # released name -> ours
@@ -100,7 +102,7 @@ def text_draws(variant, inputs):
         return None
     length = variant["max_new_tokens"]
     uniform = np.stack([inputs[name][:, -length:] for name in variant["rand"]])  # [k b l v]
-    return sample.Draws(noise=choose.gumbel(uniform)[..., None, :].astype(np.float32))
+    return tiny.Recorded(gumbel=choose.gumbel(uniform)[..., None, :].astype(np.float32))
 
 
 def text_request(ids, length, mask_id, draft=()):
@@ -108,7 +110,7 @@ def text_request(ids, length, mask_id, draft=()):
     tokens = np.full((length, 1), mask_id, np.int32)
     tokens[: len(draft), 0] = draft
     parts = (sequence.Text(np.asarray(ids)), sequence.Response(length))
-    return prompts.Request(parts, tokens, tokens[:, 0] != mask_id, None, 0)
+    return tiny.example(parts, tokens, tokens[:, 0] != mask_id, "text")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -153,12 +155,12 @@ def cells_of(codes, grid, side):
 def image_draws(variant, recorded, grid, side):
     """Returns what an image's run drew, None where that was nothing."""
     given = {}
-    for ours, theirs in (("codes", "sampled_codes"), ("confidence", "confidence_gumbel")):
+    for ours, theirs in (("tokens", "sampled_codes"), ("sure", "confidence_gumbel")):
         if variant.get(theirs):
             given[ours] = cells_of(recorded[variant[theirs]], grid, side)[:, None]
-    if "codes" in given:
-        given["codes"] = given["codes"].astype(np.int32)
-    return sample.Draws(**given) if given else None
+    if "tokens" in given:
+        given["tokens"] = given["tokens"].astype(np.int32)
+    return tiny.Recorded(**given) if given else None
 
 
 # ---------------------------------------------------------------------------------------------
@@ -189,7 +191,7 @@ def history(model, request, segments, settings, draws=None):
 def image_request(parts, model, pixels=None):
     """Returns a request for a whole image."""
     blank = np.zeros((model.num_cells, model.codes_per_token), np.int32)
-    return prompts.Request(parts, blank, np.zeros(model.num_cells, bool), pixels, 0)
+    return tiny.example(parts, blank, np.zeros(model.num_cells, bool), "image", pixels)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,21 +217,19 @@ def one_pass(given, request, segment, settings, codes) -> Pass:
     grid, side = given.config["gen_shape"], made.codes_side
     (cells,) = cells_of(codes, grid, side)
     settings = dataclasses.replace(settings, guided=bool(segment.guided[0]))
-    prompt = prompts.prepare(
-        [request], "image", made, settings.guidance_rows, edit_guidance=settings.edit_guidance
-    )
-    features = sample._see(model, prompt)
+    prompt = prompts.prepare([request], made, settings)
+    features = state_of._see(model, prompt)
     masked = (cells == made.image_mask_id).any(axis=-1)
-    state = sample.SamplerState(
+    state = state_of.SamplerState(
         jnp.asarray(cells[None], jnp.int32),
-        jnp.where(jnp.asarray(masked)[None], sample.NOT_DECODED, layout.GIVEN_BLOCK),
-        sample.rows_of([request], settings),
+        jnp.where(jnp.asarray(masked)[None], state_of.NOT_DECODED, layout.GIVEN_BLOCK),
+        state_of.rows_of([request], settings),
         features,
         None,
         jnp.int32(0),
     )
     everything = np.arange(len(cells), dtype=np.int32)[None]
-    now = sample.StepTokens(
+    now = state_of.StepTokens(
         block=jnp.int32(segment.block[0]),
         clean=jnp.zeros((1, 0), jnp.int32),
         decode=jnp.asarray(everything),
@@ -252,7 +252,7 @@ def one_pass(given, request, segment, settings, codes) -> Pass:
     prompt = jax.tree.map(jnp.asarray, prompt)
     with (
         unittest.mock.patch.object(Denoiser, "__call__", observed),
-        unittest.mock.patch.object(sample, "_guide", rows_apart),
+        unittest.mock.patch.object(draw, "guided", rows_apart),
     ):
         logits, _ = sample.step_logits(model, state, now, prompt, settings)
     embeds, modality = merged_rows(model, seen[0], int(prompt.length[0]))

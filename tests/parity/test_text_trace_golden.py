@@ -4,11 +4,12 @@
 import numpy as np
 import pytest
 import replay
+import tiny
 import traces
 
 from sparse_lavida_jax import config, sample, sequence
 from sparse_lavida_jax.data import images
-from sparse_lavida_jax.sampling import presets, prompts
+from sparse_lavida_jax.sampling import presets
 
 NAME = "F2_text_trace"
 LOGITS = 1e-4
@@ -98,7 +99,7 @@ def seen_request(given, variant, ids, response):
         sequence.Text(ids[response.stop :]),
     )
     tokens = np.full((len(response), 1), made.text_mask_id, np.int32)
-    return prompts.Request(parts, tokens, np.zeros(len(response), bool), (views,), 0)
+    return tiny.example(parts, tokens, np.zeros(len(response), bool), "text", (views,))
 
 
 def test_an_answer_about_an_image_is_decoded_as_recorded(case):

@@ -15,7 +15,6 @@ from sparse_lavida_jax import sample
 from sparse_lavida_jax.bench import table
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sampling import presets
-from sparse_lavida_jax.sampling.prompts import Request
 
 WORDS = ("a red circle above a blue square", "a green star", "two yellow rings")
 BARS = tomllib.loads(table.BARS.read_text())["bfloat16"]
@@ -70,7 +69,7 @@ def test_bfloat16_moves_logits_little_and_modes_hardly(pipe, residual, most):
             known = np.zeros(len(codes), bool)
             known[rng.permutation(len(codes))[: round(share * len(codes))]] = True
             example = pipe.prompts.draw(words, codes)
-            requests.append(Request(example.parts, codes, known, None, seed))
+            requests.append(tiny.example(example.parts, codes, known, "image", None, seed))
         given = np.stack([request.given for request in requests])
         plan = presets.plan(sampling, settings, model, given, 1, range(len(requests)))
         (plain, at), (moved, _), (again, _) = (

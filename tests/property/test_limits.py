@@ -33,7 +33,9 @@ def full_attention_batch(model) -> diffusion.Corrupted:
         blocks = diffusion.uniform_blocks(rng, asked.given, config.Diffusion(attention="full"))
         prompt = tiny.lay_out(asked, settings)
         rows.append(
-            diffusion.corrupt(prompt, asked.tokens, "image", blocks, settings, full_attention=True)
+            diffusion.corrupt(
+                prompt, asked.response, "image", blocks, settings, full_attention=True
+            )
         )
     return tiny.stacked(rows, settings, full_attention=True)
 
@@ -67,7 +69,9 @@ def test_without_blocks_turns_any_training_pass_into_full_attention():
     rng = np.random.default_rng(1)
     asked = tiny.request("image", settings, 0, words=4, source=True)
     blocks = diffusion.uniform_blocks(rng, asked.given, config.Diffusion())
-    row = diffusion.corrupt(tiny.lay_out(asked, settings), asked.tokens, "image", blocks, settings)
+    row = diffusion.corrupt(
+        tiny.lay_out(asked, settings), asked.response, "image", blocks, settings
+    )
     text_len, image_len = len(row.text.block), len(row.image.block)
     batch = tiny.stacked([row], settings, RowShape(text_len + 3, image_len + 3))
     streams = {
@@ -126,7 +130,7 @@ def test_one_step_is_the_training_pass_with_one_masked_block(kind):
     for asked in requests:
         cut = whole_response(asked, kind, model.settings)
         prompt = tiny.lay_out(asked, model.settings)
-        rows.append(diffusion.corrupt(prompt, asked.tokens, kind, cut, model.settings))
+        rows.append(diffusion.corrupt(prompt, asked.response, kind, cut, model.settings))
         starts.append(prompt.response_position)
     batch = tiny.stacked(rows, model.settings)
     logits = traces.spread_logits(model, batch, kind, starts, len(requests[0].given))
@@ -140,7 +144,7 @@ def whole_response(asked, kind, settings: config.Model) -> diffusion.Blocks:
     if kind == "text":
         length = tiny.TEXT_LEN
         return diffusion.text_schedule_blocks(rng, length, length, 1, asked.given, one_block)
-    order = orders.order("stratified", 3, 3, asked.seed)
+    order = orders.order("stratified", 3, 3, asked.request.seed)
     sizes = np.array([tiny.IMAGE_LEN])
     return diffusion.schedule_blocks(
         rng, order, sizes, asked.given, one_block, settings.num_registers
@@ -228,7 +232,7 @@ def test_steps_of_a_text_that_share_a_row_are_what_each_is_alone(given):
         block[masked] = last + 1
         rows.append(diffusion.Blocks(block, masked, last, (last + 1,), masked.astype(float), 1.0))
     prompt = tiny.lay_out(asked, model.settings)
-    laid = [diffusion.corrupt(prompt, asked.tokens, "text", one, model.settings) for one in rows]
+    laid = [diffusion.corrupt(prompt, asked.response, "text", one, model.settings) for one in rows]
     batch = tiny.stacked(laid, model.settings)
     logits, _ = traces.forward(model, jax.tree.map(jnp.asarray, batch))
     layouts = batch.understanding.layout

@@ -11,9 +11,8 @@ import tiny
 
 from sparse_lavida_jax import config, pipeline, sequence
 from sparse_lavida_jax.inference import engine
-from sparse_lavida_jax.models import codec as codecs
-from sparse_lavida_jax.models import fuse
-from sparse_lavida_jax.scenes import digits, tasks, world
+from sparse_lavida_jax.models import fuse, vq
+from sparse_lavida_jax.scenes import digits, encoder, tasks, world
 from sparse_lavida_jax.scenes.tokenizer import Tokenizer
 
 PLANS = {"draw": 1.0, "plan": 1.0, "edit": 1.0, "edit_plan": 1.0, "fill_plan": 1.0}
@@ -31,20 +30,20 @@ def _quick():
 
 def test_digits_are_their_grey_levels():
     pytest.importorskip("sklearn", reason="the digits come with pip install '.[digits]'")
-    codec = codecs.ImageCodec("grey", config.Model(grid_size=8, codebook_size=17))
+    codec = vq.ImageCodec("grey", config.Model(grid_size=8, codebook_size=17))
     codes = digits.load("test")[0][:3, :, None]
     np.testing.assert_array_equal(codec.encode(codec.decode(codes)), codes)
-    assert codec.appearance_codes() is None
+    assert codec.is_grey
     assert codec.folder is None
 
 
 def test_the_cells_of_a_scene_are_in_the_table_of_appearances():
     """Four codes a cell, in the order of the shipped tokenizer's grid."""
     model = config.Model(codes_per_token=4, codebook_size=256)
-    codec = codecs.ImageCodec("scenes_g4", model)
+    codec = vq.ImageCodec("scenes_g4", model)
     scene = next(s for i in range(99) if len(s := tasks.sample("edit", 0, i).image) == 6)
     (cells,) = codec.encode(world.render(scene)[None])
-    np.testing.assert_array_equal(cells, codec.appearance_codes()[np.array(scene.cells)])
+    np.testing.assert_array_equal(cells, encoder.appearance_codes(codec)[np.array(scene.cells)])
     (decoded,) = codec.decode(cells[None])
     assert world.read(decoded) == scene
     assert codec.image_size == decoded.shape[0] == 96
@@ -65,7 +64,7 @@ def test_the_cells_of_a_scene_are_in_the_table_of_appearances():
 )
 def test_a_codec_that_does_not_fit_the_model_is_told(name, changes, told):
     with pytest.raises(config.ConfigError, match=told):
-        codecs.ImageCodec(name, config.Model(**changes))
+        vq.ImageCodec(name, config.Model(**changes))
 
 
 # ---------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ def edit(words, **how):
 
 
 def laid_out(requests, guidance_rows):
-    return prompts.prepare(requests, "image", SETTINGS, guidance_rows)
+    return tiny.prepare(requests, SETTINGS, guidance_rows)
 
 
 def tokens_of(prompt):
@@ -77,7 +77,7 @@ def test_shapes_follow_the_bucket_and_not_who_shares_it():
     short, long = edit(3), edit(40)
     both = laid_out([short, long], 3)
     bucket = (both.understanding.index.shape[1], both.generation.index.shape[1])
-    alone = prompts.prepare([short], "image", SETTINGS, 3, bucket)
+    alone = tiny.prepare([short], SETTINGS, 3, bucket)
     for keeping in (False, True):
         shapes = [
             {
@@ -161,10 +161,10 @@ def passed_of(requests, prefixes):
     return rows
 
 
-def test_a_prefix_is_computed_once_for_each_length_and_what_stands_behind():
-    def asked(words, seed=0, behind=None):
+def test_a_prefix_is_computed_once_for_each_length_and_what_comes_after():
+    def asked(words, seed=0, after=None):
         one = tiny.request("image", SETTINGS, seed, words=words)
-        return one if behind is None else dataclasses.replace(one, parts=(*one.parts[:-1], behind))
+        return one if after is None else dataclasses.replace(one, parts=(*one.parts[:-1], after))
 
     kept = Prefixes()
     assert passed_of([asked(3)], kept) == [1, 1]
@@ -174,8 +174,8 @@ def test_a_prefix_is_computed_once_for_each_length_and_what_stands_behind():
     assert passed_of([asked(5), asked(5)], kept) == [1, 2]  # one for both
     tail = asked(3).parts[-1]
     longer = dataclasses.replace(tail, ids=np.tile(tail.ids, 2))
-    # Text behind the response is in the prompt's pass too.
-    assert passed_of([asked(3, behind=longer)], kept) == [1, 1]
+    # Text after the response is in the prompt's pass too.
+    assert passed_of([asked(3, after=longer)], kept) == [1, 1]
     assert passed_of([asked(3)], Prefixes()) == [1, 1]  # of another model, or another process
 
 

@@ -16,9 +16,9 @@ from flax import nnx
 
 from sparse_lavida_jax import config, orders, pipeline, sample, sequence
 from sparse_lavida_jax.layout import GIVEN_BLOCK, NO_FEATURE, PROMPT_BLOCK
-from sparse_lavida_jax.models import codec as codecs
 from sparse_lavida_jax.models import vq
-from sparse_lavida_jax.sampling import choose, options, plans, presets, prompts
+from sparse_lavida_jax.sampling import choose, draw, options, plans, presets, prompts
+from sparse_lavida_jax.sampling import state as state_of
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 SETTINGS = tiny.model_settings(num_registers=2)
@@ -181,7 +181,7 @@ def test_images_commit_what_the_plan_chose():
 def test_prompts_are_padded_to_a_bucket_with_given_tokens_in_their_block():
     asked = tiny.request("text", SETTINGS, 0, words=4, source=True, given=0.5)
     short = tiny.request("text", SETTINGS, 1, words=1)
-    prompt = prompts.prepare([asked, short], "text", SETTINGS)
+    prompt = tiny.prepare([asked, short], SETTINGS)
     row = tiny.lay_out(asked, SETTINGS)
     known = np.flatnonzero(asked.given)
     n, m = len(row.ids), len(known)
@@ -191,7 +191,7 @@ def test_prompts_are_padded_to_a_bucket_with_given_tokens_in_their_block():
         text.layout.block[0], [PROMPT_BLOCK] * n + [GIVEN_BLOCK] * m + [PAD_BLOCK] * (16 - n - m)
     )
     np.testing.assert_array_equal(text.tokens[0, :n], row.ids)
-    np.testing.assert_array_equal(text.tokens[0, n : n + m], asked.tokens[known, 0])
+    np.testing.assert_array_equal(text.tokens[0, n : n + m], asked.response[known, 0])
     np.testing.assert_array_equal(text.layout.position[0, n : n + m], row.response_position + known)
     assert (text.layout.block[1] == PAD_BLOCK).sum() == 16 - len(tiny.lay_out(short, SETTINGS).ids)
     np.testing.assert_array_equal(prompt.generation.tokens[0, : tiny.IMAGE_LEN], row.codes)
@@ -203,7 +203,7 @@ def test_guidance_rows_stand_one_behind_the_other_dropped_ones_first():
     requests = [
         tiny.request("image", SETTINGS, i, words=3, vision=True, source=True) for i in range(2)
     ]
-    prompt = prompts.prepare(requests, "image", SETTINGS, guidance_rows=3)
+    prompt = tiny.prepare(requests, SETTINGS, guidance_rows=3)
     assert prompt.understanding.index.shape[0] == 6
     cells = (prompt.generation.layout.block != PAD_BLOCK).sum(axis=1)
     np.testing.assert_array_equal(cells, [0, 0, *[tiny.IMAGE_LEN] * 4])
@@ -219,8 +219,8 @@ def test_guidance_rows_stand_one_behind_the_other_dropped_ones_first():
 
 def test_least_lengths_let_batches_share_their_programs():
     few, many = image_requests(2), image_requests(30)
-    least = prompts.prompt_lengths(many, "image", SETTINGS)
-    prompt = prompts.prepare(few, "image", SETTINGS, prompt_len=least)
+    least = prompts.padded_lengths(tiny.prepare(many, SETTINGS))
+    prompt = tiny.prepare(few, SETTINGS, prompt_len=least)
     assert prompt.understanding.index.shape[1] == least[0] == 3 * prompts.PROMPT_BUCKET
     assert prompt.generation is None
     assert least[1] == 0
@@ -236,7 +236,7 @@ def test_capacity_is_the_furthest_slot_that_any_step_writes():
         (text_settings(), plans.text_plan(tiny.TEXT_LEN, tiny.TEXT_BLOCK_LEN, 3)),
     ):
         requests = image_requests(2, 5) if settings.kind == "image" else text_requests((3, 0.0))
-        prompt = prompts.prepare(requests, settings.kind, SETTINGS)
+        prompt = tiny.prepare(requests, SETTINGS)
         own = prompt.understanding if settings.kind == "text" else prompt.generation
         offset = furthest = 0 if own is None else own.index.shape[1]
         for segment in segments:
@@ -244,10 +244,10 @@ def test_capacity_is_the_furthest_slot_that_any_step_writes():
                 width = sum(p.shape[-1] for p in (segment.clean, segment.decode, segment.rest))
                 furthest = max(furthest, offset + width + settings.num_registers)
                 offset += segment.clean.shape[-1]
-        slots = sample.capacity(prompt, segments, settings)
+        slots = state_of.capacity(prompt, segments, settings)
         assert slots[("text", "image").index(settings.kind)] == furthest
         # For a kernel, up to whole tiles: it would copy the cache to fill it up.
-        whole = sample.capacity(prompt, segments, settings, 128)
+        whole = state_of.capacity(prompt, segments, settings, 128)
         assert whole == tuple(-(-n // 128) * 128 for n in slots)
 
 
@@ -319,7 +319,7 @@ def test_seeds_and_temperature_decide_what_is_drawn():
     plan, settings = image_plan(requests), image_settings()
     drawn = traces.finished(model, requests, plan, settings)
     np.testing.assert_array_equal(traces.finished(model, requests, plan, settings), drawn)
-    others = [dataclasses.replace(request, seed=7 + request.seed) for request in requests]
+    others = [tiny.asked_with(request, seed=7 + request.request.seed) for request in requests]
     assert (traces.finished(model, others, plan, settings) != drawn).any()
 
 
@@ -375,7 +375,7 @@ def test_rows_of_a_batch_do_not_know_of_each_other(kind, asked):
         for moment, mine in zip(steps, own, strict=True):
             np.testing.assert_array_equal(moment.masked[row], mine.masked[0])
             np.testing.assert_allclose(moment.logits[row], mine.logits[0], rtol=0, atol=2e-5)
-    requests[1] = dataclasses.replace(requests[0], seed=requests[1].seed)
+    requests[1] = tiny.asked_with(requests[0], seed=requests[1].request.seed)
     after, other_batch = traces.moments(model, requests, *row_run(kind, requests, **asked))
     np.testing.assert_array_equal(other_batch[[0, 2]], batch[[0, 2]])
     for moment, changed in zip(steps, after, strict=True):
@@ -429,7 +429,7 @@ def test_given_tokens_come_back_as_they_were():
     ]
     canvas = traces.finished(model, requests, image_plan(requests), image_settings())
     for row, request in zip(canvas, requests, strict=True):
-        np.testing.assert_array_equal(row[request.given], request.tokens[request.given])
+        np.testing.assert_array_equal(row[request.given], request.response[request.given])
         assert (row < SETTINGS.codebook_size).all()
 
 
@@ -438,7 +438,7 @@ def test_everything_given_is_returned_without_a_step():
     canvas = traces.finished(
         tiny.denoiser(SETTINGS), requests, image_plan(requests), image_settings()
     )
-    np.testing.assert_array_equal(canvas[0], requests[0].tokens)
+    np.testing.assert_array_equal(canvas[0], requests[0].response)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -476,9 +476,9 @@ def test_a_batch_goes_on_until_its_last_row_has_ended():
     model, settings = tiny.denoiser(SETTINGS), text_settings()
     shown, requests = [], text_requests((3, 0.0), (3, 0.0))
     for row, end in ((0, 2), (1, 6)):
-        tokens, given = requests[row].tokens.copy(), np.zeros(tiny.TEXT_LEN, bool)
+        tokens, given = requests[row].response.copy(), np.zeros(tiny.TEXT_LEN, bool)
         tokens[end], given[end] = SETTINGS.end_of_text_id, True
-        requests[row] = dataclasses.replace(requests[row], tokens=tokens, given=given)
+        requests[row] = dataclasses.replace(requests[row], response=tokens, given=given)
     plan = traces.plan(requests, settings, 2)
     traces.finished(model, requests, plan, settings, callback=lambda now: shown.append(now.steps))
     steps, _ = traces.moments(model, requests, plan, settings)
@@ -491,7 +491,7 @@ def test_a_batch_goes_on_until_its_last_row_has_ended():
 def has_ended(moment: traces.Moment, row: int) -> bool:
     """Returns whether a row reads up to an end-of-text without a gap."""
     for token, at in zip(moment.canvas[row, :, 0], moment.decoded_at[row], strict=True):
-        if at == sample.NOT_DECODED:
+        if at == state_of.NOT_DECODED:
             return False
         if token == SETTINGS.end_of_text_id:
             return True
@@ -512,9 +512,9 @@ def code_run(requests, seed=0, **asked):
     plan = presets.plan(sampling, settings, CODES, given, 1)
     rng = np.random.default_rng(seed)
     shape = (sum(part.num_steps for part in plan), *given.shape, 4)
-    draws = sample.Draws(
-        codes=rng.integers(0, CODES.codebook_size, shape).astype(np.int32),
-        confidence=rng.gumbel(size=shape).astype(np.float32),
+    draws = tiny.Recorded(
+        tokens=rng.integers(0, CODES.codebook_size, shape).astype(np.int32),
+        sure=rng.gumbel(size=shape).astype(np.float32),
     )
     return plan, settings, draws
 
@@ -554,10 +554,11 @@ def test_recorded_codes_come_out_at_the_step_of_the_order():
         counts = orders.counts("shift", 5, int((~request.given).sum()) * 4, 3.0)
         for step, done in enumerate(np.cumsum(counts)):
             fresh = (rank < done) & (rank >= done - counts[step]) & ~request.given[:, None]
-            np.testing.assert_array_equal(shown[step, row][fresh], draws.codes[step, row][fresh])
+            np.testing.assert_array_equal(shown[step, row][fresh], draws.tokens[step, row][fresh])
             still = (rank >= done) & ~request.given[:, None]
             np.testing.assert_array_equal(shown[step, row] == CODES.image_mask_id, still)
-        np.testing.assert_array_equal(shown[-1, row][request.given], request.tokens[request.given])
+        given = request.given
+        np.testing.assert_array_equal(shown[-1, row][given], request.response[given])
     known = shown[1] != CODES.image_mask_id
     assert (known.any(axis=-1) & ~known.all(axis=-1)).any(), "cells known in part"
 
@@ -568,7 +569,7 @@ def test_a_cell_is_decoded_when_its_last_code_is():
     steps, canvas = traces.moments(tiny.denoiser(CODES), requests, steps_apart(plan), settings)
     for moment in steps:
         whole = (moment.canvas != CODES.image_mask_id).all(axis=-1)
-        np.testing.assert_array_equal(moment.decoded_at != sample.NOT_DECODED, whole)
+        np.testing.assert_array_equal(moment.decoded_at != state_of.NOT_DECODED, whole)
     assert (canvas < CODES.codebook_size).all()
 
 
@@ -592,19 +593,19 @@ def test_what_is_predicted_does_not_depend_on_what_is_passed_beside_it():
 def test_the_surest_codes_are_committed_with_recorded_noise():
     requests, model = code_requests(0.0, 0.4), tiny.denoiser(CODES)
     plan, settings, draws = code_run(requests, order="confidence", confidence_noise=2.0)
-    draws = dataclasses.replace(draws, codes=None)
+    draws = dataclasses.replace(draws, tokens=None)
     settings = dataclasses.replace(settings, temperature=0.0)
     shown = canvases(model, requests, plan, settings, draws=draws)
     before = np.where(
         np.stack([r.given for r in requests])[..., None],
-        np.stack([r.tokens for r in requests]),
+        np.stack([r.response for r in requests]),
         CODES.image_mask_id,
     )
     for step, (after, part) in enumerate(zip(shown, steps_apart(plan), strict=True)):
         logits = logits_at(model, requests, before, settings)
         shifted = np.exp(logits - logits.max(axis=-1, keepdims=True))
         probability = shifted.max(axis=-1) / shifted.sum(axis=-1)
-        sure = np.log(probability) + 2.0 * draws.confidence[step]
+        sure = np.log(probability) + 2.0 * draws.sure[step]
         for row in range(2):
             masked = np.flatnonzero(before[row] == CODES.image_mask_id)
             ranked = sorted(masked, key=lambda i, row=row, sure=sure: -sure[row].ravel()[i])
@@ -617,21 +618,21 @@ def test_the_surest_codes_are_committed_with_recorded_noise():
 
 def logits_at(model, requests, canvas, settings):
     """Returns the logits [b l g v] of all cells of a canvas, in one pass of everything."""
-    prompt = jax.tree.map(jnp.asarray, prompts.prepare(
-        requests, "image", model.settings, with_given=False
+    prompt = jax.tree.map(jnp.asarray, tiny.prepare(
+        requests, model.settings, with_given=False
     ))  # fmt: skip
     batch, length = shape = canvas.shape[:2]
-    state = sample.SamplerState(
+    state = state_of.SamplerState(
         jnp.asarray(canvas, jnp.int32),
-        jnp.full(shape, sample.NOT_DECODED),
-        sample.rows_of(requests, settings),
+        jnp.full(shape, state_of.NOT_DECODED),
+        state_of.rows_of(requests, settings),
         None,
         None,
         jnp.int32(0),
     )
     every = jnp.broadcast_to(jnp.arange(length)[None], shape)
     none = jnp.zeros((batch, 0), jnp.int32)
-    now = sample.StepTokens(
+    now = state_of.StepTokens(
         jnp.int32(2), none, every, jnp.ones((*shape, 1), bool), none,
         jnp.zeros(batch, jnp.int32), jnp.float32(0), jnp.float32(1), jnp.float32(1),
     )  # fmt: skip
@@ -709,7 +710,7 @@ def merged_run(sampling, shares):
     ]
     settings = presets.step_settings(sampling, SETTINGS, "image")
     given = np.stack([request.given for request in requests])
-    seeds = [request.seed for request in requests]
+    seeds = [one.request.seed for one in requests]
     return requests, presets.plan(sampling, settings, SETTINGS, given, 1, seeds), settings
 
 
@@ -792,7 +793,7 @@ def test_outside_its_interval_guidance_does_not_act(name):
 )
 def test_the_second_row_of_an_edit_keeps_what_is_asked_for(edit_guidance, cells, features, words):
     asked = tiny.request("image", SETTINGS, 0, words=3, vision=True, source=True)
-    prompt = prompts.prepare([asked], "image", SETTINGS, 3, edit_guidance=edit_guidance)
+    prompt = tiny.prepare([asked], SETTINGS, 3, edit_guidance=edit_guidance)
     text, image = prompt.understanding, prompt.generation
     assert (image.layout.block[1] != PAD_BLOCK).sum() == cells
     assert (text.index[1] != NO_FEATURE).sum() == features
@@ -814,10 +815,10 @@ def test_the_second_row_pushes_or_is_averaged_with(edit_guidance):
     if edit_guidance in ("no_source", "no_image"):
         pulled = (full + 0.4 * second) / 1.4
     expected = pulled + 0.7 * (pulled - dropped)
-    rows = sample.rows_of([tiny.request("image", SETTINGS, 0, words=3)], settings)
-    found = sample._guide(jnp.asarray(logits, jnp.float32), settings, rows, jnp.float32(1))
+    rows = state_of.rows_of([tiny.request("image", SETTINGS, 0, words=3)], settings)
+    found = draw.guided(jnp.asarray(logits, jnp.float32), settings, rows, jnp.float32(1))
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
-    nothing = sample._guide(jnp.asarray(logits, jnp.float32), settings, rows, jnp.float32(0))
+    nothing = draw.guided(jnp.asarray(logits, jnp.float32), settings, rows, jnp.float32(0))
     np.testing.assert_allclose(nothing, full, rtol=0, atol=1e-5)
 
 
@@ -830,10 +831,10 @@ def test_images_may_be_given_as_views():
     views = rng.integers(0, 256, (2, *plain.pixels.shape), dtype=np.uint8)
     index = np.array([0, 5, tiny.VISION.num_tokens + 1])
     parts = (sequence.VisionTokens(3, index, 2 * tiny.VISION.num_tokens), *plain.parts[2:])
-    several = dataclasses.replace(plain, parts=parts, pixels=(views,))
-    prompt = prompts.prepare([plain, several], "image", SETTINGS)
+    several = dataclasses.replace(plain, parts=parts, pixels=None, views=(views,))
+    prompt = tiny.prepare([plain, several], SETTINGS)
     assert prompt.pixels.shape == (2, 2, *plain.pixels.shape)
-    alone = prompts.prepare([plain], "image", SETTINGS)
+    alone = tiny.prepare([plain], SETTINGS)
     first = []
     for laid_out in (prompt, alone):
         index = laid_out.understanding.index[0]
@@ -852,9 +853,8 @@ def test_images_may_be_given_as_views():
 def asked_of(request, seed):
     """A request like another, of other words, seed, temperature and guidance scale."""
     words = tiny.request("image", SETTINGS, seed, words=4)
-    return dataclasses.replace(
-        request, parts=words.parts, seed=seed, temperature=0.1 * seed, guidance=1.0 + seed
-    )
+    other = dataclasses.replace(request, parts=words.parts)
+    return tiny.asked_with(other, seed=seed, temperature=0.1 * seed, guidance=1.0 + seed)
 
 
 def test_a_second_request_in_the_same_bucket_compiles_nothing():
@@ -937,8 +937,8 @@ def test_a_request_runs_a_prefill_and_a_program_a_segment_and_asks_the_host_noth
 def test_an_image_of_the_pipeline_runs_these_programs_and_one_that_decodes_it(guidance, ran):
     """Guided: the dropped row and the full one are passed apart, and the first of them is kept."""
     given = stand_ins.settings(sampling={"num_steps": 8, "guidance": guidance})
-    codec = codecs.ImageCodec("scenes_g1", given.model)
-    codec.appearance_codes = stand_ins.Codec().appearance_codes  # takes an encoder
+    codec = vq.ImageCodec("scenes_g1", given.model)
+    codec.encode = stand_ins.Codec().encode  # takes an encoder
     model = tiny.denoiser(given.model)
     pipe = pipeline.SparseLaViDa(model, given, stand_ins.tokenizer(), codec)
     for first in (True, False):
@@ -959,7 +959,7 @@ def test_rows_have_temperature_and_guidance_of_their_own():
     model, requests = tiny.denoiser(SETTINGS), image_requests(3, 12, 5)
     own = [(0.0, 0.5), (2.0, 3.0), (0.4, 0.0)]
     asked = [
-        dataclasses.replace(request, temperature=t, guidance=g)
+        tiny.asked_with(request, temperature=t, guidance=g)
         for request, (t, g) in zip(requests, own, strict=True)
     ]
     settings = image_settings(guidance=1.0)
@@ -1064,7 +1064,7 @@ def wanting_masks(plan):
     steps = sum(part.num_steps for part in plan)
     noise = np.zeros((steps, 1, tiny.TEXT_LEN, 1, SETTINGS.vocab_size), np.float32)
     noise[0, ..., SETTINGS.text_mask_id] = 1e6
-    return sample.Draws(noise=noise)
+    return tiny.Recorded(gumbel=noise)
 
 
 def test_text_never_becomes_a_mask_again():
@@ -1135,7 +1135,7 @@ def full_pass(model, requests, moment):
     """Returns what a pass of everything predicts for the masked tokens of a moment."""
     asked = [
         dataclasses.replace(
-            r, tokens=moment.canvas[i], given=moment.decoded_at[i] != sample.NOT_DECODED
+            r, tokens=moment.canvas[i], given=moment.decoded_at[i] != state_of.NOT_DECODED
         )
         for i, r in enumerate(requests)
     ]
@@ -1205,7 +1205,7 @@ def test_random_confidence_is_the_recorded_one():
     sure = np.random.default_rng(0).random((tiny.TEXT_LEN, 1, tiny.TEXT_LEN, 1))
     sure = np.broadcast_to(sure[:1], sure.shape).astype(np.float32)
     shown = canvases(
-        model, requests, plan, settings, draws=sample.Draws(confidence=sure), stop_early=False
+        model, requests, plan, settings, draws=tiny.Recorded(sure=sure), stop_early=False
     )
     masked = shown[:, 0, :, 0] == SETTINGS.text_mask_id
     decoded_in = (masked.sum(axis=0)).reshape(-1, tiny.TEXT_BLOCK_LEN)
@@ -1231,7 +1231,7 @@ def test_a_plan_for_another_batch_is_refused():
 def test_responses_of_different_length_are_refused():
     requests = image_requests(3, 4)
     requests[1] = dataclasses.replace(
-        requests[1], tokens=requests[1].tokens[:4], given=requests[1].given[:4]
+        requests[1], response=requests[1].response[:4], given=requests[1].given[:4]
     )
     with pytest.raises(ValueError, match="response"):
         sample.sample(

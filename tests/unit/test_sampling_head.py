@@ -13,7 +13,8 @@ import traces
 
 from sparse_lavida_jax import sample
 from sparse_lavida_jax.models import fuse, text_head
-from sparse_lavida_jax.sampling import choose
+from sparse_lavida_jax.sampling import choose, draw
+from sparse_lavida_jax.sampling import state as state_of
 
 VOCABULARY, TILE, WIDTH = 53, 16, 8
 SETTINGS = tiny.model_settings(vocab_size=VOCABULARY)
@@ -72,7 +73,7 @@ def test_a_text_is_that_of_the_plain_path_for_the_same_noise():
     ours = traces.finished(model, asked, plan, by_tiles, stop_early=False)
     expected = traces.finished(
         model, asked, plan, plain, stop_early=False,
-        draws=sample.Draws(noise=tile_noise(asked, plan, plain)),
+        draws=tiny.Recorded(gumbel=tile_noise(asked, plan, plain)),
     )  # fmt: skip
     np.testing.assert_array_equal(ours, expected)
     assert len(np.unique(ours // TILE)) > 2
@@ -80,16 +81,16 @@ def test_a_text_is_that_of_the_plain_path_for_the_same_noise():
 
 def tile_noise(asked, plan, settings):
     """Returns the noise of every step, position and word that drawing by tiles takes."""
-    key = sample.rows_of(asked, settings).key
+    key = state_of.rows_of(asked, settings).key
     everywhere = jnp.repeat(jnp.arange(tiny.TEXT_LEN)[None], len(asked), axis=0)
     one, nothing = jnp.float32(1), everywhere[:, :0]
     steps = []
     for block in np.concatenate([segment.block for segment in plan]):
-        now = sample.StepTokens(
+        now = state_of.StepTokens(
             jnp.int32(block), nothing, everywhere, everywhere[..., None] >= 0, nothing,
             everywhere[:, 0], one, one, one,
         )  # fmt: skip
-        tiles = [sample._noise(key, now, (TILE,), i) for i in range(-(-VOCABULARY // TILE))]
+        tiles = [draw.noise(key, now, (TILE,), i) for i in range(-(-VOCABULARY // TILE))]
         steps.append(jnp.concatenate(tiles, axis=-1)[:, :, None, :VOCABULARY])
     return np.stack(steps)
 

@@ -10,16 +10,20 @@ import tiny
 import traces
 
 from sparse_lavida_jax import sample
+from sparse_lavida_jax.bench import requests
 from sparse_lavida_jax.sampling import plans, prompts
 
 VOCABULARY, CODES = 53, 29  # numbers that are the size of nothing else
 SETTINGS = tiny.model_settings(vocab_size=VOCABULARY, codebook_size=CODES)
 
 
-def program(kind, name="sparse", **changes):
-    """Returns the first segment's program as text, with its plan and its settings."""
+def program(kind, name="sparse", form=lambda model: model):
+    """Returns the first segment's program as text, with its plan and its settings.
+
+    Args:
+        form: makes another form of the model.
+    """
     settings = traces.settings_of(name, kind, SETTINGS, guidance=2.0)
-    settings = dataclasses.replace(settings, **changes)
     asked = [tiny.request(kind, SETTINGS, 0, words=3)]
     plan = traces.plan(asked, settings, num_steps=2)
     seen, run_segment = [], sample.run_segment
@@ -29,7 +33,7 @@ def program(kind, name="sparse", **changes):
         return arrays[1]
 
     with traces._patched(run_segment=read, prefill=traces._prefill):
-        sample.sample(tiny.denoiser(SETTINGS), asked, plan[:1], settings=settings)
+        sample.sample(form(tiny.denoiser(SETTINGS)), asked, plan[:1], settings=settings)
     return seen[0], plan[0], settings
 
 
@@ -72,7 +76,7 @@ def test_an_image_step_has_no_understanding_tokens():
 @pytest.mark.parametrize("kind", ["image", "text"])
 def test_what_is_thrown_away_changes_nothing(kind):
     """As the released code: the whole text tower, and its head over every token."""
-    plain, wasteful = (program(kind, "dense", discards=on) for on in (False, True))
+    plain, wasteful = program(kind, "dense"), program(kind, "dense", requests.discarding)
     head = (SETTINGS.width, VOCABULARY)
     before, after = (made(text, VOCABULARY, but=[head]) for text, *_ in (plain, wasteful))
     assert after - before
@@ -82,8 +86,8 @@ def test_what_is_thrown_away_changes_nothing(kind):
     asked = [tiny.request(kind, SETTINGS, 0, words=3)]
     plan = [plain[1]]
     same = [
-        traces.finished(tiny.denoiser(SETTINGS), asked, plan, settings, stop_early=False)
-        for _, _, settings in (plain, wasteful)
+        traces.finished(model, asked, plan, plain[2], stop_early=False)
+        for model in (tiny.denoiser(SETTINGS), requests.discarding(tiny.denoiser(SETTINGS)))
     ]
     np.testing.assert_array_equal(*same)
 

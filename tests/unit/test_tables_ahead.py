@@ -15,6 +15,8 @@ import traces
 from sparse_lavida_jax import sample
 from sparse_lavida_jax.kernels import attention
 from sparse_lavida_jax.kernels.tables import TileSizes
+from sparse_lavida_jax.sampling import draw, forward
+from sparse_lavida_jax.sampling import state as state_of
 
 SETTINGS = tiny.model_settings(attention_implementation="blockwise")
 
@@ -37,8 +39,8 @@ def watched(name, kind="image", given=0.0, **changes):
 
     @functools.partial(tiny.quick_jit, static_argnames=("settings",))
     def own_of(state, now, prompt, *, settings):
-        stream = sample._response_stream(model.settings, state, now, prompt, settings)
-        policy = sample.policy_of(settings.choice)
+        stream = forward.response_stream(model.settings, state, now, prompt, settings)
+        policy = draw.policy_of(settings.choice)
         after = sample.step(model, state, now, prompt, policy=policy, settings=settings)
         return model.step_tables(stream.layout, state.cache), after
 
@@ -98,9 +100,8 @@ def loop_of(requests, segments, asked):
     model = tiny.denoiser(SETTINGS)
     with traces._patched(prefill=traces._prefill):
         begun = sample.begin(model, requests, segments, settings=asked)
-    steps = sample.StepTokens(
-        *(jnp.asarray(getattr(segments[0], f.name)) for f in dataclasses.fields(sample.StepTokens))
-    )
+    names = [field.name for field in dataclasses.fields(state_of.StepTokens)]
+    steps = state_of.StepTokens(*(jnp.asarray(getattr(segments[0], name)) for name in names))
     run = functools.partial(sample.run_segment.__wrapped__, settings=begun.program)
     program = jax.make_jaxpr(run)(model, begun.state, steps, begun.prompt)
     loops = [e for e in program.eqns if e.primitive.name in ("while", "scan")]

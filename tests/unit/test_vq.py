@@ -13,7 +13,7 @@ from flax import nnx
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.models import parameters, vq
-from sparse_lavida_jax.models.codec import ImageCodec
+from sparse_lavida_jax.models.vq import ImageCodec
 from sparse_lavida_jax.scenes import tasks, world
 
 SETTINGS = config.VQ(

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of a batch on its way from all masks to clean, and the prefill that begins it."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from sparse_lavida_jax.data.example import Example
+from sparse_lavida_jax.layout import AnyArray
+from sparse_lavida_jax.models.cache import KVCache, StreamName
+from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.models.stack import STREAMS
+from sparse_lavida_jax.sampling import plans
+from sparse_lavida_jax.sampling.presets import StepSettings
+from sparse_lavida_jax.sampling.prompts import Prompt
+from sparse_lavida_jax.sequence import Kind
+from sparse_lavida_jax.visibility import PAD_BLOCK
+
+NOT_DECODED = PAD_BLOCK  # in `decoded_at`: no step has decoded the position yet
+
+
+@flax.struct.dataclass
+class Rows:
+    """What every row has of its own, except for its prompt; none of it is compiled in.
+
+    Attributes:
+        key: noise depends on (key of the row, step, position) and on nothing else.
+        temperature: 0 takes the most probable.
+        guidance, guidance_image: scales; read where the settings have guidance rows.
+    """
+
+    key: Key[Array, " b"]
+    temperature: Float[AnyArray, " b"]
+    guidance: Float[AnyArray, " b"]
+    guidance_image: Float[AnyArray, " b"]
+
+
+def rows_of(examples: Sequence[Example], settings: StepSettings) -> Rows:
+    """Returns what the requests of examples say, and the settings where they do not."""
+    requests = [example.request for example in examples if example.request is not None]
+    if len(requests) < len(examples):
+        raise ValueError("every example that is sampled needs its request, with a seed at least.")
+
+    def own(name: str) -> np.ndarray:
+        values = (getattr(request, name) for request in requests)
+        default = getattr(settings, name)
+        return np.array([default if value is None else value for value in values], np.float32)
+
+    key = jax.vmap(jax.random.key)(np.array([request.seed for request in requests]))
+    return Rows(key, own("temperature"), own("guidance"), own("guidance_image"))
+
+
+@flax.struct.dataclass
+class SamplerState:
+    """A batch of responses on the way from all masks to clean.
+
+    Attributes:
+        canvas: ids or codes, the mask id where nothing is decoded.
+        decoded_at: the step that decoded each token, `GIVEN_BLOCK` if it was given,
+            `NOT_DECODED` if it is masked.
+        rows: seeds and scales.
+        features: vision features of the prompt, for presets that pass the prompt again.
+        cache: keys and values, all guidance rows; None where the preset caches nothing.
+        passes: forward passes so far, without the prompt's own.
+    """
+
+    canvas: Int[Array, "b l g"]
+    decoded_at: Int[Array, "b l"]
+    rows: Rows
+    features: Float[Array, "r v e"] | None
+    cache: KVCache | None
+    passes: Int[Array, ""]
+
+
+@flax.struct.dataclass
+class StepTokens:
+    """What one step passes; positions in the response, -1 pads (see `plans.Segment`).
+
+    Attributes:
+        block: number of the step.
+        clean: decoded tokens that are passed (again); they are stored if responses are cached.
+        decode: tokens that this step predicts; some may be decoded already (text).
+        candidates: which of their codes it may commit; one entry a token: all or none of them.
+        rest: tokens that are passed but not predicted.
+        count: how many candidates to commit.
+        noise: scale of the noise on the confidence.
+        temperature: share of the temperature.
+        guidance: share of the guidance scales.
+    """
+
+    block: Int[Array, "*n"]
+    clean: Int[Array, "*n b wc"]
+    decode: Int[Array, "*n b w"]
+    candidates: Bool[Array, "*n b w u"]
+    rest: Int[Array, "*n b wr"]
+    count: Int[Array, "*n b"]
+    noise: Float[Array, "*n"]
+    temperature: Float[Array, "*n"]
+    guidance: Float[Array, "*n"]
+
+
+@functools.partial(jax.jit, static_argnames=("settings", "capacity"))
+def prefill(
+    model: Denoiser,
+    canvas: Int[Array, "b l g"],
+    decoded_at: Int[Array, "b l"],
+    rows: Rows,
+    prompt: Prompt,
+    *,
+    settings: StepSettings,
+    capacity: tuple[int, int],
+) -> SamplerState:
+    """Encodes the images and fills the cache with prompt and given tokens.
+
+    Args:
+        capacity: slots of the understanding and of the generation region.
+    """
+    features, passes = _see(model, prompt), jnp.int32(0)
+    if not settings.uses_cache:
+        return SamplerState(canvas, decoded_at, rows, features, None, passes)
+    region = decodes(settings.kind)
+    cache = model.empty_cache(prompt.length.shape[0], *capacity, region)
+    if settings.caches_prompt:
+        cache, features = _written(model, prompt, features, cache), None
+        cache = cache.commit(own_len(prompt, region))
+    return SamplerState(canvas, decoded_at, rows, features, cache, passes)
+
+
+@functools.partial(jax.jit, static_argnames=("kind",))
+def pass_prompt(model: Denoiser, prompt: Prompt, *, kind: Kind) -> KVCache:
+    """Returns a cache of the prompts of some rows, and without spare slots."""
+    text, image = (own_len(prompt, name) for name in STREAMS)
+    cache = model.empty_cache(prompt.length.shape[0], text, image, decodes(kind))
+    return _written(model, prompt, _see(model, prompt), cache)
+
+
+@functools.partial(jax.jit, static_argnames=("first", "kind", "capacity", "prompt_len"))
+def gather(
+    model: Denoiser,
+    canvas: Int[Array, "b l g"],
+    decoded_at: Int[Array, "b l"],
+    rows: Rows,
+    parts: tuple[KVCache, ...],
+    *,
+    first: tuple[int, ...],
+    kind: Kind,
+    capacity: tuple[int, int],
+    prompt_len: int,
+) -> SamplerState:
+    """Returns what `prefill` does, from parts of the batch that were passed one by one.
+
+    Args:
+        first: row of each part.
+        capacity: slots of the understanding and of the generation region.
+        prompt_len: slots of the decoded stream's prompt in the longest part.
+    """
+    number = first[-1] + parts[-1].block.shape[0]
+    cache = model.empty_cache(number, *capacity, decodes(kind))
+    for row, part in zip(first, parts, strict=True):
+        cache = cache.with_rows(row, part)
+    cache = cache.commit(prompt_len)
+    return SamplerState(canvas, decoded_at, rows, None, cache, jnp.int32(0))
+
+
+def decodes(kind: Kind) -> StreamName:
+    """Returns the stream that a response of this kind is in."""
+    return "understanding" if kind == "text" else "generation"
+
+
+def own_len(prompt: Prompt, name: StreamName) -> int:
+    """Returns the slots of a row in a stream of the prompt."""
+    stream = prompt.understanding if name == "understanding" else prompt.generation
+    return 0 if stream is None else stream.index.shape[1]
+
+
+def _see(model: Denoiser, prompt: Prompt) -> Float[Array, "r v e"] | None:
+    """Returns the vision features of every row; each image is seen once."""
+    if prompt.pixels is None:
+        return None
+    return repeat(model.see(prompt.pixels), len(prompt.length) // len(prompt.pixels))
+
+
+def _written(model: Denoiser, prompt: Prompt, features, cache: KVCache) -> KVCache:
+    """Returns a cache that was empty with the keys and values of the prompts."""
+    _, written = model(
+        prompt.understanding,
+        prompt.generation,
+        features,
+        wanted=cache.decodes,
+        cache=cache,
+        attend_cache=False,
+    )
+    assert written is not None
+    return written
+
+
+def capacity(
+    prompt: Prompt, segments: list[plans.Segment], settings: StepSettings, multiple: int = 1
+) -> tuple[int, int]:
+    """Returns the cache slots that a run needs: understanding and generation region.
+
+    Never too few, because an update past the end of a buffer would silently shift and overwrite.
+    """
+    committed = furthest = 0
+    for s in segments:
+        registers = num_registers(s, settings)
+        committed = 0 if s.refresh[0] else committed
+        clean, others = s.clean.shape[-1], s.decode.shape[-1] + s.rest.shape[-1]
+        kept = clean if settings.preset.cache_response else 0
+        committed += len(s.block) * kept
+        furthest = max(furthest, committed - kept + clean + others + registers)
+    lengths = {
+        "text": prompt.understanding.index.shape[1],
+        "image": 0 if prompt.generation is None else prompt.generation.index.shape[1],
+    }
+    lengths[settings.kind] += furthest
+    text, image = (-(-lengths[kind] // multiple) * multiple for kind in ("text", "image"))
+    return text, image
+
+
+def program_of(settings: StepSettings, *, greedy: bool) -> StepSettings:
+    """Returns settings without what is a number of each row: these choose the compiled program.
+
+    Args:
+        greedy: whether every row has temperature 0, which spares the noise.
+    """
+    return dataclasses.replace(
+        settings, temperature=0.0 if greedy else 1.0, guidance=0.0, guidance_image=0.0
+    )
+
+
+def num_registers(segment: plans.Segment, settings: StepSettings) -> int:
+    """Returns how many registers the steps of a segment pass."""
+    asked = int(segment.registers[0])
+    return settings.num_registers if asked < 0 else asked
+
+
+def take(values: AnyArray, at: Int[Array, "b w"]) -> Array:
+    """Returns the values of each row at some positions."""
+    return jnp.take_along_axis(values, at.reshape(*at.shape, *[1] * (values.ndim - 2)), axis=1)
+
+
+def repeat(values: Array, rows: int) -> Array:
+    """Returns the values of a batch for each of its guidance rows."""
+    return jnp.concatenate([values] * rows, axis=0) if rows > 1 else values
