@@ -8,7 +8,6 @@ codes of a cell depend on what stands in that cell alone. Then the codebook is p
 clusters of the targets, and the rest is the VQ-VAE that the tokenizer is used as.
 """
 
-import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from PIL import Image
 from sparse_lavida_jax import config
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.scenes import world
+from sparse_lavida_jax.visibility import AnyArray
 
 # All ours.
 WARM_UP = 0.7  # share of the steps before there is a codebook
@@ -165,19 +165,10 @@ def _coded_loss(model, images, key):
     return model.loss(images)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Components:
-    """The principal components of the pixels of one code, each of unit variance."""
-
-    mean: Float[np.ndarray, "p"]
-    projection: Float[np.ndarray, "p d"]
-    factor: int
-
-    def __call__(self, images: Float[Array, "b h w 3"]) -> Float[Array, "b y x d"]:
-        return (_patches(images, self.factor) - self.mean[None, None, None]) @ self.projection
-
-
-def _components(survey: UInt8[np.ndarray, "n h w 3"], settings: config.VQ) -> _Components:
+def _components(
+    survey: UInt8[np.ndarray, "n h w 3"], settings: config.VQ
+) -> Callable[[Float[AnyArray, "b h w 3"]], Float[Array, "b y x d"]]:
+    """Returns what finds the principal components of the pixels of codes, each of unit variance."""
     patches = _patches(survey.astype(np.float32) / 255, settings.factor)
     patches = patches.reshape(-1, patches.shape[-1])
     mean = patches.mean(axis=0)
@@ -185,7 +176,8 @@ def _components(survey: UInt8[np.ndarray, "n h w 3"], settings: config.VQ) -> _C
     variance, directions = np.linalg.eigh(covariance)
     strongest = np.argsort(-variance)[: settings.latent_channels]
     scale = np.sqrt(np.maximum(variance[strongest], 1e-6))
-    return _Components(mean, directions[:, strongest] / scale, settings.factor)
+    projection = directions[:, strongest] / scale
+    return lambda images: (_patches(images, settings.factor) - mean[None, None, None]) @ projection
 
 
 def _patches(images, factor):
