@@ -18,7 +18,6 @@ from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.evals import report
 from sparse_lavida_jax.models import parameters, quantize, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.models.vq import ImageCodec
 from sparse_lavida_jax.training import flops, metrics, optimizer, runs, sources
 from sparse_lavida_jax.training.start import init_state
 from sparse_lavida_jax.training.step import TrainState, train_step
@@ -72,7 +71,7 @@ class _Loop:
         self._share = (0, 1) if mesh is None else sharding.share_of_rows(mesh)
         index, count = self._share
         self._source = sources.open_source(
-            settings, _first_model(settings), ImageCodec, index=index, count=count
+            settings, _first_model(settings), index=index, count=count
         )
         _check_rows(self._source.batches.sizes, settings.data.packing, mesh)
 
