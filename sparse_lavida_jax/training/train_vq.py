@@ -19,7 +19,6 @@ import numpy as np
 import optax
 import optax.contrib
 import rich.console
-import rich.progress
 from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree, UInt8
 from PIL import Image
@@ -27,6 +26,8 @@ from PIL import Image
 from sparse_lavida_jax import config
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.scenes import world
+from sparse_lavida_jax.training import metrics
+from sparse_lavida_jax.training.optimizer import MUON_RMS
 from sparse_lavida_jax.visibility import AnyArray
 
 # All ours.
@@ -60,27 +61,20 @@ def train(settings: config.Config, workdir: pathlib.Path) -> None:
     owner, placed_at = jnp.arange(settings.vq.codebook_size), int(steps * WARM_UP)
     with_codes = _make_step(_coded_loss, optimizer)
 
-    progress = rich.progress.Progress(
-        *rich.progress.Progress.get_default_columns(),
-        rich.progress.TextColumn("{task.fields[loss]}"),
-        console=console,
-    )
-    with progress:
-        bar = progress.add_task("image tokenizer", total=steps, loss="")
+    with metrics.ProgressBar("image tokenizer", steps, console=console) as bar:
         for step in range(steps):
             if step == placed_at:
                 model.codebook, owner = _place_codebook(
                     components(vq.to_float(survey)), settings.vq
                 )
                 used = len(np.unique(owner))
-                console.print(f"step {step}: the codebook is placed, {used} codes in use")
+                bar.say(f"step {step}: the codebook is placed, {used} codes in use")
             images = _images((seed, TRAINING, step), settings.train.batch_size)
             key = jax.random.fold_in(jax.random.key(seed), step)
             run = warm_up if step < placed_at else with_codes
             model, opt_state, terms = run(model, opt_state, owner, images, key)
             if step % settings.train.log_every == 0 or step == steps - 1:
-                progress.update(bar, loss=f"pixel error {float(terms['pixels']):.4f}")
-            progress.advance(bar)
+                bar.update(step + 1, pixel_error=float(terms["pixels"]))
 
     vq.save(workdir / "vq", model)
     _report(model, seed, workdir, console)
@@ -131,7 +125,7 @@ def _optimizer(settings: config.Config) -> optax.GradientTransformation:
             adam_b2=given.b2,
             adam_learning_rate=rate(ADAM_RATE),
             muon_weight_dimension_numbers=as_matrices,
-            consistent_rms=0.2,
+            consistent_rms=MUON_RMS,
         ),
     )
 
