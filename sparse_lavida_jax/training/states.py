@@ -238,7 +238,7 @@ class States:
         try:
             yield
         except Exception as error:  # the store raises whatever its layers raise
-            # It would count a step whose writing failed as saved, so begin afresh. Of several
+            # It would count a step whose writing failed as saved, so begin again. Of several
             # processes the others know nothing of it yet: they cannot do this together.
             if not runtime.are_several():
                 self._checkpointer = self._open()
