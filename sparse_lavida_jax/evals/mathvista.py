@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from sparse_lavida_jax.data.files import write_json
 from sparse_lavida_jax.evals.benchmark import JUDGED, QuestionBenchmark, has_solutions
-from sparse_lavida_jax.evals.files import EvaluationError, Parquet, check_fields, read_json
+from sparse_lavida_jax.evals.files import EvaluationError, check_fields, read_json, read_parquet
 from sparse_lavida_jax.evals.scorers import Metric, edit_distance, share, shares
 
 FIELDS = ("pid", "question", "image", "question_type", "answer_type", "query")
@@ -43,9 +43,9 @@ class Bench(QuestionBenchmark):
     def read(self):
         """Yields an item for each question."""
         paths = self.files(f"data/{self.settings.split}-*.parquet")
-        table = Parquet(paths, FIELDS, OTHERS, ("decoded_image",))
-        for row, record in enumerate(table.records):
-            load = functools.partial(table.images, row, ("decoded_image",))
+        shown = ("decoded_image",)
+        for record, images in read_parquet(paths, FIELDS, OTHERS, shown):
+            load = functools.partial(images, shown)
             yield str(record["pid"]), record["query"], record, load
 
     def export(self, answers, folder):
