@@ -254,16 +254,14 @@ class _Film:
         if state.making != "image":
             return
         if not state.steps:
-            self.takes.append([self._frame(state.canvas[0])])
-        else:
-            self.takes[-1] += [self._frame(state.after(block)[0]) for block in state.blocks]
+            self.takes.append([])
+        for canvas in map(state.after, state.blocks) if state.steps else [state.canvas]:
+            rows = cell_rows(len(canvas[0]), self.size)
+            self.takes[-1].append(self.pipe.preview(canvas[0], rows))
 
     def first(self, count: int) -> list[image_files.Pixels]:
         """Returns the frames of the first `count` batches: of the attempts at one image."""
         return [frame for take in self.takes[:count] for frame in take]
-
-    def _frame(self, cells) -> image_files.Pixels:
-        return self.pipe.preview(cells, cell_rows(len(cells), self.size))
 
 
 def _save(result: Result, out: pathlib.Path, *, on_one_sheet: bool = False) -> list[pathlib.Path]:

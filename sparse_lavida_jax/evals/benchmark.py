@@ -95,6 +95,13 @@ def written_texts(
     return [text.strip().lstrip("!").strip() for text in pipe.texts(said)]
 
 
+def write_images(folder: pathlib.Path, images: Mapping[str, Pixels]) -> dict[str, Any]:
+    """Writes images of an answer, by their names below the export, and returns its output."""
+    for name, image in images.items():
+        image_files.write(folder / EXPORT / name, image)
+    return {"files": list(images)}
+
+
 class Benchmark(abc.ABC):
     """A benchmark.
 
@@ -221,13 +228,8 @@ class ImageBenchmark(Benchmark):
         seeds = [self.seed_of(item) + i for item in items for i in range(count)]
         result = pipe.generate(words, num_images=count, seed=seeds, sampling=self.sampling)
         drawn = iter(result.pixels)
-        outputs = []
-        for item in items:
-            files = self.keep(item, [next(drawn) for _ in range(count)])
-            for name, image in files.items():
-                image_files.write(folder / EXPORT / name, image)
-            outputs.append({"files": list(files)})
-        return outputs
+        kept = [self.keep(item, [next(drawn) for _ in range(count)]) for item in items]
+        return [write_images(folder, files) for files in kept]
 
     @abc.abstractmethod
     def keep(self, item: Item, drawn: Sequence[Pixels]) -> dict[str, Pixels]:

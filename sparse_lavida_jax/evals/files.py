@@ -153,11 +153,8 @@ def image_name(name: Any, where: str) -> str:
 
 
 def read_parquet(
-    paths: Sequence[pathlib.Path],
-    fields: Sequence[str],
-    others: Sequence[str],
-    images: Sequence[str],
-) -> Iterator[tuple[Record, Callable[[Sequence[str]], list[Pixels]]]]:
+    paths: Iterable[pathlib.Path], fields: Names, others: Names, images: Names
+) -> Iterator[tuple[Record, Callable[[Names], list[Pixels]]]]:
     """Yields the rows of Parquet files, each with a function that reads images of it.
 
     That function takes the names of columns of images, and raises an EvaluationError where the row

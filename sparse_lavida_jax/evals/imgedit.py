@@ -6,9 +6,8 @@ Files and layout: github.com/PKU-YuanGroup/ImgEdit, Benchmark/Basic. The judge i
 
 from typing import ClassVar
 
-from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.data.images import centre_crop
-from sparse_lavida_jax.evals.benchmark import EXPORT, JUDGED, Benchmark
+from sparse_lavida_jax.evals.benchmark import JUDGED, Benchmark, write_images
 from sparse_lavida_jax.evals.files import EvaluationError, image_name, read_json, records
 from sparse_lavida_jax.evals.scorers import mean, means, share
 
@@ -49,9 +48,8 @@ class Bench(Benchmark):
         seeds = [self.seed_of(item) for item in items]
         words = [item.words for item in items]
         result = pipe.edit(shown, words, seed=seeds, sampling=self.sampling)
-        for item, image in zip(items, result.pixels, strict=True):
-            image_files.write(folder / EXPORT / f"{item.key}.png", image)
-        return [{"files": [f"{item.key}.png"]} for item in items]
+        pairs = zip(items, result.pixels, strict=True)
+        return [write_images(folder, {f"{item.key}.png": image}) for item, image in pairs]
 
     def scores(self, answers, folder):
         """Returns the mean of the judge's points, 1 to 5, of each type."""

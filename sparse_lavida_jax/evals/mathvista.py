@@ -6,6 +6,7 @@ scorer: github.com/lupantech/MathVista. Where its rules find no answer it asks G
 answer is wrong, and the table says how many there are.
 """
 
+import contextlib
 import functools
 import re
 from collections.abc import Mapping, Sequence
@@ -95,12 +96,9 @@ def extract(said: str, record: Mapping) -> str | None:
         letters = [chr(ord("A") + i) for i in range(len(choices))]
         if said in choices or said in letters or re.fullmatch(r"\(([a-zA-Z])\).*", said):
             return said
-    for kind, read in (("integer", int), ("float", float)):
-        if record["answer_type"] == kind:
-            try:
-                return str(read(said))
-            except ValueError:
-                pass
+    if read := {"integer": int, "float": float}.get(record["answer_type"]):
+        with contextlib.suppress(ValueError):
+            return str(read(said))
     match = re.search(r'The answer is "(.*)"\.', said)
     return match[1] if match else None
 
