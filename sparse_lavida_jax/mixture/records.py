@@ -8,6 +8,7 @@ its version in it. A shard is read by number, in any order.
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import pathlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,8 +32,11 @@ class RecordError(ValueError):
     """A record, or a shard of them, that cannot be used; the message says which and why."""
 
 
-def _no_codes() -> Int[np.ndarray, "0 0 0"]:
-    return np.zeros((0, 0, 0), np.int32)
+# Fields that hold nothing.
+_NO_CODES = functools.partial(np.zeros, (0, 0, 0), np.int32)
+_NO_PLACES = functools.partial(np.zeros, (0, 2), np.int32)
+_NO_LIGHT = functools.partial(np.zeros, (0, 2), np.float32)
+_NO_BOXES = functools.partial(np.zeros, (0, 4), np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,22 +75,16 @@ class Record:
     form: str = ""
     feedback: tuple[str, ...] = ()
     images: tuple[bytes, ...] = ()
-    target: Int[np.ndarray, "_k _y _x"] = dataclasses.field(default_factory=_no_codes)
-    crops: Int[np.ndarray, "_k 2"] = dataclasses.field(
-        default_factory=lambda: np.zeros((0, 2), np.int32)
-    )
-    light: Float[np.ndarray, "_k 2"] = dataclasses.field(
-        default_factory=lambda: np.zeros((0, 2), np.float32)
-    )
-    sources: Int[np.ndarray, "_n _y _x"] = dataclasses.field(default_factory=_no_codes)
+    target: Int[np.ndarray, "_k _y _x"] = dataclasses.field(default_factory=_NO_CODES)
+    crops: Int[np.ndarray, "_k 2"] = dataclasses.field(default_factory=_NO_PLACES)
+    light: Float[np.ndarray, "_k 2"] = dataclasses.field(default_factory=_NO_LIGHT)
+    sources: Int[np.ndarray, "_n _y _x"] = dataclasses.field(default_factory=_NO_CODES)
     size: tuple[int, int] = (0, 0)
     score: float | None = None
     hps: float | None = None
     pixel_diff: float | None = None
     phrases: tuple[str, ...] = ()
-    boxes: Float[np.ndarray, "_b 4"] = dataclasses.field(
-        default_factory=lambda: np.zeros((0, 4), np.float32)
-    )
+    boxes: Float[np.ndarray, "_b 4"] = dataclasses.field(default_factory=_NO_BOXES)
 
     @property
     def draws(self) -> bool:
@@ -94,10 +92,9 @@ class Record:
         return len(self.target) > 0 and self.form != "plan_only"
 
 
-_DTYPES = {
-    "target": np.int32, "sources": np.int32, "crops": np.int32, "light": np.float32,
-    "boxes": np.float32,
-}  # fmt: skip
+_DTYPES = dict.fromkeys(("target", "sources", "crops"), np.int32) | dict.fromkeys(
+    ("light", "boxes"), np.float32
+)
 _TUPLES = ("asked", "answered", "feedback", "images", "phrases", "size")
 _ON_DISK = {"images": "pictures"}  # the name that the first version gave it
 
@@ -143,17 +140,10 @@ def decode(data: bytes) -> Record:
 # Shards.
 
 
-@dataclasses.dataclass(frozen=True)
-class ShardFile:
-    """What is known of a written shard."""
-
-    records: int
-    num_bytes: int
-    sha256: str
-
-
-def write_shard(path: pathlib.Path, records: Iterable[Record]) -> ShardFile:
+def write_shard(path: pathlib.Path, records: Iterable[Record]) -> tuple[int, int, str]:
     """Writes a shard: it is whole, as read back, or not there at all.
+
+    Returns: how many records and bytes it has, and its SHA-256.
 
     Raises:
         OSError: it cannot be written, for want of space or whatever else.
@@ -176,7 +166,7 @@ def write_shard(path: pathlib.Path, records: Iterable[Record]) -> ShardFile:
         with new.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         size = new.stat().st_size
-    return ShardFile(count, size, digest)
+    return count, size, digest
 
 
 def _close(writer, path: pathlib.Path) -> None:
