@@ -22,7 +22,6 @@ from sparse_lavida_jax.convert.settings import RELEASED
 from sparse_lavida_jax.convert.tensors import ConvertError
 from sparse_lavida_jax.models import parameters, vq
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.models.vision import Tower
 
 REGISTERS = ("model.register_understanding.weight", "model.register_generation.weight")
 VQ_PREFIX = "model.vqvae."
@@ -119,23 +118,12 @@ def _to_official(layout: Layout, ours: np.ndarray, side: int) -> np.ndarray:
     return einops.rearrange(ours, f"{mine} -> {theirs}", **window)
 
 
-def vq_names(settings: config.VQ, prefix: str = VQ_PREFIX) -> list[Name]:
-    """Returns the tensors of an image tokenizer whose released names begin with `prefix`."""
+def vq_names(settings: config.VQ) -> list[Name]:
+    """Returns the tensors of an image tokenizer."""
     model = jax.eval_shape(lambda: vq.VQModel(settings, rngs=nnx.Rngs(0)))
     return [
-        _name(prefix + _official_vq(ours), ours, leaf.shape, home="vq")
+        _name(VQ_PREFIX + _official_vq(ours), ours, leaf.shape, home="vq")
         for ours, leaf in parameters.by_name(model).items()
-    ]
-
-
-def tower_names(settings: config.Vision, prefix: str = TOWER_PREFIX) -> list[Name]:
-    """Returns the tensors of a vision tower alone, its leaves named without `vision/tower/`."""
-    side = settings.image_size // settings.patch_size
-    leaves = arrays.by_layer(jax.eval_shape(lambda: Tower(settings, side, rngs=nnx.Rngs(0))))
-    found = {ours: _official(f"vision/tower/{ours}", config.Model()) for ours in leaves}
-    return [
-        _name(prefix + official.removeprefix(TOWER_PREFIX), ours, leaves[ours].shape)
-        for ours, official in found.items()
     ]
 
 
@@ -202,8 +190,8 @@ def _name(
 def _layout(ours: str, our_shape: tuple[int, ...]) -> Layout:
     if not ours.endswith("/kernel"):
         return "same"
-    special: dict[str, Layout] = {
-        "image_embedding/merge/kernel": "merge",
-        "image_head/spread/kernel": "spread",
-    }
-    return special.get(ours, "convolution" if len(our_shape) == 4 else "matrix")
+    if ours == "image_embedding/merge/kernel":
+        return "merge"
+    if ours == "image_head/spread/kernel":
+        return "spread"
+    return "convolution" if len(our_shape) == 4 else "matrix"

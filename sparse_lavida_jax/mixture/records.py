@@ -163,10 +163,7 @@ def write_shard(path: pathlib.Path, records: Iterable[Record]) -> tuple[int, int
         # The library does not report every write that failed.
         if not count or _digest_of_records(new, count) != written.hexdigest():
             raise OSError(f"{path} did not come out as it was written: is the disk full?")
-        with new.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        size = new.stat().st_size
-    return count, size, digest
+        return count, new.stat().st_size, files.sha256(new)
 
 
 def _close(writer, path: pathlib.Path) -> None:
