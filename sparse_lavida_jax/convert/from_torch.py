@@ -233,11 +233,12 @@ def _list_weights(released: _Released) -> None:
         return
     placed = _read_index(folder / INDEX) if (folder / INDEX).is_file() else {}
     for file in sorted(set(placed.values())) or [SINGLE]:
+        expected = [name for name, place in placed.items() if place == file]
         try:
             found = _list_file(folder, file)
         except ConvertError as error:
             problems.append(str(error))
-            released.unread += [name for name, place in placed.items() if place == file]
+            released.unread += expected
             continue
         problems += [
             f"{name} is in {file}, {INDEX} places it in {placed.get(name, 'no file')}."
@@ -246,8 +247,8 @@ def _list_weights(released: _Released) -> None:
         ]
         problems += [
             f"{name} is not in {file}, where {INDEX} places it."
-            for name, place in placed.items()
-            if place == file and name not in found
+            for name in expected
+            if name not in found
         ]
         released.stored |= found
     if not any(name.startswith(names.VQ_PREFIX) for name in [*released.stored, *released.unread]):
@@ -271,9 +272,9 @@ def _list_image_tokenizer(released: _Released) -> None:
 
 
 def _read_index(path: pathlib.Path) -> dict[str, str]:
-    placed = _read_json(path).get("weight_map")
-    named = placed and isinstance(placed, dict)
-    if not named or not all(isinstance(file, str) for file in placed.values()):
+    placed = _read_json(path).get("weight_map") or {}
+    whole = isinstance(placed, dict) and all(isinstance(file, str) for file in placed.values())
+    if not placed or not whole:
         raise ConvertError(
             f"{path} is damaged: its weight_map does not say which tensor is in which file."
             " Download it again."

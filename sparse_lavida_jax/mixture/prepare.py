@@ -146,7 +146,7 @@ def prepare(
         RecipeError: the mixture file is wrong.
         PrepareError: a table cannot be read, too many records are bad, or a worker died. What was
             finished before stays, and the report says what was found.
-        OSError: the folder cannot be written to, for want of space or whatever else.
+        OSError: the folder cannot be written to: the disk is full, for example.
     """
     mixture, folder = recipe.read(pathlib.Path(path)), pathlib.Path(folder)
     try:

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import pathlib
+import types
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -92,10 +93,7 @@ class Record:
         return len(self.target) > 0 and self.form != "plan_only"
 
 
-_DTYPES = dict.fromkeys(("target", "sources", "crops"), np.int32) | dict.fromkeys(
-    ("light", "boxes"), np.float32
-)
-_TUPLES = ("asked", "answered", "feedback", "images", "phrases", "size")
+_FLOATS = ("light", "boxes")  # all other arrays hold whole numbers
 _ON_DISK = {"images": "pictures"}  # the name that the first version gave it
 
 
@@ -104,9 +102,10 @@ def encode(record: Record) -> bytes:
     flat: dict[str, Any] = {"version": VERSION}
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
-        if field.name in _DTYPES:
-            value = np.ascontiguousarray(value, _DTYPES[field.name])
-        elif field.name in _TUPLES:
+        if isinstance(value, np.ndarray):
+            kind = np.float32 if field.name in _FLOATS else np.int32
+            value = np.ascontiguousarray(value, kind)
+        elif isinstance(value, tuple):
             value = list(value)
         flat[_ON_DISK.get(field.name, field.name)] = value
     return flax.serialization.msgpack_serialize(flat)
@@ -132,8 +131,7 @@ def decode(data: bytes) -> Record:
     if set(flat) != names:
         raise RecordError(f"it has the fields {sorted(flat)}, not {sorted(names)}")
     flat |= {ours: flat.pop(theirs) for ours, theirs in _ON_DISK.items()}
-    flat |= {name: tuple(flat[name]) for name in _TUPLES}
-    return Record(**flat)
+    return Record(**{n: tuple(v) if isinstance(v, list) else v for n, v in flat.items()})
 
 
 # ---------------------------------------------------------------------------------------------
@@ -146,7 +144,7 @@ def write_shard(path: pathlib.Path, records: Iterable[Record]) -> tuple[int, int
     Returns: how many records and bytes it has, and its SHA-256.
 
     Raises:
-        OSError: it cannot be written, for want of space or whatever else.
+        OSError: it cannot be written: the disk is full, for example.
     """
     count, written = 0, hashlib.sha256()
     with files.replacing(path) as new:
@@ -198,16 +196,6 @@ def _explained(path: pathlib.Path) -> Iterator[None]:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Whole:
-    """All of a file, as the reader takes it."""
-
-    filename: str
-    skip: int
-    take: int
-    examples_in_shard: int
-
-
 class ShardedRecords:
     """Records of several shards by number, the first of the first shard being 0.
 
@@ -255,8 +243,13 @@ class ShardedRecords:
     def _opened(self) -> grain.sources.ArrayRecordDataSource:
         """Opens the files when they are needed: a copy in another process opens its own."""
         if self._source is None:
-            files = [_Whole(str(path), 0, count, count) for path, count in self._files]
-            self._source = grain.sources.ArrayRecordDataSource(files)  # type: ignore
+            whole = [
+                types.SimpleNamespace(
+                    filename=str(path), skip=0, take=count, examples_in_shard=count
+                )
+                for path, count in self._files
+            ]
+            self._source = grain.sources.ArrayRecordDataSource(whole)  # type: ignore
         return self._source
 
     def __getstate__(self) -> dict[str, Any]:
