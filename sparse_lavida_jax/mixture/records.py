@@ -131,7 +131,8 @@ def decode(data: bytes) -> Record:
     if set(flat) != names:
         raise RecordError(f"it has the fields {sorted(flat)}, not {sorted(names)}")
     flat |= {ours: flat.pop(theirs) for ours, theirs in _ON_DISK.items()}
-    return Record(**{n: tuple(v) if isinstance(v, list) else v for n, v in flat.items()})
+    flat |= {name: tuple(value) for name, value in flat.items() if isinstance(value, list)}
+    return Record(**flat)
 
 
 # ---------------------------------------------------------------------------------------------
