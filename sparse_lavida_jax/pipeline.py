@@ -27,7 +27,6 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import manifest, model_folder
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.templates import (
-    PromptLanguage,
     RequestError,
     parse_template,
     words_template,
@@ -759,11 +758,7 @@ class SparseLaViDa:
         else:
             (codes,) = self._codec.encode(canvas.pixels[None])
             assert canvas.image is not None
-            given = canvas.words, codes, canvas.image
-            if canvas.known is None:
-                example = self.prompts.edit(*given, plan=plan)
-            else:
-                example = self.prompts.fill(*given, canvas.known, plan=plan)
+            example = self.prompts.change(canvas.words, codes, canvas.image, canvas.known, plan)
         return dataclasses.replace(example, grid=canvas.cells)
 
     def _reflected(self, work: "_Work", requests: Sequence[Request]) -> Result:
@@ -987,7 +982,7 @@ _TOKENIZERS = {"scenes": Tokenizer, "chat": ChatTokenizer}
 
 def _prompts(
     settings: config.Config, tokenizer: Tokenizer | ChatTokenizer, codec: ImageCodec | None
-) -> PromptLanguage:
+) -> ScenePrompts | ChatPrompts:
     """Returns the language of prompts that a configuration names."""
     if isinstance(tokenizer, ChatTokenizer):
         return ChatPrompts(tokenizer, settings.model, codec.factor if codec else 1)

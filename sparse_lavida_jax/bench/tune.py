@@ -54,7 +54,7 @@ def main(runs: int, *, dry: bool) -> None:
     implementation = attention.default_implementation()
     if dry:
         implementation = "pallas_gpu" if jax.__version_info__ >= (0, 11) else "pallas_tpu"
-    if not attention.is_kernel(implementation):
+    if implementation not in attention.KERNELS:
         raise SystemExit(
             "bench.attention --tune: there is no kernel for this device, so there are no tiles;"
             " --dry-run goes the whole way without measuring."

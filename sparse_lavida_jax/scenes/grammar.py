@@ -118,20 +118,6 @@ def _parse_item(text: str) -> tuple[int, Phrase]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Converse:
-    """A relation said both ways round; `parse` does not ask whether the second follows."""
-
-    first: Phrase
-    relation: str
-    second: Phrase
-
-    def __str__(self) -> str:
-        there = f"a {self.first} is {self.relation} a {self.second}"
-        back = f"a {self.second} is {CONVERSE[self.relation]} a {self.first}"
-        return f"{there} so {back}"
-
-
-@dataclasses.dataclass(frozen=True)
 class Edit:
     """An instruction that changes a scene.
 
