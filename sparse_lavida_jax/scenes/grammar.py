@@ -136,14 +136,10 @@ class Edit:
 
     def __str__(self) -> str:
         match self.kind:
+            case "add" if self.relation:
+                return f"add a {self.thing} {self.relation} the {self.anchor}"
             case "add":
-                where = (
-                    f" {self.relation} the {self.anchor}"
-                    if self.relation
-                    else f" in the {self.corner} corner"
-                    if self.corner
-                    else ""
-                )
+                where = f" in the {self.corner} corner" if self.corner else ""
                 return f"add a {self.thing}{where}"
             case "remove":
                 return f"remove the {self.anchor}"
