@@ -250,6 +250,11 @@ def words(text: str) -> list[Span]:
     return [match.span() for match in re.finditer(r" ?\w+|[^\w\s]", text)]
 
 
+def spans_of(pattern: str, text: str) -> tuple[Span, ...]:
+    """Returns where a pattern matches, joined."""
+    return join_spans([match.span() for match in re.finditer(pattern, text)])
+
+
 def join_spans(spans: list[Span]) -> tuple[Span, ...]:
     """Returns sorted spans with those that touch made one."""
     joined: list[Span] = []
