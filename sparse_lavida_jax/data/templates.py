@@ -109,6 +109,10 @@ class PromptLanguage(abc.ABC):
             raise RequestError(refusal)
 
     @abc.abstractmethod
+    def on_canvas(self, mask: Bool[np.ndarray, "h w"]) -> Bool[np.ndarray, "_h _w"]:
+        """Returns a mask over an image as a mask over its canvas."""
+
+    @abc.abstractmethod
     def template_ids(
         self, template: Template
     ) -> tuple[Int[np.ndarray, " l"], Bool[np.ndarray, " l"]]:
