@@ -56,7 +56,7 @@ def main(argv: list[str]) -> None:
         for case in _cases(heads=2, timed=False):
             _check(case)
         return
-    if not attention.is_kernel():
+    if attention.default_implementation() not in attention.KERNELS:
         sys.exit(
             "bench.attention: there is no kernel for this device, so nothing to measure;"
             " --dry-run checks on small shapes that everything agrees."
