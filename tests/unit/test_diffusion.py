@@ -189,7 +189,7 @@ def test_a_row_holds_prompt_clean_masked_tokens_and_registers_of_each_masked_blo
     mask_id = settings.text_mask_id if kind == "text" else settings.image_mask_id
     register_id = settings.text_register_id if kind == "text" else settings.image_register_id
     for slot, position in enumerate(here, n):
-        token = asked.response[position] if kind == "image" else asked.tokens[position, 0]
+        token = asked.response[position] if kind == "image" else asked.response[position, 0]
         expected = mask_id if blocks.masked[position] else token
         assert (own.tokens[slot] == expected).all()
         assert (own.target[slot] == token).all()
