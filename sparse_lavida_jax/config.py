@@ -533,7 +533,7 @@ class Config(Section):
 
     name: str = "unnamed"  # the run directory is runs/<name> unless --workdir says otherwise
     seed: int = 0
-    # The language of prompts (`data/templates.py: PromptLanguage`): that of the small world, or
+    # The language of prompts (`data/templates.py`): that of the small world, or
     # that of a LaViDa-O. "": found from the rest, as for folders that were written without it.
     prompts: Literal["", "scenes", "chat"] = ""
     model: Model = dataclasses.field(default_factory=Model)
