@@ -25,7 +25,6 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import manifest, model_folder
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.templates import (
-    PromptLanguage,
     RequestError,
 )
 from sparse_lavida_jax.inference.engine import Bucket, Engine, Work
@@ -577,7 +576,7 @@ _TOKENIZERS = {"scenes": Tokenizer, "chat": ChatTokenizer}
 
 def _prompts(
     settings: config.Config, tokenizer: Tokenizer | ChatTokenizer, codec: ImageCodec | None
-) -> PromptLanguage:
+) -> ScenePrompts | ChatPrompts:
     """Returns the language of prompts that a configuration names."""
     if isinstance(tokenizer, ChatTokenizer):
         return ChatPrompts(tokenizer, settings.model, codec.factor if codec else 1)

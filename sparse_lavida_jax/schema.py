@@ -126,14 +126,20 @@ def _allowed(schema: type) -> list[tuple[str, Allowed]]:
     return found
 
 
+@typing.dataclass_transform(
+    kw_only_default=True, frozen_default=True, field_specifiers=(dataclasses.field,)
+)
 class Section:
-    """Settings that are checked when they are made.
+    """Settings that are checked when they are made; every subclass is a frozen dataclass.
 
     Raises:
         ConfigError: a value is not allowed; the message says which ones are.
     """
 
     __no_type_check__ = True  # the check of the tests stays out: the one below explains itself
+
+    def __init_subclass__(cls):
+        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self):
         for name, allowed in _allowed(type(self)):

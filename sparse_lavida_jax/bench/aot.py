@@ -36,8 +36,6 @@ MARGIN = 0.9  # of a chip's memory that a program may take (ours)
 OPTIONS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 KERNEL_SHARE = 0.5  # of its peak that attention is taken to reach: the compiler cannot tell (ours)
 PROMPT_LEN = 250  # words of a prompt to draw from
-
-
 # 64 chips for training, of configs that name no mesh; 8 or 4 to sample.
 TRAINING: dict[str, dict[str, int]] = {
     "v5p:4x4x4": {"data": 2, "fsdp": 16, "tensor": 2},

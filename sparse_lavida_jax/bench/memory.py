@@ -93,9 +93,7 @@ def ways(settings: config.Config) -> dict[str, config.Config]:
     plain = dataclasses.replace(
         settings.optimizer, kind="adamw", groups=(), ema=0.0, moments_dtype="float32"
     )
-    model = dataclasses.replace(settings.model, remat="layer")
-
-    whole = config.Lora()
+    model, whole = dataclasses.replace(settings.model, remat="layer"), config.Lora()
 
     def way(lora: config.Lora = whole, **changes: Any) -> config.Config:
         rule = dataclasses.replace(plain, **changes)

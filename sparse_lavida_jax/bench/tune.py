@@ -52,7 +52,7 @@ def main(runs: int, *, dry: bool) -> None:
         dry: goes the whole way on a tiny shape with the kernel interpreted, and writes nothing.
     """
     implementation = methods.interpreted() if dry else attention.default_implementation()
-    if not attention.is_kernel(implementation):
+    if implementation not in attention.KERNELS:
         raise SystemExit(
             "bench.attention --tune: there is no kernel for this device, so there are no tiles;"
             " --dry-run goes the whole way without measuring."

@@ -16,7 +16,7 @@ from jaxtyping import Int
 
 from sparse_lavida_jax import config, sample, sequence
 from sparse_lavida_jax.data.example import Example
-from sparse_lavida_jax.data.templates import PromptLanguage, RequestError
+from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference import regions
 from sparse_lavida_jax.inference.requests import (
     LARGEST_SEED,
@@ -29,6 +29,7 @@ from sparse_lavida_jax.inference.requests import (
     of_row,
 )
 from sparse_lavida_jax.inference.results import FORMAT, Origin, Result
+from sparse_lavida_jax.lavida_o.prompts import ChatPrompts
 from sparse_lavida_jax.models import quantize
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.sample import Callback
@@ -36,6 +37,7 @@ from sparse_lavida_jax.sampling import plans, presets
 from sparse_lavida_jax.sampling.prefixes import Prefixes
 from sparse_lavida_jax.sampling.presets import StepSettings
 from sparse_lavida_jax.sampling.prompts import LaidOut, batched, lay_out, lengths_of
+from sparse_lavida_jax.scenes.prompts import ScenePrompts
 from sparse_lavida_jax.sequence import Kind
 
 SHARED_PROMPT = 128  # tokens
@@ -301,7 +303,7 @@ class Work:
         self,
         engine: Engine,
         settings: config.Config,
-        prompts: PromptLanguage,
+        prompts: ScenePrompts | ChatPrompts,
         codec: Any,
         source: Origin,
         sampling: config.Sampling,
@@ -473,11 +475,7 @@ class Work:
         else:
             (codes,) = self.codec.encode(canvas.pixels[None])
             assert canvas.image is not None
-            given = canvas.words, codes, canvas.image
-            if canvas.known is None:
-                example = self.prompts.edit(*given, plan=plan)
-            else:
-                example = self.prompts.fill(*given, canvas.known, plan=plan)
+            example = self.prompts.change(canvas.words, codes, canvas.image, canvas.known, plan)
         return dataclasses.replace(example, grid=canvas.cells)
 
     def reflected(self, requests: Sequence[Request]) -> Result:

@@ -213,7 +213,7 @@ class Mixer:
         if record.kind not in ("edit", "edit_plan"):
             raise _unknown(record)
         sources = [self._cells(one) for one in record.sources]
-        parts = chat.edit_several(t, record.asked[0], shown, sources, len(codes), plan=plan)
+        parts = chat.edit(t, record.asked[0], shown, sources, len(codes), plan=plan)
         return _example(parts, codes, "image", views, code_weight=self._code_weight(record))
 
     def _text(

@@ -78,7 +78,6 @@ class RecipeError(schema.ConfigError):
     """A mixture file that cannot be followed; the message says what is wrong with it."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Dataset(schema.Section):
     """One dataset of a mixture, in the released fields.
 
