@@ -136,15 +136,9 @@ def _sample(asked: flags.FlagValues, settings: config.Config) -> None:
     from sparse_lavida_jax.apps import commands
 
     task = "edit" if asked.task == "draw" and asked.image else SAMPLE_TASKS[asked.task]
-    commands.sample(
-        task,
-        asked.prompt,
-        asked.image,
-        out=pathlib.Path(asked.out),
-        checkpoint=asked.checkpoint,
-        seed=asked.seed,
-        sampling=settings.sampling,
-    )
+    more = {"seed": asked.seed, "sampling": settings.sampling}
+    out = pathlib.Path(asked.out)
+    commands.sample(task, asked.prompt, asked.image, out, asked.checkpoint, **more)
 
 
 def _evaluate(asked: flags.FlagValues, settings: config.Config) -> str:

@@ -82,10 +82,7 @@ def has_solutions(answers: Sequence[Answer]) -> bool:
 
 
 def written_texts(
-    pipe: SparseLaViDa,
-    examples: Sequence[Any],
-    sampling: config.Sampling,
-    seeds: Sequence[int],
+    pipe: SparseLaViDa, examples: Sequence[Any], sampling: config.Sampling, seeds: Sequence[int]
 ) -> list[str]:
     """Returns the text that answers each example; all run in one compiled program.
 

@@ -11,13 +11,7 @@ from typing import Any, ClassVar
 
 from sparse_lavida_jax.data.files import write_json
 from sparse_lavida_jax.evals.benchmark import Benchmark
-from sparse_lavida_jax.evals.files import (
-    EvaluationError,
-    check_fields,
-    of_kind,
-    read_json,
-    records,
-)
+from sparse_lavida_jax.evals.files import EvaluationError, check_fields, of_kind, read_json, records
 from sparse_lavida_jax.evals.scorers import mean, overlap, share
 
 LEAST_OVERLAP = 0.5

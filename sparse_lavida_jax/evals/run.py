@@ -140,10 +140,7 @@ def _claim(folder: pathlib.Path, settings: config.Config, bench: Benchmark, chec
 
 
 def _settings(bench: Benchmark) -> dict[str, Any]:
-    return {
-        "evaluate": config.to_dict(bench.settings),
-        "sampling": config.to_dict(bench.sampling),
-    }
+    return {"evaluate": config.to_dict(bench.settings), "sampling": config.to_dict(bench.sampling)}
 
 
 def _flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -168,10 +165,7 @@ def _made(folder: pathlib.Path) -> pathlib.Path:
 
 
 def _compute(
-    bench: Benchmark,
-    pipe: SparseLaViDa,
-    pending: Sequence[benchmark.Item],
-    path: pathlib.Path,
+    bench: Benchmark, pipe: SparseLaViDa, pending: Sequence[benchmark.Item], path: pathlib.Path
 ) -> Iterator[int]:
     """Appends a line for each item, and yields the size of each batch that is on the disk."""
     with path.open("ab") as file:

@@ -229,8 +229,9 @@ class _RowReader:
         """Returns the draft of a text about one image."""
         contents = self._one("image")
         size = images.size_of(image_files.read_bytes(contents, "its image"))
-        if "boxes" in fields:
-            _check_inside(fields["boxes"], size)
+        boxes = fields.get("boxes", np.zeros((0, 4)))
+        if (boxes < 0).any() or (boxes > np.array([*size, *size])).any():
+            raise RecordError(f"a box leaves the image of {size[0]}x{size[1]} pixels")
         return Draft(self._record(asked, images=(contents,), size=size, **fields))
 
     def _turns(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -323,8 +324,3 @@ def _checked_words(field: str, value: Any, *, with_images: bool = False) -> str:
         if token in value:
             raise RecordError(f"{field} holds the control token {token}")
     return value
-
-
-def _check_inside(boxes: np.ndarray, size: images.Size) -> None:
-    if (boxes < 0).any() or (boxes > np.array([*size, *size])).any():
-        raise RecordError(f"a box leaves the image of {size[0]}x{size[1]} pixels")
