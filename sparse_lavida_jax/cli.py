@@ -22,7 +22,7 @@ from typing import Any
 from sparse_lavida_jax import config
 from sparse_lavida_jax import main as full
 from sparse_lavida_jax.apps.errors import DEFAULT_MODEL, UsageError
-from sparse_lavida_jax.apps.tasks import FORMS, TaskForm
+from sparse_lavida_jax.apps.tasks import FORMS
 from sparse_lavida_jax.apps.terminal import say
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.inference.requests import TASKS
@@ -158,33 +158,26 @@ _size.__name__, _box.__name__ = "size such as 512x512", "box such as 16,16,48,48
 _registers.__name__ = "number of registers such as 64 or 64:8"
 
 
-@dataclasses.dataclass(frozen=True)
-class Argument:
-    """An argument of commands.
+def _argument(
+    names: str,
+    help: str,
+    type: Callable[[str], Any] | None = str,
+    default: Any = None,
+    *,
+    group: str = "",
+    **how: Any,
+) -> tuple[str, list[str], dict[str, Any]]:
+    """Returns an argument of commands: its group, its names and how `argparse` reads it.
 
-    Attributes:
+    Args:
         names: with spaces between them; one without dashes is given without its name.
         help: what it means.
         type: reads its value; None: it has none, it is said or not.
-        default, metavar, nargs: see `argparse`.
         group: a command line has at most one argument of a group.
+        default, how: see `argparse`.
     """
-
-    names: str
-    help: str
-    type: Callable[[str], Any] | None = str
-    default: Any = None
-    metavar: str | None = None
-    nargs: str | None = None
-    group: str = ""
-
-    def add_to(self, parser: Any) -> None:
-        """Adds it to a parser or a group of one."""
-        how: dict[str, Any] = {"action": "store_true"}
-        if self.type is not None:
-            how = {"type": self.type, "default": self.default, "metavar": self.metavar}
-            how |= {"nargs": self.nargs} if self.nargs else {}
-        parser.add_argument(*self.names.split(), help=self.help, **how)
+    how |= {"action": "store_true"} if type is None else {"type": type, "default": default}
+    return group, names.split(), {"help": help, **how}
 
 
 _PRESETS = ", ".join((*config.PRESETS, *config.TEXT_PRESETS))
@@ -199,71 +192,71 @@ _LINES = (
 _CHECKPOINT = f"a model folder, a run directory or a bundled model; by default {DEFAULT_MODEL}"
 ARGUMENTS = {
     # What a task is about.
-    "prompt": Argument("prompt", "what is wanted, in words", nargs="?"),
-    "image": Argument("image", "PNG, JPEG or WebP", nargs="?"),
-    "needed_image": Argument("image", "PNG, JPEG or WebP"),
-    "shown": Argument("--image --picture", "the image that the text is about"),
-    "phrases": Argument("phrases", "what to find", nargs="+"),
-    "size": Argument("--size", "height x width in pixels, such as 512x512", _size),
-    "mask": Argument("--mask", "an image that is white where to draw", Path, group="hole"),
-    "hole": Argument("--box", "where to draw: x1,y1,x2,y2 in pixels", _box, group="hole"),
-    "place": Argument("--box", _PLACE, _box),
-    "rounds": Argument("--rounds", "most attempts at an image", int, 3),
-    "max_new_tokens": Argument("--max-new-tokens", "room for the answer, in tokens", int),
-    "template": Argument("--template", "the text with gaps: ___ is one token, {4} four"),
-    "words": Argument("--words", "words that must occur, in this order", default=[], nargs="+"),
-    "batch": Argument("--batch", _LINES, Path, metavar="FILE"),
+    "prompt": _argument("prompt", "what is wanted, in words", nargs="?"),
+    "image": _argument("image", "PNG, JPEG or WebP", nargs="?"),
+    "needed_image": _argument("image", "PNG, JPEG or WebP"),
+    "shown": _argument("--image --picture", "the image that the text is about"),
+    "phrases": _argument("phrases", "what to find", nargs="+"),
+    "size": _argument("--size", "height x width in pixels, such as 512x512", _size),
+    "mask": _argument("--mask", "an image that is white where to draw", Path, group="hole"),
+    "hole": _argument("--box", "where to draw: x1,y1,x2,y2 in pixels", _box, group="hole"),
+    "place": _argument("--box", _PLACE, _box),
+    "rounds": _argument("--rounds", "most attempts at an image", int, 3),
+    "max_new_tokens": _argument("--max-new-tokens", "room for the answer, in tokens", int),
+    "template": _argument("--template", "the text with gaps: ___ is one token, {4} four"),
+    "words": _argument("--words", "words that must occur, in this order", default=[], nargs="+"),
+    "batch": _argument("--batch", _LINES, Path, metavar="FILE"),
     # Results.
-    "out": Argument("--out", "the file to write", Path, Path("out.png")),
-    "boxes": Argument("--out", "the image with the boxes in it", Path),
-    "turns": Argument("--out", "the folder to write to", Path, Path("turns")),
-    "grid": Argument("--grid", "put all images on one sheet", None),
-    "save_steps": Argument(
+    "out": _argument("--out", "the file to write", Path, Path("out.png")),
+    "boxes": _argument("--out", "the image with the boxes in it", Path),
+    "turns": _argument("--out", "the folder to write to", Path, Path("turns")),
+    "grid": _argument("--grid", "put all images on one sheet", None),
+    "save_steps": _argument(
         "--save-steps", "write how the first image unmasks", Path, metavar="GIF"
     ),
-    "json": Argument("--json", "print results for programs", None),
+    "json": _argument("--json", "print results for programs", None),
     # Sampling.
-    "steps": Argument("--steps --num-inference-steps", "steps of an image or a text block", int),
-    "sampler": Argument("--sampler", f"how steps are made: {_PRESETS}", metavar="PRESET"),
-    "registers": Argument(
+    "steps": _argument("--steps --num-inference-steps", "steps of an image or a text block", int),
+    "sampler": _argument("--sampler", f"how steps are made: {_PRESETS}", metavar="PRESET"),
+    "registers": _argument(
         "--registers",
         "how many are used; 64:8 falls from 64 to 8; by default as trained",
         _registers,
         metavar="M[:END]",
     ),
-    "temperature": Argument(
+    "temperature": _argument(
         "--temperature", "how random draws are; 0 takes the most probable", float
     ),
-    "quantize": Argument("--quantize", f"run matrices in 8 bits: {', '.join(config.QUANTIZED)}"),
-    "guidance": Argument(
+    "quantize": _argument("--quantize", f"run matrices in 8 bits: {', '.join(config.QUANTIZED)}"),
+    "guidance": _argument(
         "--guidance --guidance-scale", "scale of classifier-free guidance; 0: none", float
     ),
-    "order": Argument("--order", "in which cells are decoded: stratified, halton, ..."),
-    "plan": Argument("--plan", "the layout to follow, in place of the model's own", group="plan"),
-    "no_plan": Argument("--no-plan", "do not lay the image out first", None, group="plan"),
-    "num_images": Argument("--num-images", "images of each prompt", int, 1, "N"),
-    "vq_dtype": Argument(
+    "order": _argument("--order", "in which cells are decoded: stratified, halton, ..."),
+    "plan": _argument("--plan", "the layout to follow, in place of the model's own", group="plan"),
+    "no_plan": _argument("--no-plan", "do not lay the image out first", None, group="plan"),
+    "num_images": _argument("--num-images", "images of each prompt", int, 1, metavar="N"),
+    "vq_dtype": _argument(
         "--vq-dtype", f"number type of the image decoder: {' or '.join(config.VQ_DTYPES)}"
     ),
-    "seed": Argument("--seed", "seed of the first row; by default 0", int),
+    "seed": _argument("--seed", "seed of the first row; by default 0", int),
     # The model, and how it is served.
-    "checkpoint": Argument("--checkpoint", _CHECKPOINT),
-    "batch_size": Argument("--batch-size", "most rows decoded together", int, 16),
-    "debug": Argument("--debug", "show where an error comes from", None),
-    "replay": Argument("--replay", "draw this image again", Path, metavar="PNG"),
-    "replayed": Argument("replay", "the image to draw again", Path, metavar="PNG"),
-    "source": Argument(
+    "checkpoint": _argument("--checkpoint", _CHECKPOINT),
+    "batch_size": _argument("--batch-size", "most rows decoded together", int, 16),
+    "debug": _argument("--debug", "show where an error comes from", None),
+    "replay": _argument("--replay", "draw this image again", Path, metavar="PNG"),
+    "replayed": _argument("replay", "the image to draw again", Path, metavar="PNG"),
+    "source": _argument(
         "--image --picture", "the image it was drawn after; by default the recorded file"
     ),
-    "first_image": Argument("--image --picture", "the image that the first line is about"),
-    "host": Argument(
+    "first_image": _argument("--image --picture", "the image that the first line is about"),
+    "host": _argument(
         "--host", "address; by default only this machine reaches it", default="127.0.0.1"
     ),
-    "port": Argument("--port", "port; 0 takes any that is free", int, 8000),
-    "max_waiting": Argument(
-        "--max-waiting", "requests that may wait; more are refused", int, 8, "N"
+    "port": _argument("--port", "port; 0 takes any that is free", int, 8000),
+    "max_waiting": _argument(
+        "--max-waiting", "requests that may wait; more are refused", int, 8, metavar="N"
     ),
-    "warmup": Argument("--warmup", "compile before the first request", None),
+    "warmup": _argument("--warmup", "compile before the first request", None),
 }
 
 _MODEL = "seed checkpoint batch_size json debug"
@@ -281,14 +274,16 @@ class Command:
     arguments: str
 
 
-def _of_task(name: str, form: TaskForm) -> Command:
-    drawing = _DRAWING if TASKS[name].draws else ""
-    return Command(form.does, form.example, f"{form.options} {drawing} {_SAMPLING} {_MODEL}")
-
-
 _SERVED = "serve OpenAI-shaped endpoints: /v1/images/generations, ..."
 _CHAT = "do what each line of the input says: a task and its words"
-COMMANDS = {name: _of_task(name, form) for name, form in FORMS.items()} | {
+COMMANDS = {
+    name: Command(
+        form.does,
+        form.example,
+        f"{form.options} {_DRAWING * TASKS[name].draws} {_SAMPLING} {_MODEL}",
+    )
+    for name, form in FORMS.items()
+} | {
     "chat": Command(_CHAT, "--out turns < lines.txt", f"first_image turns {_SAMPLING} {_MODEL}"),
     "replay": Command(
         "draw an image again, bit for bit",
@@ -312,10 +307,10 @@ def parser_of(name: str) -> Parser:
         allow_abbrev=False,
     )
     groups: dict[str, Any] = {"": parser}
-    for argument in (ARGUMENTS[key] for key in command.arguments.split()):
-        if argument.group not in groups:
-            groups[argument.group] = parser.add_mutually_exclusive_group()
-        argument.add_to(groups[argument.group])
+    for group, names, how in (ARGUMENTS[key] for key in command.arguments.split()):
+        if group not in groups:
+            groups[group] = parser.add_mutually_exclusive_group()
+        groups[group].add_argument(*names, **how)
     return parser
 
 

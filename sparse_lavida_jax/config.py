@@ -55,7 +55,6 @@ PRESETS, TEXT_PRESETS = typing.get_args(Preset), typing.get_args(TextPreset)
 VQ_DTYPES, QUANTIZED = typing.get_args(Dtype), typing.get_args(Quantized)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Vision(Section):
     """The vision tower of the understanding branch: patches, transformer, pool, projector."""
 
@@ -91,7 +90,6 @@ class Vision(Section):
         return self.image_size // self.patch_size // self.pool
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Model(Section):
     """The two-branch denoiser (paper Sec. 3; the base model's "Elastic-MoT")."""
 
@@ -195,7 +193,6 @@ class Model(Section):
         return 2 if self.codes_per_token == 4 else 1
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class VQ(Section):
     """The image tokenizer: convolutional encoder, codebook, decoder (spec Sec. 3)."""
 
@@ -227,7 +224,6 @@ class VQ(Section):
         return 2 ** (len(self.channels) - 1)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Lesson(Section):
     """The tasks of a part of a run, which begins where the lesson before it ends."""
 
@@ -235,7 +231,6 @@ class Lesson(Section):
     tasks: Weights
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Data(Section):
     """Where examples come from and in which proportions."""
 
@@ -274,7 +269,6 @@ class Data(Section):
         yield "lessons", len({*ends}) == len(ends), "lessons that end at different batches"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepare(Section):
     """From tables and images to shards of records (`--mode=prepare`; docs/data.md)."""
 
@@ -286,7 +280,6 @@ class Prepare(Section):
     workers: Count = 0  # processes or Ray actors, each with an image tokenizer; 0: this process
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Diffusion(Section):
     """Time, corruption and blocks (paper Sec. 3.3; design of the loss in `diffusion.py`)."""
 
@@ -338,7 +331,6 @@ class Diffusion(Section):
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Optimizer(Section):
     """AdamW with warm-up and cosine decay (paper Table 9 for the release's values)."""
 
@@ -368,7 +360,6 @@ class Optimizer(Section):
         yield "moments_dtype", is_kept, 'kind "muon" keeps float32'
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Lora(Section):
     """Low-rank adapters (arXiv:2106.09685): all else is frozen, except for `also` and groups."""
 
@@ -381,7 +372,6 @@ class Lora(Section):
     also: Pattern = "^register_"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Train(Section):
     """Length of a run and what it leaves on disk."""
 
@@ -414,7 +404,6 @@ class Train(Section):
         yield "microbatches", divides, f"it must divide {self.batch_size=}"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling(Section):
     """One way of unmasking a response (paper Sec. 3.2; the released ones, spec Sec. 6 and 7)."""
 
@@ -512,7 +501,6 @@ class Sampling(Section):
         return tuple(map(int, words)) if all(word.strip().isdecimal() for word in words) else None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluate(Section):
     """One benchmark (`--mode=evaluate`; docs/evaluation.md)."""
 
@@ -527,13 +515,12 @@ class Evaluate(Section):
     max_new_tokens: Positive = 32  # room for an answer, rounded up to whole text blocks
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Section):
     """One experiment."""
 
     name: str = "unnamed"  # the run directory is runs/<name> unless --workdir says otherwise
     seed: int = 0
-    # The language of prompts (`data/templates.py: PromptLanguage`): that of the small world, or
+    # The language of prompts (`data/templates.py`): that of the small world, or
     # that of a LaViDa-O. "": found from the rest, as for folders that were written without it.
     prompts: Literal["", "scenes", "chat"] = ""
     model: Model = dataclasses.field(default_factory=Model)

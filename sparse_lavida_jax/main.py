@@ -94,8 +94,10 @@ def run(argv: list[str]) -> int:
     if asked.compilation_cache:
         runtime.keep_programs(asked.compilation_cache)
     try:
-        if done := MODES[asked.mode](asked, settings):
-            print(done)
+        # Training saves everything before it stops.
+        with contextlib.nullcontext() if asked.mode == "train" else _cleared_up_when_stopped():
+            if done := MODES[asked.mode](asked, settings):
+                print(done)
     except runs.Interrupted as stop:
         say(str(stop))
         return stop.exit_code or asked.stopped_exit_code
@@ -134,55 +136,41 @@ def _sample(asked: flags.FlagValues, settings: config.Config) -> None:
     from sparse_lavida_jax.apps import commands
 
     task = "edit" if asked.task == "draw" and asked.image else SAMPLE_TASKS[asked.task]
-    commands.sample(
-        task,
-        asked.prompt,
-        asked.image,
-        out=pathlib.Path(asked.out),
-        checkpoint=asked.checkpoint,
-        seed=asked.seed,
-        sampling=settings.sampling,
-    )
+    more = {"seed": asked.seed, "sampling": settings.sampling}
+    out = pathlib.Path(asked.out)
+    commands.sample(task, asked.prompt, asked.image, out, asked.checkpoint, **more)
 
 
 def _evaluate(asked: flags.FlagValues, settings: config.Config) -> str:
     from sparse_lavida_jax.evals import run
 
     checkpoint = asked.checkpoint or settings.evaluate.checkpoint
-    title = f"{settings.evaluate.benchmark}: {checkpoint}"
-    with _cleared_up_when_stopped(), progress(title) as on_progress:
+    folder = _workdir(asked, settings)
+    with progress(f"{settings.evaluate.benchmark}: {checkpoint}") as on_progress:
         return run.evaluate(
-            settings,
-            checkpoint,
-            _workdir(asked, settings),
-            shard=asked.shard,
-            on_progress=on_progress,
+            settings, checkpoint, folder, shard=asked.shard, on_progress=on_progress
         )
 
 
 def _convert(asked: flags.FlagValues, settings: config.Config) -> str:
     from sparse_lavida_jax.convert import from_torch
 
-    title = f"{asked.src} -> {asked.dst}"
-    with _cleared_up_when_stopped(), progress(title, in_bytes=True) as on_progress:
-        done = from_torch.convert(
-            asked.src, asked.dst, dtype=asked.dtype or None, on_progress=on_progress
-        )
-    return (
-        f"{asked.dst}: {done.num_tensors} tensors, {done.num_parameters / 1e9:.3f} B parameters,"
-        f" {', '.join(done.dtypes)}"
-    )
+    src, dst, dtype = asked.src, asked.dst, asked.dtype or None
+    with progress(f"{src} -> {dst}", in_bytes=True) as on_progress:
+        done = from_torch.convert(src, dst, dtype=dtype, on_progress=on_progress)
+    return f"{_written(dst, done)}, {', '.join(done.dtypes)}"
 
 
 def _export(asked: flags.FlagValues, settings: config.Config) -> str:
     from sparse_lavida_jax.convert import to_torch
 
-    with _cleared_up_when_stopped():
-        done = to_torch.export(asked.src, asked.dst)
-    return (
-        f"{asked.dst}: {done.num_tensors} tensors, {done.num_parameters / 1e9:.3f} B parameters,"
-        f" safetensors files: {done.num_shards}"
-    )
+    done = to_torch.export(asked.src, asked.dst)
+    return f"{_written(asked.dst, done)}, safetensors files: {done.num_shards}"
+
+
+def _written(dst: str, done: Any) -> str:
+    billions = done.num_parameters / 1e9
+    return f"{dst}: {done.num_tensors} tensors, {billions:.3f} B parameters"
 
 
 def _verify(asked: flags.FlagValues, settings: config.Config) -> str:
@@ -195,7 +183,7 @@ def _prepare(asked: flags.FlagValues, settings: config.Config) -> str:
     from sparse_lavida_jax.models import vq
 
     load_encoder = functools.partial(vq.ImageEncoder, settings.data.image_codec)
-    with _cleared_up_when_stopped(), progress(f"{asked.src} -> {asked.dst}") as on_progress:
+    with progress(f"{asked.src} -> {asked.dst}") as on_progress:
         done = prepare.prepare(asked.src, asked.dst, settings, load_encoder, on_progress)
     return (
         f"{asked.dst}: {done.records} records in {done.shards} shards, of which {done.made} were"
@@ -307,8 +295,11 @@ _SHARD = (
     "Which items to evaluate, as i/n: every n-th from the i-th (0 the first) on. By default each"
     " process of a cluster takes its share."
 )
-# Name, default, meaning; the kind is that of the default.
-FLAGS: tuple[tuple[str, str | int | bool, str], ...] = (
+# Name, default, meaning. The kind is that of the default; of a tuple, one of its values is taken.
+FLAGS: tuple[tuple[str, str | int | bool | tuple[str, ...], str], ...] = (
+    ("mode", tuple(MODES), "What to do."),
+    ("task", tuple(SAMPLE_TASKS), "What to sample."),
+    ("dtype", ("", "float32", "bfloat16"), "Of converted parameters; by default as released."),
     ("config", "", "A file of configs/."),
     ("workdir", "", "Run directory; by default runs/<name>."),
     ("checkpoint", "", "A model folder, a run directory, or a bundled model."),
@@ -330,19 +321,19 @@ FLAGS: tuple[tuple[str, str | int | bool, str], ...] = (
 
 def _define(asked: flags.FlagValues) -> None:
     """Makes the flags."""
-    kinds = {str: flags.DEFINE_string, int: flags.DEFINE_integer, bool: flags.DEFINE_boolean}
-    for name, default, meaning in FLAGS:
-        define: Callable[..., Any] = kinds[type(default)]
-        define(name, default, meaning, flag_values=asked)
+    kinds: dict[type, Callable[..., Any]] = {
+        str: flags.DEFINE_string,
+        int: flags.DEFINE_integer,
+        bool: flags.DEFINE_boolean,
+    }
+    usual = str(runtime.programs_folder())
+    more = ("compilation_cache", usual, "Keeps compiled programs; empty: none.")
+    for name, default, meaning in (*FLAGS, more):
+        if isinstance(default, tuple):
+            flags.DEFINE_enum(name, default[0], default, meaning, flag_values=asked)
+        else:
+            kinds[type(default)](name, default, meaning, flag_values=asked)
     flags.DEFINE_alias("picture", "image", flag_values=asked)  # its older name
-    for name, choices, meaning in (
-        ("mode", tuple(MODES), "What to do."),
-        ("task", tuple(SAMPLE_TASKS), "What to sample."),
-        ("dtype", ("", "float32", "bfloat16"), "Of converted parameters; by default as released."),
-    ):
-        flags.DEFINE_enum(name, choices[0], choices, meaning, flag_values=asked)
-    usual, meaning = str(runtime.programs_folder()), "Keeps compiled programs; empty: none."
-    flags.DEFINE_string("compilation_cache", usual, meaning, flag_values=asked)
     meaning = "Exit code of training that SIGTERM stopped with everything saved."
     flags.DEFINE_integer("stopped_exit_code", 0, meaning, 0, 255, flag_values=asked)
 

@@ -10,14 +10,12 @@ Every task takes one thing or a list of them, and returns one `Result` with an e
 `conversation.Conversation` lets tasks take turns.
 """
 
-import contextlib
 import dataclasses
 import logging
 import math
 import pathlib
-import time
-from collections.abc import Iterator, Sequence
-from typing import Any, TypedDict, TypeVar, Unpack
+from collections.abc import Sequence
+from typing import Any, TypeVar, Unpack
 
 import jax
 import numpy as np
@@ -27,30 +25,24 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import manifest, model_folder
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.templates import (
-    PromptLanguage,
     RequestError,
-    parse_template,
-    words_template,
 )
-from sparse_lavida_jax.inference import regions
-from sparse_lavida_jax.inference.engine import Bucket, Engine
+from sparse_lavida_jax.inference.engine import Bucket, Engine, Work
 from sparse_lavida_jax.inference.requests import (
-    LARGEST_SEED,
     ROUNDS,
+    ChangeOptions,
     Grid,
-    Numbers,
+    ImageOptions,
+    Options,
     Pixels,
     Request,
     Shown,
-    ShownImage,
-    grid_of,
+    Words,
     named,
-    of_row,
-    paired,
     recorded_image,
-    row_numbers,
-    row_plans,
     row_seeds,
+    rows_of,
+    sampling_of,
     spec_of,
 )
 from sparse_lavida_jax.inference.results import FORMAT, Origin, Result
@@ -60,73 +52,18 @@ from sparse_lavida_jax.models import fuse, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.vq import ImageCodec
 from sparse_lavida_jax.sample import Callback
-from sparse_lavida_jax.sampling import options, presets
+from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.scenes.encoder import Encoder, encoder_of
 from sparse_lavida_jax.scenes.prompts import ANSWER_TOKENS, ScenePrompts
 from sparse_lavida_jax.scenes.tokenizer import Tokenizer
 
 __all__ = ["ANSWER_TOKENS", "SparseLaViDa"]
 
-Words = str | Sequence[str]
 S = TypeVar("S", bound="SparseLaViDa")
 
 log = logging.getLogger(__name__)
 
-SEED_STRIDE = 1_000_003  # between the rounds of "reflect", so that rows do not share noise
 MASKED_GREY = 168  # of cells that are not decoded yet, in previews
-
-
-class Options(TypedDict, total=False):
-    """What every task takes; None: not given.
-
-    Attributes:
-        seed: of the first row, the others count on; or one for each row.
-        sampling: the settings to start from; by default those of the checkpoint.
-        steps: of the image, or of a text block; also as `num_inference_steps`.
-        temperature: of all rows, or one for each; 0 takes the most probable.
-        sampler: a preset (`sampling/presets.py`).
-        registers: how many, or the first and the last number of them.
-        quantize: matrices of the layers in 8 bits (`config.QUANTIZED`).
-    """
-
-    seed: int | Sequence[int] | None
-    sampling: config.Sampling | None
-    steps: int | None
-    num_inference_steps: int | None
-    temperature: Numbers
-    sampler: str | None
-    registers: int | tuple[int, int] | None
-    quantize: str | None
-
-
-class ImageOptions(Options, total=False):
-    """What every task takes that makes an image.
-
-    Attributes:
-        num_images: of each prompt.
-        plan: whether to lay the image out in text first, or the layout to follow, or one for
-            each row; by default as the sampling settings say, where the model learned it.
-        guidance: scale of all rows, or one for each; also as `guidance_scale`.
-        order: of the cells (`config.Sampling.order`).
-        vq_dtype: of the decoder of images.
-    """
-
-    num_images: int | None
-    plan: bool | Words | None
-    guidance: Numbers
-    guidance_scale: Numbers
-    order: str | None
-    vq_dtype: str | None
-
-
-class ChangeOptions(ImageOptions, total=False):
-    """What every task takes that changes an image.
-
-    Attributes:
-        guidance_image: scale of the image, of all rows or one for each.
-    """
-
-    guidance_image: Numbers
 
 
 class SparseLaViDa:
@@ -514,6 +451,8 @@ class SparseLaViDa:
                 together.
             ImageError: what is shown is no image, or a mask or a box does not fit it.
             ConfigError: sampling settings out of range.
+
+        It is said once if the model was never trained for the settings.
         """
         given = named(given)
         spec = spec_of(task, given)
@@ -521,33 +460,20 @@ class SparseLaViDa:
             raise RequestError(refusal)
         if task == "ground" and self.prompts.locates_in_one_step and "steps" in given:
             raise RequestError("ground takes no steps here: this model finds all boxes in one.")
-        sampling, columns = self._sampling(spec.draws, given)
+        sampling, columns = sampling_of(spec.draws, given, self.settings.sampling)
+        preset = presets.untrained(sampling, self.settings.model)
+        if preset and not self.warned:
+            log.warning("%s", untrained_warning(self.source.name or "this model", preset))
+            self.warned = True
         if words is None and spec.words:
             raise RequestError("the prompt is empty: say in words what you want.")
         if shown is not None and not spec.image:
             raise RequestError(f"{task} takes no image.")
-        copies = given.get("num_images", 1)
-        pairs = paired("caption" if words is None else words, shown, copies)
-        if spec.image == "needed" and not pairs[0][1]:
-            raise RequestError("this task is about an image: give one.")
-        count = len(pairs)
-        seeds = row_seeds(given.get("seed", 0), count, copies)
-        plans = row_plans(given.get("plan"), count)
-        numbers = {name: row_numbers(name, columns[name], count, copies) for name in columns}
-        self._check(task, given)
-        return [
-            Request(
-                task=task,
-                words=one,
-                images=images,
-                seed=seeds[i],
-                sampling=sampling,
-                plan=plans[i],
-                **{name: column[i] for name, column in numbers.items()},
-                **self._of_task(task, one, images, i, given),
-            )
-            for i, (one, images) in enumerate(pairs)
-        ]
+        if task == "reflect":
+            self.prompts.check_task("generate")
+        side = 0 if self.codec is None else self.codec.image_size
+        shared = sampling, columns, self.prompts, side, self.settings.model
+        return rows_of(task, "caption" if words is None else words, shown, given, *shared)
 
     def run(
         self,
@@ -572,14 +498,10 @@ class SparseLaViDa:
         tasks = {(request.task, request.sampling) for request in requests}
         if len(tasks) != 1:
             raise RequestError("what is run together is of one task, with the same settings.")
-        ((task, sampling),) = tasks
-        work = _Work(self, sampling or self.settings.sampling, callback, bucket, shared)
-        if task == "reflect":
-            return self._reflected(work, requests)
-        if task == "ground":
-            return self._found(work, requests)
-        draws = task in ("generate", "edit", "inpaint", "outpaint")
-        return self._drawn(work, requests) if draws else self._written(work, requests)
+        ((_, sampling),) = tasks
+        parts = self.engine, self.settings, self.prompts, self.codec, self.source
+        how = {"callback": callback, "bucket": bucket, "shared": shared}
+        return Work(*parts, sampling or self.settings.sampling, **how).done(requests)
 
     def decode(
         self,
@@ -626,68 +548,6 @@ class SparseLaViDa:
 
     # -- what a request says, checked -------------------------------------------------------
 
-    def _sampling(
-        self, draws: bool, given: dict[str, Any]
-    ) -> tuple[config.Sampling, dict[str, Sequence[float | None]]]:
-        """Returns the settings that all rows share, and the numbers that are given row by row.
-
-        Says once if the model was never trained for these settings.
-        """
-        shared, columns = {}, {}
-        for name in options.OPTIONS.keys() & given.keys():
-            by_row = options.OPTIONS[name].by_row
-            if by_row and isinstance(given[name], Sequence):
-                columns[name] = given[name]
-            else:
-                shared[name] = row_numbers(name, given[name], 1)[0] if by_row else given[name]
-        sampling = given.get("sampling") or self.settings.sampling
-        if shared:
-            sampling = options.changed(sampling, draws=draws, **shared)
-        preset = presets.untrained(sampling, self.settings.model)
-        if preset and not self.warned:
-            log.warning("%s", untrained_warning(self.source.name or "this model", preset))
-            self.warned = True
-        return sampling, columns
-
-    def _check(self, task: str, given: dict[str, Any]) -> None:
-        """Checks the numbers and texts of a task's own options."""
-        for name in ("rounds", "max_new_tokens"):
-            if given.get(name, 1) < 1:
-                raise RequestError(f"{name}={given[name]} is out of range: 1 or more.")
-        if task == "reflect":
-            self.prompts.check_task("generate")
-        if task == "constrained_caption" and ("template" in given) == ("required" in given):
-            raise RequestError("a constrained caption needs a template or words, one of the two.")
-
-    def _of_task(
-        self, task: str, words: str, images: tuple[ShownImage, ...], row: int, given: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Returns the fields of `Request` that a task's own options become for one row."""
-        found = {name: given[name] for name in ("rounds", "max_new_tokens") if name in given}
-        if task == "generate":
-            size = given.get("size")
-            grid_of(size, self._codec.image_size, self.settings.model)  # refuses some
-            found["size"] = size and tuple(size)
-        elif task in ("inpaint", "outpaint") and "known" in given:
-            known = np.asarray(given["known"], bool)
-            found["known"] = known if known.ndim == 2 else known[row]
-        elif task == "inpaint":
-            hole = regions.hole(images[0].pixels, given.get("mask"), given.get("box"))
-            grid = self.settings.model.grid_size
-            found["known"] = regions.untouched(self.prompts.on_canvas(hole), grid)
-        elif task == "outpaint":
-            found["box"] = regions.inner_box(
-                images[0].pixels, given.get("box"), self._codec.image_size, self._cell_side
-            )
-        elif task == "infill":
-            found["template"] = parse_template(words)
-        elif task == "constrained_caption" and "template" in given:
-            found["template"] = parse_template(given["template"])
-        elif task == "constrained_caption":
-            found["required"] = tuple(given["required"])
-            found["template"] = words_template(found["required"])
-        return found
-
     @property
     def _codec(self) -> ImageCodec:
         assert self.codec is not None  # `check_task` refused
@@ -698,280 +558,9 @@ class SparseLaViDa:
         """Pixels a side of a cell."""
         return self._codec.image_size // self.settings.model.grid_size
 
-    # -- images -----------------------------------------------------------------------------
-
-    def _drawn(self, work: "_Work", requests: Sequence[Request]) -> Result:
-        """Returns the images of requests."""
-        canvases = [self._canvas(request) for request in requests]
-        plans = self._layouts(work, requests, canvases)
-        examples = [
-            self._image_example(canvas, plan)
-            for canvas, plan in zip(canvases, plans or [None] * len(requests), strict=True)
-        ]
-        cells = work.decode("image", examples, requests)
-        with work.timed("pixels"):
-            pixels = tuple(
-                self._codec.decode(one[None], canvas.cells[0], work.sampling.vq_dtype)[0]
-                for one, canvas in zip(cells, canvases, strict=True)
-            )
-        return work.result(requests, tokens=tuple(cells), pixels=pixels, plans=tuple(plans or ()))
-
-    def _canvas(self, request: Request) -> "_Canvas":
-        side, grid = self._codec.image_size, self.settings.model.grid_size
-        if request.task == "generate":
-            cells = grid_of(request.size, side, self.settings.model)
-            return _Canvas(request.words, cells)
-        image, known = request.pixels, request.known
-        canvas = self.prompts.canvas(image, side)
-        if request.task == "edit":
-            return _Canvas(request.words, (grid, grid), image, canvas)
-        if request.box is not None:
-            canvas, known = regions.placed(image, request.box, side, self._cell_side)
-        assert known is not None
-        canvas = self.prompts.erased(canvas, known)
-        words = self.prompts.fill_words(request.task, request.words, known)
-        return _Canvas(words, (grid, grid), canvas, canvas, known)
-
-    def _layouts(
-        self, work: "_Work", requests: Sequence[Request], canvases: Sequence["_Canvas"]
-    ) -> list[str] | None:
-        """Returns the layout of each image, as given or of the model's own; None: without."""
-        task, plans = requests[0].task, [request.plan for request in requests]
-        told = [plan for plan in plans if isinstance(plan, str)]
-        if told:
-            return told
-        learned = self.prompts.lays_out(task)
-        if plans[0] and not learned:
-            raise RequestError(f"this checkpoint was not trained to lay out images of {task!r}.")
-        wanted = work.sampling.plan if plans[0] is None else plans[0]
-        if not wanted or not learned:
-            return None
-        examples = [self.prompts.plan(canvas.words, canvas.image) for canvas in canvases]
-        return self.texts(work.decode("layout", examples, _seeds(requests)))
-
-    def _image_example(
-        self, canvas: "_Canvas", plan: str | None, attempts: Sequence["_Attempt"] = ()
-    ) -> Example:
-        if canvas.pixels is None:
-            shape = math.prod(canvas.cells), self.settings.model.codes_per_token
-            blank = np.zeros(shape, np.int32)
-            example = self.prompts.draw(canvas.words, blank, plan=plan, attempts=attempts)
-        else:
-            (codes,) = self._codec.encode(canvas.pixels[None])
-            assert canvas.image is not None
-            given = canvas.words, codes, canvas.image
-            if canvas.known is None:
-                example = self.prompts.edit(*given, plan=plan)
-            else:
-                example = self.prompts.fill(*given, canvas.known, plan=plan)
-        return dataclasses.replace(example, grid=canvas.cells)
-
-    def _reflected(self, work: "_Work", requests: Sequence[Request]) -> Result:
-        """Returns the last images of requests, with all attempts and their verdicts."""
-        done = [self._reflect(work, request) for request in requests]
-        return work.result(
-            requests,
-            tokens=tuple(cells for cells, _ in done),
-            pixels=tuple(attempts[-1][0] for _, attempts in done),
-            texts=tuple(attempts[-1][1] for _, attempts in done),
-            attempts=tuple(tuple(attempts) for _, attempts in done),
-        )
-
-    def _reflect(
-        self, work: "_Work", request: Request
-    ) -> tuple[Int[np.ndarray, "_l g"], list["_Attempt"]]:
-        """Returns the codes of the last image, and all images with their verdicts."""
-        attempts: list[_Attempt] = []
-        now = dataclasses.replace(request, task="generate")
-        while True:
-            canvas = self._canvas(now)
-            plans = self._layouts(work, [now], [canvas])
-            earlier = attempts if now.task == "generate" else ()
-            example = self._image_example(canvas, plans[0] if plans else None, earlier)
-            (cells,) = work.decode("image", [example], [now])
-            (image,) = self._codec.decode(cells[None], dtype=work.sampling.vq_dtype)
-            judged = [self.prompts.judge(request.words, image)]
-            (verdict,) = self.texts(work.decode("text", judged, _seeds([now])))
-            attempts.append((image, verdict.strip()))
-            if self.prompts.accepts(verdict.strip()) or len(attempts) == request.rounds:
-                return cells, attempts
-            seed = (request.seed + len(attempts) * SEED_STRIDE) % LARGEST_SEED
-            correction = self.prompts.correction(verdict.strip())
-            now = dataclasses.replace(request, task="generate", seed=seed)
-            if correction is not None:
-                shown = (ShownImage(image),)
-                now = dataclasses.replace(now, task="edit", words=correction, images=shown)
-
-    # -- text and boxes ---------------------------------------------------------------------
-
-    def _written(self, work: "_Work", requests: Sequence[Request]) -> Result:
-        """Returns the texts of requests."""
-        required = requests[0].required
-        if required and not self.prompts.refusal("caption"):
-            plain = [
-                dataclasses.replace(one, task="caption", template=None, required=())
-                for one in requests
-            ]
-            free = self._written(work, plain)
-            if all(f" {word.strip()} " in f" {free.text.strip()} " for word in required):
-                return dataclasses.replace(free, task=requests[0].task)
-        said = work.decode("text", [self._text_example(one) for one in requests], requests)
-        texts = (
-            self.prompts.text(ids)
-            if request.template is None
-            else self.prompts.completed(request.template, ids)
-            for request, ids in zip(requests, said, strict=True)
-        )
-        return work.result(
-            requests, tokens=tuple(said), texts=tuple(text.strip() for text in texts)
-        )
-
-    def _text_example(self, request: Request) -> Example:
-        prompts, words, seen = self.prompts, request.words, request.seen
-        if request.template is not None:
-            words = prompts.fill_in if request.task == "infill" else prompts.describe_in
-            return prompts.complete(words, request.template, seen)
-        tokens = prompts.answer_tokens if request.task == "ask" else prompts.long_answer_tokens
-        if request.task == "caption":
-            words = prompts.describe
-        return prompts.ask(words, seen, request.max_new_tokens or tokens)
-
-    def _found(self, work: "_Work", requests: Sequence[Request]) -> Result:
-        """Returns the boxes of phrases, all of one image."""
-        image, named = requests[0].pixels, [request.words for request in requests]
-        examples, how = self.prompts.locate(named, image), work.sampling
-        if self.prompts.locates_in_one_step:
-            how = dataclasses.replace(how, text_steps=1, text_step_ratio=0.0, text_commit="count")
-        found = work.decode("text", examples, requests[: len(examples)], how)
-        size = image.shape[1], image.shape[0]
-        boxes = tuple(self.prompts.boxes(named, found, size))
-        return work.result(requests, tokens=tuple(found), boxes=boxes)
-
 
 # ---------------------------------------------------------------------------------------------
 # Helpers.
-
-_Attempt = tuple[Pixels, str]  # an image, and what is wrong with it
-
-
-@dataclasses.dataclass(frozen=True)
-class _Canvas:
-    """An image to be drawn, as the model is told of it.
-
-    Attributes:
-        words: for example with the box of a hole.
-        cells: rows and columns of its grid.
-        image: what is shown to the vision tower; None where nothing is shown.
-        pixels: what is given as codes, at the size of the image to be drawn.
-        known: cells that stay as they are.
-    """
-
-    words: str
-    cells: tuple[int, int]
-    image: Pixels | None = None
-    pixels: Pixels | None = None
-    known: Grid | None = None
-
-
-class _Work:
-    """Requests while they are done: how, and what it took so far."""
-
-    def __init__(
-        self,
-        pipe: SparseLaViDa,
-        sampling: config.Sampling,
-        callback: Callback | None,
-        bucket: Bucket | None,
-        shared: bool,
-    ):
-        self.pipe = pipe
-        self.sampling = sampling
-        self.callback = callback
-        self.bucket = bucket
-        self.shared = shared
-        self.seconds: dict[str, float] = {}
-        self.tokens = 0
-
-    def decode(
-        self,
-        making: str,
-        examples: Sequence[Example],
-        requests: Sequence[Request],
-        sampling: config.Sampling | None = None,
-    ) -> list[Int[np.ndarray, "_l g"]]:
-        """Decodes examples, and keeps the bucket that images were decoded in."""
-        with self.timed(making):
-            decoded = self.pipe.engine.decode(
-                examples,
-                requests,
-                sampling or self.sampling,
-                making=making,
-                bucket=self.bucket if making == "image" else None,
-                shared=self.shared,
-                callback=self.callback,
-            )
-        if making == "image":
-            self.bucket = decoded.bucket
-        self.tokens += decoded.tokens
-        return decoded.responses
-
-    @contextlib.contextmanager
-    def timed(self, stage: str) -> Iterator[None]:
-        """Adds what a stage takes to `seconds`."""
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - begin
-
-    def result(self, requests: Sequence[Request], **found: Any) -> Result:
-        """Returns what was found, with the records of images."""
-        records = ()
-        if "pixels" in found:
-            plans = found.get("plans") or [None] * len(requests)
-            records = tuple(map(self._record, requests, plans))
-        return Result(
-            requests[0].task,
-            tuple(request.words for request in requests),
-            tuple(request.seed for request in requests),
-            self.sampling,
-            self.pipe.source,
-            self.seconds,
-            records=records,
-            tokens_passed=self.tokens,
-            **found,
-        )
-
-    def _record(self, request: Request, plan: str | None) -> dict[str, Any]:
-        """Returns what `replay` needs, for `json`."""
-        reflects = request.task == "reflect"
-        known = None if request.known is None else np.asarray(request.known).tolist()
-        recipe: dict[str, Any] = {
-            "generate": lambda: {"size": None if request.size is None else list(request.size)},
-            "edit": dict,
-            "inpaint": lambda: {"known": known},
-            "outpaint": lambda: {"box": list(request.box)} if request.box else {"known": known},
-            "reflect": lambda: {"rounds": request.rounds, "plan": request.plan},
-        }[request.task]()
-        bucket = None if reflects or self.bucket is None else dataclasses.asdict(self.bucket)
-        return {
-            "format": FORMAT,
-            "task": request.task,
-            "prompt": request.words,
-            "seed": request.seed,
-            "recipe": recipe,
-            "plan": plan,
-            "picture": request.images[0].as_json() if request.images else None,
-            "bucket": bucket,
-            "sampling": dataclasses.asdict(of_row(self.sampling, request)),
-            "checkpoint": dataclasses.asdict(self.pipe.source),
-            "software": {"jax": jax.__version__, "device": jax.devices()[0].device_kind},
-        }
-
-
-def _seeds(requests: Sequence[Request]) -> list[Request]:
-    """Returns requests of which only the seeds are left: for text about an image to be drawn."""
-    return [Request(task="", seed=request.seed) for request in requests]
 
 
 def untrained_warning(name: str, preset: str) -> str:
@@ -987,7 +576,7 @@ _TOKENIZERS = {"scenes": Tokenizer, "chat": ChatTokenizer}
 
 def _prompts(
     settings: config.Config, tokenizer: Tokenizer | ChatTokenizer, codec: ImageCodec | None
-) -> PromptLanguage:
+) -> ScenePrompts | ChatPrompts:
     """Returns the language of prompts that a configuration names."""
     if isinstance(tokenizer, ChatTokenizer):
         return ChatPrompts(tokenizer, settings.model, codec.factor if codec else 1)

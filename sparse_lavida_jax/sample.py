@@ -378,11 +378,6 @@ def begin(
     prefixes: Prefixes | None = None,
 ) -> Begun:
     """Lays a batch out, unless that was done, and passes its prompts (`sample`)."""
-    lengths = sorted({len(example.given) for example in examples})
-    if len(lengths) > 1:
-        raise ValueError(
-            f"requests of one batch have one response length, got {lengths}: sample them apart."
-        )
     canvas, given = _first_canvas(examples, _mask_id(model.settings, settings.kind))
     if segments and segments[0].decode.shape[1] != len(examples):
         raise ValueError(
@@ -427,6 +422,11 @@ def _first_canvas(
     examples: Sequence[Example], mask_id: int
 ) -> tuple[Int[np.ndarray, "b l g"], Bool[np.ndarray, "b l"]]:
     """Returns the responses at first, and which of their tokens are known."""
+    lengths = sorted({len(example.given) for example in examples})
+    if len(lengths) > 1:
+        raise ValueError(
+            f"requests of one batch have one response length, got {lengths}: sample them apart."
+        )
     given = np.stack([example.given for example in examples])
     tokens = np.stack([example.response for example in examples])
     return np.where(given[..., None], tokens, mask_id).astype(np.int32), given

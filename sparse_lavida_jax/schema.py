@@ -13,7 +13,7 @@ import re
 import sys
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from ml_collections import ConfigDict
 
@@ -126,14 +126,20 @@ def _allowed(schema: type) -> list[tuple[str, Allowed]]:
     return found
 
 
+@typing.dataclass_transform(
+    kw_only_default=True, frozen_default=True, field_specifiers=(dataclasses.field,)
+)
 class Section:
-    """Settings that are checked when they are made.
+    """Settings that are checked when they are made; every subclass is a frozen dataclass.
 
     Raises:
         ConfigError: a value is not allowed; the message says which ones are.
     """
 
     __no_type_check__ = True  # the check of the tests stays out: the one below explains itself
+
+    def __init_subclass__(cls):
+        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self):
         for name, allowed in _allowed(type(self)):
@@ -246,7 +252,13 @@ def changed(base: T, given: ConfigDict | dict[str, Any]) -> T:
     Raises:
         ConfigError: `given` sets what does not exist or is out of range.
     """
-    return build(type(base), _over(base, given))
+    settings: Any = base
+    merged = {field.name: getattr(base, field.name) for field in dataclasses.fields(settings)}
+    for name in given:
+        section, value = merged.get(name), cast(Any, given[name])
+        inside = dataclasses.is_dataclass(section) and isinstance(value, dict | ConfigDict)
+        merged[name] = changed(section, value) if inside else value
+    return build(type(base), merged)
 
 
 def run(path: pathlib.Path, function: str) -> Any:
@@ -286,16 +298,6 @@ def _split(path: pathlib.Path) -> tuple[pathlib.Path, list[str]]:
     if path.stem.startswith("eval_") and not path.is_file() and benchmarks.is_file():
         return benchmarks, [path.stem.removeprefix("eval_")]
     return path, []
-
-
-def _over(base: Any, given: Any) -> dict[str, Any]:
-    """Returns settings with those of `given` in their place, section by section."""
-    merged = to_dict(base)
-    for name in given:
-        section = getattr(base, name, None)
-        inside = dataclasses.is_dataclass(section) and isinstance(given[name], dict | ConfigDict)
-        merged[name] = _over(section, given[name]) if inside else given[name]
-    return merged
 
 
 @contextlib.contextmanager

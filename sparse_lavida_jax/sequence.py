@@ -222,10 +222,8 @@ def stack_images(
     images: list[UInt8[np.ndarray, "h w 3"] | None],
 ) -> UInt8[np.ndarray, "b h w 3"] | None:
     """Stacks the images of a batch; a row without one gets a blank that no token looks at."""
-    shown = [image for image in images if image is not None]
-    if not shown:
-        return None
-    return np.stack([np.zeros_like(shown[0]) if p is None else p for p in images])
+    stacked = stack_views([() if image is None else (image[None],) for image in images])
+    return None if stacked is None else stacked[:, 0]
 
 
 def stack_views(rows: list[tuple[Views, ...]]) -> SeenBatch | None:

@@ -18,15 +18,11 @@ from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.evals import report
 from sparse_lavida_jax.models import parameters, quantize, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.models.vq import ImageCodec
 from sparse_lavida_jax.training import flops, metrics, optimizer, runs, sources
 from sparse_lavida_jax.training.start import init_state
-from sparse_lavida_jax.training.step import Denominators, TrainState, gradient, loss, train_step
-
-__all__ = [
-    "Denominators", "DivergedError", "TrainState", "averaged", "gradient", "init_state", "loss",
-    "train", "train_step", "trained_settings",
-]  # fmt: skip
+from sparse_lavida_jax.training.step import TrainState, train_step
+from sparse_lavida_jax.training.step import gradient as gradient
+from sparse_lavida_jax.training.step import loss as loss
 
 
 class DivergedError(runs.RunError):
@@ -46,17 +42,12 @@ def train(settings: config.Config, run: runs.Run, profile: range = range(0)) -> 
         DivergedError: the loss or its gradient is not finite.
         runs.Interrupted: a signal came; the state is saved.
     """
-    settings = dataclasses.replace(settings, model=trained_settings(settings))
+    trained = "step_causal" if settings.diffusion.attention == "step_causal" else "full"
+    model = dataclasses.replace(settings.model, trained_attention=trained)
+    settings = dataclasses.replace(settings, model=model)
     loop = _Loop(settings, run, _mesh(settings))
     loop.train(profile)
     loop.write_results()
-
-
-def trained_settings(settings: config.Config) -> config.Model:
-    """Returns the model's settings with the attention it was trained with written in."""
-    is_causal = settings.diffusion.attention == "step_causal"
-    trained = "step_causal" if is_causal else "full"
-    return dataclasses.replace(settings.model, trained_attention=trained)
 
 
 def averaged(state: TrainState) -> Denoiser:
@@ -80,7 +71,7 @@ class _Loop:
         self._share = (0, 1) if mesh is None else sharding.share_of_rows(mesh)
         index, count = self._share
         self._source = sources.open_source(
-            settings, _first_model(settings), ImageCodec, index=index, count=count
+            settings, _first_model(settings), index=index, count=count
         )
         _check_rows(self._source.batches.sizes, settings.data.packing, mesh)
 
@@ -136,13 +127,11 @@ class _Loop:
         rate = optimizer.learning_rate(settings.optimizer, self.step, self.progress())
         with self.reporter.meter.waiting():
             batch = next(self.feed)
-        with _inside(self._mesh):
-            placed = batch
-            if self._mesh is not None:
-                placed = sharding.place_batch(batch, self._mesh, self._share)
+        mesh = self._mesh
+        with _inside(mesh):
             self.state, logged = train_step(
                 self.state,
-                placed,
+                batch if mesh is None else sharding.place_batch(batch, mesh, self._share),
                 np.float32(rate),
                 settings=settings.optimizer,
                 microbatches=settings.train.microbatches,
@@ -229,10 +218,10 @@ class _Loop:
 
     def write_results(self) -> None:
         """Writes the model folder, the adapters and the report, in the first process."""
-        model, trained, mesh = averaged(self.state), _averaged_part(self.state), self._mesh
+        model, trained = averaged(self.state), _averaged_part(self.state)
         if runtime.are_several():
-            model, trained, mesh = runtime.on_host(model), runtime.on_host(trained), None
-        with _inside(mesh):
+            model, trained = runtime.on_host((model, trained))
+        with _inside(None if runtime.are_several() else self._mesh):
             if self._settings.diffusion.attention == "full" and self.state.frozen is None:
                 model.set_registers()  # so that sparse fine-tuning can start from here
             if runtime.is_first():
@@ -241,9 +230,8 @@ class _Loop:
 
     def _write_folders(self, model: Denoiser, trained: Denoiser) -> None:
         settings, run, source = self._settings, self._run, self._source
-        dtype = "float32"
-        if self.state.frozen is not None:
-            dtype = optimizer.frozen_dtype(settings.optimizer)
+        frozen = self.state.frozen is not None
+        dtype = optimizer.frozen_dtype(settings.optimizer) if frozen else "float32"
         model_folder.save_model(
             run.model_folder,
             quantize.widened(model, dtype),

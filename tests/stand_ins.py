@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import tiny
 
-from sparse_lavida_jax import config, sequence, train
+from sparse_lavida_jax import config, sequence
 from sparse_lavida_jax import pipeline as pipelines
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.inference.engine import Bucket, Decoded, Engine
@@ -23,6 +23,7 @@ from sparse_lavida_jax.scenes.batches import SceneBatches
 from sparse_lavida_jax.scenes.encoder import Encoder, encoder_of
 from sparse_lavida_jax.scenes.prompts import ScenePrompts
 from sparse_lavida_jax.scenes.tokenizer import SHIPPED, Tokenizer
+from sparse_lavida_jax.training import sources
 
 VISION = config.Vision(
     image_size=48, patch_size=16, width=16, num_layers=1, num_heads=2, mlp_hidden=24, pool=1
@@ -123,7 +124,7 @@ def batches(given: config.Config) -> SceneBatches:
 
 def without_waiting(monkeypatch) -> None:
     """Puts the exact codec in the place of the trained one; looks at few examples for shapes."""
-    monkeypatch.setattr(train, "ImageCodec", Codec)
+    monkeypatch.setattr(sources, "ImageCodec", Codec)
     monkeypatch.setattr(data_batches, "LENGTH_PROBE", 16)
 
 

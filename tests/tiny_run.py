@@ -24,7 +24,7 @@ import tiny
 from sparse_lavida_jax import config, main, train
 from sparse_lavida_jax.evals import report
 from sparse_lavida_jax.scenes import batches
-from sparse_lavida_jax.training import metrics
+from sparse_lavida_jax.training import metrics, sources
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tiny_run"])
@@ -156,7 +156,7 @@ def _run(words: list[str], said: str, devices: int, step_seconds: float) -> None
         return real(state, *args, **more)
 
     train.train_step = step
-    train.ImageCodec = stand_ins.Codec
+    sources.ImageCodec = stand_ins.Codec
     train.Denoiser = lambda settings, rngs: tiny.denoiser(settings)
     batches.LENGTH_PROBE = 16
     report.write = lambda pipe, folder, **_: folder / "report.md"

@@ -26,13 +26,7 @@ from sparse_lavida_jax.sample import Callback, Progress
 from sparse_lavida_jax.sampling import options
 
 # What a line of a batch may hold; numbers are 0 or more.
-BATCH_KEYS = {
-    "prompt": str,
-    "image": str,
-    "seed": int,
-    "temperature": float,
-    "guidance": float,
-}
+BATCH_KEYS = {"prompt": str, "image": str, "seed": int, "temperature": float, "guidance": float}
 NUMBERS = [key for key, kind in BATCH_KEYS.items() if kind is float]
 OLDER_KEYS = {"picture": "image", "guidance_scale": "guidance"}  # other names of those
 
@@ -76,7 +70,7 @@ def _task(name: str, asked: argparse.Namespace) -> None:
     if film_path is not None:
         image_files.check_writable(film_path, {".gif": "GIF"})
     name, given = _options(name, asked, shown)
-    pipe = _load(asked, asked.checkpoint or DEFAULT_MODEL)
+    pipe = _load(asked)
     # Lines of a batch may have numbers of their own; the others go by the command line.
     if common := {key: given[key] for key in NUMBERS if key in own}:
         base, draws = pipe.settings.sampling, TASKS[name].draws
@@ -134,7 +128,7 @@ def _words(
         if words is not None and pathlib.Path(words).is_file():
             raise UsageError(f"`sparse-lavida {name}` needs a question after the image {words}.")
     if words is None:
-        what = "an image and a prompt" if FORMS[name].takes_image else "a prompt"
+        what = "an image and a prompt" if "image" in FORMS[name].options.split() else "a prompt"
         raise UsageError(f"`sparse-lavida {name}` needs {what}. See `sparse-lavida {name} --help`.")
     return [check_words(words)], shown_images(image), {}
 
@@ -200,10 +194,11 @@ def _entry(where: str, line: str) -> dict[str, Any]:
     return entry
 
 
-def _load(asked: argparse.Namespace, name: str) -> SparseLaViDa:
+def _load(asked: argparse.Namespace, recorded: str | None = None) -> SparseLaViDa:
     if asked.batch_size < 1:
         raise UsageError(f"--batch-size={asked.batch_size} is out of range: 1 or more.")
     runtime.keep_programs()
+    name = asked.checkpoint or recorded or DEFAULT_MODEL
     return SparseLaViDa.from_pretrained(name, batch_size=asked.batch_size)
 
 
@@ -212,7 +207,7 @@ def _load(asked: argparse.Namespace, name: str) -> SparseLaViDa:
 
 
 def _chat(asked: argparse.Namespace) -> None:
-    pipe = _load(asked, asked.checkpoint or DEFAULT_MODEL)
+    pipe = _load(asked)
     given = {key: getattr(asked, key, None) for key in options.OPTIONS}
     sampling = options.changed(pipe.settings.sampling, draws=True, **given)
     talk = Conversation(pipe, asked.image, seed=asked.seed or 0, sampling=sampling)
@@ -230,7 +225,7 @@ def _replay(asked: argparse.Namespace) -> None:
     record = image_files.read_record(asked.replay)
     image_files.check_writable(asked.out)
     recorded = record.get("checkpoint", {}).get("name")
-    pipe = _load(asked, asked.checkpoint or recorded or DEFAULT_MODEL)
+    pipe = _load(asked, recorded)
     here = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
     if record.get("software") != here:
         say(
@@ -259,16 +254,14 @@ class _Film:
         if state.making != "image":
             return
         if not state.steps:
-            self.takes.append([self._frame(state.canvas[0])])
-        else:
-            self.takes[-1] += [self._frame(state.after(block)[0]) for block in state.blocks]
+            self.takes.append([])
+        for canvas in map(state.after, state.blocks) if state.steps else [state.canvas]:
+            rows = cell_rows(len(canvas[0]), self.size)
+            self.takes[-1].append(self.pipe.preview(canvas[0], rows))
 
     def first(self, count: int) -> list[image_files.Pixels]:
         """Returns the frames of the first `count` batches: of the attempts at one image."""
         return [frame for take in self.takes[:count] for frame in take]
-
-    def _frame(self, cells) -> image_files.Pixels:
-        return self.pipe.preview(cells, cell_rows(len(cells), self.size))
 
 
 def _save(result: Result, out: pathlib.Path, *, on_one_sheet: bool = False) -> list[pathlib.Path]:

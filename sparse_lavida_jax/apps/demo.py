@@ -71,7 +71,7 @@ def make_page(service: Service) -> gr.Blocks:
         shown: list[gr.Image] = []  # that tasks are about
         drawn: list[gr.Image] = []  # that "generate" makes
         for task, form in TABS.items():
-            if _knows(service, task):
+            if not service.pipe.prompts.refusal(task):
                 with gr.Tab(form.label):
                     _tab(service, task, shown, drawn)
         if drawn and shown:
@@ -81,14 +81,6 @@ def make_page(service: Service) -> gr.Blocks:
             )
     page.queue(max_size=None, default_concurrency_limit=None)  # the queue is the service's
     return page
-
-
-def _knows(service: Service, task: str) -> bool:
-    try:
-        service.pipe.prompts.check_task(task)
-    except REFUSED:
-        return False
-    return True
 
 
 # ---------------------------------------------------------------------------------------------
@@ -163,14 +155,8 @@ def _outputs(task: str) -> list[Any]:
     if makes == "boxes":
         boxes = gr.AnnotatedImage(label=label, height=HEIGHT, elem_classes="shown-image")
         return [boxes, gr.Markdown()]
-    image = gr.Image(
-        label=label,
-        height=HEIGHT,
-        format="png",
-        interactive=False,
-        elem_classes="shown-image",
-        buttons=BUTTONS,
-    )
+    looks = {"label": label, "height": HEIGHT, "elem_classes": "shown-image", "buttons": BUTTONS}
+    image = gr.Image(format="png", interactive=False, **looks)
     return [image, gr.Markdown(), gr.Textbox(label="Said about it: layout or verdict")]
 
 
@@ -261,22 +247,16 @@ async def _run(
     if options["sampler"] == AS_TRAINED:
         options["sampler"] = None
     options["seed"] = options["seed"] or 0
-    # Sliders give 3.0 for 3.
-    options |= {
-        name: int(options[name])
-        for name in ("steps", "registers", "seed", "rounds")
-        if name in options
-    }
+    whole = {"steps", "registers", "seed", "rounds"} & options.keys()
+    options |= {name: int(options[name]) for name in whole}  # sliders give 3.0 for 3
     try:
         ticket = service.submit(task, words, image, preview=makes == "image", **options)
         waited = asyncio.wrap_future(ticket.future)
         try:
             while not (await asyncio.wait([waited], timeout=POLL_SECONDS))[0]:
                 preview = gr.skip() if ticket.preview is None else ticket.preview
-                note = _standing(ticket)
-                yield {"image": (preview, note, ""), "text": ("", note)}.get(
-                    makes, (gr.skip(), note)
-                )
+                first, *rest = {"image": (preview, ""), "text": ("",)}.get(makes, (gr.skip(),))
+                yield first, _standing(ticket), *rest
             result = await waited
         finally:
             ticket.cancel()

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is installed, what the devices are, and which models fit them."""
 
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -10,6 +9,7 @@ from typing import Any
 import jax
 
 from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.evals import circumstances
 from sparse_lavida_jax.version import __version__
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "tokenizers", "pillow", "numpy")
@@ -31,7 +31,7 @@ def report() -> dict[str, Any]:
         "python": platform.python_version(),
         "system": platform.platform(),
         "cores": os.cpu_count(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: circumstances.version(name) or "missing" for name in PACKAGES},
         "devices": devices,
         "disk_free": shutil.disk_usage(".").free,
         "bundled_models": sizes,
@@ -70,10 +70,3 @@ def _memory(device: Any) -> int:
 def _size(name: str) -> int:
     files = model_folder.find_model(name).rglob("*")
     return sum(path.stat().st_size for path in files if path.is_file())
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "missing"

@@ -66,18 +66,15 @@ def costs(sampling: config.Sampling, model: config.Model, prompt_tokens: int) ->
     Their totals add up to `presets.tokens_passed`.
     """
     segments, settings = plan_of(sampling, model)
-    preset = settings.preset
-    steps = [StepCost(prompt_tokens)] if preset.cache_prompt else []
+    cached = settings.preset.cache_prompt
+    steps = [StepCost(prompt_tokens)] if cached else []
     for part in segments:
-        again = part.refresh[0] or not preset.cache_prompt
+        again = bool(part.refresh[0]) or not cached
         for step in range(part.num_steps):
-            newest, decode, rest = (
-                int((positions[step] != plans.PAD_POSITION).sum())
-                for positions in (part.clean, part.decode, part.rest)
-            )
+            kinds = (part.clean, part.decode, part.rest)
+            newest, decode, rest = (int((one[step] != plans.PAD_POSITION).sum()) for one in kinds)
             registers = num_registers(part, settings)
-            prompt = prompt_tokens if again else 0
-            steps.append(StepCost(prompt, newest, decode, rest, registers))
+            steps.append(StepCost(prompt_tokens * again, newest, decode, rest, registers))
     return steps
 
 

@@ -24,11 +24,11 @@ from typing import Any, Literal
 import fastapi
 import fastapi.exceptions
 import prometheus_client
-import prometheus_client.core
 import prometheus_client.registry
 import pydantic
-from fastapi import responses
+from fastapi import HTTPException, responses
 from PIL import Image
+from prometheus_client import core
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
@@ -100,7 +100,7 @@ def make_app(service: Service, hosts: tuple[str, ...] = ()) -> fastapi.FastAPI:
     if hosts:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*hosts])
     app.add_exception_handler(fastapi.exceptions.RequestValidationError, _misread)
-    app.add_exception_handler(fastapi.HTTPException, _refused)
+    app.add_exception_handler(HTTPException, _refused)
     registry = prometheus_client.registry.CollectorRegistry()
     registry.register(_Metrics(service))
     app.state.registry = registry
@@ -139,14 +139,14 @@ async def edit(request: fastapi.Request):
         words = {key: value for key, value in form.items() if isinstance(value, str)}
         shown = files["image"] + files["image[]"]
         if len(shown) != 1 or len(files["mask"]) > 1:
-            raise _Refusal(400, "send one file named image, and at most one named mask.")
+            raise HTTPException(400, "send one file named image, and at most one named mask.")
         contents, *masks = [await one.read() for one in shown + files["mask"]]
     try:
         asked = ImageBody.model_validate(words)
     except pydantic.ValidationError as error:
         raise fastapi.exceptions.RequestValidationError(error.errors()) from error
     if asked.size != "auto":
-        raise _Refusal(400, "an edited image has the size of the model's own: leave size out.")
+        raise HTTPException(400, "an edited image has the size of the model's own: leave size out.")
     with _refusing():
         image = _service(request).image(contents)
         more = {"mask": _mask(_service(request), masks[0])} if masks else {}
@@ -158,24 +158,20 @@ async def chat(asked: ChatBody, request: fastapi.Request):
     """Answers one question, about an image if there is one."""
     service = _service(request)
     if asked.n != 1 or asked.stream:
-        raise _Refusal(400, "one answer is given, whole: leave n and stream out.")
+        raise HTTPException(400, "one answer is given, whole: leave n and stream out.")
     with _refusing():
         words, image = _question(asked.messages, service)
     most = asked.max_completion_tokens or asked.max_tokens
     ticket, result = await _done(request, "ask", asked, words, image, max_new_tokens=most)
     ended = (result.tokens[0] == service.pipe.settings.model.end_of_text_id).any()
+    message = {"role": "assistant", "content": result.text}
+    reason = "stop" if ended else "length"
     return {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": model_name(service),
-        "choices": [
-            {
-                "index": 0,
-                "message": {"role": "assistant", "content": result.text},
-                "finish_reason": "stop" if ended else "length",
-            }
-        ],
+        "choices": [{"index": 0, "message": message, "finish_reason": reason}],
         "sparse_lavida": _notes(ticket, result),
     }
 
@@ -192,12 +188,8 @@ def models(request: fastapi.Request) -> dict[str, Any]:
 def healthz(request: fastapi.Request) -> dict[str, Any]:
     """Says that it is up, and how long the queue is."""
     service = _service(request)
-    return {
-        "status": "ok",
-        "model": model_name(service),
-        "running": service.running,
-        "waiting": service.waiting,
-    }
+    queue = {"running": service.running, "waiting": service.waiting}
+    return {"status": "ok", "model": model_name(service), **queue}
 
 
 @router.get("/metrics")
@@ -213,25 +205,21 @@ class _Metrics(prometheus_client.registry.Collector):
     def __init__(self, service: Service):
         self.service = service
 
-    def collect(self) -> Iterator[prometheus_client.core.Metric]:
-        service, gauge = self.service, prometheus_client.core.GaugeMetricFamily
-        yield _counter("requests", "Ended requests.", ["task", "outcome"], service.counts)
-        for what, values in (("tokens", service.tokens), ("seconds", service.seconds)):
-            meaning = f"Device {what} of requests that were done."
-            yield _counter(what, meaning, ["task"], {(task,): n for task, n in values.items()})
+    def collect(self) -> Iterator[core.Metric]:
+        service, done = self.service, "of requests that were done."
+        counters: list[tuple[str, str, list[str], Mapping[Any, float]]] = [
+            ("requests", "Ended requests.", ["task", "outcome"], service.counts),
+            ("tokens", f"Device tokens {done}", ["task"], service.tokens),
+            ("seconds", f"Device seconds {done}", ["task"], service.seconds),
+        ]
+        for name, meaning, labels, values in counters:
+            counter = core.CounterMetricFamily(f"sparse_lavida_{name}", meaning, labels=labels)
+            for key, value in sorted(values.items()):
+                counter.add_metric([key] if len(labels) == 1 else key, value)
+            yield counter
+        gauge = core.GaugeMetricFamily
         yield gauge("sparse_lavida_waiting", "Requests that wait.", service.waiting)
         yield gauge("sparse_lavida_running", "Requests that run.", int(service.running))
-
-
-def _counter(
-    name: str, meaning: str, labels: list[str], values: Mapping[tuple[str, ...], int | float]
-) -> prometheus_client.core.Metric:
-    family = prometheus_client.core.CounterMetricFamily(
-        f"sparse_lavida_{name}", meaning, labels=labels
-    )
-    for key, value in sorted(values.items()):
-        family.add_metric(key, value)
-    return family
 
 
 # ---------------------------------------------------------------------------------------------
@@ -286,22 +274,17 @@ def _question(messages: list[dict[str, Any]], service: Service) -> tuple[str, An
 
 
 async def _images(
-    request: fastapi.Request,
-    task: str,
-    asked: ImageBody,
-    image: Shown | None = None,
-    **more: Any,
+    request: fastapi.Request, task: str, asked: ImageBody, image: Shown | None = None, **more: Any
 ) -> dict[str, Any]:
     if asked.response_format == "url":
-        raise _Refusal(400, "images come as b64_json: nothing is kept here for a URL to name.")
+        raise HTTPException(400, "images come as b64_json: nothing is kept here for a URL to name.")
     if asked.size != "auto":
         width, _, height = asked.size.partition("x")
         if not (width.isdecimal() and height.isdecimal()):
-            raise _Refusal(400, f"size={asked.size!r} must be such as 512x512, width first.")
+            raise HTTPException(400, f"size={asked.size!r} must be such as 512x512, width first.")
         more["size"] = (int(height), int(width))
-    ticket, result = await _done(
-        request, task, asked, asked.prompt, image, num_images=asked.n, **more
-    )
+    more["num_images"] = asked.n
+    ticket, result = await _done(request, task, asked, asked.prompt, image, **more)
     return {
         "created": int(time.time()),
         "data": [{"b64_json": _png(image)} for image in result.images],
@@ -310,17 +293,12 @@ async def _images(
 
 
 async def _done(
-    request: fastapi.Request,
-    task: str,
-    asked: Body,
-    words: str,
-    image: Shown | None,
-    **more: Any,
+    request: fastapi.Request, task: str, asked: Body, words: str, image: Shown | None, **more: Any
 ) -> tuple[Ticket, Result]:
     """Waits for a request's turn and its result; cancels it when the client goes away."""
     service = _service(request)
     if asked.model not in (None, "", name := model_name(service)):
-        raise _Refusal(404, f"there is no model {asked.model!r} here, only {name!r}.")
+        raise HTTPException(404, f"there is no model {asked.model!r} here, only {name!r}.")
     # Without a seed, OpenAI's clients expect another image every time; the reply names it.
     more["seed"] = secrets.randbelow(LARGEST_SEED // 2) if asked.seed is None else asked.seed
     named = {*options.OPTIONS, "num_inference_steps", "guidance_scale"}
@@ -341,15 +319,15 @@ def _refusing() -> Iterator[None]:
     try:
         yield
     except REFUSED as error:
-        raise _Refusal(400, str(error)) from error
+        raise HTTPException(400, str(error)) from error
     except QueueFull as error:
-        raise _Refusal(429, str(error), {"Retry-After": str(RETRY_SECONDS)}) from error
+        raise HTTPException(429, str(error), {"Retry-After": str(RETRY_SECONDS)}) from error
     except (Cancelled, asyncio.CancelledError) as error:
-        raise _Refusal(CLIENT_LEFT, "the request was cancelled.") from error
+        raise HTTPException(CLIENT_LEFT, "the request was cancelled.") from error
     except Exception as error:
         if "RESOURCE_EXHAUSTED" in str(error):
-            raise _Refusal(503, "the device has not enough memory: ask for less.") from error
-        raise _Refusal(500, f"an error of the program: {type(error).__name__}.") from error
+            raise HTTPException(503, "the device has not enough memory: ask for less.") from error
+        raise HTTPException(500, f"an error of the program: {type(error).__name__}.") from error
 
 
 def _notes(ticket: Ticket, result: Result) -> dict[str, Any]:
@@ -372,18 +350,11 @@ def _png(image: Image.Image) -> str:
 # What is refused.
 
 
-class _Refusal(fastapi.HTTPException):
-    """An error in OpenAI's shape."""
-
-    def __init__(self, status: int, sentence: str, headers: dict[str, str] | None = None):
-        super().__init__(status, sentence, headers)
-
-
 _KINDS = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 
 
 async def _refused(_: fastapi.Request, error: Exception) -> responses.JSONResponse:
-    assert isinstance(error, fastapi.HTTPException)
+    assert isinstance(error, HTTPException)
     kind = _KINDS.get(error.status_code, "invalid_request_error")
     said = {"message": error.detail, "type": kind, "param": None, "code": None}
     return responses.JSONResponse({"error": said}, error.status_code, error.headers)
@@ -394,4 +365,4 @@ async def _misread(request: fastapi.Request, error: Exception) -> responses.JSON
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"] if part != "body")
     sentence = f"{where or 'the request'}: {first['msg']}."
-    return await _refused(request, _Refusal(400, sentence))
+    return await _refused(request, HTTPException(400, sentence))

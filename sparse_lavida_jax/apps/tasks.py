@@ -31,11 +31,6 @@ class TaskForm:
     button: str = ""
     result: str = "Image"
 
-    @property
-    def takes_image(self) -> bool:
-        """Whether an image can stand before the words on the command line."""
-        return "image" in self.options.split()
-
 
 FORMS = {
     "generate": TaskForm(

@@ -37,11 +37,10 @@ def summary(rows: Rows) -> str:
     lines = []
     for name, own in _grouped(rows).items():
         told = [name, *(_told(_shares(own, task)) for task in tasks)]
-        passes = statistics.mean(map(_passes, own))
         all_steps = [row["train_steps"] for row in own]
         steps = " to ".join(map(str, sorted({min(all_steps), max(all_steps)})))
         steps = f"{own[0]['after']}, then {steps}" if own[0]["after"] else steps
-        lines.append((*told, f"{passes:.1f}", steps, len({row["seed"] for row in own})))
+        lines.append((*told, f"{_passes(own):.1f}", steps, len({row["seed"] for row in own})))
     return markdown.table(["way", *tasks, "passes", "steps of training", "seeds"], lines)
 
 
@@ -58,8 +57,8 @@ def _shares(rows: Rows, task: str) -> list[float]:
     return [row["share"] for row in rows if row["task"] == task]
 
 
-def _passes(row: Row) -> float:
-    return float(sum(row["passes"].values()))
+def _passes(rows: Rows) -> float:
+    return statistics.mean(sum(row["passes"].values()) for row in rows)
 
 
 def _told(shares: Sequence[float]) -> str:
@@ -100,13 +99,11 @@ def write_report(folder: pathlib.Path) -> pathlib.Path:
             f"![{name}]({name}.png)",
         ]
     if speed := of_bundled_model(record.read_rows("sampling")):
-        plot_speed(speed, folder / "ablation_speed.png")
         parts += [
             "## What do cache and truncation bring?",
             "`python -m sparse_lavida_jax.bench.sampling --batch=1`, 2 and 4: the bundled model,"
             " medians of rows timed in turn; tokens are those of one response, padding left out.",
             table.table("sampling", speed),
-            "![how many times faster than dense](ablation_speed.png)",
         ]
     path = folder / "ablations.md"
     page = path.read_text() if path.exists() else f"# Ablations\n\n{BEGIN}{END}\n"
@@ -117,13 +114,24 @@ def write_report(folder: pathlib.Path) -> pathlib.Path:
     return path
 
 
+def of_bundled_model(rows: Rows) -> list[Row]:
+    """Returns the rows of speed that have a dense one of their run, of few responses at a time."""
+    return [
+        row
+        for row in rows
+        if table.row_of(rows, row, "dense")
+        and row["batch"] in SPEED_BATCHES
+        and not row["random_weights"]
+    ]
+
+
 # ---------------------------------------------------------------------------------------------
 # Plots.
 
 
 @contextlib.contextmanager
-def _figure(path: pathlib.Path, columns: int = 1, **options) -> Iterator[tuple[Any, Sequence[Any]]]:
-    """Yields a figure and its axes, and writes it.
+def _figure(path: pathlib.Path, **options) -> Iterator[Any]:
+    """Yields the axes of a figure, and writes it.
 
     Raises:
         ConfigError: matplotlib is not there.
@@ -137,9 +145,9 @@ def _figure(path: pathlib.Path, columns: int = 1, **options) -> Iterator[tuple[A
         raise config.ConfigError(
             "the report draws with matplotlib: pip install 'sparse-lavida-jax[plots]'."
         ) from error
-    figure, axes = pyplot.subplots(1, columns, squeeze=False, **options)
-    yield figure, axes[0]
-    figure.savefig(path, dpi=130, bbox_inches="tight" if columns == 1 else None)
+    figure, axes = pyplot.subplots(**options)
+    yield axes
+    figure.savefig(path, dpi=130, bbox_inches="tight")
     pyplot.close(figure)
 
 
@@ -153,7 +161,7 @@ def plot(rows: Rows, path: pathlib.Path) -> None:
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     ways = _grouped(rows)
     width = 1.5 + 0.9 * len(tasks) * max(len(ways) / 4, 1)
-    with _figure(path, figsize=(5, 3.4) if is_curve else (width, 3.2)) as (_, (axes,)):
+    with _figure(path, figsize=(5, 3.4) if is_curve else (width, 3.2)) as axes:
         if is_curve:
             _plot_curve(axes, rows)
         else:
@@ -167,7 +175,7 @@ def _plot_curve(axes, rows: Rows) -> None:
     kinds = collections.defaultdict(list)
     for own in _grouped(rows).values():
         shares = [row["share"] for row in own]
-        point = (statistics.mean(map(_passes, own)), statistics.mean(shares), _spread(shares))
+        point = (_passes(own), statistics.mean(shares), _spread(shares))
         kinds[own[0]["sampled"].partition("_")[0]].append(point)
     for kind, points in kinds.items():
         passes, shares, spreads = zip(*sorted(points), strict=True)
@@ -188,50 +196,3 @@ def _plot_bars(axes, ways: dict[str, list[Row]], tasks: Sequence[str]) -> None:
             axes.plot([place] * len(found), found, ".", color="0.2", ms=3)
     axes.set_xticks(range(len(tasks)), tasks)
     axes.set_ylim(0, 1)
-
-
-def of_bundled_model(rows: Rows) -> list[Row]:
-    """Returns the rows of speed that have a dense one of their run, of few responses at a time."""
-    return [
-        row
-        for row in rows
-        if table.row_of(rows, row, "dense")
-        and row["batch"] in SPEED_BATCHES
-        and not row["random_weights"]
-    ]
-
-
-def plot_speed(rows: Rows, path: pathlib.Path) -> None:
-    """Draws how many times faster than dense every preset is, over how many times fewer tokens.
-
-    Raises:
-        ConfigError: matplotlib is not there.
-    """
-    tasks = sorted({row["task"] for row in rows})
-    with _figure(path, len(tasks), figsize=(4.5 * len(tasks), 3.6)) as (figure, all_axes):
-        for axes, task in zip(all_axes, tasks, strict=True):
-            _plot_task(axes, [row for row in rows if row["task"] == task])
-            axes.set_title(task, fontsize=9)
-        figure.tight_layout()
-
-
-def _plot_task(axes, rows: Rows) -> None:
-    most, batches = 1.0, sorted({row["batch"] for row in rows})
-    for batch in batches:
-        own = [row for row in rows if row["batch"] == batch]
-        points = {}
-        for row in own:
-            if dense := table.row_of(own, row, "dense"):
-                fewer = dense["tokens"]["useful"] / row["tokens"]["useful"]
-                points[row["method"]] = (fewer, dense["median_s"] / row["median_s"])
-        axes.plot(*zip(*points.values(), strict=True), ".", label=f"batch {batch}")
-        most = max(most, *(x for x, _ in points.values()))
-        if batch == batches[-1]:
-            for number, (name, point) in enumerate(sorted(points.items(), key=lambda p: p[1])):
-                place = (3, 3) if number % 2 else (3, -8)  # neighbours above and below
-                axes.annotate(name, point, fontsize=6, xytext=place, textcoords="offset points")
-    axes.plot((0, most), (0, most), color="0.7", lw=0.8)
-    axes.set_xlim(0.5, 1.3 * most)
-    axes.set_xlabel("times fewer tokens than dense")
-    axes.set_ylabel("times faster than dense")
-    axes.legend(fontsize=7, frameon=False)

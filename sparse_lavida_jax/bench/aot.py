@@ -6,8 +6,6 @@ what chips send each other is then a fact of the program; how long it takes is n
 called projected here is the compiler's estimate or a quotient of numbers of vendors.
 """
 
-import collections
-import contextlib
 import dataclasses
 import functools
 import math
@@ -33,14 +31,11 @@ from sparse_lavida_jax.sequence import Response, Text
 from sparse_lavida_jax.training import flops
 
 MARGIN = 0.9  # of a chip's memory that a program may take (ours)
-QUICK = -1.0  # lowest effort of the compiler: half of its time, and estimates that are no use
 # Without it the compiler for v6e may make a loop of every product with a split matrix, a part of
 # the matrix a round, and takes minutes longer. `launch/` sets it too.
 OPTIONS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 KERNEL_SHARE = 0.5  # of its peak that attention is taken to reach: the compiler cannot tell (ours)
 PROMPT_LEN = 250  # words of a prompt to draw from
-
-
 # 64 chips for training, of configs that name no mesh; 8 or 4 to sample.
 TRAINING: dict[str, dict[str, int]] = {
     "v5p:4x4x4": {"data": 2, "fsdp": 16, "tensor": 2},
@@ -94,9 +89,8 @@ class AotProgram:
         Of a program whose second argument is a `SamplerState`.
         """
         cache = self.inputs[1].cache
-        shapes = {x.sharding.shard_shape(x.shape) for x in (cache.joint_keys, cache.split_keys)} | {
-            x.shape for x in (cache.joint_keys, cache.split_keys)
-        }
+        keys = (cache.joint_keys, cache.split_keys)
+        shapes = {shape for x in keys for shape in (x.shape, x.sharding.shard_shape(x.shape))}
         layers = {shape[1:] for shape in shapes}
         return frozenset(shapes | layers | {(1, *shape) for shape in layers})
 
@@ -118,10 +112,9 @@ class AotProgram:
 
     def exchanged(self) -> dict[str, int]:
         """Returns bytes of each kind of exchange in one call, by `hlo.collectives`."""
-        total: collections.Counter[str] = collections.Counter()
-        for row in hlo.collectives(self.text):
-            total[row.kind] += row.bytes
-        return dict(total)
+        found = hlo.collectives(self.text)
+        kinds = dict.fromkeys(row.kind for row in found)
+        return {kind: sum(row.bytes for row in found if row.kind == kind) for kind in kinds}
 
     def projected(self, useful_flops: float) -> dict[str, float]:
         """Returns seconds of a call, of which nothing was measured, and what follows from them.
@@ -155,10 +148,8 @@ def full_run(settings: config.Config) -> config.Config:
 
     Masters, moments and sums of gradients stay what the config says: float32 by default.
     """
-    model = dataclasses.replace(
-        settings.model, remat="layer", attention_implementation="pallas_tpu"
-    )
-    return dataclasses.replace(settings, model=model)
+    changes = {"remat": "layer", "attention_implementation": "pallas_tpu"}
+    return config.changed(settings, {"model": changes})
 
 
 def training_axes(settings: config.Config, topology: str) -> dict[str, int]:
@@ -190,16 +181,13 @@ def training(
     topology: str,
     axes: Mapping[str, int],
     batch: memory.BatchSize,
-    effort: float = 0.0,
 ) -> AotProgram:
     """Compiles one step of training: `train.train_step`, as `train.train` calls it.
 
-    Args:
-        effort: of the compiler, from -1, quickly, to 1. What a chip holds and sends is hardly
-            moved by it; the estimate of its time is, tenfold.
+    `JAX_EXEC_TIME_OPTIMIZATION_EFFORT=-1` halves the time that it takes. That hardly changes what a
+    chip holds and sends; the estimate of its time it changes tenfold.
     """
-    with _effort(effort):
-        return step_on(settings, described(topology, axes), batch, topology, OPTIONS)
+    return step_on(settings, described(topology, axes), batch, topology, OPTIONS)
 
 
 def step_on(
@@ -254,9 +242,8 @@ def sampling(
     chosen, steps, prompt = case.settings(model), case.plan(model), case.prompt(model)
     room = sample.capacity(prompt, steps, chosen, slot_multiple(model.attention_implementation))
     longest = max(steps, key=lambda part: len(part.block))
-    step = sample.StepTokens(
-        *(getattr(longest, field.name) for field in dataclasses.fields(sample.StepTokens))
-    )
+    names = (field.name for field in dataclasses.fields(sample.StepTokens))
+    step = sample.StepTokens(*(getattr(longest, name) for name in names))
     program = program_of(chosen, greedy=False)
     shapes = jax.eval_shape(lambda: Denoiser(model, rngs=nnx.Rngs(0)))
     own = jax.tree_util.tree_map_with_path(parameter, shapes)
@@ -280,17 +267,6 @@ def sampling(
         AotProgram(topology, sizes, prefilled, (own, *rest), middle - begin),
         AotProgram(topology, sizes, segment, given, end - middle),
     )
-
-
-@contextlib.contextmanager
-def _effort(effort: float):
-    name = "jax_exec_time_optimization_effort"
-    before = getattr(jax.config, name)
-    jax.config.update(name, effort)
-    try:
-        yield
-    finally:
-        jax.config.update(name, before)
 
 
 def _laid(tree: Any, shardings: Any) -> Any:
@@ -362,13 +338,8 @@ def rows(
     settings: config.Config,
     topologies: Sequence[str],
     batch: memory.BatchSize,
-    reduce_dtypes: Sequence[str],
-    effort: float,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Compiles the step of training or the programs of sampling; yields an id and values of each.
-
-    Args:
-        reduce_dtypes: of the sums of gradients, `model.grad_reduce_dtype`.
 
     Raises:
         ConfigError: a topology is unknown.
@@ -377,11 +348,8 @@ def rows(
     for topology in topologies:
         chips = topology.replace(":", "-")
         if topology in TRAINING:
-            for dtype in reduce_dtypes:
-                model = dataclasses.replace(settings.model, grad_reduce_dtype=dtype)
-                changed = dataclasses.replace(settings, model=model)
-                values = _training_row(changed, topology, batch, effort)
-                yield f"{settings.name}/train/{chips}/{dtype}", values
+            row_id = f"{settings.name}/train/{chips}/{settings.model.grad_reduce_dtype}"
+            yield row_id, _training_row(settings, topology, batch)
         elif topology in SAMPLING:
             made = sampling(settings, topology, SAMPLING[topology])
             for task, program in zip(("prefill", "segment"), made, strict=True):
@@ -395,15 +363,15 @@ def rows(
 
 
 def _training_row(
-    settings: config.Config, topology: str, batch: memory.BatchSize, effort: float
+    settings: config.Config, topology: str, batch: memory.BatchSize
 ) -> dict[str, Any]:
     axes = training_axes(settings, topology)
-    step = training(settings, topology, axes, batch, effort)
+    step = training(settings, topology, axes, batch)
     # As if every token had a loss and saw all others: at most what a real batch needs.
     useful = flops.work_of(memory.rows(settings.model, batch), settings.model).flops
     expected = expected_bytes(settings, axes, batch)
     dtype = settings.model.grad_reduce_dtype
-    values = _row(settings, step, useful) | {
+    return _row(settings, step, useful) | {
         "task": "train_step",
         "method": f"gradients summed in {'bfloat16' if dtype == 'compute' else dtype}",
         "batch": batch.rows,
@@ -411,11 +379,7 @@ def _training_row(
         "expected_bytes": expected | {"total": sum(expected.values())},
         "loss_chunk": settings.train.loss_chunk,
         "remat": settings.model.remat,
-        "effort": effort,
     }
-    if effort < 0:
-        del values["projected"]
-    return values
 
 
 def _row(settings: config.Config, program: AotProgram, useful_flops: float) -> dict[str, Any]:

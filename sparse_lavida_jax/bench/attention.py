@@ -56,7 +56,7 @@ def main(argv: list[str]) -> None:
         for case in _cases(heads=2, timed=False):
             _check(case)
         return
-    if not attention.is_kernel():
+    if attention.default_implementation() not in attention.KERNELS:
         sys.exit(
             "bench.attention: there is no kernel for this device, so nothing to measure;"
             " --dry-run checks on small shapes that everything agrees."
@@ -156,14 +156,11 @@ def _measure_tables(bench: Bench, shared: dict[str, Any]) -> None:
     """Times what a forward pass makes: tables of all tokens, and of the tokens of each stream."""
     tags = Case(f"packed_{TABLES_LEN}", TABLES_ROWS, shapes.tags(f"packed_{TABLES_LEN}")).arrays()
     cut = TABLES_LEN // 4  # tokens of the one stream, in which nothing is special
-
-    def all_tables(tags):
-        parts = (slice(None), slice(None, cut), slice(cut, None))
-        return [attention.make_tables(*(tag[:, part] for tag in tags)) for part in parts]
+    parts = (slice(None), slice(None, cut), slice(cut, None))
 
     def calls(tags):
         for _ in range(methods.IN_FLIGHT):
-            made = all_tables(tags)
+            made = [attention.make_tables(*(tag[:, part] for tag in tags)) for part in parts]
             # Ties the next call to this one, so that nothing is computed once for all.
             tags, made = jax.lax.optimization_barrier((tags, made))
         return made

@@ -148,14 +148,8 @@ class Study:
             )
             passes = Passes()
             task, _, split = row.pop("task").partition("/")
-            result = exact.evaluate(
-                pipe,
-                task,
-                self.ablation.prompts,
-                split=split or "test",
-                sampling=sampling,
-                callback=passes,
-            )
+            how = {"split": split or "test", "sampling": sampling, "callback": passes}
+            result = exact.evaluate(pipe, task, self.ablation.prompts, **how)
             row |= {
                 "passes": passes.of_a_batch,
                 "method": sampling.preset or presets.default_preset(pipe.settings.model),
@@ -171,28 +165,25 @@ class Study:
         for nth, (sampled, changes) in enumerate(way.sampled.items()):
             sampling = config.changed(settings, {"sampling": changes}).sampling
             for task in way.tasks or self.ablation.tasks:
-                yield (
-                    f"{self.shared.name}/{name}/{sampled}/{task}/s{seed}",
-                    sampling,
-                    {
-                        "training": settings.name,
-                        "sampling": dataclasses.asdict(sampling),
-                        "total": self.ablation.prompts,
-                        "ablation": self.shared.name,
-                        "question": self.ablation.question,
-                        "way": name,
-                        "group": way.group or name,
-                        "sampled": sampled,
-                        "place": [[*self.ablation.ways].index(name), nth],
-                        "seed": seed,
-                        "task": task,
-                        "train_steps": settings.train.train_steps,
-                        "changes": way.changes,
-                        "after": way.after,
-                        "sampling_changes": changes,
-                        "curve": self.ablation.curve,
-                    },
-                )
+                row = {
+                    "training": settings.name,
+                    "sampling": dataclasses.asdict(sampling),
+                    "total": self.ablation.prompts,
+                    "ablation": self.shared.name,
+                    "question": self.ablation.question,
+                    "way": name,
+                    "group": way.group or name,
+                    "sampled": sampled,
+                    "place": [[*self.ablation.ways].index(name), nth],
+                    "seed": seed,
+                    "task": task,
+                    "train_steps": settings.train.train_steps,
+                    "changes": way.changes,
+                    "after": way.after,
+                    "sampling_changes": changes,
+                    "curve": self.ablation.curve,
+                }
+                yield f"{self.shared.name}/{name}/{sampled}/{task}/s{seed}", sampling, row
 
 
 def digest(settings: config.Config, base: str = "") -> str:

@@ -100,14 +100,13 @@ def collectives(hlo: str) -> list[Collective]:
         if opcode.endswith("-start") and result.startswith("("):
             # Operands, results and what the hardware needs: the largest is the one that counts.
             result = max(_arrays(result), key=_size)
-        arrays = tuple(_arrays(result))
+        told = "+".join(_arrays(result))
         if kind == "reduce-scatter":
             group = re.search(r"replica_groups=\{?\{([\d,]+)\}", operands)
             shape = re.search(r"replica_groups=\[(\d+),(\d+)\]", operands)
             parts = int(shape[2]) if shape else group[1].count(",") + 1 if group else 1
-            total[kind, f"{parts} x {'+'.join(arrays)}"] += runs
-        else:
-            total[kind, "+".join(arrays)] += runs
+            told = f"{parts} x {told}"
+        total[kind, told] += runs
     rows = [
         Collective(kind, result, _total_size(result) * runs, runs)
         for (kind, result), runs in total.items()
@@ -120,21 +119,20 @@ def cycles(hlo: str) -> int:
 
     Of the instructions that it schedules: kernels, and transfers that it hides, have none.
     """
-    total = 0
-    for line, runs in _instructions(hlo):
-        found = _CYCLES.search(line)
-        if found and int(found[1]) < _UNKNOWN_CYCLES:
-            total += int(found[1]) * runs
-    return total
+    return sum(
+        int(found[1]) * runs
+        for line, runs in _instructions(hlo)
+        if (found := _CYCLES.search(line)) and int(found[1]) < _UNKNOWN_CYCLES
+    )
 
 
 def kernel_flops(hlo: str) -> int:
     """Returns what Pallas kernels for TPUs compute in a call, as they say of themselves."""
-    total = 0
-    for line, runs in _instructions(hlo):
-        if "tpu_custom_call" in line and (found := _KERNEL_FLOPS.search(line)):
-            total += int(found[1]) * runs
-    return total
+    return sum(
+        int(found[1]) * runs
+        for line, runs in _instructions(hlo)
+        if "tpu_custom_call" in line and (found := _KERNEL_FLOPS.search(line))
+    )
 
 
 def _instructions(hlo: str) -> list[tuple[str, int]]:
@@ -163,10 +161,9 @@ def _parse(hlo: str) -> tuple[dict[str, _Computation], str]:
         elif _INSTRUCTION.match(line):
             current.lines.append(line)
             if loop := _LOOP.search(line):
+                condition, body = (computations[name] for name in loop.groups())
                 known = _TRIPS.search(line)
-                trips = (
-                    int(known[1]) if known else _trips(*(computations[n] for n in loop.groups()))
-                )
+                trips = int(known[1]) if known else _trips(condition, body)
                 current.calls += [(loop[2], trips), (loop[1], trips)]
             elif branches := _BRANCHES.search(line):
                 current.calls += [(b.strip().strip("%"), 1) for b in branches[1].split(",")]

@@ -29,7 +29,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.extend.core import Literal
 from jax.sharding import AbstractMesh
@@ -91,33 +90,24 @@ class MemoryPlan:
 
 def ways(settings: config.Config) -> dict[str, config.Config]:
     """Returns the ways to train a model of this size that the table compares, by name."""
-    plain = dataclasses.replace(settings.optimizer, kind="adamw", groups=(), ema=0.0)
-    plain = dataclasses.replace(plain, moments_dtype="float32")
-    rate = plain.learning_rate
+    plain = dataclasses.replace(
+        settings.optimizer, kind="adamw", groups=(), ema=0.0, moments_dtype="float32"
+    )
+    model, whole = dataclasses.replace(settings.model, remat="layer"), config.Lora()
 
-    def way(**changes: Any) -> config.Config:
-        low_rank = changes.pop("lora", config.Lora())
-        return dataclasses.replace(
-            settings,
-            model=dataclasses.replace(settings.model, remat="layer"),
-            optimizer=dataclasses.replace(plain, **changes),
-            lora=low_rank,
-        )
+    def way(lora: config.Lora = whole, **changes: Any) -> config.Config:
+        rule = dataclasses.replace(plain, **changes)
+        return dataclasses.replace(settings, model=model, optimizer=rule, lora=lora)
 
     rank = settings.lora if settings.lora.rank else config.Lora(rank=16)
-    found = {
-        "full": way(),
-        "full, bfloat16 moments": way(moments_dtype="bfloat16"),
-    }
+    found = {"full": way(), "full, bfloat16 moments": way(moments_dtype="bfloat16")}
     if not settings.model.understanding_only:
-        found["generation branch"] = way(
-            groups=((BRANCH, rate), ("", 0.0)), frozen_dtype="bfloat16"
-        )
+        groups = ((BRANCH, plain.learning_rate), ("", 0.0))
+        found["generation branch"] = way(groups=groups, frozen_dtype="bfloat16")
     name = f"LoRA of rank {rank.rank}"
-    return found | {
-        name: way(lora=rank, frozen_dtype="bfloat16"),
-        f"{name}, int8 base": way(lora=rank, frozen_dtype="int8"),
-    }
+    found[name] = way(lora=rank, frozen_dtype="bfloat16")
+    found[f"{name}, int8 base"] = way(lora=rank, frozen_dtype="int8")
+    return found
 
 
 def plan(
@@ -160,12 +150,12 @@ def axes_of(mesh: Mapping[str, int], devices: int = 0) -> dict[str, int]:
     Raises:
         ConfigError: it does not make up the devices, or does not say how many there are.
     """
-    if not mesh and devices > 1:
-        raise config.ConfigError(
-            f"--devices={devices}: the config has no train.mesh, so its run takes one device. Set"
-            " one, such as {'fsdp': -1}."
-        )
     if not mesh:
+        if devices > 1:
+            raise config.ConfigError(
+                f"--devices={devices}: the config has no train.mesh, so its run takes one device."
+                " Set one, such as {'fsdp': -1}."
+            )
         return {}
     if -1 in mesh.values() and not devices:
         raise config.ConfigError(
@@ -215,10 +205,8 @@ def first_state(settings: config.Config, model: Denoiser | None = None) -> train
 def kept(settings: config.Config, batch: BatchSize) -> int:
     """Returns the bytes that the loss keeps for its gradient, next to the parameters."""
     # Of a layer of which the input alone is kept, any attention keeps nothing.
-    quick = settings.model.remat == "layer"
-    implementation = "reference" if quick else "pallas_tpu"
-    model = dataclasses.replace(settings.model, attention_implementation=implementation)
-    settings = dataclasses.replace(settings, model=model)
+    implementation = "reference" if settings.model.remat == "layer" else "pallas_tpu"
+    settings = config.changed(settings, {"model": {"attention_implementation": implementation}})
     trained, frozen = jax.eval_shape(lambda: parts(settings))
 
     def way_back(trained, frozen):
@@ -232,10 +220,8 @@ def kept(settings: config.Config, batch: BatchSize) -> int:
     given = set(jaxpr.invars)
     outputs = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
     size = _bytes([v.aval for v in outputs - given])
-    if settings.train.loss_chunk:
-        names = parameters.by_name(trained)
-        size -= _bytes([names[head] for head in HEADS if head in names])
-    return size
+    names = parameters.by_name(trained) if settings.train.loss_chunk else {}
+    return size - _bytes([names[head] for head in HEADS if head in names])
 
 
 def rows(model: config.Model, batch: BatchSize) -> Corrupted:
@@ -275,12 +261,10 @@ def _of_a_layer(
     is_gathered: bool,
 ) -> int:
     """Bytes of one joint layer on its way back."""
+    one = {"num_layers": 1, "dual_tower_layers": 0, "unroll_layers": False}
 
     def of_one(remat: str) -> int:
-        model = dataclasses.replace(
-            settings.model, num_layers=1, dual_tower_layers=0, remat=remat, unroll_layers=False
-        )
-        return kept(dataclasses.replace(settings, model=model), batch)
+        return kept(config.changed(settings, {"model": one | {"remat": remat}}), batch)
 
     def elements(part: Denoiser | None) -> int:
         return sum(
@@ -321,7 +305,7 @@ def _of_logits(settings: config.Config, batch: BatchSize) -> int:
 
 
 def _bytes(tree: Any) -> int:
-    return sum(int(np.prod(x.shape)) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
+    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
 
 
 def plans(

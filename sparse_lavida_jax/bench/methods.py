@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_lavida_jax.bench import flex, timing
+from sparse_lavida_jax.bench import timing
 from sparse_lavida_jax.bench.cases import CHECKED_HEADS, HEAD_DIM, Case
 from sparse_lavida_jax.kernels import attention, tables
+from sparse_lavida_jax.visibility import PAD_BLOCK, visible
 
 IN_FLIGHT = 8  # calls started before waiting: what a launch costs the host is not attention
 LAYERS, LAYER = 3, 1  # of the stacked cache, and the one that is read
@@ -50,24 +51,21 @@ class Program:
 def methods(case: Case, *, dry: bool = False) -> dict[str, Callable[[Numbers], Program]]:
     """Returns what may be measured; which of it runs here shows when it is called."""
     library = functools.partial(functools.partial, by_library, case)
-    if dry:
-        kernel = "pallas_gpu" if jax.__version_info__ >= (0, 11) else "pallas_tpu"
-        return {
-            "kernel": functools.partial(ours, case, implementation=kernel),
-            "blockwise": functools.partial(ours, case, implementation="blockwise"),
-            "xla_mask": library("xla", masked=True),
-        }
     found: dict[str, Callable[[Numbers], Program]] = {
         "kernel": functools.partial(ours, case),
         "blockwise": functools.partial(ours, case, implementation="blockwise"),
+        "xla_mask": library("xla", masked=True),
+    }
+    if dry:
+        return found | {"kernel": functools.partial(ours, case, implementation=interpreted())}
+    found |= {
         "cudnn": library("cudnn", masked=False),
         "cudnn_mask": library("cudnn", masked=True),
         "tokamax": library("mosaic", masked=False),
         "tokamax_mask": library("mosaic", masked=True),
-        "xla_mask": library("xla", masked=True),
     }
     if case.batch == 1:  # its compiler takes longer than all the others together
-        kept: dict[str, Callable[[bool], flex.Made]] = {}
+        kept: list[Callable[[bool], Program]] = []
         found["flex"] = functools.partial(_flex, case, kept=kept, builds=False)
         found["flex_with_mask"] = functools.partial(_flex, case, kept=kept, builds=True)
     if case.tags.query_segment is not None:
@@ -77,6 +75,11 @@ def methods(case: Case, *, dry: bool = False) -> dict[str, Callable[[Numbers], P
         same = ("kernel", "cudnn", "tokamax", "flex")
         found = {name: make for name, make in found.items() if name in same}
     return found
+
+
+def interpreted() -> str:
+    """Returns the kernel that this version of JAX can interpret where there is no device for it."""
+    return "pallas_gpu" if jax.__version_info__ >= (0, 11) else "pallas_tpu"
 
 
 def ours(
@@ -164,13 +167,12 @@ def packed(case: Case, numbers: Numbers) -> Program:
 
 
 def _flex(
-    case: Case, numbers: Numbers, *, kept: dict[str, Callable[[bool], flex.Made]], builds: bool
+    case: Case, numbers: Numbers, *, kept: list[Callable[[bool], Program]], builds: bool
 ) -> Program:
     """Both programs of a case are made of what is compiled once."""
-    if "prepared" not in kept:
-        kept["prepared"] = flex.prepare(case, numbers)
-    run, wait, outputs, note = kept["prepared"](builds)
-    return Program(run, wait, 1 if builds else case.calls, outputs, note=note)
+    if not kept:
+        kept.append(prepared_flex(case, numbers))
+    return kept[0](builds)
 
 
 def compiled(case: Case, attend: Attend, numbers: Numbers, data: Any) -> Program:
@@ -225,6 +227,102 @@ def timed(
         if turn:  # the first is to warm up
             times[method].append((time.perf_counter() - begin) / (starts * program.calls))
     return times
+
+
+# ---------------------------------------------------------------------------------------------
+# FlexAttention, where PyTorch and CUDA are present.
+
+
+def rule(tags: tuple[Any, ...]) -> Callable[..., Any]:
+    """Returns the visibility rule as FlexAttention takes it: of indices, on tensors of tags [s]."""
+    query_block, query_horizon, key_block, query_segment, key_segment = tags
+
+    def sees(batch, head, query, key):
+        del batch, head
+        segments = () if query_segment is None else (query_segment[query], key_segment[key])
+        sees = visible(query_block[query], query_horizon[query], key_block[key], *segments)
+        return sees & (query_block[query] != PAD_BLOCK)
+
+    return sees
+
+
+def prepared_flex(case: Case, numbers: Numbers) -> Callable[[bool], Program]:
+    """Returns what makes a program of PyTorch's FlexAttention, on the same numbers and tags.
+
+    It takes whether the BlockMask is made (compiled too) in every call, as tags that are new data
+    need. Heads come before tokens, as FlexAttention likes them; all rows have the same tags, so
+    that one BlockMask serves them all. The calls of a short shape are one CUDA graph.
+
+    Raises:
+        ModuleNotFoundError: there is no PyTorch.
+        RuntimeError: it has no CUDA.
+    """
+    torch: Any = importlib.import_module("torch")
+    if not torch.cuda.is_available():
+        raise RuntimeError("this PyTorch has no CUDA")
+    package: Any = importlib.import_module("torch.nn.attention.flex_attention")
+    torch._dynamo.reset()  # guards of the cases before would be tried first
+    attention = torch.compile(package.flex_attention, dynamic=False)
+    make = torch.compile(package.create_block_mask, dynamic=False)
+    q, k, v, cotangent = (
+        torch.tensor(x, device="cuda", dtype=torch.bfloat16).transpose(1, 2).contiguous()
+        for x in numbers
+    )
+    t = case.tags
+    fields = (t.query_block, t.query_horizon, t.key_block, t.query_segment, t.key_segment)
+    tags = tuple(None if tag is None else torch.tensor(tag, device="cuda") for tag in fields)
+    lengths = len(t.query_block), len(t.key_block)
+    block_mask = functools.partial(make, rule(tags), None, None, *lengths, device="cuda")
+    made = block_mask()
+
+    def once(q, k, v, builds):
+        mask = block_mask() if builds else made
+        if not case.backward:
+            with torch.no_grad():
+                return (attention(q, k, v, block_mask=mask),)
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        out = attention(q, k, v, block_mask=mask)
+        return (out, *torch.autograd.grad(out, (q, k, v), cotangent))
+
+    def all_calls():
+        found = once(q, k, v, builds=False)
+        for _ in range(case.calls - 1):
+            found = once(*(found[1:] if case.backward else (found[0], k, v)), builds=False)
+        return found
+
+    def outputs():
+        found = once(q, k, v, builds=False)
+        heads = (x.transpose(1, 2)[:, :, list(CHECKED_HEADS)] for x in found)
+        return tuple(x.detach().float().cpu().numpy() for x in heads)
+
+    def wait(found):
+        del found
+        torch.cuda.synchronize()
+
+    def program(builds: bool) -> Program:
+        if builds:
+            return Program(functools.partial(once, q, k, v, builds=True), wait, 1, outputs)
+        run, note = _graph(torch, all_calls) if case.calls > 1 else (all_calls, "")
+        return Program(run, wait, case.calls, outputs, note=note)
+
+    return program
+
+
+def _graph(torch: Any, run: Callable[[], Any]) -> tuple[Callable[[], Any], str]:
+    """Returns the calls as one CUDA graph, which the host starts at once; or as they are."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            run()
+    except RuntimeError as error:
+        return run, f"no CUDA graph ({str(error)[:80]}): short calls may wait for the host"
+    return graph.replay, ""
 
 
 def _merged(x):

@@ -6,7 +6,6 @@ it out; masked diffusion as LaViDa-O has it shows every token of the response, s
 and lets all see all.
 """
 
-import dataclasses
 import statistics
 import time
 from collections.abc import Callable
@@ -44,11 +43,9 @@ def methods(settings: config.Config) -> dict[str, config.Config]:
     tiles = "blockwise" if default == "reference" else default
 
     def way(implementation: str, **changes: Any) -> config.Config:
-        return dataclasses.replace(
-            settings,
-            model=dataclasses.replace(settings.model, attention_implementation=implementation),
-            diffusion=dataclasses.replace(settings.diffusion, weighting="1/t", **changes),
-        )
+        model = {"attention_implementation": implementation}
+        diffusion = {"weighting": "1/t", **changes}
+        return config.changed(settings, {"model": model, "diffusion": diffusion})
 
     sparse = {"attention": "step_causal", "corruption": "blocks"}
     return {
@@ -86,29 +83,25 @@ def batches(
         for index in range(count * rows)
     ]
     shape = longest_of([row.length for row in made], LENGTH_MULTIPLE)
-    return [
-        stack(
-            [corrupt(row, settings.model) for row in made[start : start + rows]],
-            shape,
-            settings.model,
-            full_attention=settings.diffusion.attention != "step_causal",
-            pixels=stack_images([row.example.pixels for row in made[start : start + rows]]),
-        )
-        for start in range(0, len(made), rows)
-    ]
+    model, is_full = settings.model, settings.diffusion.attention != "step_causal"
+    found = []
+    for start in range(0, len(made), rows):
+        own = made[start : start + rows]
+        pixels = stack_images([row.example.pixels for row in own])
+        corrupted = [corrupt(row, model) for row in own]
+        found.append(stack(corrupted, shape, model, full_attention=is_full, pixels=pixels))
+    return found
 
 
 def counted(found: list[Corrupted], model: config.Model) -> dict[str, dict[str, float]]:
     """Returns means of a batch: its tokens, those with a loss, its slots, and operations."""
     works = [flops.work_of(batch, model) for batch in found]
-    names = {"loss": "with_loss", "useful": "tokens", "padded": "slots"}
-    return {
-        "tokens": {
-            name: statistics.mean(getattr(one, field) for one in works)
-            for name, field in names.items()
-        },
-        "flops": {"useful": statistics.mean(one.flops for one in works)},
+    tokens = {
+        "loss": statistics.mean(one.with_loss for one in works),
+        "useful": statistics.mean(one.tokens for one in works),
+        "padded": statistics.mean(one.slots for one in works),
     }
+    return {"tokens": tokens, "flops": {"useful": statistics.mean(one.flops for one in works)}}
 
 
 class Trainer:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times whole requests: prompt in, pixels or words out."""
+"""Times whole requests, prompt in, pixels or words out, and runs suites of them row by row."""
 
 import dataclasses
 import functools
 import hashlib
+import itertools
+import json
 import operator
 import statistics
 import time
@@ -22,9 +24,10 @@ from sparse_lavida_jax.models import fuse, quantize, vq
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.sampling import draw, plans, presets
 from sparse_lavida_jax.sampling.prefixes import Prefixes
-from sparse_lavida_jax.sampling.prompts import Prompt
+from sparse_lavida_jax.sampling.prompts import padded_lengths
 from sparse_lavida_jax.sampling.state import num_registers
 
+Row = dict[str, Any]
 SPLIT = ("host", "prefill", "loop", "vq_encode", "vq_decode")
 
 
@@ -94,8 +97,8 @@ class _Warm:
     case: RequestCase
     model: Denoiser
     prefixes: Prefixes | None
+    peak_before: int
     compiled: dict[str, Any] = dataclasses.field(default_factory=dict)
-    peak_before: int = 0
     compilations_timed: int = 0
     splits: list[dict[str, float]] = dataclasses.field(default_factory=list)
     cores: list[float] = dataclasses.field(default_factory=list)
@@ -103,7 +106,7 @@ class _Warm:
 
 def measure(
     subject: Subject, cases: Sequence[RequestCase], *, runs: int, calibration: dict[str, Any]
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Returns the values of rows: of each `runs` whole requests after one that compiles.
 
     Rows are timed in turn (`timing.in_turn`).
@@ -119,10 +122,11 @@ def measure(
 
 
 def _warmed(subject: Subject, case: RequestCase) -> _Warm:
-    warm = _Warm(case, subject.in_form(case), Prefixes() if case.keeps_prefix else None)
-    compiled, warm.peak_before = record.compiled(), _peak_bytes() or 0
+    prefixes = Prefixes() if case.keeps_prefix else None
+    warm = _Warm(case, subject.in_form(case), prefixes, _peak_bytes() or 0)
+    compiled = record.compiled()
     before, kept, begin = len(compiled.seconds), compiled.kept, time.perf_counter()
-    _, canvas = _request(subject, warm.model, case, 0, warm.prefixes)
+    _, canvas = _request(subject, warm.model, case, 0, prefixes)
     seconds, own = time.perf_counter() - begin, compiled.seconds[before:]
     digest = hashlib.sha256(canvas.tobytes()).hexdigest()
     warm.compiled = {
@@ -140,19 +144,12 @@ def _peak_bytes() -> int | None:
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
-def _row(subject: Subject, warm: _Warm, calibration: dict[str, Any]) -> dict[str, Any]:
+def _row(subject: Subject, warm: _Warm, calibration: dict[str, Any]) -> Row:
     case, model = warm.case, subject.settings.model
     settings, plan, prompt = case.settings(model), case.plan(model), case.prompt(model)
-    itemsize = 1 if case.sampling.quantize else 0
-    need = work.of_request(
-        model,
-        settings,
-        plan,
-        prompt,
-        weight_bytes=itemsize,
-        kept=case.keeps_prefix,
-        discards=case.discards,
-    )
+    counting = {"kept": case.keeps_prefix, "discards": case.discards}
+    weight_bytes = 1 if case.sampling.quantize else 0
+    need = work.of_request(model, settings, plan, prompt, weight_bytes=weight_bytes, **counting)
     steps = sum(part.num_steps for part in plan)
     scale = steps / (case.steps_timed or steps)
     times = [sum(one.values()) + (scale - 1) * one["loop"] for one in warm.splits]
@@ -199,45 +196,35 @@ def _request(
 ) -> tuple[dict[str, float], Int[np.ndarray, "b l g"]]:
     """Runs one request, other words and seeds every turn; returns seconds of its parts, and ids."""
     split: dict[str, float] = dict.fromkeys(SPLIT, 0.0)
-    clock = _Clock()
+    last = time.perf_counter()
+
+    def ends(part: str) -> None:
+        nonlocal last
+        before, last = last, time.perf_counter()
+        split[part] = last - before
+
     if case.image is not None and subject.codec is not None:
         vq.encode_images(subject.codec, np.repeat(case.image[None], case.batch, 0), case.batch)
-        split["vq_encode"] = clock()
+        ends("vq_encode")
     seeds, settings = range(turn * case.batch, (turn + 1) * case.batch), model.settings
     requests, plan = case.requests(seeds, turn), case.timed_plan(settings, list(seeds))
-    how, bucket = case.settings(settings), _bucket(case.prompt(settings))
-    split["host"] = clock()
+    how, bucket = case.settings(settings), padded_lengths(case.prompt(settings))
+    ends("host")
     begun = sample.begin(model, requests, plan, settings=how, prompt_len=bucket, prefixes=prefixes)
     state = jax.block_until_ready(begun.state)
-    split["prefill"] = clock()
+    ends("prefill")
     assert state is not None
     for segment in plan:
         state = sample.advance(model, begun, state, segment, in_trips=case.in_trips)
     canvas = np.asarray(state.canvas)
-    split["loop"] = clock()
+    ends("loop")
     decoder = subject.codec if case.without == "vq_dtype" else subject.decoder
     if how.kind == "image" and decoder is not None:
         known = np.minimum(canvas, settings.codebook_size - 1)  # of steps not timed
         grid = sequence.codes_from_cells(known, settings.grid_size, settings.codes_side)
         vq.decode_codes(decoder, np.asarray(grid), batch=1)
-        split["vq_decode"] = clock()
+        ends("vq_decode")
     return split, canvas
-
-
-class _Clock:
-    """Returns the seconds since it was last asked."""
-
-    def __init__(self):
-        self.last = time.perf_counter()
-
-    def __call__(self) -> float:
-        before, self.last = self.last, time.perf_counter()
-        return self.last - before
-
-
-def _bucket(prompt: Prompt) -> tuple[int, int]:
-    generation = 0 if prompt.generation is None else prompt.generation.index.shape[1]
-    return prompt.understanding.index.shape[1], generation
 
 
 def _error(
@@ -256,15 +243,12 @@ def _error(
         return {}
     small = suites.sizes(subject.settings.model)[0] < suites.WORDS
     steps = [part.steps(i, i + 1) for part in plan for i in range(part.num_steps)]
-    requests, run = case.requests(range(case.batch)), _one_step()
-    begun = [
-        sample.begin(which, requests, plan, settings=settings) for which in (subject.model, model)
-    ]
+    requests, both = case.requests(range(case.batch)), (subject.model, model)
+    begun = [sample.begin(which, requests, plan, settings=settings) for which in both]
     states, found = [one.state for one in begun], []
+    names = [field.name for field in dataclasses.fields(sample.StepTokens)]
     for part in steps if small else steps[:1]:
-        now = sample.StepTokens(
-            *(jnp.asarray(getattr(part, f.name))[0] for f in dataclasses.fields(sample.StepTokens))
-        )
+        now = sample.StepTokens(*(jnp.asarray(getattr(part, name))[0] for name in names))
         program = dataclasses.replace(
             begun[0].program,
             guided=bool(part.guided[0]),
@@ -272,35 +256,133 @@ def _error(
             num_registers=num_registers(part, begun[0].program),
         )
         (plain, after), (moved, other) = (
-            run(which, state, now, begun[0].prompt, program)
-            for which, state in zip((subject.model, model), states, strict=True)
+            _one_step(which, state, now, begun[0].prompt, program)
+            for which, state in zip(both, states, strict=True)
         )
         states = [after, dataclasses.replace(after, cache=other.cache)]
         there = np.asarray(now.decode) >= 0
-        found.append(_moved(np.asarray(plain)[there], np.asarray(moved)[there]))
+        plain, moved = np.asarray(plain)[there], np.asarray(moved)[there]
+        difference = np.abs(moved - plain)
+        found.append(
+            {
+                "largest": float(np.abs(plain).max()),
+                "largest_difference": float(difference.max()),
+                "mean_difference": float(difference.mean()),
+                "argmax_agreement": float((moved.argmax(-1) == plain.argmax(-1)).mean()),
+            }
+        )
     by_step = {name: [one[name] for one in found] for name in found[0]}
     over_all = {name: statistics.mean(values) for name, values in by_step.items()}
     largest = {name: max(by_step[name]) for name in ("largest", "largest_difference")}
     return {"logits": over_all | largest | {"by_step": by_step}}
 
 
-def _moved(plain: np.ndarray, moved: np.ndarray) -> dict[str, float]:
-    difference = np.abs(moved - plain)
-    return {
-        "largest": float(np.abs(plain).max()),
-        "largest_difference": float(difference.max()),
-        "mean_difference": float(difference.mean()),
-        "argmax_agreement": float((moved.argmax(-1) == plain.argmax(-1)).mean()),
-    }
-
-
-@functools.cache
-def _one_step() -> Callable[..., Any]:
+@functools.partial(jax.jit, static_argnums=4)
+def _one_step(model, state, now, prompt, settings):
     """A step that also returns its logits."""
+    logits, _ = sample.step_logits(model, state, now, prompt, settings)
+    policy = draw.policy_of(settings.choice)
+    return logits, sample.step(model, state, now, prompt, policy=policy, settings=settings)
 
-    def run(model, state, now, prompt, settings):
-        logits, _ = sample.step_logits(model, state, now, prompt, settings)
-        policy = draw.policy_of(settings.choice)
-        return logits, sample.step(model, state, now, prompt, policy=policy, settings=settings)
 
-    return jax.jit(run, static_argnums=4)
+# ---------------------------------------------------------------------------------------------
+# Suites: finished rows, and the run that they are of.
+
+
+def run_suite(
+    subject: Subject,
+    suite: str,
+    cases: Sequence[RequestCase],
+    *,
+    runs: int,
+    vq_dtype: str,
+    variant: str = "",
+    missing: bool = False,
+    minutes: float = 0.0,
+) -> str:
+    """Measures a suite and writes a row as soon as it is measured; returns the id of the run.
+
+    Args:
+        runs: timed requests of each row.
+        vq_dtype: of the subject's decoder of images.
+        variant: after the ids of what is measured in another way, with other flags perhaps.
+        missing: goes on with the newest run of this code, model, software and device, and measures
+            what it lacks.
+        minutes: no row is begun that would end later, if it takes as long as the longest so far;
+            0: all are. Rows that are timed in turn are begun together.
+
+    Raises:
+        ConfigError: a row that is there was measured in another way and would be lost.
+    """
+    bench = record.Bench(suite)
+    how = {
+        "model": subject.settings.name,
+        "settings": hashlib.sha256(repr(subject.settings).encode()).hexdigest()[:12],
+        "random_weights": subject.random_weights,
+        "vq_dtype": vq_dtype,
+        "variant": variant,
+    }
+    wanted = {f"{case.id}/{variant}" if variant else case.id: case for case in cases}
+    paths = {row_id: record.path_of(suite, f"{how['model']}/{row_id}") for row_id in wanted}
+    there = {id_: json.loads(path.read_text()) for id_, path in paths.items() if path.exists()}
+    _refuse_to_lose(there, vq_dtype)
+    if missing:
+        bench, done = _newest_run(bench, there, how)
+        wanted = {row_id: case for row_id, case in wanted.items() if row_id not in done}
+    if not wanted:
+        return bench.run
+    calibration = timing.calibrate()
+    together = [[row_id] for row_id in wanted]
+    if suites.in_turn(suite):
+        by_task = itertools.groupby(wanted, lambda row_id: wanted[row_id].task)
+        together = [[*ids] for _, ids in by_task]
+    begin, longest = time.monotonic(), 0.0
+    for number, ids in enumerate(together):
+        begun = time.monotonic() - begin
+        if minutes and number and begun + longest > 60 * minutes:
+            left = list(itertools.chain(*together[number:]))
+            print(f"no time for {', '.join(left)}: --missing measures the rest.", flush=True)
+            break
+        of_ids = [wanted[row_id] for row_id in ids]
+        rows = measure(subject, of_ids, runs=runs, calibration=calibration)
+        for row_id, row in zip(ids, rows, strict=True):
+            path = bench.write(row_id, row | how, name=f"{how['model']}/{row_id}")
+            print(
+                f"{path.name}: median {row['median_s']:.4f} s, loop {row['split_s']['loop']:.4f} s,"
+                f" floor {row['floor_s']:.4f} s, compiled in {row['compile_s']:.1f} s",
+                flush=True,
+            )
+        longest = max(longest, time.monotonic() - begin - begun)
+    return bench.run
+
+
+def _refuse_to_lose(there: dict[str, Row], vq_dtype: str) -> None:
+    now = (record.circumstances()["software"]["xla_flags"], vq_dtype)
+    for row_id, row in there.items():
+        found = (row["software"]["xla_flags"], row.get("vq_dtype", vq_dtype))
+        if found != now:
+            raise config.ConfigError(
+                f"{row_id} is there, measured with XLA_FLAGS and --vq-dtype {found}, and now they"
+                f" are {now}: name this way, such as --variant=cb_off, or delete the row."
+            )
+
+
+def _newest_run(
+    bench: record.Bench, there: dict[str, Row], how: Row
+) -> tuple[record.Bench, set[str]]:
+    """Returns the run to go on with, and its rows; rows are compared within a run."""
+    now = record.circumstances()
+    expected = how | {"code": bench.source["code"], "software": now["software"]}
+    expected["host_cores"] = now["device"]["host_cores"]
+    done: set[str] = set()
+    for row_id, row in sorted(there.items(), key=lambda pair: pair[1]["created"], reverse=True):
+        row_of = row | {"host_cores": row["device"]["host_cores"]}
+        other = record.differing(row_of, expected)
+        if not done and not other:
+            bench = dataclasses.replace(bench, run=row["run"])
+        if not other and row["run"] == bench.run:
+            done.add(row_id)
+        else:
+            told = f"other {', '.join(other)}" if other else "of another run"
+            print(f"{row_id} is measured again: {told}", flush=True)
+    return bench, done

@@ -33,7 +33,7 @@ from absl import app, flags, logging
 from flax import nnx
 
 from sparse_lavida_jax import config, runtime
-from sparse_lavida_jax.bench import record, requests, running, suites, table
+from sparse_lavida_jax.bench import record, requests, suites, table
 from sparse_lavida_jax.bench.suites import RequestCase
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.models import fuse, vq
@@ -60,7 +60,6 @@ BATCH = flags.DEFINE_integer("batch", 16, "Images at a time.", lower_bound=1)
 STEPS = flags.DEFINE_integer(
     "steps", 0, "Steps an image and a text block; by default those of the config."
 )
-GUIDANCE = flags.DEFINE_float("guidance", None, "Scale; by default that of the config.")
 PRESETS = flags.DEFINE_list("presets", [], "Which to time; by default all.")
 
 RANDOM_SCALE = 0.02  # of random weights, at least
@@ -85,7 +84,7 @@ def main(argv: list[str]) -> None:
         )
     try:
         subject, cases = _random_subject() if RANDOM.value else _trained_subject()
-        run = running.run_suite(
+        run = requests.run_suite(
             subject,
             SUITE.value or suites.PRESETS_SUITE,
             cases,
@@ -149,17 +148,8 @@ def _trained_subject() -> tuple[requests.Subject, list[RequestCase]]:
 
 
 def _by_preset(settings: config.Config, examples: Mapping, text_block_len: int):
-    if GUIDANCE.value is not None:
-        sampling = dataclasses.replace(settings.sampling, guidance=GUIDANCE.value)
-        settings = dataclasses.replace(settings, sampling=sampling)
-    return suites.by_preset(
-        settings,
-        examples,
-        text_block_len,
-        batch=BATCH.value,
-        steps=STEPS.value,
-        names=PRESETS.value,
-    )
+    asked = {"batch": BATCH.value, "steps": STEPS.value, "names": PRESETS.value}
+    return suites.by_preset(settings, examples, text_block_len, **asked)
 
 
 def _random_model(settings: config.Model, task: fuse.Task | None) -> Denoiser:

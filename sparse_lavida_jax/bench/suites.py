@@ -163,16 +163,17 @@ def by_preset(
 
 def random_examples(settings: config.Config) -> dict[str, Example]:
     """Returns what a model of random weights is asked for under every preset."""
-    model, ids = settings.model, _ids(settings.model, WORDS)
-
-    def example(kind: Kind, length: int, width: int) -> Example:
-        tokens, given = np.zeros((length, width), np.int32), np.zeros(length, bool)
-        return Example((Text(ids), Response(length)), tokens, given, kind, None, length)
-
+    model, words = settings.model, Text(_ids(settings.model, WORDS))
     return {
-        "draw": example("image", model.num_cells, model.codes_per_token),
-        "text": example("text", settings.data.max_answer_len, 1),
+        "draw": _example((words,), "image", model.num_cells, model.codes_per_token),
+        "text": _example((words,), "text", settings.data.max_answer_len, 1),
     }
+
+
+def _example(parts: tuple, kind: Kind, length: int, width: int, views: tuple = ()) -> Example:
+    """A request for a response that is empty yet."""
+    tokens, given = np.zeros((length, width), np.int32), np.zeros(length, bool)
+    return Example((*parts, Response(length)), tokens, given, kind, None, length, views)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -269,8 +270,8 @@ def _case(
     """Returns a request for an image; with `steps`, of a block, for an answer."""
     model, sampling, name = settings.model, settings.sampling, quantized or method
     words, question, answer = sizes(model)
+    kind: Kind = "text" if steps else "image"
     length, width = (answer, 1) if steps else (model.num_cells, model.codes_per_token)
-    empty = np.zeros((length, width), np.int32)
     parts, views, image = (Text(_ids(model, question if steps else words)),), (), None
     if steps:
         preset = "prefix" if method == "dense_cached" else method.removesuffix("_lean")
@@ -289,17 +290,15 @@ def _case(
             rng = np.random.default_rng(0)
             image = rng.integers(0, 256, (pixels, pixels, 3), dtype=np.uint8)
             seen = images.see(image, model.vision)
-            codes = rng.integers(0, model.codebook_size, empty.shape).astype(np.int32)
+            codes = rng.integers(0, model.codebook_size, (length, width)).astype(np.int32)
             parts, views = (seen.part, Source(codes), *parts), (seen.pixels,)
     # All of these pass as many tokens in every step.
     constant = preset in (("prefix",) if steps else ("dense", "none")) and total > STEPS_TIMED
-    kind: Kind = "text" if steps else "image"
-    known = np.zeros(length, bool)
     return RequestCase(
         id=row_id,
         task=row_id.partition("/")[0],
         method=name,
-        example=Example((*parts, Response(length)), empty, known, kind, None, length, views),
+        example=_example(parts, kind, length, width, views),
         sampling=dataclasses.replace(sampling, quantize=quantized, **how),
         text_block_len=settings.data.text_block_len,
         batch=batch,

@@ -9,6 +9,7 @@ r"""Tables from the committed rows, held against the bars.
 
 import fnmatch
 import functools
+import itertools
 import pathlib
 import string
 import sys
@@ -257,9 +258,7 @@ RATIOS |= {"tile_rate"}
 Findings = Iterator[dict[str, Any]]
 
 
-def _held(
-    asked: Mapping[str, Any], find: Callable[[str, str], Findings]
-) -> Iterator[dict[str, Any]]:
+def _held(asked: Mapping[str, Any], find: Callable[[str, str], Findings]) -> Findings:
     """Returns a line for every bar, and for each row that it is about.
 
     Args:
@@ -270,28 +269,18 @@ def _held(
         name, at_most = kind.replace("_", " "), kind in AT_MOST
         for pattern, wanted in patterns.items():
             bounds = wanted if isinstance(wanted, list) else [wanted]
-            line: dict[str, Any] = {
-                "bar": f"{name}: {pattern.replace(' ', ' over ')}",
-                "wanted": ("<= " if at_most else ">= ")
-                + ", stretch ".join(f"{x:g}" for x in bounds),
-                "held": "not measured",
-            }
-            found = [*find(kind, pattern)]
-            for one in found:
+            asked_for = ("<= " if at_most else ">= ") + ", stretch ".join(f"{x:g}" for x in bounds)
+            for one in [*find(kind, pattern)] or [{"bar": pattern.replace(" ", " over ")}]:
+                line = one | {"bar": f"{name}: {one['bar']}", "wanted": asked_for}
+                if "value" not in one:
+                    yield line | {"held": "not measured"}
+                    continue
                 reached = [one["value"] <= x if at_most else one["value"] >= x for x in bounds]
                 held = _verdict(reached[0]) + ", stretch met" * (len(reached) > 1 and all(reached))
-                counts = one.get("counts", True)
-                yield (
-                    line
-                    | one
-                    | {
-                        "bar": f"{name}: {one['bar']}",
-                        "held": held if counts else "does not count: the dense side is slow",
-                        "told": () if counts and reached[0] else one["told"],
-                    }
-                )
-            if not found:
-                yield line
+                if not one.get("counts", True):
+                    yield line | {"held": "does not count: the dense side is slow"}
+                else:
+                    yield line | {"held": held, "told": () if reached[0] else one["told"]}
 
 
 def _page(name: str, lines: Iterable[dict[str, Any]]) -> str:
@@ -307,8 +296,7 @@ def speed_bars(rows: Rows) -> str:
     Below them, what the time of rows that miss one goes to.
     """
     lines = []
-    for section in ("speed", "speed_cpu"):
-        asked = bars()[section]
+    for asked in (bars()["speed"], bars()["speed_cpu"]):
         own = [View(row) for row in rows if row["model"] in asked["models"]]
         find = functools.partial(_whole_requests, own, asked["dense_side"])
         lines += _held({kind: of for kind, of in asked.items() if isinstance(of, dict)}, find)
@@ -318,16 +306,15 @@ def speed_bars(rows: Rows) -> str:
 def _whole_requests(rows: list[View], dense_side: float, kind: str, pattern: str) -> Findings:
     if kind in RATIOS:
         first, second = pattern.split()
-        for ours in (row for row in rows if row["id"] == first):
-            for theirs in (row for row in rows if row["id"] == second):
-                if theirs["run"] == ours["run"]:
-                    is_slow = theirs["loop_share_of_matmul"] < dense_side
-                    yield {
-                        "bar": f"{first} over {second}",
-                        "value": View(ours | {"other": theirs})[kind],
-                        "counts": kind != "times_faster" or not is_slow,
-                        "told": (_spent(ours), _spent(theirs)),
-                    }
+        for ours, theirs in itertools.product(rows, rows):
+            if (ours["id"], theirs["id"]) == (first, second) and theirs["run"] == ours["run"]:
+                is_slow = theirs["loop_share_of_matmul"] < dense_side
+                yield {
+                    "bar": f"{first} over {second}",
+                    "value": View(ours | {"other": theirs})[kind],
+                    "counts": kind != "times_faster" or not is_slow,
+                    "told": (_spent(ours), _spent(theirs)),
+                }
         return
     for row in rows:
         compiled = kind != "longest_compile_s" or row.get("compilations_kept") == 0
@@ -378,15 +365,13 @@ def _roofline(row: View) -> str:
         f" a matrix product {useful:.1f} us for the pairs that see each other, {tile:.1f} us for"
         f" their tiles; {moved:.1f} us to move q, k, v and the results once."
     )
-    programs, cores = row["programs"], row["device"].get("cores")
-    if not cores:
-        return told
-    turns = -(-programs // cores)
-    share = 100 * programs / (turns * cores)
-    return (
-        f"{told} {programs} programs forward on {cores} cores:"
-        f" {share:.0f} % of {turns} turns, were they all alike."
-    )
+    programs = row["programs"]
+    if cores := row["device"].get("cores"):
+        turns = -(-programs // cores)
+        share = 100 * programs / (turns * cores)
+        told += f" {programs} programs forward on {cores} cores: {share:.0f} % of {turns} turns,"
+        told += " were they all alike."
+    return told
 
 
 # ---------------------------------------------------------------------------------------------

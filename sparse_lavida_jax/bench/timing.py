@@ -13,7 +13,6 @@ import jax.numpy as jnp
 MATMULS = ((8192, 8192, 8192), (2048, 4096, 12288))  # a large one; an MLP of the model
 COPIED_BYTES = 2**30
 CPU_MATMULS, CPU_COPIED_BYTES = ((512, 512, 512),), 2**26  # what a processor does in a moment
-LAUNCHES = 200
 
 Key = TypeVar("Key")
 
@@ -35,7 +34,7 @@ def times(taken: Sequence[float]) -> dict[str, Any]:
 
 
 def calibrate(runs: int = 10) -> dict[str, Any]:
-    """Returns medians of this device: TFLOP/s, GB/s read and written, microseconds a launch.
+    """Returns medians of this device: TFLOP/s, and GB/s read and written.
 
     Products are in bfloat16; on CPUs, which have no such products, they and the arrays are small
     and in float32.
@@ -47,7 +46,6 @@ def calibrate(runs: int = 10) -> dict[str, Any]:
             "x".join(map(str, shape)): matmul_tflops(*shape, runs=runs) for shape in matmuls
         },
         "copy_gbps": copy_gbps(copied, runs=runs),
-        "launch_us": launch_us(LAUNCHES, runs=runs),
     }
 
 
@@ -66,19 +64,6 @@ def copy_gbps(size: int, *, runs: int) -> float:
     array = jnp.zeros(size // 4, jnp.float32)
     change = jax.jit(lambda x: x + 1)
     return 2 * size / _seconds(lambda: change(array), runs) / 1e9
-
-
-def launch_us(launches: int, *, runs: int) -> float:
-    """Programs of one small kernel, one after the other: what the host needs to start each."""
-    step = jax.jit(lambda x: x + 1)
-
-    def chain():
-        x = jnp.float32(0)
-        for _ in range(launches):
-            x = step(x)
-        return x
-
-    return _seconds(chain, runs) / launches * 1e6
 
 
 def _seconds(run: Callable[[], jax.Array], runs: int) -> float:

@@ -45,13 +45,6 @@ from sparse_lavida_jax.training import optimizer
 PLAN = flags.DEFINE_boolean("plan", False, "Print a table of memory.")
 AOT = flags.DEFINE_boolean("aot", False, "Compile for TPUs that are not there.")
 TARGETS = flags.DEFINE_list("targets", [*aot.TRAINING, *aot.SAMPLING], "What --aot compiles for.")
-REDUCE = flags.DEFINE_list(
-    "reduce", ["float32"], "Of --aot: model.grad_reduce_dtype; 'float32,compute' takes both."
-)
-EFFORT = flags.DEFINE_float(
-    "effort", 0.0, "Of the compiler of --aot; below 0 it is quick, and no time is projected.",
-    lower_bound=-1.0, upper_bound=1.0,
-)  # fmt: skip
 CONFIG = flags.DEFINE_string("config", "", "A config file.")
 CHECKPOINT = flags.DEFINE_string(
     "checkpoint", "scenes", "Trained where there is no config: a folder or a bundled name."
@@ -66,10 +59,6 @@ DEVICE_GB = flags.DEFINE_float(
 )  # fmt: skip
 DEVICES = flags.DEFINE_integer(
     "devices", 0, "Of --plan: devices that train.mesh is laid over; 0: as many as it names.",
-    lower_bound=0,
-)  # fmt: skip
-ROWS = flags.DEFINE_integer(
-    "rows", 0, "Rows that pass a device at a time; 0: as the config says, and 128 of --aot in all.",
     lower_bound=0,
 )  # fmt: skip
 # Of a text-to-image row at 1024 px: a cell grid of 32 x 32 and four groups of 64 registers.
@@ -145,9 +134,8 @@ def _subject() -> tuple[config.Config, Denoiser, objectives.MakeExample]:
 def _compile(settings: config.Config) -> None:
     """Compiles for TPUs that are not there."""
     bench = Bench("aot")
-    batch = memory.BatchSize(ROWS.value or AOT_ROWS, TEXT_TOKENS.value, IMAGE_TOKENS.value)
-    made = aot.rows(settings, TARGETS.value, batch, REDUCE.value, EFFORT.value)
-    for row_id, row in made:
+    batch = memory.BatchSize(AOT_ROWS, TEXT_TOKENS.value, IMAGE_TOKENS.value)
+    for row_id, row in aot.rows(settings, TARGETS.value, batch):
         bench.write(row_id, row)
         print(f"{row_id}: compiled in {row['compile_s']:.0f} s", flush=True)
     print(f"\n{table('aot', bench.rows())}\n\n{table('projected', bench.rows())}")
@@ -157,7 +145,7 @@ def _print_plan(settings: config.Config) -> None:
     """Prints the memory of one device; refuses what does not fit."""
     axes, packing = memory.axes_of(settings.train.mesh, DEVICES.value), settings.data.packing
     images = 0 if settings.model.understanding_only else IMAGE_TOKENS.value
-    rows = ROWS.value or memory.rows_of(settings, axes)
+    rows = memory.rows_of(settings, axes)
     batch = memory.BatchSize(rows, TEXT_TOKENS.value * packing, images * packing)
     plans, device = memory.plans(settings, batch, axes), round(DEVICE_GB.value * 2**30)
     columns = (*memory.PARTS, "total")

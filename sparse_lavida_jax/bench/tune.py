@@ -51,10 +51,8 @@ def main(runs: int, *, dry: bool) -> None:
     Args:
         dry: goes the whole way on a tiny shape with the kernel interpreted, and writes nothing.
     """
-    implementation = attention.default_implementation()
-    if dry:
-        implementation = "pallas_gpu" if jax.__version_info__ >= (0, 11) else "pallas_tpu"
-    if not attention.is_kernel(implementation):
+    implementation = methods.interpreted() if dry else attention.default_implementation()
+    if implementation not in attention.KERNELS:
         raise SystemExit(
             "bench.attention --tune: there is no kernel for this device, so there are no tiles;"
             " --dry-run goes the whole way without measuring."
@@ -84,8 +82,7 @@ def choose(
         members: its shapes, forward.
         times: returns the median seconds of every candidate that runs on a case.
     """
-    median_us: dict[str, float] = {}
-    rule_us: dict[str, float] = {}
+    median_us, rule_us = {}, {}
     best: dict[str, Sizes] = {}
     for what, candidates in _candidates(members, on_gpu).items():
         measured, rules = {}, {}
@@ -141,11 +138,8 @@ def _joined(best: dict[str, Any]) -> Sizes | None:
     """Returns the forward tiles of the one and the backward tiles of the other."""
     if "forward" not in best or "backward" not in best:
         return next(iter(best.values()), None)
-    own = {
-        name: value
-        for name, value in dataclasses.asdict(best["forward"]).items()
-        if name.startswith("forward")
-    }
+    forward = dataclasses.asdict(best["forward"])
+    own = {name: value for name, value in forward.items() if name.startswith("forward")}
     return dataclasses.replace(best["backward"], **own)
 
 
@@ -159,12 +153,8 @@ def _times(case: Case, candidates: list[Sizes], implementation: str, runs: int, 
             jax.block_until_ready(programs[candidate].run())
         except Exception as error:  # too much memory, mostly
             print(f"  {case.task} {candidate}: {type(error).__name__}: {error}"[:200], flush=True)
-    found = {
-        candidate: statistics.median(taken)
-        for candidate, taken in methods.timed(
-            programs, runs, 1 if dry else methods.IN_FLIGHT
-        ).items()
-    }
+    times = methods.timed(programs, runs, 1 if dry else methods.IN_FLIGHT)
+    found = {candidate: statistics.median(taken) for candidate, taken in times.items()}
     for candidate, seconds in sorted(found.items(), key=lambda pair: pair[1]):
         told = "runs" if dry else f"{seconds * 1e6:.1f} us"
         print(f"  {case.task} {candidate}: {told}", flush=True)

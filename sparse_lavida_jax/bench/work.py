@@ -82,8 +82,8 @@ def of_request(
         weight_bytes: of a number of the layers' matrices; 0: those of the compute dtype.
         discards: see `suites.RequestCase`.
     """
-    itemsize = weight_bytes or jnp.dtype(model.compute_dtype).itemsize
-    counter = _Counter(model, settings, itemsize, discards)
+    itemsize = jnp.dtype(model.compute_dtype).itemsize
+    counter = _Counter(model, settings.kind == "text", discards, weight_bytes or itemsize)
     prefills = []
     if settings.caches_prompt:
         prefills = [
@@ -144,21 +144,20 @@ def _lengths(prompt: Prompt) -> tuple[tuple[float, float], tuple[float, float]]:
     return valid, of_each(lambda stream: stream.index.shape[1])
 
 
+@dataclasses.dataclass(frozen=True)
 class _Counter:
-    """Counts passes by the parameters of the matrices that a token meets (`training/flops.py`)."""
+    """Counts passes by the parameters of the matrices that a token meets (`training/flops.py`).
 
-    def __init__(
-        self,
-        model: config.Model,
-        settings: presets.StepSettings,
-        weight_bytes: int,
-        discards: bool,
-    ):
-        self.model, self.settings, self.weight_bytes = model, settings, weight_bytes
-        self.heads = model.num_heads * model.head_dim
-        self.layers = {name: flops.layer_size(name, model) for name in flops.STREAMS}
-        self.head = {name: flops.head_size(name, model) for name in flops.STREAMS}
-        self.is_text, self.whole = settings.kind == "text", discards
+    Attributes:
+        is_text: whether words are predicted, and not an image.
+        whole: whether both towers are passed whole, and the text head by all tokens.
+        weight_bytes: of a number of the layers' matrices.
+    """
+
+    model: config.Model
+    is_text: bool
+    whole: bool
+    weight_bytes: int
 
     def one_pass(
         self,
@@ -184,17 +183,17 @@ class _Counter:
             (text + mine * self.is_text, image + mine * (not self.is_text))
             for (text, image), mine in zip(lengths, own, strict=True)
         )
-        text, image = tokens
-        itemsize = jnp.dtype(self.model.compute_dtype).itemsize
-        joint, split = self.model.num_joint_layers, self.model.num_split_layers
-        keys = joint * (sum(cached) + committed + text + image)
-        keys += split * ((cached[0] + text if self.is_text else cached[1] + image) + committed)
+        own_stream = 0 if self.is_text else 1
+        keys = self.model.num_joint_layers * (sum(cached) + committed + sum(tokens))
+        own_keys = cached[own_stream] + tokens[own_stream] + committed
+        keys += self.model.num_split_layers * own_keys
+        heads = self.model.num_heads * self.model.head_dim
         return Pass(
             useful=rows * self._operations(tokens, predicted[0], cached, committed),
             padded=rows * self._operations(slots, predicted[1], cached, committed),
             weights=self._weights(tokens, is_last=predicted[0] > 0),
-            keys=float(rows * keys * 2 * self.heads * itemsize),
-            tokens=round(rows * (text + image)),
+            keys=float(rows * keys * 2 * heads * jnp.dtype(self.model.compute_dtype).itemsize),
+            tokens=round(rows * sum(tokens)),
             slots=round(rows * sum(slots)),
         )
 
@@ -206,40 +205,41 @@ class _Counter:
 
     def _weights(self, tokens: Iterable[float], *, is_last: bool) -> float:
         """Bytes of matrices to read: layers that a token passes, and the heads."""
-        (text, image), joint = tokens, self.model.num_joint_layers
+        model, (text, image) = self.model, tokens
         of_text, of_image = self._depths()
         if self.is_text:
-            of_image = joint  # the rest of them is computed only to be thrown away
-        read = self.layers["understanding"] * of_text * (text > 0)
-        read += self.layers["generation"] * of_image * (image > 0)
-        # The matrices around the codes of a cell are the same for all codes, and read once.
-        codes, width = self.model.codes_per_token, self.model.generation_width
-        head = self.head["generation"] // codes + (codes - 1) * width**2
-        head += self.head["understanding"] * self.whole
-        head = self.head["understanding"] if self.is_text else head
-        itemsize = jnp.dtype(self.model.compute_dtype).itemsize
+            of_image = model.num_joint_layers  # the rest is computed only to be thrown away
+        read = flops.layer_size("understanding", model) * of_text * (text > 0)
+        read += flops.layer_size("generation", model) * of_image * (image > 0)
+        head = flops.head_size("understanding", model) * (self.is_text or self.whole)
+        if not self.is_text:
+            # The matrices around the codes of a cell are the same for all codes, and read once.
+            codes = model.codes_per_token
+            head += flops.head_size("generation", model) // codes
+            head += (codes - 1) * model.generation_width**2
+        itemsize = jnp.dtype(model.compute_dtype).itemsize
         return float(read * self.weight_bytes + head * itemsize * is_last)
 
     def _operations(
         self,
         tokens: tuple[float, float],
         predicted: float,
-        cached: Iterable[float],
+        cached: tuple[float, float],
         committed: float,
     ) -> float:
         """Of one row."""
-        text, image = tokens
-        joint, split = self.model.num_joint_layers, self.model.num_split_layers
+        model, (text, image), heads = self.model, tokens, self.model.num_heads * self.model.head_dim
         of_text, of_image = self._depths()
-        total = 2.0 * text * self.layers["understanding"] * of_text
-        total += 2.0 * image * self.layers["generation"] * of_image
+        total = 2.0 * text * flops.layer_size("understanding", model) * of_text
+        total += 2.0 * image * flops.layer_size("generation", model) * of_image
+        words = flops.head_size("understanding", model)
         if self.is_text:
-            total += 2.0 * self.head["understanding"] * (text + image if self.whole else predicted)
+            total += 2.0 * words * (text + image if self.whole else predicted)
         else:
-            total += 2.0 * self.head["generation"] * predicted
-            total += 2.0 * self.head["understanding"] * (text + image) * self.whole
+            total += 2.0 * flops.head_size("generation", model) * predicted
+            total += 2.0 * words * (text + image) * self.whole
         text_cached, image_cached = cached
         keys = text_cached + image_cached + committed + text + image
-        total += 4.0 * self.heads * joint * (text + image) * keys
+        total += 4.0 * heads * model.num_joint_layers * (text + image) * keys
         own, stored = (text, text_cached) if self.is_text else (image, image_cached)
-        return total + 4.0 * self.heads * split * own * (own + stored + committed)
+        return total + 4.0 * heads * model.num_split_layers * own * (own + stored + committed)

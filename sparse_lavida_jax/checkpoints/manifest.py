@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`MANIFEST.sha256`: the SHA-256 of every file of a model folder, and which tensors are damaged."""
 
-import hashlib
+import contextlib
 import pathlib
 
 import safetensors
 
 from sparse_lavida_jax.checkpoints import arrays
 from sparse_lavida_jax.checkpoints.arrays import CheckpointError
+from sparse_lavida_jax.data import files
 
 MANIFEST = "MANIFEST.sha256"
 TENSORS_NAMED = 5  # in a complaint about a damaged file
@@ -19,8 +20,8 @@ def write(folder: pathlib.Path) -> None:
     for path in sorted(folder.rglob("*.safetensors")):
         digests |= _digests_in(folder, path)
     arrays.write_digests(folder, digests)
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    lines = [f"{_sha256(path)}  {path.relative_to(folder).as_posix()}\n" for path in files]
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    lines = [f"{files.sha256(path)}  {path.relative_to(folder).as_posix()}\n" for path in paths]
     (folder / MANIFEST).write_text("".join(lines))
 
 
@@ -32,7 +33,7 @@ def digest(folder: pathlib.Path) -> str:
     """
     if not (folder / MANIFEST).is_file():
         raise CheckpointError(f"{folder} has no {MANIFEST}: it was not written to its end.")
-    return _sha256(folder / MANIFEST)
+    return files.sha256(folder / MANIFEST)
 
 
 def verify(folder: pathlib.Path) -> int:
@@ -55,7 +56,7 @@ def verify(folder: pathlib.Path) -> int:
         path = folder / name
         if not path.is_file():
             raise CheckpointError(f"{path} is missing. Copy the folder {folder} again.")
-        if _sha256(path) != known:
+        if files.sha256(path) != known:
             raise CheckpointError(
                 f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}."
                 f"{_damaged_tensors(folder, path)} Copy the folder {folder} again."
@@ -66,11 +67,13 @@ def verify(folder: pathlib.Path) -> int:
 def _damaged_tensors(folder: pathlib.Path, path: pathlib.Path) -> str:
     """Returns a sentence with the arrays that a damaged file changed; there may be none."""
     name, digests = path.relative_to(folder).as_posix(), arrays.read_digests(folder)
+    found: dict[str, str] = {}
     if path.suffix == ".safetensors":
         found = _digests_in(folder, path)
         digests = {key: known for key, known in digests.items() if key.startswith(f"{name}:")}
     elif name.startswith(f"{arrays.PARAMS}/"):
-        found = _digests_of_params(folder / arrays.PARAMS)
+        with arrays.silence(), contextlib.suppress(CheckpointError):
+            found = arrays.ParamsReader(folder / arrays.PARAMS).digests()
         digests = {key: known for key, known in digests.items() if ":" not in key}
     else:
         return ""
@@ -78,18 +81,8 @@ def _damaged_tensors(folder: pathlib.Path, path: pathlib.Path) -> str:
     if not damaged:
         return ""
     more = f" and {len(damaged) - TENSORS_NAMED} more" if len(damaged) > TENSORS_NAMED else ""
-    named = f"{', '.join(damaged[:TENSORS_NAMED])}{more}"
-    if len(damaged) == 1:
-        return f" The tensor {named} is not what was written."
-    return f" The tensors {named} are not what was written."
-
-
-def _digests_of_params(folder: pathlib.Path) -> dict[str, str]:
-    with arrays.silence():
-        try:
-            return arrays.ParamsReader(folder).digests()
-        except CheckpointError:
-            return {}
+    named, several = f"{', '.join(damaged[:TENSORS_NAMED])}{more}", len(damaged) > 1
+    return f" The tensor{'s' * several} {named} {'are' if several else 'is'} not what was written."
 
 
 def _digests_in(folder: pathlib.Path, path: pathlib.Path) -> dict[str, str]:
@@ -102,8 +95,3 @@ def _digests_in(folder: pathlib.Path, path: pathlib.Path) -> dict[str, str]:
             }
     except (OSError, safetensors.SafetensorError):
         return {}
-
-
-def _sha256(path: pathlib.Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

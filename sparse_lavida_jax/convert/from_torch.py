@@ -233,11 +233,12 @@ def _list_weights(released: _Released) -> None:
         return
     placed = _read_index(folder / INDEX) if (folder / INDEX).is_file() else {}
     for file in sorted(set(placed.values())) or [SINGLE]:
+        expected = [name for name, place in placed.items() if place == file]
         try:
             found = _list_file(folder, file)
         except ConvertError as error:
             problems.append(str(error))
-            released.unread += [name for name, place in placed.items() if place == file]
+            released.unread += expected
             continue
         problems += [
             f"{name} is in {file}, {INDEX} places it in {placed.get(name, 'no file')}."
@@ -246,8 +247,8 @@ def _list_weights(released: _Released) -> None:
         ]
         problems += [
             f"{name} is not in {file}, where {INDEX} places it."
-            for name, place in placed.items()
-            if place == file and name not in found
+            for name in expected
+            if name not in found
         ]
         released.stored |= found
     if not any(name.startswith(names.VQ_PREFIX) for name in [*released.stored, *released.unread]):
@@ -257,9 +258,8 @@ def _list_weights(released: _Released) -> None:
 def _list_image_tokenizer(released: _Released) -> None:
     """Adds the tensors of the `vqvae` subfolder, where the main files leave them out."""
     folder = released.folder / "vqvae"
-    paths, problem = sorted(folder.glob("*.safetensors")), ""
-    if not paths and (pickled := _pickled_files(folder)):
-        problem = _pickled(pickled)
+    paths = sorted(folder.glob("*.safetensors"))
+    problem = "" if paths else _pickled_in(folder)
     for path in paths:
         try:
             found = tensors.list_tensors(path)
@@ -272,12 +272,9 @@ def _list_image_tokenizer(released: _Released) -> None:
 
 
 def _read_index(path: pathlib.Path) -> dict[str, str]:
-    placed = _read_json(path).get("weight_map")
-    if (
-        not isinstance(placed, dict)
-        or not placed
-        or not all(isinstance(file, str) for file in placed.values())
-    ):
+    placed = _read_json(path).get("weight_map") or {}
+    whole = isinstance(placed, dict) and all(isinstance(file, str) for file in placed.values())
+    if not placed or not whole:
         raise ConvertError(
             f"{path} is damaged: its weight_map does not say which tensor is in which file."
             " Download it again."
@@ -299,15 +296,16 @@ def _list_file(folder: pathlib.Path, file: str) -> dict[str, tensors.Tensor]:
 
 
 def _no_weights(folder: pathlib.Path) -> str:
-    if pickled := _pickled_files(folder):
-        return _pickled(pickled)
+    if pickled := _pickled_in(folder):
+        return pickled
     if shards := sorted(path.name for path in folder.glob("*.safetensors")):
         return f"{INDEX} is missing, which says what is in {', '.join(shards[:3])}."
     return f"it holds neither {SINGLE} nor {INDEX}."
 
 
-def _pickled_files(folder: pathlib.Path) -> list[str]:
-    return sorted(p.name for p in folder.glob("*") if p.suffix in _PICKLED and p.is_file())
+def _pickled_in(folder: pathlib.Path) -> str:
+    found = sorted(p.name for p in folder.glob("*") if p.suffix in _PICKLED and p.is_file())
+    return _pickled(found) if found else ""
 
 
 def _pickled(found: list[str]) -> str:
@@ -394,17 +392,14 @@ def _match(released: _Released, dtype: str | None) -> tuple[config.Config, list[
 
 def _by_layer(problems: list[str]) -> list[str]:
     """Returns the problems, as one those that differ in the number of their layer alone."""
-    kinds: dict[str, list[str]] = {}
+    joined, kinds = [], dict[str, list[str]]()
     for problem in dict.fromkeys(problems):
         kinds.setdefault(_LAYER_NUMBER.sub("*", problem), []).append(problem)
 
-    def joined(kind: str, same: list[str]) -> str:
-        if len(same) == 1:
-            return same[0]
-        numbers = ", ".join(_LAYER_NUMBER.findall(problem)[0] for problem in same)
-        return f"{kind} (* is {numbers}.)"
-
-    return [joined(kind, same) for kind, same in kinds.items()]
+    for kind, same in kinds.items():
+        numbers = ", ".join("".join(_LAYER_NUMBER.findall(problem)[:1]) for problem in same)
+        joined.append(same[0] if len(same) == 1 else f"{kind} (* is {numbers}.)")
+    return joined
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
@@ -426,16 +421,16 @@ def _copy_small_files(released: _Released, new: pathlib.Path) -> None:
     official = new / OFFICIAL
     (official / "vqvae").mkdir(parents=True)
     shutil.copyfile(released.folder / "tokenizer.json", new / "tokenizer.json")
-    for path in sorted(released.folder.iterdir()):
-        is_small = path.suffix in _SMALL or path.name.startswith(_LICENCES)
-        if path.name == "tokenizer.json" or not path.is_file() or not is_small:
+    small = [
+        path
+        for path in sorted(released.folder.iterdir())
+        if path.suffix in _SMALL or path.name.startswith(_LICENCES)
+    ]
+    for path in [*small, released.folder / "vqvae" / "config.json"]:
+        if path.name == "tokenizer.json" or not path.is_file():
             continue
         if path.stat().st_size <= _SMALL_BYTES:
-            shutil.copyfile(path, official / path.name)
-    if released.vq_config is not None:
-        shutil.copyfile(
-            released.folder / "vqvae" / "config.json", official / "vqvae" / "config.json"
-        )
+            shutil.copyfile(path, official / path.relative_to(released.folder))
     # Which tensors came from where; a folder of one file has no index of its own.
     if not (official / INDEX).is_file():
         placed = {name: tensor.file for name, tensor in released.stored.items()}

@@ -7,7 +7,6 @@ come from the model itself, so a parameter that no rule names is found, not forg
 
 import dataclasses
 import functools
-import math
 import re
 from collections.abc import Iterator
 from typing import Literal
@@ -19,10 +18,10 @@ from flax import nnx
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import arrays
+from sparse_lavida_jax.convert.settings import RELEASED
 from sparse_lavida_jax.convert.tensors import ConvertError
 from sparse_lavida_jax.models import parameters, vq
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.models.vision import Tower
 
 REGISTERS = ("model.register_understanding.weight", "model.register_generation.weight")
 VQ_PREFIX = "model.vqvae."
@@ -43,71 +42,13 @@ LAYOUTS: dict[Layout, tuple[str, str]] = {
 # next to them until it is exported again.
 Home = Literal["params", "vq", "unused"]
 
-# Our modules, or parameters without one, and the released modules.
-_LAYER = {
-    "attn_norm": "attn_norm",
-    "q": "q_proj",
-    "k": "k_proj",
-    "v": "v_proj",
-    "mlp_norm": "ff_norm",
-    "mlp/gate": "ff_proj",
-    "mlp/up": "up_proj",
-    "mlp/down": "ff_out",
-}
-_MERGE = {
-    "image_embedding/merge_norm": "model.downsample_gen.downsample.norm",
-    "image_embedding/merge": "model.downsample_gen.downsample.conv",
-    "image_head/spread_norm": "model.upsample_gen.upsample.norm",
-    "image_head/spread": "model.upsample_gen.upsample.conv",
-}
-_MODULES = {
-    "text_embedding": "model.transformer.wte",
-    "final_norm": "model.transformer.ln_f",
-    "text_head": "model.transformer.ff_out",
-    "register_understanding": "model.register_understanding",
-    "register_generation": "model.register_generation",
-    "image_embedding/table": "model.gen_embedding.0",
-    "image_embedding/code_norm": "model.gen_embedding.1",
-    "image_embedding/code": "model.gen_embedding.2",
-    "image_embedding/cell_norm": "model.gen_embedding_2.0",
-    "image_embedding/cell": "model.gen_embedding_2.1",
-    "image_head/cell_norm": "model.gen_predictor_2.0",
-    "image_head/cell": "model.gen_predictor_2.1",
-    "image_head/code": "model.gen_predictor.0",
-    "image_head/code_norm": "model.gen_predictor.1",
-    "image_head/logits": "model.gen_predictor.2",
-    "vision/tower/patch_embedding": f"{TOWER_PREFIX}embeddings.patch_embedding",
-    "vision/tower/position_embedding": f"{TOWER_PREFIX}embeddings.position_embedding",
-    "vision/tower/post_norm": f"{TOWER_PREFIX}post_layernorm",
-    "vision/pool": "model.vision_resampler.pool",
-    "vision/projector/fc1": "model.mm_projector.0",
-    "vision/projector/fc2": "model.mm_projector.2",
-    **_MERGE,
-}
-# The table and the last matrix of the image embedding and head stand alone without layers
-# between, and in a sequence otherwise (spec Sec. 2.5).
-_ALONE = {
-    "image_embedding/table": "model.gen_embedding",
-    "image_head/logits": "model.gen_predictor",
-}
-_TOWER_PARTS = {
-    "layer_norm1": "layer_norm1",
-    "layer_norm2": "layer_norm2",
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "out": "self_attn.out_proj",
-    "fc1": "mlp.fc1",
-    "fc2": "mlp.fc2",
-}
-_VQ_PARTS = {
-    "codebook": "quantize.embedding",
-    "downsampler": "downsamplers.0.conv",
-    "upsampler": "upsamplers.0.conv",
-    "attention/norm": "attentions.0.group_norm",
-    "attention/(q|k|v)": r"attentions.0.to_\1",
-    "attention/out": "attentions.0.to_out.0",
-}
+# Our modules, or parameters without one, and the released modules:
+# "layer": parts of a layer; "tower": parts of a layer of the vision tower; "vqvae": of the image
+#   tokenizer, as patterns.
+# "merge": the 2x2 convolutions, which models of one code a cell do without.
+# "modules": all others. "alone": the table and the last matrix of the image embedding and head,
+#   which stand alone without layers between, and in a sequence otherwise (spec Sec. 2.5).
+_NAMES: dict[str, dict[str, str]] = RELEASED["names"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,11 +73,6 @@ class Name:
     our_shape: tuple[int, ...]
     home: Home = "params"
     optional: bool = False
-
-    @property
-    def size(self) -> int:
-        """Numbers in the tensor."""
-        return math.prod(self.shape)
 
 
 def table(settings: config.Config) -> list[Name]:
@@ -182,23 +118,12 @@ def _to_official(layout: Layout, ours: np.ndarray, side: int) -> np.ndarray:
     return einops.rearrange(ours, f"{mine} -> {theirs}", **window)
 
 
-def vq_names(settings: config.VQ, prefix: str = VQ_PREFIX) -> list[Name]:
-    """Returns the tensors of an image tokenizer whose released names begin with `prefix`."""
+def vq_names(settings: config.VQ) -> list[Name]:
+    """Returns the tensors of an image tokenizer."""
     model = jax.eval_shape(lambda: vq.VQModel(settings, rngs=nnx.Rngs(0)))
     return [
-        _name(prefix + _official_vq(ours), ours, leaf.shape, home="vq")
+        _name(VQ_PREFIX + _official_vq(ours), ours, leaf.shape, home="vq")
         for ours, leaf in parameters.by_name(model).items()
-    ]
-
-
-def tower_names(settings: config.Vision, prefix: str = TOWER_PREFIX) -> list[Name]:
-    """Returns the tensors of a vision tower alone, its leaves named without `vision/tower/`."""
-    side = settings.image_size // settings.patch_size
-    leaves = arrays.by_layer(jax.eval_shape(lambda: Tower(settings, side, rngs=nnx.Rngs(0))))
-    found = {ours: _official(f"vision/tower/{ours}", config.Model()) for ours in leaves}
-    return [
-        _name(prefix + official.removeprefix(TOWER_PREFIX), ours, leaves[ours].shape)
-        for ours, official in found.items()
     ]
 
 
@@ -213,7 +138,7 @@ def _unused(model: config.Model) -> Iterator[Name]:
     if model.codes_per_token > 1:
         return
     width = model.generation_width
-    for ours, module in _MERGE.items():
+    for ours, module in _NAMES["merge"].items():
         official = f"{module}.weight"
         shape = (width,) if ours.endswith("norm") else (width, width, 2, 2)
         yield Name(official, official, "same", shape, shape, "unused", optional=True)
@@ -228,17 +153,19 @@ def _official(ours: str, model: config.Model) -> str:
         case ["joint_layers" | "split_layers" as stack, layer, branch, *part]:
             number = int(layer) + (model.num_joint_layers if stack == "split_layers" else 0)
             suffix = "_vision" if branch == "generation" else ""
-            name = f"{_LAYER['/'.join(part)]}{suffix}" if part else branch
+            name = f"{_NAMES['layer']['/'.join(part)]}{suffix}" if part else branch
             return f"model.transformer.blocks.{number}.{name}.{leaf}"
         case ["vision", "tower", "layers", layer, part]:
-            return f"{TOWER_PREFIX}encoder.layers.{int(layer)}.{_TOWER_PARTS[part]}.{leaf}"
-    alone = _ALONE if model.image_head == "embed" else {}
-    return f"{(_MODULES | alone)[module]}.{leaf}"
+            return f"{TOWER_PREFIX}encoder.layers.{int(layer)}.{_NAMES['tower'][part]}.{leaf}"
+    modules = _NAMES["modules"] | _NAMES["merge"]
+    if model.image_head == "embed":
+        modules |= _NAMES["alone"]
+    return f"{modules[module]}.{leaf}"
 
 
 def _official_vq(ours: str) -> str:
     module, leaf = _split(ours)
-    for path, released in _VQ_PARTS.items():
+    for path, released in _NAMES["vqvae"].items():
         module = re.sub(rf"\b{path}\b", released, module)
     return f"{module.replace('/', '.')}.{leaf}"
 
@@ -263,8 +190,8 @@ def _name(
 def _layout(ours: str, our_shape: tuple[int, ...]) -> Layout:
     if not ours.endswith("/kernel"):
         return "same"
-    special: dict[str, Layout] = {
-        "image_embedding/merge/kernel": "merge",
-        "image_head/spread/kernel": "spread",
-    }
-    return special.get(ours, "convolution" if len(our_shape) == 4 else "matrix")
+    if ours == "image_embedding/merge/kernel":
+        return "merge"
+    if ours == "image_head/spread/kernel":
+        return "spread"
+    return "convolution" if len(our_shape) == 4 else "matrix"

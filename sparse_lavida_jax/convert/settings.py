@@ -20,64 +20,23 @@ from sparse_lavida_jax.convert.tensors import ConvertError
 # "siglip_config": google/siglip-so400m-patch14-384, which it names but does not describe (spec
 #   Sec. 4).
 # "vqvae": its image tokenizer (spec Sec. 3) where no file describes it.
-_RELEASED = json.loads((pathlib.Path(__file__).parent / "released.json").read_text())
-_ALLOWED: dict[str, dict[str, list]] = _RELEASED["allowed"]
+# "sampling": how it draws, edits and writes (spec Sec. 6 and 7.5, the 1024 px settings).
+# "keys": our settings that are keys of its files under another name.
+# "names": the modules of its state dict by ours; see `names.py`.
+RELEASED = json.loads((pathlib.Path(__file__).parent / "released.json").read_text())
+_ALLOWED: dict[str, dict[str, list]] = RELEASED["allowed"]
+_KEYS: dict[str, dict[str, str]] = RELEASED["keys"]
 _SIGLIP_NAME = "siglip-so400m-patch14-384"
-_SIGLIP: dict[str, Any] = _RELEASED["siglip_config"]
-RELEASED_VQ: dict[str, Any] = _RELEASED["vqvae"]
+_SIGLIP: dict[str, Any] = RELEASED["siglip_config"]
+RELEASED_VQ: dict[str, Any] = RELEASED["vqvae"]
 _IMAGE_SIZE = 1024  # pixels a side that the release draws
 _SPARE_ROWS = 256  # of the table of codes, after the codebook (spec Sec. 2.5)
-# How the release draws, edits and writes (spec Sec. 6 and 7.5, the 1024 px settings).
-_SAMPLING = config.Sampling(
-    num_steps=64,
-    grid="code",
-    shift=5.0,
-    temperature=0.8,
-    guidance=4.0,
-    guidance_edit=1.2,
-    guidance_image=1.4,
-    edit_guidance="source_only",
-    text_preset="prefix",
-    text_step_ratio=1.0,
-    plan=False,
-)
+_SAMPLING = config.Sampling(**RELEASED["sampling"])
 # The same for a model that was trained sparsely since.
 _SPARSE_SAMPLING = dataclasses.replace(
     _SAMPLING, grid="cell", edit_guidance="source", text_preset="", text_step_ratio=0.0
 )
 OURS = "sparse_lavida"  # section of an exported config.json for what the release has no key for
-
-
-# Our settings that are keys of the released file under another name.
-_MODEL_KEYS = {
-    "end_of_text_id": "eos_token_id",
-    "text_mask_id": "mask_token_id",
-    "width": "d_model",
-    "mlp_hidden": "mlp_hidden_size",
-    "num_layers": "n_layers",
-    "num_heads": "n_heads",
-    "rope_theta": "rope_theta",
-    "norm_eps": "rms_norm_eps",
-}
-_GENERATION_KEYS = {
-    "dual_tower_layers": "dual_tower_layers",
-    "generation_width": "d_model_gen",
-    "generation_mlp_hidden": "mlp_hidden_size_gen",
-    "image_head": "gen_mlp_type",
-}
-_SIGLIP_KEYS = {
-    "image_size": "image_size",
-    "patch_size": "patch_size",
-    "width": "hidden_size",
-    "num_heads": "num_attention_heads",
-    "mlp_hidden": "intermediate_size",
-}
-_VQ_KEYS = {
-    "layers_per_block": "layers_per_block",
-    "latent_channels": "latent_channels",
-    "codebook_size": "num_vq_embeddings",
-    "norm_groups": "norm_num_groups",
-}
 
 
 def settings_from(given: Mapping[str, Any], vq: Mapping[str, Any] | None = None) -> config.Config:
@@ -125,7 +84,7 @@ def vq_settings(vq: Mapping[str, Any], gen_shape: list[int] | None = None) -> co
         image_size=max(gen_shape) * factor if gen_shape else _IMAGE_SIZE,
         channels=channels,
         mid_attention=bool(vq.get("mid_block_add_attention", True)),
-        **_ours(vq, _VQ_KEYS),
+        **_ours(vq, _KEYS["vqvae"]),
     )
 
 
@@ -141,13 +100,13 @@ def vision_settings(given: Mapping[str, Any]) -> config.Vision:
         newline=True,
         grid_sizes=tuple(map(tuple, given["image_grid_pinpoints"])) if cut else (),
         unused_post_norm=True,
-        **_ours(siglip, _SIGLIP_KEYS),
+        **_ours(siglip, _KEYS["siglip"]),
     )
 
 
 def _model(given: Mapping[str, Any], vq: config.VQ) -> dict[str, Any]:
     ours = given.get(OURS, {})
-    values = _ours(given, _MODEL_KEYS) | {
+    values = _ours(given, _KEYS["model"]) | {
         "vocab_size": given.get("embedding_size") or given["vocab_size"],
         "head_dim": given["d_model"] // given["n_heads"],
         "num_registers": ours.get("num_registers", config.Model.num_registers),
@@ -163,7 +122,7 @@ def _model(given: Mapping[str, Any], vq: config.VQ) -> dict[str, Any]:
     head = given.get("gen_head_config", {})
     merges = given.get("downsample", False) and head.get("downsample_active", True)
     return values | {
-        **_ours(given, _GENERATION_KEYS),
+        **_ours(given, _KEYS["generation"]),
         "codebook_size": vq.codebook_size,
         "codes_per_token": 4 if merges else 1,
         "grid_size": vq.image_size // vq.factor // (2 if merges else 1),
@@ -197,12 +156,12 @@ def _problems(given: Mapping[str, Any], vq: Mapping[str, Any]) -> list[str]:
     ]
     if odd:
         return odd
-    needed = sorted(_MODEL_KEYS.values())
+    needed = sorted(_KEYS["model"].values())
     found = _contradictions("config", given)
     if not (given.get("embedding_size") or given.get("vocab_size")):
         needed.append("vocab_size")
     if has_generation_branch(given):
-        needed += sorted(_GENERATION_KEYS.values())
+        needed += sorted(_KEYS["generation"].values())
         if given.get("image_aspect_ratio") == "anyres":
             needed.append("image_grid_pinpoints")
         found += _contradictions("generation", given)
@@ -295,7 +254,7 @@ def official_config(settings: config.Config, dtype: str) -> dict[str, Any]:
     model, vision = settings.model, settings.model.vision
     given = {
         **_implemented("config"),
-        **_official(model, _MODEL_KEYS),
+        **_official(model, _KEYS["model"]),
         "architectures": ["LlavaLladaForMaskedDiffusion"],
         "dual_tower": not model.understanding_only,
         "embedding_size": model.vocab_size,
@@ -310,7 +269,7 @@ def official_config(settings: config.Config, dtype: str) -> dict[str, Any]:
         return given
     return given | {
         **_implemented("generation"),
-        **_official(model, _GENERATION_KEYS),
+        **_official(model, _KEYS["generation"]),
         "downsample": model.codes_per_token == 4,
         "gen_head_config": {"embedding_rows": model.image_table_rows or model.image_mask_id + 1},
         "gen_shape": [settings.vq.image_size // settings.vq.factor] * 2,
@@ -322,7 +281,7 @@ def official_config(settings: config.Config, dtype: str) -> dict[str, Any]:
         "mm_vision_tower": f"google/{_SIGLIP_NAME}",
         "mm_vqvae": ".",
         "siglip_config": {
-            **_official(vision, _SIGLIP_KEYS),
+            **_official(vision, _KEYS["siglip"]),
             "num_hidden_layers": vision.num_layers + 1,
         },
     }
@@ -348,5 +307,5 @@ def official_vq_config(vq: config.VQ) -> dict[str, Any]:
         "out_channels": 3,
         "up_block_types": ["UpDecoderBlock2D"] * blocks,
         "vq_embed_dim": vq.latent_channels,
-        **_official(vq, _VQ_KEYS),
+        **_official(vq, _KEYS["vqvae"]),
     }

@@ -14,11 +14,7 @@ import safetensors
 
 from sparse_lavida_jax.checkpoints.arrays import CheckpointError
 
-DTYPES = {
-    "F32": np.dtype(np.float32),
-    "BF16": jnp.dtype(jnp.bfloat16),
-    "F16": np.dtype(np.float16),
-}
+DTYPES = {"F32": jnp.dtype("float32"), "BF16": jnp.dtype("bfloat16"), "F16": jnp.dtype("float16")}
 _LENGTH_BYTES = 8  # of the number at the beginning that says how long the header is
 
 
@@ -66,14 +62,10 @@ def list_tensors(path: pathlib.Path) -> dict[str, Tensor]:
     try:
         with safetensors.safe_open(path, "numpy") as file:
             found = {name: file.get_slice(name) for name in file.offset_keys()}
+            shapes = {name: tuple(one.get_shape()) for name, one in found.items()}
+            reads = {name: functools.partial(read, path, name) for name in found}
             return {
-                name: Tensor(
-                    name,
-                    one.get_dtype(),
-                    tuple(one.get_shape()),
-                    functools.partial(read, path, name),
-                    path.name,
-                )
+                name: Tensor(name, one.get_dtype(), shapes[name], reads[name], path.name)
                 for name, one in found.items()
             }
     except (OSError, safetensors.SafetensorError) as error:

@@ -80,12 +80,10 @@ def export(
     manifest.verify(folder)
     model = _look_through(folder)
     denoiser, tokenizer = list(_of_denoiser(model)), list(_of_tokenizer(model))
-    in_shards = denoiser
-    if not model.placed or any(name.startswith(names.VQ_PREFIX) for name in model.placed):
-        in_shards = denoiser + tokenizer
-    model_folder.check_free_space(
-        dst.parent, sum(tensor.nbytes for tensor in [*in_shards, *tokenizer])
-    )
+    together = not model.placed or any(one.startswith(names.VQ_PREFIX) for one in model.placed)
+    in_shards = denoiser + tokenizer if together else denoiser
+    num_bytes = sum(tensor.nbytes for tensor in [*in_shards, *tokenizer])
+    model_folder.check_free_space(dst.parent, num_bytes)
     with model_folder.replacing(dst) as new:
         shards = _write_shards(new, in_shards, max_shard_bytes)
         _write_small_files(new, model, in_shards)
@@ -134,12 +132,8 @@ def _of_tokenizer(model: _Model) -> Iterator[tensors.Tensor]:
 
 
 def _official(name: names.Name, dtype: np.dtype, read: Callable[[], np.ndarray]) -> tensors.Tensor:
-    return tensors.Tensor(
-        name.official,
-        tensors.dtype_name(dtype),
-        name.shape,
-        lambda: names.to_official(name, read()),
-    )
+    kind, made = tensors.dtype_name(dtype), lambda: names.to_official(name, read())
+    return tensors.Tensor(name.official, kind, name.shape, made)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -191,10 +185,7 @@ def _write_config(path: pathlib.Path, model: _Model, wanted: list[tensors.Tensor
     if given.get("torch_dtype", dtype) != dtype:
         wished["torch_dtype"] = dtype
     if model.has_registers:
-        settings = model.settings.model
-        wished[OURS] = {
-            "num_registers": settings.num_registers,
-            "trained_attention": settings.trained_attention,
-        }
+        kept = ("num_registers", "trained_attention")
+        wished[OURS] = {name: getattr(model.settings.model, name) for name in kept}
     if wished != given:
         files.write_json(path, wished, indent=2)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From examples to the arrays of a training pass: rows, shared rows, and batches.
 
-`make_row` lays an example out and draws its blocks. `make_batch` masks rows, sorts and pads them,
-and stacks them to `Corrupted`, which is what the loss takes.
+`make_row` lays an example out and draws its blocks. `TrainingRow.batch` masks rows, sorts and pads
+them, and stacks them to `Corrupted`, which is what the loss takes.
 
 Several short examples may share a row (`data.packing`). Each is a segment that sees itself alone
 (`visibility.visible`), so a packed batch has the losses and gradients of its examples in rows of
@@ -138,8 +138,30 @@ class TrainingRow:
     def batch(
         rows: "list[TrainingRow]", shape: GroupShape, settings: config.Config
     ) -> Corrupted | None:
-        """See `make_batch`."""
-        return make_batch(rows, shape, settings)
+        """Returns rows as one batch, `data.packing` of them in each row of it.
+
+        Returns None where they do not fit `shape` together.
+        """
+        per_row, model = settings.data.packing, settings.model
+        lengths = [row.length for row in rows]
+        shared = deal(lengths, per_row) if per_row > 1 else _alone(rows)
+        fullest = longest(lengths, shared)
+        tokens = next((room for room in shape.rows if room.holds(fullest)), None)
+        if tokens is None:
+            return None
+        if per_row > 1 or shape.views:
+            rows, pixels = _see_together(rows, shared, shape.views, model.vision)
+        else:
+            pixels = stack_images([row.example.pixels for row in rows])
+        return stack(
+            [corrupt(row, model) for row in rows],
+            tokens,
+            model,
+            full_attention=settings.diffusion.attention != "step_causal",
+            shared=shared if per_row > 1 else None,
+            pixels=pixels,
+            predicts=shape.predicts,
+        )
 
 
 def make_row(example: Example, settings: config.Config, rng: np.random.Generator) -> TrainingRow:
@@ -213,34 +235,6 @@ def _blocks(
 # From rows to a batch.
 
 
-def make_batch(
-    rows: list[TrainingRow], shape: GroupShape, settings: config.Config
-) -> Corrupted | None:
-    """Returns rows as one batch, `data.packing` of them in each row of it.
-
-    Returns None where they do not fit `shape` together.
-    """
-    per_row, model = settings.data.packing, settings.model
-    lengths = [row.length for row in rows]
-    shared = deal(lengths, per_row) if per_row > 1 else _alone(rows)
-    tokens = smallest(shape.rows, longest(lengths, shared))
-    if tokens is None:
-        return None
-    if per_row > 1 or shape.views:
-        rows, pixels = _see_together(rows, shared, shape.views, model.vision)
-    else:
-        pixels = stack_images([row.example.pixels for row in rows])
-    return stack(
-        [corrupt(row, model) for row in rows],
-        tokens,
-        model,
-        full_attention=settings.diffusion.attention != "step_causal",
-        shared=shared if per_row > 1 else None,
-        pixels=pixels,
-        predicts=shape.predicts,
-    )
-
-
 def corrupt(row: TrainingRow, model: config.Model) -> CorruptedRow:
     """Returns the masked tokens of a row; see `diffusion.corrupt`."""
     example = row.example
@@ -262,7 +256,11 @@ def _see_together(
     Args:
         most: views of an example, filled up with blanks; more where an example has more.
     """
-    views = [row.views or _one_view(row.example) for row in rows]
+    pixels = [row.example.pixels for row in rows]
+    views = [
+        row.views or (() if image is None else (image[None],))
+        for row, image in zip(rows, pixels, strict=True)
+    ]
     most = max(most, *(sum(map(len, own)) for own in views))
     seen = [with_blanks(own, most, vision) for own in views]
     numbered = list(rows)
@@ -282,10 +280,6 @@ def _see_together(
             prompt = dataclasses.replace(rows[i].prompt, feature=feature)
             numbered[i] = dataclasses.replace(rows[i], prompt=prompt)
     return numbered, stack_views([tuple(v for i in members for v in seen[i]) for members in shared])
-
-
-def _one_view(example: Example) -> tuple[Views, ...]:
-    return () if example.pixels is None else (example.pixels[None],)
 
 
 def with_blanks(views: tuple[Views, ...], most: int, vision: config.Vision) -> tuple[Views, ...]:
@@ -329,11 +323,11 @@ def stack(
             _sorted_and_padded([tokens[i] for i in members], length, pad_token)
             for members in in_row
         ]
-        columns = (np.stack(column) for column in zip(*padded, strict=True))
-        ids, index, position, block, target, weight, last, segment = columns
-        layout = make_layout(position, block, last, None if shared is None else segment)
+        made = {name: np.stack([row[name] for row in padded]) for name in padded[0]}
+        segment = None if shared is None else made["segment"]
+        layout = make_layout(made["position"], made["block"], made["last_clean"], segment)
         layout = without_blocks(layout) if full_attention else layout
-        return Stream(ids, index, layout), target, weight
+        return Stream(made["tokens"], made["index"], layout), made["target"], made["weight"]
 
     def total(side: str):
         each = [getattr(row, f"{side}_total") for row in rows]
@@ -358,8 +352,8 @@ def stack(
     )
 
 
-def _sorted_and_padded(members: list[Tokens], length: int, pad_token: int):
-    """Returns one stream of one row of a batch: of the examples in it."""
+def _sorted_and_padded(members: list[Tokens], length: int, pad_token: int) -> dict[str, np.ndarray]:
+    """Returns one stream of one row of a batch: fields of `Tokens`, and whose segment each is."""
     stream = functools.reduce(operator.add, members)
     segment = np.repeat(np.arange(len(members)), [len(member.block) for member in members])
     count = len(stream.block)
@@ -370,20 +364,14 @@ def _sorted_and_padded(members: list[Tokens], length: int, pad_token: int):
         )
     by_block = sort_by_block(stream.block, segment)
 
-    def padded(values, fill, dtype):
+    def padded(values, fill):
         missing = ((0, length - count),) + ((0, 0),) * (values.ndim - 1)
+        dtype = np.float32 if values.dtype.kind == "f" else np.int32
         return np.pad(values[by_block], missing, constant_values=fill).astype(dtype)
 
-    return (
-        padded(stream.tokens, pad_token, np.int32),
-        padded(stream.index, NO_CELL, np.int32),
-        padded(stream.position, 0, np.int32),
-        padded(stream.block, PAD_BLOCK, np.int32),
-        padded(stream.target, 0, np.int32),
-        padded(stream.weight, 0.0, np.float32),
-        padded(stream.last_clean, 0, np.int32),
-        padded(segment, len(members), np.int32),
-    )
+    columns = vars(stream) | {"segment": segment}
+    fills = {"tokens": pad_token, "index": NO_CELL, "block": PAD_BLOCK, "segment": len(members)}
+    return {name: padded(values, fills.get(name, 0)) for name, values in columns.items()}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -450,8 +438,3 @@ def longest_of(shapes: Iterable[RowShape], multiple: int) -> RowShape:
     """Returns the shape that holds each of these, rounded up."""
     counts = zip(*map(dataclasses.astuple, shapes), strict=True)
     return RowShape(*(-(-max(each) // multiple) * multiple for each in counts))
-
-
-def smallest(shapes: tuple[RowShape, ...], tokens: RowShape) -> RowShape | None:
-    """Returns the first of the shapes that holds so many tokens; None where none does."""
-    return next((shape for shape in shapes if shape.holds(tokens)), None)

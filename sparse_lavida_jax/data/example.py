@@ -2,37 +2,12 @@
 """An example: one sequence with its response, before anything of it is masked."""
 
 import dataclasses
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt8
 
 from sparse_lavida_jax.sequence import Kind, Part, Views
-
-
-@runtime_checkable
-class Asked(Protocol):
-    """What the sampler reads of a request (`inference.requests.Request`)."""
-
-    @property
-    def seed(self) -> int:
-        """All randomness of the row."""
-        ...
-
-    @property
-    def temperature(self) -> float | None:
-        """Of the row; None: as the sampling settings say. So are the scales."""
-        ...
-
-    @property
-    def guidance(self) -> float | None:
-        """Scale of the prompt."""
-        ...
-
-    @property
-    def guidance_image(self) -> float | None:
-        """Scale of the second row of an edit."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +25,7 @@ class Example:
         views: in place of `pixels`, the views of each image that is shown (`data/images.py`).
         grid: rows and columns of cells of an image response; None: the model's largest.
         code_weight: loss weight of each code of an image response; None: all alike.
-        request: what it was made for, where it is sampled.
+        request: the `inference.requests.Request` it was made for, where it is sampled; else None.
     """
 
     parts: tuple[Part, ...]
@@ -62,4 +37,4 @@ class Example:
     views: tuple[Views, ...] = ()
     grid: tuple[int, int] | None = None
     code_weight: Float[np.ndarray, "l g"] | None = None
-    request: Asked | None = None
+    request: Any = None

@@ -2,6 +2,7 @@
 """Files and folders that are written whole or not at all, and locks on them."""
 
 import contextlib
+import hashlib
 import json
 import os
 import pathlib
@@ -59,6 +60,12 @@ def write_text(path: pathlib.Path, text: str) -> None:
 def write_json(path: pathlib.Path, values: Any, indent: int = 1) -> None:
     """Writes a file of JSON as `replacing` does."""
     write_text(path, json.dumps(values, indent=indent) + "\n")
+
+
+def sha256(path: pathlib.Path) -> str:
+    """Returns the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def remove_unfinished(folder: pathlib.Path) -> None:

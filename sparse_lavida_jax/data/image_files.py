@@ -77,8 +77,7 @@ def read_mask(path: pathlib.Path | str, like: Pixels) -> Bool[np.ndarray, "h w"]
     Raises:
         ImageError: as `read`, or the mask has another size than the image `like`.
     """
-    grey = read(path).mean(axis=-1) > 127
-    return check_mask(grey, like, str(path))
+    return check_mask(Image.fromarray(read(path)), like, str(path))
 
 
 def read_record(path: pathlib.Path | str) -> dict[str, Any]:

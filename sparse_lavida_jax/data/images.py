@@ -15,12 +15,10 @@ from jaxtyping import Int, UInt8
 from PIL import Image, ImageOps
 
 from sparse_lavida_jax import config
+from sparse_lavida_jax.data.image_files import Box, Pixels
 from sparse_lavida_jax.sequence import VisionTokens
 
 Size = tuple[int, int]  # width, height
-Pixels = UInt8[np.ndarray, "h w 3"]
-Edge = int | float
-Box = tuple[Edge, Edge, Edge, Edge]  # x1, y1, x2, y2 in pixels
 
 BLACK = (0, 0, 0)
 GREY = (127, 127, 127)  # the mean of what SigLIP was trained on, 0.5, in bytes
@@ -207,10 +205,9 @@ def centre_crop(image: Pixels, side: int) -> UInt8[np.ndarray, "side side 3"]:
     How the ImgEdit benchmark feeds its images (spec Sec. 7.5). The rounding is ours: of the
     longer side and of the offset, fractions are cut off.
     """
-    width, height = size_to_crop(size_of(image), side)
-    left, top = (width - side) // 2, (height - side) // 2
-    resized = resize(image, (width, height), Image.Resampling.LANCZOS)
-    return resized[top : top + side, left : left + side]
+    size = size_to_crop(size_of(image), side)
+    left, top = ((edge - side) // 2 for edge in size)
+    return resize(image, size, Image.Resampling.LANCZOS)[top : top + side, left : left + side]
 
 
 def luminance_and_contrast(image: Pixels) -> tuple[float, float]:

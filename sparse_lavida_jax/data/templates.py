@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What both languages of prompts share: mistakes in a request, texts with gaps, an interface."""
 
+import abc
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Int, UInt8
-
-from sparse_lavida_jax.data.example import Example
 
 Pixels = UInt8[np.ndarray, "_h _w 3"]
 Grid = Bool[np.ndarray, "y x"]
@@ -91,29 +89,15 @@ def too_long(text: str, tokens: int, most: int) -> RequestError:
     )
 
 
-@runtime_checkable
-class PromptLanguage(Protocol):
-    """How every task is put to a model: `scenes/prompts.py` and `lavida_o/prompts.py` do it.
+class PromptLanguage(abc.ABC):
+    """How every task is put to a model: what `ScenePrompts` and `lavida_o`'s `ChatPrompts` share.
 
-    Attributes:
-        encoder: makes training examples; None for models that the package has no examples for.
-        describe: what asks for a caption.
-        describe_in: what asks for a caption of which words are given.
-        fill_in: what asks to fill the gaps of a text.
-        locates_in_one_step: whether all boxes take one step, as released.
+    Both have the same methods; the pipeline calls either.
     """
 
-    encoder: Any
-    describe: str
-    describe_in: str
-    fill_in: str
-    locates_in_one_step: bool
-
-    # What the model can do.
-
+    @abc.abstractmethod
     def refusal(self, task: str) -> str:
         """Returns why the model cannot do a task; "" if it can."""
-        ...
 
     def check_task(self, task: str) -> None:
         """Checks that the model can do a task.
@@ -124,111 +108,23 @@ class PromptLanguage(Protocol):
         if refusal := self.refusal(task):
             raise RequestError(refusal)
 
-    def lays_out(self, task: str) -> bool:
-        """Whether an image of this task can be laid out in text first."""
-        ...
-
-    @property
-    def answer_tokens(self) -> int:
-        """Tokens of a short answer."""
-        ...
-
-    @property
-    def long_answer_tokens(self) -> int:
-        """Tokens of a long answer, such as a caption."""
-        ...
-
-    @property
-    def text_block_len(self) -> int:
-        """Tokens of a text block."""
-        ...
-
-    # Images.
-
-    def canvas(self, image: Pixels, side: int) -> Pixels:
-        """Returns an image at the size of those the model draws."""
-        ...
-
+    @abc.abstractmethod
     def on_canvas(self, mask: Bool[np.ndarray, "h w"]) -> Bool[np.ndarray, "_h _w"]:
         """Returns a mask over an image as a mask over its canvas."""
-        ...
 
-    def erased(self, canvas: Pixels, known: Grid) -> Pixels:
-        """Returns a canvas as it is shown while the cells that are not known are drawn."""
-        ...
-
-    def fill_words(self, task: str, prompt: str, known: Grid) -> str:
-        """Returns what asks to inpaint or outpaint an image."""
-        ...
-
-    def draw(
-        self,
-        prompt: str,
-        codes: Int[np.ndarray, "l g"],
-        *,
-        plan: str | None = None,
-        attempts: Sequence[tuple[Pixels, str]] = (),
-    ) -> Example:
-        """Returns what draws an image, after earlier attempts with what is wrong with each."""
-        ...
-
-    def edit(
-        self, instruction: str, codes: Int[np.ndarray, "l g"], image: Pixels, *, plan: str | None
-    ) -> Example:
-        """Returns what changes an image of these codes as told."""
-        ...
-
-    def fill(
-        self,
-        instruction: str,
-        codes: Int[np.ndarray, "l g"],
-        image: Pixels,
-        known: Grid,
-        *,
-        plan: str | None,
-    ) -> Example:
-        """Returns what draws the cells of an image that are not known."""
-        ...
-
-    # Text.
-
-    def plan(self, prompt: str, image: Pixels | None = None) -> Example:
-        """Returns what lays out an image, or the change of one."""
-        ...
-
-    def ask(self, question: str, shown: Sequence[Pixels], tokens: int) -> Example:
-        """Returns what answers a question in so many tokens, rounded up to whole text blocks."""
-        ...
-
-    def judge(self, prompt: str, image: Pixels) -> Example:
-        """Returns what says whether an image is what was asked for."""
-        ...
-
-    def accepts(self, verdict: str) -> bool:
-        """Whether a verdict says that the image is right."""
-        ...
-
-    def correction(self, verdict: str) -> str | None:
-        """Returns the edit that mends the first fault of a verdict; None: draw a new image."""
-        ...
-
-    def complete(self, words: str, template: Template, shown: Sequence[Pixels]) -> Example:
-        """Returns what fills the gaps of a template."""
-        ...
-
+    @abc.abstractmethod
     def template_ids(
         self, template: Template
     ) -> tuple[Int[np.ndarray, " l"], Bool[np.ndarray, " l"]]:
         """Returns the ids of a template, something else in its gaps, and which are known."""
-        ...
 
+    @abc.abstractmethod
     def ends(self) -> set[int]:
         """Returns the ids that end a text."""
-        ...
 
+    @abc.abstractmethod
     def decode(self, ids: list[int]) -> str:
         """Returns the text of ids."""
-        ...
 
     def text(self, ids: Int[np.ndarray, "_l 1"]) -> str:
         """Returns the text of a response, up to its first end."""
@@ -238,22 +134,3 @@ class PromptLanguage(Protocol):
     def completed(self, template: Template, ids: Int[np.ndarray, "_l 1"]) -> str:
         """Returns a template with its gaps filled from a response."""
         return self.decode(ids[: len(self.template_ids(template)[0]), 0].tolist())
-
-    # Boxes.
-
-    def locate(self, phrases: Sequence[str], image: Pixels) -> list[Example]:
-        """Returns what finds things in an image."""
-        ...
-
-    def locate_one(self, phrase: str, image: Pixels) -> Example:
-        """Returns what finds one thing."""
-        ...
-
-    def boxes(
-        self,
-        phrases: Sequence[str],
-        responses: Sequence[Int[np.ndarray, "_l 1"]],
-        size: tuple[int, int],
-    ) -> list[Box | None]:
-        """Returns what was found, in pixels of an image of `size` (width, height)."""
-        ...

@@ -27,7 +27,7 @@ EXPORT, JUDGED = "export", "judged"  # folders: what scorers read, and what they
 TOKEN_BY_TOKEN = {"text_temperature": 0.0, "text_step_ratio": 1.0}
 
 Load = Callable[[], list[Pixels]]
-Asked = tuple[str, str, Record, Load]  # an `Item` without its number
+Asked = tuple[str, str, Record, Load]  # an `Item` without its index
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,41 +75,28 @@ class Answer:
         """The answer to a question."""
         return self.output["text"]
 
-    def as_json(self) -> dict[str, Any]:
-        """Returns the line of `items.jsonl`."""
-        return {
-            "index": self.item.index, "key": self.item.key, "seed": self.seed,
-            "output": self.output, "seconds": self.seconds,
-        }  # fmt: skip
-
 
 def has_solutions(answers: Sequence[Answer]) -> bool:
     """Whether the official file gives the right answers; those of test splits are kept secret."""
     return any(one.record.get("answer") not in (None, "", "?") for one in answers)
 
 
-def written(
-    pipe: SparseLaViDa,
-    examples: Sequence[Any],
-    sampling: config.Sampling,
-    seeds: Sequence[int],
-) -> Sequence[Any]:
-    """Returns the tokens that answer each example; all run in one compiled program."""
-    return pipe.decode(examples, sampling=sampling, seed=seeds, shared=True)
-
-
 def written_texts(
-    pipe: SparseLaViDa,
-    examples: Sequence[Any],
-    sampling: config.Sampling,
-    seeds: Sequence[int],
+    pipe: SparseLaViDa, examples: Sequence[Any], sampling: config.Sampling, seeds: Sequence[int]
 ) -> list[str]:
-    """Returns the text of each answer.
+    """Returns the text that answers each example; all run in one compiled program.
 
     The released evaluation drops exclamation marks in front of an answer (spec Sec. 6).
     """
-    said = pipe.texts(written(pipe, examples, sampling, seeds))
-    return [text.strip().lstrip("!").strip() for text in said]
+    said = pipe.decode(examples, sampling=sampling, seed=seeds, shared=True)
+    return [text.strip().lstrip("!").strip() for text in pipe.texts(said)]
+
+
+def write_images(folder: pathlib.Path, images: Mapping[str, Pixels]) -> dict[str, Any]:
+    """Writes images of an answer, by their names below the export, and returns its output."""
+    for name, image in images.items():
+        image_files.write(folder / EXPORT / name, image)
+    return {"files": list(images)}
 
 
 class Benchmark(abc.ABC):
@@ -238,13 +225,8 @@ class ImageBenchmark(Benchmark):
         seeds = [self.seed_of(item) + i for item in items for i in range(count)]
         result = pipe.generate(words, num_images=count, seed=seeds, sampling=self.sampling)
         drawn = iter(result.pixels)
-        outputs = []
-        for item in items:
-            files = self.keep(item, [next(drawn) for _ in range(count)])
-            for name, image in files.items():
-                image_files.write(folder / EXPORT / name, image)
-            outputs.append({"files": list(files)})
-        return outputs
+        kept = [self.keep(item, [next(drawn) for _ in range(count)]) for item in items]
+        return [write_images(folder, files) for files in kept]
 
     @abc.abstractmethod
     def keep(self, item: Item, drawn: Sequence[Pixels]) -> dict[str, Pixels]:
@@ -262,8 +244,7 @@ class QuestionBenchmark(Benchmark):
         tokens = self.settings.max_new_tokens
         examples = [pipe.prompts.ask(item.words, item.load(), tokens) for item in items]
         seeds = [self.seed_of(item) for item in items]
-        said = written_texts(pipe, examples, self.sampling, seeds)
-        return [{"text": text} for text in said]
+        return [{"text": said} for said in written_texts(pipe, examples, self.sampling, seeds)]
 
 
 def names() -> list[str]:
@@ -280,15 +261,6 @@ def find(name: str) -> type[Benchmark]:
     if name not in names():
         raise EvaluationError(f"there is no benchmark {name!r}. There are: {', '.join(names())}.")
     return importlib.import_module(f"{evals.__name__}.{name}").Bench
-
-
-def load(settings: config.Config) -> Benchmark:
-    """Returns the benchmark that a config names, its official files read.
-
-    Raises:
-        EvaluationError: there is no such benchmark, or its files are missing or wrong.
-    """
-    return find(settings.evaluate.benchmark)(settings)
 
 
 def preset(name: str) -> dict[str, Any]:

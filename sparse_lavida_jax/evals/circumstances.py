@@ -54,13 +54,9 @@ def commit() -> dict[str, Any]:
     """Returns the commit of the code, and whether the code was changed since."""
 
     def git(*words):
-        return subprocess.run(
-            ["git", *words],
-            cwd=pathlib.Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=False,
-        ).stdout.strip()
+        here = pathlib.Path(__file__).parent
+        done = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True)
+        return done.stdout.strip()
 
     changed = git("status", "--short", "--", ":/", f":(top,exclude){RESULTS}")
     return {"commit": git("rev-parse", "--short", "HEAD"), "dirty": bool(changed)}

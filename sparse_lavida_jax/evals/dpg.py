@@ -14,7 +14,7 @@ import numpy as np
 
 from sparse_lavida_jax.evals.benchmark import JUDGED, ImageBenchmark
 from sparse_lavida_jax.evals.files import EvaluationError, read_separated, read_text
-from sparse_lavida_jax.evals.scorers import mean
+from sparse_lavida_jax.evals.scorers import grouped, mean
 
 MOST_IMAGES = 4  # on one sheet
 DETAIL = "dpg_detail.txt"
@@ -71,7 +71,7 @@ class Bench(ImageBenchmark):
     def _questions(self) -> dict[str, list[Question]]:
         """Returns the questions of each prompt, in the order of the file."""
         path = self.file("dpg_bench.csv")
-        found: dict[str, list[Question]] = {}
+        found = []
         for line, row in enumerate(read_separated(path, ",", FIELDS), 2):
             try:
                 parents = tuple(int(float(word)) for word in row["dependency"].split(","))
@@ -79,8 +79,8 @@ class Bench(ImageBenchmark):
             except ValueError as error:
                 raise EvaluationError(f"{path}, line {line}, holds no number: {error}.") from error
             words = row["question_natural_language"].strip()
-            found.setdefault(row["item_id"], []).append(Question(proposition, words, parents))
-        return found
+            found.append((row["item_id"], Question(proposition, words, parents)))
+        return grouped(found)
 
     def keep(self, item, drawn):
         """Returns the sheet."""
@@ -146,10 +146,8 @@ def score(questions: Sequence[Question], said: Sequence[tuple[str, str]], where:
             f"{where} has {len(said)} answers, and not one for each of the {len(questions)}"
             " questions of dpg_bench.csv, in their order: judge it again."
         )
-    answers = [answer for _, answer in last]
-    counts = {
-        one.number: float(answer == "yes") for one, answer in zip(asked, answers, strict=True)
-    }
+    answers = [float(answer == "yes") for _, answer in last]
+    counts = dict(zip([one.number for one in asked], answers, strict=True))
     for question in asked:
         if not all(counts.get(parent, 1.0) for parent in question.parents):
             counts[question.number] = 0.0

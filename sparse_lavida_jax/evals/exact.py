@@ -13,7 +13,7 @@ import numpy as np
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import markdown
-from sparse_lavida_jax.evals.scorers import Metric, wilson_interval
+from sparse_lavida_jax.evals.scorers import Metric, grouped, wilson_interval
 from sparse_lavida_jax.scenes import tasks, world
 
 Output = np.ndarray | str
@@ -119,26 +119,18 @@ def evaluate(
 
 def tally(name: str, samples: Sequence[tasks.Sample], outputs: Sequence[Output]) -> TaskResult:
     """Adds up the scores of outputs."""
-    columns: dict[str, tuple[int, int]] = {}
-    reasons: collections.Counter[str] = collections.Counter()
-    correct = right = drawn = 0
-    for sample, output in zip(samples, outputs, strict=True):
-        score = tasks.score(sample, output)
-        correct += score.ok
-        right += score.attributes[0]
-        drawn += score.attributes[1]
-        if not score.ok:
-            reasons[score.reason] += 1
-        if sample.column:
-            hits, total = columns.get(sample.column, (0, 0))
-            columns[sample.column] = (hits + score.ok, total + 1)
+    scores = [tasks.score(*pair) for pair in zip(samples, outputs, strict=True)]
+    named = zip(samples, scores, strict=True)
+    columns = grouped((sample.column, score.ok) for sample, score in named if sample.column)
+    right, drawn = (sum(score.attributes[i] for score in scores) for i in (0, 1))
+    reasons = collections.Counter(score.reason for score in scores if not score.ok)
     return TaskResult(
-        name,
-        correct,
-        len(samples),
-        columns,
-        right / drawn if drawn else None,
-        dict(reasons.most_common(8)),
+        task=name,
+        correct=sum(score.ok for score in scores),
+        total=len(samples),
+        columns={column: (sum(hits), len(hits)) for column, hits in columns.items()},
+        attribute_precision=right / drawn if drawn else None,
+        reasons=dict(reasons.most_common(8)),
     )
 
 

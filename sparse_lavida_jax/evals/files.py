@@ -2,10 +2,11 @@
 """Readers of official benchmark files. An error names what is missing or wrong."""
 
 import csv
+import functools
 import io
 import json
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from sparse_lavida_jax.data import image_files
@@ -13,6 +14,7 @@ from sparse_lavida_jax.mixture import tables
 from sparse_lavida_jax.mixture.records import RecordError
 
 T = TypeVar("T")
+Names = Sequence[str]
 Record = dict[str, Any]
 Pixels = image_files.Pixels
 
@@ -150,54 +152,42 @@ def image_name(name: Any, where: str) -> str:
     return name
 
 
-class Parquet:
-    """The rows of several Parquet files; images are read when they are asked for.
+def read_parquet(
+    paths: Iterable[pathlib.Path], fields: Names, others: Names, images: Names
+) -> Iterator[tuple[Record, Callable[[Names], list[Pixels]]]]:
+    """Yields the rows of Parquet files, each with a function that reads images of it.
+
+    That function takes the names of columns of images, and raises an EvaluationError where the row
+    has none in one of them, and an ImageError where one cannot be read.
 
     Args:
         paths: the files.
         fields: columns that every file must have.
         others: columns to read where a file has them.
-        image_fields: columns of images, as Hugging Face writes them (`bytes` and `path`).
+        images: columns of images, as Hugging Face writes them (`bytes` and `path`).
 
     Raises:
         EvaluationError: a file cannot be read, or lacks a column.
     """
+    later = tables.Reader(columns=images)
+    try:
+        for path in paths:
+            table = tables.locate(path)
+            with tables.Reader(columns=(*fields, *others)) as reader:
+                for number in range(table.num_rows):
+                    row = check_fields(reader.row(table, number), fields, f"{path}, row {number},")
+                    yield row, functools.partial(_images, later, table, number)
+    except (tables.TableError, RecordError) as error:
+        raise EvaluationError(str(error)) from error
 
-    def __init__(
-        self,
-        paths: Sequence[pathlib.Path],
-        fields: Sequence[str],
-        others: Sequence[str] = (),
-        image_fields: Sequence[str] = (),
-    ):
-        self.records: list[Record] = []
-        self._places: list[tuple[tables.Table, int]] = []
-        self._reader = tables.Reader(columns=image_fields)
+
+def _images(reader: tables.Reader, table: tables.Table, number: int, fields: Names) -> list[Pixels]:
+    found = []
+    for field in fields:
+        where = f"{table.path}, row {number}, {field}"
         try:
-            for path in paths:
-                table = tables.locate(path)
-                with tables.Reader(columns=(*fields, *others)) as reader:
-                    for number in range(table.num_rows):
-                        row = reader.row(table, number)
-                        self.records.append(check_fields(row, fields, f"{path}, row {number},"))
-                        self._places.append((table, number))
+            contents = reader.image(reader.row(table, number).get(field))
         except (tables.TableError, RecordError) as error:
-            raise EvaluationError(str(error)) from error
-
-    def images(self, row: int, fields: Sequence[str]) -> list[Pixels]:
-        """Returns images of a row.
-
-        Raises:
-            EvaluationError: the row has none in one of the fields.
-            ImageError: one cannot be read.
-        """
-        table, number = self._places[row]
-        found = []
-        for field in fields:
-            where = f"{table.path}, row {number}, {field}"
-            try:
-                contents = self._reader.image(self._reader.row(table, number).get(field))
-            except (tables.TableError, RecordError) as error:
-                raise EvaluationError(f"{where}: {error}.") from error
-            found.append(image_files.read_bytes(contents, where, backdrop=False))
-        return found
+            raise EvaluationError(f"{where}: {error}.") from error
+        found.append(image_files.read_bytes(contents, where, backdrop=False))
+    return found

@@ -6,11 +6,10 @@ Files and layout: github.com/PKU-YuanGroup/ImgEdit, Benchmark/Basic. The judge i
 
 from typing import ClassVar
 
-from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.data.images import centre_crop
-from sparse_lavida_jax.evals.benchmark import EXPORT, JUDGED, Benchmark
+from sparse_lavida_jax.evals.benchmark import JUDGED, Benchmark, write_images
 from sparse_lavida_jax.evals.files import EvaluationError, image_name, read_json, records
-from sparse_lavida_jax.evals.scorers import mean, share
+from sparse_lavida_jax.evals.scorers import mean, means, share
 
 RESULT = "result.json"
 ORIGINALS = "singleturn"
@@ -49,34 +48,31 @@ class Bench(Benchmark):
         seeds = [self.seed_of(item) for item in items]
         words = [item.words for item in items]
         result = pipe.edit(shown, words, seed=seeds, sampling=self.sampling)
-        for item, image in zip(items, result.pixels, strict=True):
-            image_files.write(folder / EXPORT / f"{item.key}.png", image)
-        return [{"files": [f"{item.key}.png"]} for item in items]
+        pairs = zip(items, result.pixels, strict=True)
+        return [write_images(folder, {f"{item.key}.png": image}) for item, image in pairs]
 
     def scores(self, answers, folder):
         """Returns the mean of the judge's points, 1 to 5, of each type."""
         path = folder / JUDGED / RESULT
         if not path.exists():
             return []
-        judged, values, refused = read_json(path, dict), {}, []
+        judged, points = read_json(path, dict), []
         for item in self.items:
             said = judged.get(item.key)
             if not isinstance(said, str):
                 raise EvaluationError(
                     f"{path} holds no answer for {item.key}, but {said!r}: judge it again."
                 )
-            points = judged_points(said)
-            refused.append(points is None)
-            if points is not None:
-                values.setdefault(item.record["edit_type"], []).append(points)
+            points.append((item.record["edit_type"], judged_points(said)))
+        values = [(kind, value) for kind, value in points if value is not None]
         if not values:
             raise EvaluationError(f"{path} gives no edit any points: judge them again.")
-        types = [mean(f"- {name}", points) for name, points in values.items()]
-        every = [one for points in values.values() for one in points]
+        whole, *types = means("mean of the edits", values)
+        refused = [value is None for _, value in points]
         return [
             mean("overall, mean of the types", [one.value for one in types]),
             *types,
-            mean("mean of the edits", every),
+            whole,
             share("answers without points, left out as the official script does", refused),
         ]
 

@@ -6,6 +6,7 @@ scorer: github.com/lupantech/MathVista. Where its rules find no answer it asks G
 answer is wrong, and the table says how many there are.
 """
 
+import contextlib
 import functools
 import re
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import ClassVar
 
 from sparse_lavida_jax.data.files import write_json
 from sparse_lavida_jax.evals.benchmark import JUDGED, QuestionBenchmark, has_solutions
-from sparse_lavida_jax.evals.files import EvaluationError, Parquet, check_fields, read_json
+from sparse_lavida_jax.evals.files import EvaluationError, check_fields, read_json, read_parquet
 from sparse_lavida_jax.evals.scorers import Metric, edit_distance, share, shares
 
 FIELDS = ("pid", "question", "image", "question_type", "answer_type", "query")
@@ -43,9 +44,9 @@ class Bench(QuestionBenchmark):
     def read(self):
         """Yields an item for each question."""
         paths = self.files(f"data/{self.settings.split}-*.parquet")
-        table = Parquet(paths, FIELDS, OTHERS, ("decoded_image",))
-        for row, record in enumerate(table.records):
-            load = functools.partial(table.images, row, ("decoded_image",))
+        shown = ("decoded_image",)
+        for record, images in read_parquet(paths, FIELDS, OTHERS, shown):
+            load = functools.partial(images, shown)
             yield str(record["pid"]), record["query"], record, load
 
     def export(self, answers, folder):
@@ -95,12 +96,9 @@ def extract(said: str, record: Mapping) -> str | None:
         letters = [chr(ord("A") + i) for i in range(len(choices))]
         if said in choices or said in letters or re.fullmatch(r"\(([a-zA-Z])\).*", said):
             return said
-    for kind, read in (("integer", int), ("float", float)):
-        if record["answer_type"] == kind:
-            try:
-                return str(read(said))
-            except ValueError:
-                pass
+    if read := {"integer": int, "float": float}.get(record["answer_type"]):
+        with contextlib.suppress(ValueError):
+            return str(read(said))
     match = re.search(r'The answer is "(.*)"\.', said)
     return match[1] if match else None
 

@@ -21,7 +21,7 @@ from sparse_lavida_jax.evals.files import (
     read_json,
     records,
 )
-from sparse_lavida_jax.evals.scorers import Metric, cosine_scores, frechet_distance, mean
+from sparse_lavida_jax.evals.scorers import Metric, cosine_scores, frechet_distance, means
 
 PAIRS = "prompts.jsonl"
 FID = "fid"
@@ -94,23 +94,18 @@ class Bench(ImageBenchmark):
             values = given["scores"]
         else:
             check_fields(given, ("images", "texts"), str(path))
-            scale = given.get("scale", np.ones(()))
+            images, texts, scale = given["images"], given["texts"], given.get("scale", np.ones(()))
             if scale.size != 1:
                 raise EvaluationError(f"{path}: scale must be a number, and is {scale.shape}.")
-            values = _formula(
-                path, cosine_scores, given["images"], given["texts"], float(scale.item())
-            )
+            values = _formula(path, cosine_scores, images, texts, float(scale.item()))
         if np.shape(values) != (len(names),) or not np.isfinite(values).all():
             raise EvaluationError(
                 f"{path} must give each of its {len(names)} names one finite number; it gives"
                 f" {np.shape(values)}."
             )
         by_name = dict(zip(names, np.asarray(values, np.float64).tolist(), strict=True))
-        groups: dict[str, list[float]] = {}
-        for item in self.items:
-            groups.setdefault(item.record["category"], []).append(by_name[item.key])
-        whole = mean(path.stem, [by_name[item.key] for item in self.items])
-        return [whole, *(mean(f"- {name}", group) for name, group in groups.items())]
+        pairs = [(item.record["category"], by_name[item.key]) for item in self.items]
+        return means(path.stem, pairs)
 
 
 def _arrays(path: pathlib.Path) -> dict[str, np.ndarray]:

@@ -10,7 +10,6 @@ import base64
 import binascii
 import csv
 import functools
-import string
 from typing import ClassVar
 
 from sparse_lavida_jax.data import image_files
@@ -121,7 +120,7 @@ def letter_of(said: str, options: dict[str, str]) -> str | None:
     """
     found = said.split()
     for before, after in (("", ""), *_MARKS):
-        named = [one for one in string.ascii_uppercase[:5] if f"{before}{one}{after}" in found]
+        named = [one for one in LETTERS if f"{before}{one}{after}" in found]
         if len(named) == 1:
             if not before and not after and "A" in found and len(found) > 3:
                 continue

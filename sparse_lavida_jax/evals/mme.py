@@ -6,14 +6,13 @@ github.com/BradyFU/Awesome-Multimodal-Large-Language-Models/tree/Evaluation. The
 question is that of lmms-eval, with which the base model was evaluated.
 """
 
-import collections
 import functools
 import pathlib
 from typing import ClassVar
 
 from sparse_lavida_jax.evals.benchmark import QuestionBenchmark
 from sparse_lavida_jax.evals.files import EvaluationError, read_image, read_text
-from sparse_lavida_jax.evals.scorers import Metric
+from sparse_lavida_jax.evals.scorers import Metric, grouped
 
 CATEGORIES = {
     "perception": (
@@ -72,13 +71,11 @@ class Bench(QuestionBenchmark):
 
     def export(self, answers, folder):
         """Writes a file for each category, as `eval_tool/calculation.py` reads them."""
-        lines = collections.defaultdict(list)
-        for one in answers:
-            official = [one.record[name] for name in ("picture", "question", "answer")]
-            line = "\t".join((*official, " ".join(one.text.split())))
-            lines[one.record["category"]].append(f"{line}\n")
-        for category, category_lines in lines.items():
-            (folder / f"{category}.txt").write_text("".join(category_lines))
+        for category, members in grouped((one.record["category"], one) for one in answers).items():
+            with (folder / f"{category}.txt").open("w") as file:
+                for one in members:
+                    official = [one.record[name] for name in ("picture", "question", "answer")]
+                    print(*official, " ".join(one.text.split()), sep="\t", file=file)
 
     def scores(self, answers, folder):
         """Returns the points: of a category at most 200, its accuracy and its accuracy+."""
@@ -113,7 +110,7 @@ def _points(category: str, pairs: dict[str, list[bool]]) -> Metric:
 
 
 def _image(folder: pathlib.Path, stem: str) -> pathlib.Path:
-    for suffix in SUFFIXES:
-        if (folder / f"{stem}{suffix}").is_file():
-            return folder / f"{stem}{suffix}"
+    paths = (folder / f"{stem}{suffix}" for suffix in SUFFIXES)
+    if path := next(filter(pathlib.Path.is_file, paths), None):
+        return path
     raise EvaluationError(f"there is no image {stem} in {folder}: {', '.join(SUFFIXES)}.")

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from sparse_lavida_jax.data.files import write_json
 from sparse_lavida_jax.evals.benchmark import QuestionBenchmark, has_solutions
-from sparse_lavida_jax.evals.files import EvaluationError, Parquet
+from sparse_lavida_jax.evals.files import EvaluationError, read_parquet
 from sparse_lavida_jax.evals.scorers import shares
 
 FIELDS = ("id", "question", "options", "question_type")
@@ -52,11 +52,10 @@ class Bench(QuestionBenchmark):
     def read(self):
         """Yields an item for each question."""
         paths = self.files(f"*/{self.settings.split}-*.parquet")
-        table = Parquet(paths, FIELDS, OTHERS, IMAGES)
-        for row, record in enumerate(table.records):
+        for record, images in read_parquet(paths, FIELDS, OTHERS, IMAGES):
             words = words_of(record)
             shown = sorted({int(number) for number in re.findall(r"<image (\d+)>", words)})
-            load = functools.partial(table.images, row, [f"image_{number}" for number in shown])
+            load = functools.partial(images, [f"image_{number}" for number in shown])
             yield record["id"], words, record, load
 
     def export(self, answers, folder):

@@ -10,14 +10,8 @@ import pickle
 from typing import Any, ClassVar
 
 from sparse_lavida_jax.data.files import write_json
-from sparse_lavida_jax.evals.benchmark import Benchmark, written
-from sparse_lavida_jax.evals.files import (
-    EvaluationError,
-    check_fields,
-    of_kind,
-    read_json,
-    records,
-)
+from sparse_lavida_jax.evals.benchmark import Benchmark
+from sparse_lavida_jax.evals.files import EvaluationError, check_fields, of_kind, read_json, records
 from sparse_lavida_jax.evals.scorers import mean, overlap, share
 
 LEAST_OVERLAP = 0.5
@@ -75,17 +69,15 @@ class Bench(Benchmark):
         """Returns the box of each phrase in pixels of its image, None where there is none."""
         pipe.prompts.check_task("ground")
         shown = [item.load()[0] for item in items]
-        examples = [
-            pipe.prompts.locate_one(item.words, image)
-            for item, image in zip(items, shown, strict=True)
-        ]
+        pairs = zip(items, shown, strict=True)
+        examples = [pipe.prompts.locate_one(item.words, image) for item, image in pairs]
         seeds = [self.seed_of(item) for item in items]
-        said = written(pipe, examples, self.sampling, seeds)
+        said = pipe.decode(examples, sampling=self.sampling, seed=seeds, shared=True)
         outputs = []
         for item, image, ids in zip(items, shown, said, strict=True):
             height, width = image.shape[:2]
             (box,) = pipe.prompts.boxes([item.words], [ids], (width, height))
-            outputs.append({"box": None if box is None else [float(edge) for edge in box]})
+            outputs.append({"box": box and [float(edge) for edge in box]})
         return outputs
 
     def export(self, answers, folder):

@@ -174,10 +174,8 @@ def _scene_sections(pipe: SparseLaViDa, folder: pathlib.Path) -> list[str]:
         samples = [tasks.sample(task, exact.EVAL_SEED, i, "test") for i in range(prompts)]
         outputs = exact.answer(pipe, samples)
         results.append(exact.tally(task, samples, outputs))
-        section = _examples(task, samples[:12], outputs[:12], folder)
-        if section:
-            parts.append(section)
-    return ["## Exact scores", exact.table(results), *parts]
+        parts.append(_examples(task, samples[:12], outputs[:12], folder))
+    return ["## Exact scores", exact.table(results), *filter(None, parts)]
 
 
 def _examples(task, samples, outputs, folder: pathlib.Path) -> str:
@@ -217,23 +215,18 @@ def _speed(pipe: SparseLaViDa) -> str:
     settings = pipe.settings
     blank = np.zeros((settings.model.num_cells, settings.model.codes_per_token), np.int32)
     examples = [pipe.encoder.image_example("a red circle", blank) for _ in range(pipe.batch_size)]
-    samplings = {
-        name: dataclasses.replace(settings.sampling, preset=name) for name in ("sparse", "dense")
-    }
-    times: dict[str, list[float]] = {name: [] for name in samplings}
+    names = ("sparse", "dense")
+    samplings = [dataclasses.replace(settings.sampling, preset=name) for name in names]
+    times: list[list[float]] = [[] for _ in samplings]
     for _ in range(SPEED_RUNS + 1):
-        for name, sampling in samplings.items():
+        for taken, sampling in zip(times, samplings, strict=True):
             begin = time.perf_counter()
             pipe.decode(examples, sampling=sampling)
-            times[name].append(time.perf_counter() - begin)
-    sparse, dense = (  # the first run compiles
-        1000 * statistics.median(taken[1:]) / len(examples) for taken in times.values()
-    )
-    block = pipe.prompts.text_block_len
-    passed = [
-        tokens_passed(settings.model, sampling, examples[0], block)
-        for sampling in samplings.values()
-    ]
+            taken.append(time.perf_counter() - begin)
+    # The first run compiles.
+    sparse, dense = (1000 * statistics.median(taken[1:]) / len(examples) for taken in times)
+    example, block = examples[0], pipe.prompts.text_block_len
+    passed = [tokens_passed(settings.model, one, example, block) for one in samplings]
     return (
         f"{settings.sampling.num_steps} steps, batch {len(examples)}, median of {SPEED_RUNS} on"
         f" this machine: sparse {sparse:.1f} ms an image, dense {dense:.1f} ms:"

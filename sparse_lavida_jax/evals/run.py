@@ -59,8 +59,9 @@ def evaluate(
         RunError: the folder is of another evaluation, or in use.
     """
     part, parts = _shard(shard)
-    bench = benchmark.load(settings)
-    source = {"name": name, "sha256": _checksum(name)}
+    bench = benchmark.find(settings.evaluate.benchmark)(settings)
+    # The SHA-256 of the manifest of a model, which holds those of all its files.
+    source = {"name": name, "sha256": manifest.digest(model_folder.find_model(name))}
     _claim(folder, settings, bench, source["sha256"])
     own = _made(folder / "shards" / f"{part}-of-{parts}")
     release = runs.lock(own)
@@ -96,11 +97,6 @@ def _shard(words: str) -> tuple[int, int]:
     raise EvaluationError(f"--shard={words} is no shard: write i/n with i of 0 to n - 1, as 0/4.")
 
 
-def _checksum(name: str) -> str:
-    """Returns the SHA-256 of the manifest of a model, which holds those of all its files."""
-    return manifest.digest(model_folder.find_model(name))
-
-
 def _claim(folder: pathlib.Path, settings: config.Config, bench: Benchmark, checksum: str) -> None:
     """Writes down what the folder is the evaluation of.
 
@@ -108,10 +104,11 @@ def _claim(folder: pathlib.Path, settings: config.Config, bench: Benchmark, chec
         RunError: it is of another one, or holds something else.
     """
     path = folder / "settings.json"
+    told = [(item.key, item.words, item.record) for item in bench.items]
     now = {
         "checkpoint": checksum,
         "items": len(bench.items),
-        "keys": _digest(bench.items),
+        "keys": hashlib.sha256(json.dumps(told, default=str).encode()).hexdigest(),
         "seed": settings.seed,
         **_settings(bench),
     }
@@ -131,12 +128,11 @@ def _claim(folder: pathlib.Path, settings: config.Config, bench: Benchmark, chec
         raise runs.RunError(
             f"{path} is damaged ({error}). Choose another --workdir, or delete this one."
         ) from error
-    changed = [
+    if changed := [
         f"{name} was {before.get(name)!r} and is {value!r}"
         for name, value in _flat(now)
         if name not in MAY_CHANGE and before.get(name) != value
-    ]
-    if changed:
+    ]:
         raise runs.RunError(
             f"{folder} is another evaluation: {'; '.join(changed)}. Choose another --workdir, or"
             " delete that one to start again."
@@ -144,16 +140,7 @@ def _claim(folder: pathlib.Path, settings: config.Config, bench: Benchmark, chec
 
 
 def _settings(bench: Benchmark) -> dict[str, Any]:
-    return {
-        "evaluate": config.to_dict(bench.settings),
-        "sampling": config.to_dict(bench.sampling),
-    }
-
-
-def _digest(items: Sequence[benchmark.Item]) -> str:
-    """Returns a digest that changes with any word of any item."""
-    told = [(item.key, item.words, item.record) for item in items]
-    return hashlib.sha256(json.dumps(told, default=str).encode()).hexdigest()
+    return {"evaluate": config.to_dict(bench.settings), "sampling": config.to_dict(bench.sampling)}
 
 
 def _flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -178,10 +165,7 @@ def _made(folder: pathlib.Path) -> pathlib.Path:
 
 
 def _compute(
-    bench: Benchmark,
-    pipe: SparseLaViDa,
-    pending: Sequence[benchmark.Item],
-    path: pathlib.Path,
+    bench: Benchmark, pipe: SparseLaViDa, pending: Sequence[benchmark.Item], path: pathlib.Path
 ) -> Iterator[int]:
     """Appends a line for each item, and yields the size of each batch that is on the disk."""
     with path.open("ab") as file:
@@ -191,9 +175,9 @@ def _compute(
             outputs = bench.answer(pipe, batch, path.parents[2])
             seconds = round((time.perf_counter() - begin) / len(batch), 4)
             for item, output in zip(batch, outputs, strict=True):
-                answer = Answer(item, bench.seed_of(item), output, seconds)
-                line = json.dumps(answer.as_json(), ensure_ascii=False)
-                file.write(line.encode() + b"\n")
+                row = {"index": item.index, "key": item.key, "seed": bench.seed_of(item)}
+                row |= {"output": output, "seconds": seconds}
+                file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
             yield len(batch)
@@ -254,10 +238,9 @@ def _table(bench: Benchmark, scores: Sequence[Metric], results: dict, folder: pa
     lines = [f"# {bench.title}", "", _description(results), ""]
     rows = []
     for score in scores:
-        right, interval = "", ""
-        if score.interval is not None:
-            right = str(score.correct)
-            interval = f"{score.interval[0]:.3f} to {score.interval[1]:.3f}"
+        right, interval = score.correct, score.interval
+        right = "" if right is None else right
+        interval = "{:.3f} to {:.3f}".format(*interval) if interval else ""
         rows.append((score.name, f"{score.value:.5g}", right, score.count, interval))
     if rows:
         lines.append(markdown.table(("score", "value", "right", "of", "95 % interval"), rows))

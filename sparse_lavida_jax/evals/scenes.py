@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.evals import exact
-from sparse_lavida_jax.evals.benchmark import EXPORT, Benchmark, Item
+from sparse_lavida_jax.evals.benchmark import EXPORT, Benchmark, Item, write_images
 from sparse_lavida_jax.evals.exact import EVAL_SEED
 from sparse_lavida_jax.evals.files import EvaluationError
 from sparse_lavida_jax.scenes import tasks
@@ -64,15 +64,12 @@ class Bench(Benchmark):
         """Returns texts, and the names of files with images."""
         samples, seeds = [_sample(item) for item in items], [self.seed_of(item) for item in items]
         made = exact.answer(pipe, samples, sampling=self.sampling, seed=seeds)
-        outputs = []
-        for item, output in zip(items, made, strict=True):
-            if isinstance(output, str):
-                outputs.append({"text": output})
-            else:
-                name = f"{item.key}.png"
-                image_files.write(folder / EXPORT / name, output)
-                outputs.append({"files": [name]})
-        return outputs
+        return [
+            {"text": output}
+            if isinstance(output, str)
+            else write_images(folder, {f"{item.key}.png": output})
+            for item, output in zip(items, made, strict=True)
+        ]
 
     def scores(self, answers, folder):
         """Returns the share of right responses of each task, and of its columns."""

@@ -3,12 +3,14 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 from jaxtyping import Float
 
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 Box = Sequence[int | float]  # x1, y1, x2, y2
 
 RELAXATION = 0.05  # by which numbers may differ in ChartQA
@@ -48,16 +50,27 @@ def share(name: str, hits: Sequence[bool]) -> Metric:
 
 def shares(name: str, hits: Sequence[tuple[str, bool]]) -> list[Metric]:
     """Returns the share of all hits, then of each group, in order of its first member."""
-    groups: dict[str, list[bool]] = {}
-    for group, hit in hits:
-        groups.setdefault(group, []).append(hit)
-    parts = [share(f"- {group}", members) for group, members in groups.items()]
+    parts = [share(f"- {group}", members) for group, members in grouped(hits).items()]
     return [share(name, [hit for _, hit in hits]), *parts]
 
 
 def mean(name: str, values: Sequence[float]) -> Metric:
     """Returns the mean of values."""
     return Metric(name, sum(values) / max(len(values), 1), len(values))
+
+
+def means(name: str, values: Sequence[tuple[str, float]]) -> list[Metric]:
+    """Returns the mean of all values, then of each group, in order of its first member."""
+    parts = [mean(f"- {group}", members) for group, members in grouped(values).items()]
+    return [mean(name, [value for _, value in values]), *parts]
+
+
+def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """Returns the second members of pairs, by the first ones, in order of appearance."""
+    groups: dict[K, list[V]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def wilson_interval(correct: int, total: int, z: float = 1.96) -> tuple[float, float]:

@@ -1,17 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Examples in batches through the sampler."""
+"""Requests in, results out: examples in batches through the sampler, and how each task is done."""
 
 import collections
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Int
 
 from sparse_lavida_jax import config, sample, sequence
 from sparse_lavida_jax.data.example import Example
-from sparse_lavida_jax.inference.requests import Request
+from sparse_lavida_jax.data.templates import RequestError
+from sparse_lavida_jax.inference import regions
+from sparse_lavida_jax.inference.requests import (
+    LARGEST_SEED,
+    TASKS,
+    Grid,
+    Pixels,
+    Request,
+    ShownImage,
+    grid_of,
+    of_row,
+)
+from sparse_lavida_jax.inference.results import FORMAT, Origin, Result
+from sparse_lavida_jax.lavida_o.prompts import ChatPrompts
 from sparse_lavida_jax.models import quantize
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.sample import Callback
@@ -19,9 +37,11 @@ from sparse_lavida_jax.sampling import plans, presets
 from sparse_lavida_jax.sampling.prefixes import Prefixes
 from sparse_lavida_jax.sampling.presets import StepSettings
 from sparse_lavida_jax.sampling.prompts import LaidOut, batched, lay_out, lengths_of
+from sparse_lavida_jax.scenes.prompts import ScenePrompts
 from sparse_lavida_jax.sequence import Kind
 
 SHARED_PROMPT = 128  # tokens
+SEED_STRIDE = 1_000_003  # between the rounds of "reflect", so that rows do not share noise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,3 +269,295 @@ def _settings(
 
 def _has_source(example: Example) -> bool:
     return any(isinstance(part, sequence.Source) for part in example.parts)
+
+
+# ---------------------------------------------------------------------------------------------
+# How each task is done.
+
+_Attempt = tuple[Pixels, str]  # an image, and what is wrong with it
+
+
+@dataclasses.dataclass(frozen=True)
+class _Canvas:
+    """An image to be drawn, as the model is told of it.
+
+    Attributes:
+        words: for example with the box of a hole.
+        cells: rows and columns of its grid.
+        image: what is shown to the vision tower; None where nothing is shown.
+        pixels: what is given as codes, at the size of the image to be drawn.
+        known: cells that stay as they are.
+    """
+
+    words: str
+    cells: tuple[int, int]
+    image: Pixels | None = None
+    pixels: Pixels | None = None
+    known: Grid | None = None
+
+
+class Work:
+    """Requests while they are done: how, and what it took so far."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        settings: config.Config,
+        prompts: ScenePrompts | ChatPrompts,
+        codec: Any,
+        source: Origin,
+        sampling: config.Sampling,
+        *,
+        callback: Callback | None,
+        bucket: Bucket | None,
+        shared: bool,
+    ):
+        self.engine = engine
+        self.settings = settings
+        self.prompts = prompts
+        self.codec = codec
+        self.source = source
+        self.sampling = sampling
+        self.callback = callback
+        self.bucket = bucket
+        self.shared = shared
+        self.seconds: dict[str, float] = {}
+        self.tokens = 0
+
+    def done(self, requests: Sequence[Request]) -> Result:
+        """Does what is asked by requests of one task."""
+        does = {"reflect": self.reflected, "ground": self.found}
+        by_kind = self.drawn if TASKS[requests[0].task].draws else self.written
+        return does.get(requests[0].task, by_kind)(requests)
+
+    @property
+    def cell_side(self) -> int:
+        """Pixels a side of a cell."""
+        return self.codec.image_size // self.settings.model.grid_size
+
+    def _texts(self, responses: Sequence[Int[np.ndarray, "_l 1"]]) -> list[str]:
+        return [self.prompts.text(ids) for ids in responses]
+
+    def decode(
+        self,
+        making: str,
+        examples: Sequence[Example],
+        requests: Sequence[Request],
+        sampling: config.Sampling | None = None,
+    ) -> list[Int[np.ndarray, "_l g"]]:
+        """Decodes examples, and keeps the bucket that images were decoded in."""
+        with self.timed(making):
+            decoded = self.engine.decode(
+                examples,
+                requests,
+                sampling or self.sampling,
+                making=making,
+                bucket=self.bucket if making == "image" else None,
+                shared=self.shared,
+                callback=self.callback,
+            )
+        if making == "image":
+            self.bucket = decoded.bucket
+        self.tokens += decoded.tokens
+        return decoded.responses
+
+    @contextlib.contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Adds what a stage takes to `seconds`."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - begin
+
+    def result(self, requests: Sequence[Request], **found: Any) -> Result:
+        """Returns what was found, with the records of images."""
+        records = ()
+        if "pixels" in found:
+            plans = found.get("plans") or [None] * len(requests)
+            records = tuple(map(self._record, requests, plans))
+        return Result(
+            requests[0].task,
+            tuple(request.words for request in requests),
+            tuple(request.seed for request in requests),
+            self.sampling,
+            self.source,
+            self.seconds,
+            records=records,
+            tokens_passed=self.tokens,
+            **found,
+        )
+
+    def _record(self, request: Request, plan: str | None) -> dict[str, Any]:
+        """Returns what `replay` needs, for `json`."""
+        reflects = request.task == "reflect"
+        known = None if request.known is None else np.asarray(request.known).tolist()
+        recipe: dict[str, Any] = {
+            "generate": lambda: {"size": None if request.size is None else list(request.size)},
+            "edit": dict,
+            "inpaint": lambda: {"known": known},
+            "outpaint": lambda: {"box": list(request.box)} if request.box else {"known": known},
+            "reflect": lambda: {"rounds": request.rounds, "plan": request.plan},
+        }[request.task]()
+        bucket = None if reflects or self.bucket is None else dataclasses.asdict(self.bucket)
+        return {
+            "format": FORMAT,
+            "task": request.task,
+            "prompt": request.words,
+            "seed": request.seed,
+            "recipe": recipe,
+            "plan": plan,
+            "picture": request.images[0].as_json() if request.images else None,
+            "bucket": bucket,
+            "sampling": dataclasses.asdict(of_row(self.sampling, request)),
+            "checkpoint": dataclasses.asdict(self.source),
+            "software": {"jax": jax.__version__, "device": jax.devices()[0].device_kind},
+        }
+
+    # -- images -----------------------------------------------------------------------------
+
+    def drawn(self, requests: Sequence[Request]) -> Result:
+        """Returns the images of requests."""
+        canvases = [self._canvas(request) for request in requests]
+        plans = self._layouts(requests, canvases)
+        examples = [
+            self._image_example(canvas, plan)
+            for canvas, plan in zip(canvases, plans or [None] * len(requests), strict=True)
+        ]
+        cells = self.decode("image", examples, requests)
+        with self.timed("pixels"):
+            pixels = tuple(
+                self.codec.decode(one[None], canvas.cells[0], self.sampling.vq_dtype)[0]
+                for one, canvas in zip(cells, canvases, strict=True)
+            )
+        return self.result(requests, tokens=tuple(cells), pixels=pixels, plans=tuple(plans or ()))
+
+    def _canvas(self, request: Request) -> _Canvas:
+        side, grid = self.codec.image_size, self.settings.model.grid_size
+        if request.task == "generate":
+            cells = grid_of(request.size, side, self.settings.model)
+            return _Canvas(request.words, cells)
+        image, known = request.pixels, request.known
+        canvas = self.prompts.canvas(image, side)
+        if request.task == "edit":
+            return _Canvas(request.words, (grid, grid), image, canvas)
+        if request.box is not None:
+            canvas, known = regions.placed(image, request.box, side, self.cell_side)
+        assert known is not None
+        canvas = self.prompts.erased(canvas, known)
+        words = self.prompts.fill_words(request.task, request.words, known)
+        return _Canvas(words, (grid, grid), canvas, canvas, known)
+
+    def _layouts(
+        self, requests: Sequence[Request], canvases: Sequence[_Canvas]
+    ) -> list[str] | None:
+        """Returns the layout of each image, as given or of the model's own; None: without."""
+        task, plans = requests[0].task, [request.plan for request in requests]
+        told = [plan for plan in plans if isinstance(plan, str)]
+        if told:
+            return told
+        learned = self.prompts.lays_out(task)
+        if plans[0] and not learned:
+            raise RequestError(f"this checkpoint was not trained to lay out images of {task!r}.")
+        wanted = self.sampling.plan if plans[0] is None else plans[0]
+        if not wanted or not learned:
+            return None
+        examples = [self.prompts.plan(canvas.words, canvas.image) for canvas in canvases]
+        return self._texts(self.decode("layout", examples, _seeds(requests)))
+
+    def _image_example(
+        self, canvas: _Canvas, plan: str | None, attempts: Sequence[_Attempt] = ()
+    ) -> Example:
+        if canvas.pixels is None:
+            shape = math.prod(canvas.cells), self.settings.model.codes_per_token
+            blank = np.zeros(shape, np.int32)
+            example = self.prompts.draw(canvas.words, blank, plan=plan, attempts=attempts)
+        else:
+            (codes,) = self.codec.encode(canvas.pixels[None])
+            assert canvas.image is not None
+            example = self.prompts.change(canvas.words, codes, canvas.image, canvas.known, plan)
+        return dataclasses.replace(example, grid=canvas.cells)
+
+    def reflected(self, requests: Sequence[Request]) -> Result:
+        """Returns the last images of requests, with all attempts and their verdicts."""
+        done = [self._reflect(request) for request in requests]
+        return self.result(
+            requests,
+            tokens=tuple(cells for cells, _ in done),
+            pixels=tuple(attempts[-1][0] for _, attempts in done),
+            texts=tuple(attempts[-1][1] for _, attempts in done),
+            attempts=tuple(tuple(attempts) for _, attempts in done),
+        )
+
+    def _reflect(self, request: Request) -> tuple[Int[np.ndarray, "_l g"], list[_Attempt]]:
+        """Returns the codes of the last image, and all images with their verdicts."""
+        attempts: list[_Attempt] = []
+        now = dataclasses.replace(request, task="generate")
+        while True:
+            canvas = self._canvas(now)
+            plans = self._layouts([now], [canvas])
+            earlier = attempts if now.task == "generate" else ()
+            example = self._image_example(canvas, plans[0] if plans else None, earlier)
+            (cells,) = self.decode("image", [example], [now])
+            (image,) = self.codec.decode(cells[None], dtype=self.sampling.vq_dtype)
+            judged = [self.prompts.judge(request.words, image)]
+            (verdict,) = self._texts(self.decode("text", judged, _seeds([now])))
+            attempts.append((image, verdict.strip()))
+            if self.prompts.accepts(verdict.strip()) or len(attempts) == request.rounds:
+                return cells, attempts
+            seed = (request.seed + len(attempts) * SEED_STRIDE) % LARGEST_SEED
+            correction = self.prompts.correction(verdict.strip())
+            now = dataclasses.replace(request, task="generate", seed=seed)
+            if correction is not None:
+                shown = (ShownImage(image),)
+                now = dataclasses.replace(now, task="edit", words=correction, images=shown)
+
+    # -- text and boxes ---------------------------------------------------------------------
+
+    def written(self, requests: Sequence[Request]) -> Result:
+        """Returns the texts of requests."""
+        required = requests[0].required
+        if required and not self.prompts.refusal("caption"):
+            plain = [
+                dataclasses.replace(one, task="caption", template=None, required=())
+                for one in requests
+            ]
+            free = self.written(plain)
+            if all(f" {word.strip()} " in f" {free.text.strip()} " for word in required):
+                return dataclasses.replace(free, task=requests[0].task)
+        said = self.decode("text", [self._text_example(one) for one in requests], requests)
+        texts = (
+            self.prompts.text(ids)
+            if request.template is None
+            else self.prompts.completed(request.template, ids)
+            for request, ids in zip(requests, said, strict=True)
+        )
+        return self.result(
+            requests, tokens=tuple(said), texts=tuple(text.strip() for text in texts)
+        )
+
+    def _text_example(self, request: Request) -> Example:
+        prompts, words, seen = self.prompts, request.words, request.seen
+        if request.template is not None:
+            words = prompts.fill_in if request.task == "infill" else prompts.describe_in
+            return prompts.complete(words, request.template, seen)
+        tokens = prompts.answer_tokens if request.task == "ask" else prompts.long_answer_tokens
+        if request.task == "caption":
+            words = prompts.describe
+        return prompts.ask(words, seen, request.max_new_tokens or tokens)
+
+    def found(self, requests: Sequence[Request]) -> Result:
+        """Returns the boxes of phrases, all of one image."""
+        image, named = requests[0].pixels, [request.words for request in requests]
+        examples, how = self.prompts.locate(named, image), self.sampling
+        if self.prompts.locates_in_one_step:
+            how = dataclasses.replace(how, text_steps=1, text_step_ratio=0.0, text_commit="count")
+        found = self.decode("text", examples, requests[: len(examples)], how)
+        size = image.shape[1], image.shape[0]
+        boxes = tuple(self.prompts.boxes(named, found, size))
+        return self.result(requests, tokens=tuple(found), boxes=boxes)
+
+
+def _seeds(requests: Sequence[Request]) -> list[Request]:
+    """Returns requests of which only the seeds are left: for text about an image to be drawn."""
+    return [Request(task="", seed=request.seed) for request in requests]

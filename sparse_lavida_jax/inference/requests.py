@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 from jaxtyping import Bool, UInt8
@@ -16,15 +16,22 @@ from PIL import Image
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import image_files
-from sparse_lavida_jax.data.templates import RequestError, Template
+from sparse_lavida_jax.data.templates import (
+    PromptLanguage,
+    RequestError,
+    Template,
+    parse_template,
+    words_template,
+)
+from sparse_lavida_jax.inference import regions
 from sparse_lavida_jax.inference.results import Result
-from sparse_lavida_jax.sampling.options import ALIASES, OPTIONS
+from sparse_lavida_jax.sampling.options import ALIASES, OPTIONS, changed
 
 Pixels = UInt8[np.ndarray, "_h _w 3"]  # each of its own size
 Grid = Bool[np.ndarray, "y x"]
+Words = str | Sequence[str]
 Number = int | float
 Numbers = Number | Sequence[Number | None] | None  # of all rows, or one for each
-T = TypeVar("T")
 
 LARGEST_SEED = 2**31 - 1
 ROUNDS = 3  # most attempts of "reflect", unless the request says otherwise
@@ -95,6 +102,59 @@ class Request:
     def seen(self) -> tuple[Pixels, ...]:
         """The pixels of all images."""
         return tuple(image.pixels for image in self.images)
+
+
+class Options(TypedDict, total=False):
+    """What every task takes; None: not given.
+
+    Attributes:
+        seed: of the first row, the others count on; or one for each row.
+        sampling: the settings to start from; by default those of the checkpoint.
+        steps: of the image, or of a text block; also as `num_inference_steps`.
+        temperature: of all rows, or one for each; 0 takes the most probable.
+        sampler: a preset (`sampling/presets.py`).
+        registers: how many, or the first and the last number of them.
+        quantize: matrices of the layers in 8 bits (`config.QUANTIZED`).
+    """
+
+    seed: int | Sequence[int] | None
+    sampling: config.Sampling | None
+    steps: int | None
+    num_inference_steps: int | None
+    temperature: Numbers
+    sampler: str | None
+    registers: int | tuple[int, int] | None
+    quantize: str | None
+
+
+class ImageOptions(Options, total=False):
+    """What every task takes that makes an image.
+
+    Attributes:
+        num_images: of each prompt.
+        plan: whether to lay the image out in text first, or the layout to follow, or one for
+            each row; by default as the sampling settings say, where the model learned it.
+        guidance: scale of all rows, or one for each; also as `guidance_scale`.
+        order: of the cells (`config.Sampling.order`).
+        vq_dtype: of the decoder of images.
+    """
+
+    num_images: int | None
+    plan: bool | Words | None
+    guidance: Numbers
+    guidance_scale: Numbers
+    order: str | None
+    vq_dtype: str | None
+
+
+class ChangeOptions(ImageOptions, total=False):
+    """What every task takes that changes an image.
+
+    Attributes:
+        guidance_image: scale of the image, of all rows or one for each.
+    """
+
+    guidance_image: Numbers
 
 
 # ---------------------------------------------------------------------------------------------
@@ -310,6 +370,118 @@ def grid_of(size: Sequence[int] | None, side: int, model: config.Model) -> tuple
             f" multiples of {step}."
         )
     return height // step, width // step
+
+
+def sampling_of(
+    draws: bool, given: dict[str, Any], default: config.Sampling
+) -> tuple[config.Sampling, dict[str, Sequence[float | None]]]:
+    """Returns the settings that all rows share, and the numbers that are given row by row."""
+    shared, columns = {}, {}
+    for name in OPTIONS.keys() & given.keys():
+        by_row = OPTIONS[name].by_row
+        if by_row and isinstance(given[name], Sequence):
+            columns[name] = given[name]
+        else:
+            shared[name] = row_numbers(name, given[name], 1)[0] if by_row else given[name]
+    sampling = given.get("sampling") or default
+    if shared:
+        sampling = changed(sampling, draws=draws, **shared)
+    return sampling, columns
+
+
+def check_numbers(task: str, given: dict[str, Any]) -> None:
+    """Checks the numbers and texts of a task's own options."""
+    for name in ("rounds", "max_new_tokens"):
+        if given.get(name, 1) < 1:
+            raise RequestError(f"{name}={given[name]} is out of range: 1 or more.")
+    if task == "constrained_caption" and ("template" in given) == ("required" in given):
+        raise RequestError("a constrained caption needs a template or words, one of the two.")
+
+
+def fields_of(
+    task: str,
+    words: str,
+    images: tuple[ShownImage, ...],
+    row: int,
+    given: dict[str, Any],
+    prompts: PromptLanguage,
+    side: int,
+    model: config.Model,
+) -> dict[str, Any]:
+    """Returns the fields of `Request` that a task's own options become for one row.
+
+    Args:
+        side: of the largest image, in pixels.
+    """
+    found = {name: given[name] for name in ("rounds", "max_new_tokens") if name in given}
+    if task == "generate":
+        size = given.get("size")
+        grid_of(size, side, model)  # refuses some
+        found["size"] = size and tuple(size)
+    elif task in ("inpaint", "outpaint") and "known" in given:
+        known = np.asarray(given["known"], bool)
+        found["known"] = known if known.ndim == 2 else known[row]
+    elif task == "inpaint":
+        hole = regions.hole(images[0].pixels, given.get("mask"), given.get("box"))
+        grid = model.grid_size
+        found["known"] = regions.untouched(prompts.on_canvas(hole), grid)
+    elif task == "outpaint":
+        found["box"] = regions.inner_box(
+            images[0].pixels, given.get("box"), side, side // model.grid_size
+        )
+    elif task == "infill":
+        found["template"] = parse_template(words)
+    elif task == "constrained_caption" and "template" in given:
+        found["template"] = parse_template(given["template"])
+    elif task == "constrained_caption":
+        found["required"] = tuple(given["required"])
+        found["template"] = words_template(found["required"])
+    return found
+
+
+def rows_of(
+    task: str,
+    words: Words,
+    shown: Shown | Sequence[Shown] | None,
+    given: dict[str, Any],
+    sampling: config.Sampling,
+    columns: dict[str, Sequence[float | None]],
+    prompts: PromptLanguage,
+    side: int,
+    model: config.Model,
+) -> list[Request]:
+    """Returns a request for each row.
+
+    Args:
+        given: options of the task, under their own names.
+        sampling, columns: see `sampling_of`.
+        side: of the largest image, in pixels.
+
+    Raises:
+        RequestError, ImageError: see `SparseLaViDa.requests`.
+    """
+    copies = given.get("num_images", 1)
+    pairs = paired(words, shown, copies)
+    if TASKS[task].image == "needed" and not pairs[0][1]:
+        raise RequestError("this task is about an image: give one.")
+    count = len(pairs)
+    seeds = row_seeds(given.get("seed", 0), count, copies)
+    plans = row_plans(given.get("plan"), count)
+    numbers = {name: row_numbers(name, columns[name], count, copies) for name in columns}
+    check_numbers(task, given)
+    return [
+        Request(
+            task=task,
+            words=one,
+            images=images,
+            seed=seeds[i],
+            sampling=sampling,
+            plan=plans[i],
+            **{name: column[i] for name, column in numbers.items()},
+            **fields_of(task, one, images, i, given, prompts, side, model),
+        )
+        for i, (one, images) in enumerate(pairs)
+    ]
 
 
 def recorded_image(record: dict[str, Any], shown: Shown | None) -> ShownImage | None:

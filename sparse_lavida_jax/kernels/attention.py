@@ -10,20 +10,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from sparse_lavida_jax.kernels import blockwise, pallas_tpu, reference, sharded
+from sparse_lavida_jax.kernels import blockwise, devices, pallas_tpu, reference, sharded
 from sparse_lavida_jax.kernels.common import Shape, Tags
 from sparse_lavida_jax.kernels.deal import Deal
-from sparse_lavida_jax.kernels.devices import (
-    FEW_PAIRS,
-    HOPPER,
-    RELEASE_HEAD_DIM,
-    SLOTS,
-    blockwise_sizes,
-    device_kind,
-    gpu_sizes,
-    rule,
-    tile_sizes,
-)
 from sparse_lavida_jax.kernels.tables import GPU_ROWS, GpuSizes, GpuTables, Tables, TileSizes
 from sparse_lavida_jax.kernels.tables import make_tables as tile_tables
 from sparse_lavida_jax.visibility import AnyArray
@@ -56,7 +45,7 @@ def _lacks_for_gpu() -> str | None:
     if not _has_mosaic_gpu():
         return f"the GPU kernel needs jax 0.11 (Python 3.12), this is jax {jax.__version__}"
     capability = getattr(jax.devices()[0], "compute_capability", "0.0")
-    if not capability.startswith(HOPPER):
+    if not capability.startswith(devices.HOPPER):
         return f"the GPU kernel is for Hopper (9.0), this GPU has compute capability {capability}"
     return None
 
@@ -86,13 +75,9 @@ def _chosen(
     if best == "pallas_gpu" and not _fits_gpu(dtype, head_dim):
         _announce(f"the GPU kernel takes no {jnp.dtype(dtype)} with {head_dim=}")
         best = "blockwise"
-    if best == "blockwise" and query_len * key_len <= FEW_PAIRS:
+    if best == "blockwise" and query_len * key_len <= devices.FEW_PAIRS:
         return "reference"
     return best
-
-
-def is_kernel(implementation: str | None = None) -> bool:
-    return (implementation or default_implementation()) in KERNELS
 
 
 def takes_tables(implementation: str | None = None) -> bool:
@@ -103,7 +88,7 @@ def takes_tables(implementation: str | None = None) -> bool:
 def slot_multiple(implementation: str | None = None) -> int:
     """Returns what the slots of a cache are a multiple of: a kernel would copy it to fill it up."""
     chosen = implementation or default_implementation()
-    return {"pallas_tpu": SLOTS, "pallas_gpu": GPU_ROWS}.get(chosen, 1)
+    return {"pallas_tpu": devices.SLOTS, "pallas_gpu": GPU_ROWS}.get(chosen, 1)
 
 
 def query_tile(length: int, implementation: str | None = None) -> int:
@@ -111,7 +96,9 @@ def query_tile(length: int, implementation: str | None = None) -> int:
     chosen = implementation or default_implementation()
     if chosen == "pallas_gpu":
         return GPU_ROWS
-    return (blockwise_sizes if chosen == "blockwise" else rule)(length, length).queries
+    return (devices.blockwise_sizes if chosen == "blockwise" else devices.rule)(
+        length, length
+    ).queries
 
 
 def make_tables(
@@ -121,7 +108,7 @@ def make_tables(
     query_segment: Int[AnyArray, "b s"] | None = None,
     key_segment: Int[AnyArray, "b t"] | None = None,
     *,
-    head_dim: int = RELEASE_HEAD_DIM,
+    head_dim: int = devices.RELEASE_HEAD_DIM,
     dtype: DTypeLike = jnp.bfloat16,
     implementation: str | None = None,
     key_deals: Sequence[Deal] = (),
@@ -150,8 +137,9 @@ def make_tables(
 
 def _sizes(chosen: str, query_len: int, key_len: int, head_dim: int) -> TileSizes | GpuSizes:
     if chosen == "blockwise":
-        return blockwise_sizes(query_len, key_len)
-    return (gpu_sizes if chosen == "pallas_gpu" else tile_sizes)(query_len, key_len, head_dim)
+        return devices.blockwise_sizes(query_len, key_len)
+    measured = devices.gpu_sizes if chosen == "pallas_gpu" else devices.tile_sizes
+    return measured(query_len, key_len, head_dim)
 
 
 def step_causal_attention(
@@ -284,6 +272,6 @@ def _gpu_kernel(dtype: DTypeLike, head_dim: int):
 
 def _is_elsewhere(platform: str, vendor: str = "") -> bool:
     """Whether programs are compiled for another platform than a kernel's."""
-    return jax.default_backend() != platform and not device_kind().lower().startswith(
+    return jax.default_backend() != platform and not devices.device_kind().lower().startswith(
         vendor or platform
     )

@@ -109,17 +109,14 @@ def _dot(a, b, dimensions):
     )
 
 
-def _mask_down(query_tags, key_tags, keys: slice):
-    """[queries, keys of the part]."""
-    block, horizon, segment = (query_tags[:, i : i + 1] for i in range(3))
-    key_block, key_segment = key_tags[0:1, keys], key_tags[2:3, keys]
-    return visible(block, horizon, key_block, segment, key_segment) & ~is_padding(block)
-
-
-def _mask_across(query_tags, key_tags, keys: slice):
-    """[keys of the part, queries]."""
-    block, horizon, segment = (query_tags[i : i + 1, :] for i in range(3))
-    key_block, key_segment = key_tags[keys, 0:1], key_tags[keys, 2:3]
+def _mask(query_tags, key_tags, keys: slice, *, keys_down: bool):
+    """Returns who sees whom, [queries, keys of the part], or the other way round."""
+    if keys_down:
+        block, horizon, segment = (query_tags[i : i + 1, :] for i in range(3))
+        key_block, key_segment = key_tags[keys, 0:1], key_tags[keys, 2:3]
+    else:
+        block, horizon, segment = (query_tags[:, i : i + 1] for i in range(3))
+        key_block, key_segment = key_tags[0:1, keys], key_tags[2:3, keys]
     return visible(block, horizon, key_block, segment, key_segment) & ~is_padding(block)
 
 
@@ -137,7 +134,7 @@ def _forward_kernel(
         accumulator[...] = jnp.zeros_like(accumulator)
 
     def compute(keys, masked):
-        mask = _mask_down(query_tags, key_tags, keys) if masked else None
+        mask = _mask(query_tags, key_tags, keys, keys_down=False) if masked else None
         for head in range(shape.heads_a_program):
             own, shared = shape.own(head), shape.shared(head)
             logits = _dot(q[:, own], k[keys, shared], CONTRACT_LAST) * (shape.scale * LOG2_E)
@@ -185,7 +182,7 @@ def _query_gradient_kernel(
         accumulator[...] = jnp.zeros_like(accumulator)
 
     def compute(keys, masked):
-        mask = _mask_across(query_tags, key_tags, keys) if masked else None
+        mask = _mask(query_tags, key_tags, keys, keys_down=True) if masked else None
         for head in range(shape.heads_a_program):
             _, ds = _weights_and_ds(head, keys, mask, q, k, v, dout, lse, delta, shape)
             shared = k[keys, shape.shared(head)]
@@ -211,7 +208,7 @@ def _key_gradient_kernel(
         dv_sum[...] = jnp.zeros_like(dv_sum)
 
     def compute(keys, masked):
-        mask = _mask_across(query_tags, key_tags, keys) if masked else None
+        mask = _mask(query_tags, key_tags, keys, keys_down=True) if masked else None
         for head in range(shape.heads_a_program):
             own, shared = shape.own(head), shape.shared(head)
             weights, ds = _weights_and_ds(head, keys, mask, q, k, v, dout, lse, delta, shape)
@@ -253,52 +250,37 @@ class _Blocks:
     shape: TpuShape
     rows_are_keys: bool = False
 
-    def query(self, n, row, col):
-        return (col if self.rows_are_keys else row)[n]
+    def _size(self, keys: bool) -> int:
+        return self.shape.sizes.keys if keys else self.shape.sizes.queries
 
-    def key(self, n, row, col):
-        return (row if self.rows_are_keys else col)[n]
+    def _at(self, keys: bool, n, row, col):
+        """Returns which tile of keys, or of queries, the entry n of the list computes."""
+        return (row if keys == self.rows_are_keys else col)[n]
 
-    def query_heads(self):
-        """Queries and what has their shape, [b s (h d)]."""
-        return self._heads(self.query, self.shape.sizes.queries, self.shape.heads_a_program)
+    def heads(self, *, keys: bool, stacked: bool = False):
+        """Queries or keys and what has their shape, [b s (h d)]; of one layer of [n b t (h d)]."""
+        heads = self.shape.kv_heads_a_program if keys else self.shape.heads_a_program
+        tile = (None, self._size(keys), heads * self.shape.head_dim)
 
-    def key_heads(self):
-        """Keys and values, [b t (h d)]."""
-        return self._heads(self.key, self.shape.sizes.keys, self.shape.kv_heads_a_program)
+        def place(h, n, batch, row, col, flags, *layer):
+            at = (batch[n], self._at(keys, n, row, col), h)
+            return (layer[0][0], *at) if stacked else at
 
-    def stacked_key_heads(self):
-        """Keys and values of one layer of [n b t (h d)]."""
-        width = self.shape.kv_heads_a_program * self.shape.head_dim
-        return pl.BlockSpec(
-            (None, None, self.shape.sizes.keys, width),
-            lambda h, n, batch, row, col, flags, layer: (
-                layer[0], batch[n], self.key(n, row, col), h,
-            ),
-        )  # fmt: skip
+        return pl.BlockSpec((None, *tile) if stacked else tile, place)
 
     def query_row(self):
         """A number for each query and head, [b h 1 s]."""
         return pl.BlockSpec(
             (None, self.shape.heads_a_program, 1, self.shape.sizes.queries),
-            lambda h, n, batch, row, col, *_: (batch[n], h, 0, self.query(n, row, col)),
+            lambda h, n, batch, row, col, *_: (batch[n], h, 0, self._at(False, n, row, col)),
         )
 
-    def query_tags(self, *, down: bool):
-        return self._tags(self.query, self.shape.sizes.queries, down)
+    def tags(self, *, keys: bool, down: bool):
+        """`TpuTags.down` or `TpuTags.across`."""
+        size = self._size(keys)
 
-    def key_tags(self, *, down: bool):
-        return self._tags(self.key, self.shape.sizes.keys, down)
-
-    def _heads(self, at, size: int, heads: int):
-        return pl.BlockSpec(
-            (None, size, heads * self.shape.head_dim),
-            lambda h, n, batch, row, col, *_: (batch[n], at(n, row, col), h),
-        )
-
-    def _tags(self, at, size: int, down: bool):
         def place(h, n, batch, row, col, *_):
-            tile = at(n, row, col)
+            tile = self._at(keys, n, row, col)
             return (batch[n], tile, 0) if down else (batch[n], 0, tile)
 
         return pl.BlockSpec((None, size, LANES) if down else (None, SUBLANES, size), place)
@@ -377,14 +359,14 @@ def forward(
         tables.by_query,
         [jnp.asarray(layer, jnp.int32).reshape(1)],
         [
-            (query_tags.down, blocks.query_tags(down=True)),
-            (key_tags.across, blocks.key_tags(down=False)),
-            (q, blocks.query_heads()),
-            (k, blocks.stacked_key_heads()),
-            (v, blocks.stacked_key_heads()),
+            (query_tags.down, blocks.tags(keys=False, down=True)),
+            (key_tags.across, blocks.tags(keys=True, down=False)),
+            (q, blocks.heads(keys=False)),
+            (k, blocks.heads(keys=True, stacked=True)),
+            (v, blocks.heads(keys=True, stacked=True)),
         ],
         [
-            (jax.ShapeDtypeStruct(q.shape, q.dtype), blocks.query_heads()),
+            (jax.ShapeDtypeStruct(q.shape, q.dtype), blocks.heads(keys=False)),
             (
                 jax.ShapeDtypeStruct((batch, shape.num_heads, 1, length), jnp.float32),
                 blocks.query_row(),
@@ -403,12 +385,12 @@ def backward(q, k, v, tags, tables: Tables, out, lse, cotangents, shape: TpuShap
 
     def inputs(blocks: _Blocks):
         return [
-            (query_tags.across, blocks.query_tags(down=False)),
-            (key_tags.down, blocks.key_tags(down=True)),
-            (q, blocks.query_heads()),
-            (k, blocks.key_heads()),
-            (v, blocks.key_heads()),
-            (dout, blocks.query_heads()),
+            (query_tags.across, blocks.tags(keys=False, down=False)),
+            (key_tags.down, blocks.tags(keys=True, down=True)),
+            (q, blocks.heads(keys=False)),
+            (k, blocks.heads(keys=True)),
+            (v, blocks.heads(keys=True)),
+            (dout, blocks.heads(keys=False)),
             (lse, blocks.query_row()),
             (delta, blocks.query_row()),
         ]
@@ -421,7 +403,7 @@ def backward(q, k, v, tags, tables: Tables, out, lse, cotangents, shape: TpuShap
         tables.by_query,
         [],
         inputs(blocks),
-        [(jax.ShapeDtypeStruct(q.shape, q.dtype), blocks.query_heads())],
+        [(jax.ShapeDtypeStruct(q.shape, q.dtype), blocks.heads(keys=False))],
         [(sizes.queries, width)],
         "step_causal_attention_dq",
         products=3,
@@ -434,7 +416,7 @@ def backward(q, k, v, tags, tables: Tables, out, lse, cotangents, shape: TpuShap
         tables.by_key,
         [],
         inputs(blocks),
-        [(jax.ShapeDtypeStruct(x.shape, x.dtype), blocks.key_heads()) for x in (k, v)],
+        [(jax.ShapeDtypeStruct(x.shape, x.dtype), blocks.heads(keys=True)) for x in (k, v)],
         [(sizes.keys, width)] * 2,
         "step_causal_attention_dkv",
         products=4,

@@ -22,6 +22,14 @@ REGISTERS = 64
 CELLS = 1024
 PROMPT = 256  # of text to image
 PACKED = pathlib.Path(__file__).with_name("packed_8192.json")
+# Tokens of the prompt (of an edit 871 vision tokens, 1024 source cells, the words), those of the
+# response, clean blocks.
+ROWS = {
+    "t2i_1536": (PROMPT, CELLS, 4),
+    "edit_3456": (2176, CELLS, 4),
+    "single_8152": (3800, 4096, 8),
+}
+STEPS = {"decode_early": 8, "decode_mid": 32, "decode_late": 56}
 SHA256 = {
     "t2i_1536": "bf9eab299ddc9b1f86da9f2080581ae5ef35930c190c4ea3119ec852343bbe56",
     "edit_3456": "defc1146389322b052cc3aaaff292b5db7c85d5dca1a51a4b3b738b21a44793e",
@@ -36,7 +44,7 @@ SHA256 = {
 
 @dataclasses.dataclass(frozen=True)
 class RowTags:
-    """Tags of one row: queries [s], keys [t]; the same ones but in decoding."""
+    """Tags of one row: queries [s], keys [t]; the same ones except in decoding."""
 
     query_block: Int[np.ndarray, " s"]
     query_horizon: Int[np.ndarray, " s"]
@@ -64,26 +72,21 @@ def tags(name: str) -> RowTags:
     Raises:
         ValueError: there is no such shape.
     """
-    if name == "t2i_1536":
-        return _row(prompt=PROMPT, response=CELLS, clean=4, masked=4, share=0.5)
-    if name == "edit_3456":  # 871 vision tokens, 1024 source cells, the words
-        return _row(prompt=2176, response=CELLS, clean=4, masked=4, share=0.5)
-    if name == "single_8152":
-        return _row(prompt=3800, response=4096, clean=8, masked=4, share=0.5)
+    if name in ROWS:
+        return _row(*ROWS[name])
+    if name in STEPS:
+        return _decode(STEPS[name])
     if name == "packed_8192":
         return _packed()
-    if name in ("decode_early", "decode_mid", "decode_late"):
-        return _decode({"early": 8, "mid": 32, "late": 56}[name.removeprefix("decode_")])
     if name == "full_8192":  # one block: what the generality costs where nothing is skipped
         nothing = np.zeros(8192, np.int32)
         return RowTags(nothing, nothing, nothing)
     raise ValueError(f"there is no shape {name!r}; choose one of {', '.join(names())}.")
 
 
-def _row(*, prompt: int, response: int, clean: int, masked: int, share: float, seed: int = 0):
-    """A training row: `share` of the response masked, blocks drawn uniformly (design: uniform)."""
-    rng = np.random.default_rng(seed)
-    hidden = round(response * share)
+def _row(prompt: int, response: int, clean: int, masked: int = 4) -> RowTags:
+    """A training row: half of the response masked, blocks drawn uniformly (design: uniform)."""
+    rng, hidden = np.random.default_rng(0), response // 2
     block = np.concatenate([
         np.zeros(prompt, int),
         rng.integers(1, clean + 1, response - hidden),

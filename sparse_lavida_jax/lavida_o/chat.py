@@ -196,36 +196,18 @@ def draw(
 def edit(
     tokenizer: ChatTokenizer,
     instruction: str,
-    image: VisionTokens,
-    source: Int[np.ndarray, "n g"],
-    num_tokens: int,
-    *,
-    plan: str = "",
-) -> Parts:
-    """Returns the prompt of an image drawn after another one, which is seen and given as codes.
-
-    Args:
-        source: codes of the other image.
-        plan: what `clean_plan` made of an answer to `plan_edit`.
-
-    Raises:
-        ValueError: a control token in the text.
-    """
-    return edit_several(tokenizer, instruction, [image], [source], num_tokens, plan=plan)
-
-
-def edit_several(
-    tokenizer: ChatTokenizer,
-    instruction: str,
     shown: Sequence[VisionTokens],
     sources: Sequence[Int[np.ndarray, "n g"]],
     num_tokens: int,
     *,
     plan: str = "",
 ) -> Parts:
-    """Returns the prompt of an image drawn after several others.
+    """Returns the prompt of an image drawn after others, which are seen and given as codes.
 
-    One after the other, with spaces between them: ours, the release edits one.
+    Args:
+        shown, sources: the other image, or images one after the other with spaces between them:
+            ours, the release edits one.
+        plan: what `clean_plan` made of an answer to `plan_edit`.
 
     Raises:
         ValueError: a control token in the text.

@@ -42,6 +42,13 @@ class ChatPrompts(PromptLanguage):
         tokenizer: the one that comes with the model.
         model: its settings.
         factor: pixels a side that one code stands for.
+        encoder: None: the package has no training examples for it.
+        describe: what asks for a caption.
+        describe_in: what asks for a caption of which words are given.
+        fill_in: what asks to fill the gaps of a text.
+        answer_tokens, long_answer_tokens: of a short answer, and of a long one such as a caption.
+        text_block_len: tokens of a text block.
+        locates_in_one_step: whether all boxes take one step, as released.
     """
 
     tokenizer: chat.ChatTokenizer
@@ -50,6 +57,9 @@ class ChatPrompts(PromptLanguage):
     encoder = None
     describe = describe_in = "Describe the image in detail."  # ours, as the next one
     fill_in = "Complete the text."
+    answer_tokens = ANSWER_TOKENS
+    long_answer_tokens = LONG_ANSWER_TOKENS
+    text_block_len = TEXT_BLOCK_LEN
     locates_in_one_step = True
 
     def refusal(self, task: str) -> str:
@@ -62,18 +72,6 @@ class ChatPrompts(PromptLanguage):
 
     def lays_out(self, task: str) -> bool:
         return task in ("generate", "edit")
-
-    @property
-    def answer_tokens(self) -> int:
-        return ANSWER_TOKENS
-
-    @property
-    def long_answer_tokens(self) -> int:
-        return LONG_ANSWER_TOKENS
-
-    @property
-    def text_block_len(self) -> int:
-        return TEXT_BLOCK_LEN
 
     # Images.
 
@@ -109,39 +107,28 @@ class ChatPrompts(PromptLanguage):
             chat.draw, prompt, len(codes), condition=self._condition(len(codes)),
             plan=chat.clean_plan(plan or ""), attempts=said,
         )  # fmt: skip
-        return self._fits(prompt, self._example(parts, codes, None, "image", seen))
+        return self._example(prompt, parts, seen, codes, kind="image")
 
-    def edit(
+    def change(
         self,
         instruction: str,
         codes: Int[np.ndarray, "l g"],
         image: Pixels,
-        *,
+        known: Grid | None,
         plan: str | None = None,
     ) -> Example:
-        """Returns what changes an image of these codes as told."""
+        """Returns what edits an image, or draws a captioned one of which cells are known (ours)."""
+        if known is not None:
+            drawn, response = self.draw(instruction, codes, plan=plan), codes.astype(np.int32)
+            return dataclasses.replace(drawn, response=response, given=known.reshape(-1))
         seen = images.see(image, self.model.vision)
-        parts = self._words(
-            chat.edit, instruction, seen.part, codes, len(codes), plan=chat.clean_plan(plan or "")
-        )
-        return self._fits(instruction, self._example(parts, codes, None, "image", [seen]))
+        plan = chat.clean_plan(plan or "")
+        parts = self._words(chat.edit, instruction, [seen.part], [codes], len(codes), plan=plan)
+        return self._example(instruction, parts, [seen], codes, kind="image")
 
     def fill_words(self, task: str, prompt: str, known: Grid) -> str:
         """Returns the caption of the whole image: the release has no words for this task."""
         return prompt
-
-    def fill(
-        self,
-        instruction: str,
-        codes: Int[np.ndarray, "l g"],
-        image: Pixels,
-        known: Grid,
-        *,
-        plan: str | None = None,
-    ) -> Example:
-        """Returns what draws a captioned image of which some cells are known (ours)."""
-        drawn = self.draw(instruction, codes, plan=plan)
-        return dataclasses.replace(drawn, response=codes.astype(np.int32), given=known.reshape(-1))
 
     # Text.
 
@@ -152,7 +139,7 @@ class ChatPrompts(PromptLanguage):
         else:
             seen = [images.see(image, self.model.vision)]
             parts = self._words(chat.plan_edit, prompt, seen[0].part, ANSWER_TOKENS)
-        return self._fits(prompt, self._example(parts, None, None, "text", seen))
+        return self._example(prompt, parts, seen)
 
     def ask(self, question: str, shown: Sequence[Pixels], tokens: int) -> Example:
         """Returns what answers a question in so many tokens, rounded up to whole text blocks."""
@@ -160,13 +147,13 @@ class ChatPrompts(PromptLanguage):
         several = len(shown) > 1
         seen = [images.see(image, self.model.vision, whole=several) for image in shown]
         parts = self._words(chat.ask, question, [s.part for s in seen], tokens)
-        return self._fits(question, self._example(parts, None, None, "text", seen))
+        return self._example(question, parts, seen)
 
     def judge(self, prompt: str, image: Pixels) -> Example:
         """Returns what says whether an image is what was asked for."""
         seen = images.see(image, self.model.vision)
         parts = self._words(chat.judge, prompt, seen.part, VERDICT_TOKENS)
-        return self._fits(prompt, self._example(parts, None, None, "text", [seen]))
+        return self._example(prompt, parts, [seen])
 
     def accepts(self, verdict: str) -> bool:
         return ACCEPTED in verdict
@@ -193,7 +180,7 @@ class ChatPrompts(PromptLanguage):
         ids, given = self.template_ids(template)
         seen = [images.see(image, self.model.vision) for image in shown]
         parts = self._words(chat.ask, words, [s.part for s in seen], len(ids))
-        return self._fits(words, self._example(parts, ids[:, None], given, "text", seen))
+        return self._example(words, parts, seen, ids[:, None], given)
 
     # Boxes.
 
@@ -205,14 +192,13 @@ class ChatPrompts(PromptLanguage):
         except ValueError as error:
             raise RequestError(str(error)) from error
         given = known != self.model.text_mask_id
-        example = self._example(parts, known[:, None], given, "text", [seen])
-        return [self._fits(" ".join(phrases), example)]
+        return [self._example(" ".join(phrases), parts, [seen], known[:, None], given)]
 
     def locate_one(self, phrase: str, image: Pixels) -> Example:
         """Returns what finds one thing, in the words of the released RefCOCO evaluation."""
         seen = images.see(image, self.model.vision)
         parts = self._words(chat.locate, phrase, seen.part)
-        return self._fits(phrase, self._example(parts, None, None, "text", [seen]))
+        return self._example(phrase, parts, [seen])
 
     def boxes(
         self,
@@ -247,21 +233,19 @@ class ChatPrompts(PromptLanguage):
 
     def _example(
         self,
+        words: str,
         parts: tuple[Part, ...],
-        response: Int[np.ndarray, "l g"] | None,
-        given: Bool[np.ndarray, " l"] | None,
-        kind: Kind,
         seen: Sequence[images.Seen],
+        response: Int[np.ndarray, "l g"] | None = None,
+        given: Bool[np.ndarray, " l"] | None = None,
+        kind: Kind = "text",
     ) -> Example:
+        """Returns an example; `words` are what a person said, for the message if it is too long."""
+        if (used := sum(map(num_tokens, parts))) > MOST_TOKENS:
+            raise too_long(words, used, MOST_TOKENS)
         (length,) = (part.num_tokens for part in parts if isinstance(part, Response))
         if response is None:
             response = np.full((length, 1), self.model.end_of_text_id)
         given = np.zeros(length, bool) if given is None else given
         views = tuple(one.pixels for one in seen)
         return Example(parts, response.astype(np.int32), given, kind, None, length, views)
-
-    def _fits(self, prompt: str, example: Example) -> Example:
-        used = sum(num_tokens(part) for part in example.parts)
-        if used > MOST_TOKENS:
-            raise too_long(prompt, used, MOST_TOKENS)
-        return example

@@ -9,6 +9,7 @@ training: the prompts of `lavida_o/chat.py`, so that what is trained is what is 
 import dataclasses
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -76,7 +77,9 @@ class Mixer:
         turns = self._turns(record, crop, rng)
         seen, views = self._seen(record)
         sources = [self._cells(codes) for codes in record.sources]
-        codes = self._cells(record.target[crop]) if record.draws else self._no_cells
+        codes, weight = np.zeros((0, self.settings.model.codes_per_token), np.int32), None
+        if record.draws:
+            codes, weight = self._cells(record.target[crop]), self._code_weight(record)
         marks: dict[str, Iterator[Part]] = {
             IMAGE: iter([one.part for one in seen]),
             SOURCE_CELL: iter([Source(cells) for cells in sources]),
@@ -101,7 +104,6 @@ class Mixer:
                 at += len(piece)
         if not record.draws:
             parts.append(Response(0))
-        weight = self._code_weight(record) if record.draws else None
         return Sequence(_joined(parts), codes, weight, views)
 
     def _messages(self, turns: list[tuple[str, str]]) -> list[tuple[str, int]]:
@@ -123,9 +125,7 @@ class Mixer:
             drawn = NO_IMAGE
         match record.kind:
             case "text_to_image" | "plan":
-                caption = caption_of(record, rng)
-                condition = condition_of(record, crop, rng)
-                user = f"Generate an image with the caption: {caption} {condition}"
+                user = _image_wanted(record, crop, rng)
                 answer = f"Sure {drawn}"
                 if record.kind == "plan":
                     user += f". {chat.PLAN}{_feedback(record)}"
@@ -200,8 +200,7 @@ class Mixer:
             if record.kind == "dense_caption" and len(record.boxes):
                 return self._dense_boxes(record, shown[0], views)
             parts, ids, reach = self._text(record, crop, shown, rng)
-            made = _example(parts, ids[:, None], "text", views)
-            return dataclasses.replace(made, reach=reach)
+            return _example(parts, ids[:, None], "text", views, reach=reach)
         codes, t = self._cells(record.target[crop]), self.tokenizer
         plan = self._plan_words(record) if record.plan else ""
         if record.kind in ("text_to_image", "plan"):
@@ -214,9 +213,8 @@ class Mixer:
         if record.kind not in ("edit", "edit_plan"):
             raise _unknown(record)
         sources = [self._cells(one) for one in record.sources]
-        parts = chat.edit_several(t, record.asked[0], shown, sources, len(codes), plan=plan)
-        made = _example(parts, codes, "image", views)
-        return dataclasses.replace(made, code_weight=self._code_weight(record))
+        parts = chat.edit(t, record.asked[0], shown, sources, len(codes), plan=plan)
+        return _example(parts, codes, "image", views, code_weight=self._code_weight(record))
 
     def _text(
         self, record: Record, crop: int, shown: list[VisionTokens], rng: np.random.Generator
@@ -233,9 +231,8 @@ class Mixer:
         ids, reach = self._answer(words, rng)
         match record.kind:
             case "plan":
-                caption, condition = caption_of(record, rng), condition_of(record, crop, rng)
-                said = f"{caption} {condition}. {chat.PLAN}{_feedback(record)}"
-                user = f"Generate an image with the caption: {said}"
+                wanted = _image_wanted(record, crop, rng)
+                user = f"{wanted}. {chat.PLAN}{_feedback(record)}"
                 parts = chat.answer_to(t, user, shown, len(ids))
             case "edit_plan":
                 user = " ".join([IMAGE] * len(shown)) + f"\n{asked}. {chat.PLAN}"
@@ -263,7 +260,7 @@ class Mixer:
         boxes = _LOCATION.findall("".join(self._boxes_said(record)))
         ids = known.copy()
         ids[~given] = [self.tokenizer.id_of(f"<LOC_{edge}>") for edge in boxes]
-        return dataclasses.replace(_example(parts, ids[:, None], "text", views), given=given)
+        return _example(parts, ids[:, None], "text", views, given=given)
 
     def _answer(self, words: str, rng: np.random.Generator) -> tuple[Int[np.ndarray, " l"], int]:
         """Returns an answer in whole text blocks, and how many tokens a sampler reaches.
@@ -329,10 +326,6 @@ class Mixer:
         ]
         return seen, tuple(one.pixels for one in seen)
 
-    @property
-    def _no_cells(self) -> Int[np.ndarray, "0 g"]:
-        return np.zeros((0, self.settings.model.codes_per_token), np.int32)
-
     def _cells(self, codes: Int[np.ndarray, "y x"]) -> Int[np.ndarray, "l g"]:
         model = self.settings.model
         side = model.grid_size * model.codes_side
@@ -350,11 +343,8 @@ def caption_of(record: Record, rng: np.random.Generator) -> str:
     The caption of a plan is only ever cut at its end: the plan is one of all it says.
     """
     (caption,) = record.asked
-    if (
-        record.kind == "text_to_image"
-        and len(caption) > LONG_CAPTION
-        and (rng.random() < SHORTENED)
-    ):
+    is_long = record.kind == "text_to_image" and len(caption) > LONG_CAPTION
+    if is_long and rng.random() < SHORTENED:
         sentences = _SENTENCE_END.split(caption.strip())
         caption = " ".join(sentences[: int(rng.integers(len(sentences))) + 1])
     return caption[:MOST_CAPTION]
@@ -376,6 +366,11 @@ def condition_of(record: Record, crop: int, rng: np.random.Generator) -> str:
         hps=record.hps,
         pixel_diff=record.pixel_diff,
     )
+
+
+def _image_wanted(record: Record, crop: int, rng: np.random.Generator) -> str:
+    caption, condition = caption_of(record, rng), condition_of(record, crop, rng)
+    return f"Generate an image with the caption: {caption} {condition}"
 
 
 def _feedback(record: Record) -> str:
@@ -419,6 +414,7 @@ def _unknown(record: Record) -> RecordError:
     return RecordError(f"it is of the kind {record.kind}, which is unknown")
 
 
-def _example(parts: tuple[Part, ...], response, kind: Kind, views) -> Example:
+def _example(parts: tuple[Part, ...], response, kind: Kind, views, **more: Any) -> Example:
     given = np.zeros(len(response), bool)
-    return Example(parts, response.astype(np.int32), given, kind, None, len(response), views)
+    made = Example(parts, response.astype(np.int32), given, kind, None, len(response), views)
+    return dataclasses.replace(made, **more)

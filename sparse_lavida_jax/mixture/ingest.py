@@ -6,8 +6,10 @@ in training (spec Sec. 3), those of edits and of layouts padded to a square; all
 depends on the seed, the dataset and the number of the row.
 """
 
+import contextlib
 import dataclasses
 import json
+import math
 import zlib
 from typing import Any
 
@@ -61,13 +63,8 @@ class Draft:
     sources: tuple[Square, ...] = ()
 
     def finished(self, codes: Int[np.ndarray, "n y x"]) -> Record:
-        split = len(self.targets)
-        changes = {}
-        if self.targets:
-            changes["target"] = codes[:split]
-        if self.sources:
-            changes["sources"] = codes[split:]
-        return dataclasses.replace(self.record, **changes)
+        given = zip(("target", "sources"), np.split(codes, [len(self.targets)]), strict=True)
+        return dataclasses.replace(self.record, **{name: made for name, made in given if len(made)})
 
 
 def draft(
@@ -165,7 +162,7 @@ class _RowReader:
     def _drawn(self, record: Record, field: str, *, crop: bool) -> Draft:
         """Adds the squares of the image to draw, and what the model is given with its caption."""
         image = image_files.read_bytes(self._one(field), f"its {field}")
-        width, height = size = images.size_of(image)
+        size = images.size_of(image)
         if min(size) < self.dataset.min_size:
             raise LeftOut("min_size")
         places, squares = [(0, 0)], [self._padded(image)]
@@ -184,7 +181,7 @@ class _RowReader:
             record,
             crops=np.array(places, np.int32),
             light=np.array([images.luminance_and_contrast(one) for one in squares], np.float32),
-            size=(width, height),
+            size=size,
             hps=None if hps is None else 10 * hps,
         )
         return Draft(record, tuple(squares))
@@ -222,8 +219,7 @@ class _RowReader:
     def _dense_caption(self) -> Draft:
         if self._has("loc_caption"):
             return self._seen((), answered=(self._text("loc_caption"),))
-        self._needs("phrases")
-        self._needs("boxes")
+        self._needs("phrases", "boxes")
         phrases, boxes = self._texts("phrases"), self._boxes("boxes")
         if len(phrases) != len(boxes):
             raise RecordError(f"it has {len(phrases)} phrases and {len(boxes)} boxes")
@@ -233,8 +229,9 @@ class _RowReader:
         """Returns the draft of a text about one image."""
         contents = self._one("image")
         size = images.size_of(image_files.read_bytes(contents, "its image"))
-        if "boxes" in fields:
-            _check_inside(fields["boxes"], size)
+        boxes = fields.get("boxes", np.zeros((0, 4)))
+        if (boxes < 0).any() or (boxes > np.array([*size, *size])).any():
+            raise RecordError(f"a box leaves the image of {size[0]}x{size[1]} pixels")
         return Draft(self._record(asked, images=(contents,), size=size, **fields))
 
     def _turns(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -263,34 +260,30 @@ class _RowReader:
     def _value(self, field: str) -> Any:
         return self.row.get(field, self.row.get(OTHER_NAMES.get(field, field)))
 
-    def _needs(self, field: str) -> None:
-        if not self._has(field):
-            raise RecordError(f"it has no {field}")
+    def _needs(self, *fields: str) -> None:
+        for field in fields:
+            if not self._has(field):
+                raise RecordError(f"it has no {field}")
 
     def _text(self, field: str, *, with_images: bool = False) -> str:
         return _checked_words(field, self._value(field), with_images=with_images)
 
     def _texts(self, field: str) -> tuple[str, ...]:
-        given = _listed(self._value(field)) if self._has(field) else []
-        return tuple(_checked_words(field, one) for one in given)
+        return tuple(_checked_words(field, one) for one in self._list(field))
 
     def _number(self, field: str) -> float | None:
         value = self._value(field)
         if value is None:
             return None
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            number = float("nan")
-        if not np.isfinite(number):
-            raise RecordError(f"{field} is {value!r}, which is no number")
-        return number
+        with contextlib.suppress(TypeError, ValueError):
+            if math.isfinite(number := float(value)):
+                return number
+        raise RecordError(f"{field} is {value!r}, which is no number")
 
     def _boxes(self, field: str) -> np.ndarray:
         """Returns boxes [b 4], of one box or of a list of them."""
-        given = _listed(self._value(field)) if self._has(field) else []
         try:
-            boxes = np.asarray(given, np.float32).reshape(-1, 4)
+            boxes = np.asarray(self._list(field), np.float32).reshape(-1, 4)
         except (TypeError, ValueError):
             boxes = np.full((1, 4), np.nan, np.float32)
         if not (np.isfinite(boxes).all() and (boxes[:, :2] <= boxes[:, 2:]).all()):
@@ -306,11 +299,11 @@ class _RowReader:
 
     def _encoded(self, field: str) -> tuple[bytes, ...]:
         """Returns the encoded images of a field, which names one or several."""
-        if not self._has(field):
-            return ()
-        value = self._value(field)
-        value = _listed(value) if isinstance(value, str) else value
-        return tuple(map(self.reader.image, value if isinstance(value, list) else [value]))
+        return tuple(map(self.reader.image, self._list(field)))
+
+    def _list(self, field: str) -> list[Any]:
+        """Returns the values of a field, which may be one; none where it is empty."""
+        return _listed(self._value(field)) if self._has(field) else []
 
 
 def _listed(value: Any) -> list[Any]:
@@ -331,8 +324,3 @@ def _checked_words(field: str, value: Any, *, with_images: bool = False) -> str:
         if token in value:
             raise RecordError(f"{field} holds the control token {token}")
     return value
-
-
-def _check_inside(boxes: np.ndarray, size: images.Size) -> None:
-    if (boxes < 0).any() or (boxes > np.array([*size, *size])).any():
-        raise RecordError(f"a box leaves the image of {size[0]}x{size[1]} pixels")

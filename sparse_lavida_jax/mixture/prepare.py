@@ -56,14 +56,9 @@ class ImageEncoder(Protocol):
         digest: tells one tokenizer from another.
     """
 
-    @property
-    def side(self) -> int: ...
-
-    @property
-    def factor(self) -> int: ...
-
-    @property
-    def codebook_size(self) -> int: ...
+    side: int
+    factor: int
+    codebook_size: int
 
     @property
     def digest(self) -> str: ...
@@ -71,8 +66,7 @@ class ImageEncoder(Protocol):
     def encode(self, pixels: UInt8[np.ndarray, "n side side 3"]) -> Int[np.ndarray, "n y x"]: ...
 
 
-# Makes the tokenizer in the process that needs it.
-LoadEncoder = Callable[[], ImageEncoder]
+LoadEncoder = Callable[[], ImageEncoder]  # makes the tokenizer in the process that needs it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +146,7 @@ def prepare(
         RecipeError: the mixture file is wrong.
         PrepareError: a table cannot be read, too many records are bad, or a worker died. What was
             finished before stays, and the report says what was found.
-        OSError: the folder cannot be written to, for want of space or whatever else.
+        OSError: the folder cannot be written to: the disk is full, for example.
     """
     mixture, folder = recipe.read(pathlib.Path(path)), pathlib.Path(folder)
     try:
@@ -174,18 +168,18 @@ def _carry_out(
     """Makes the shards that are not there, and writes what training reads and the report."""
     done = {s.stem: outcome for s in shards if (outcome := finished(job.folder, s)) is not None}
     left = [shard for shard in shards if shard.stem not in done]
-    rows: collections.Counter[str] = collections.Counter()
-    bad: collections.Counter[str] = collections.Counter()
+    rows, bad = collections.Counter[str](), collections.Counter[str]()
     for shard in shards:
         rows[shard.dataset.name] += len(shard.rows)
         bad[shard.dataset.name] += len(done[shard.stem].bad) if shard.stem in done else 0
 
     def check(name: str) -> None:
-        if bad[name] > settings.max_bad_fraction * rows[name]:
+        allowed = settings.max_bad_fraction * rows[name]
+        if bad[name] > allowed:
             raise PrepareError(
                 f"{bad[name]} records of {name} are bad, and prepare.max_bad_fraction allows"
-                f" {int(settings.max_bad_fraction * rows[name])}: {job.folder / READABLE} names"
-                " them. Mend them, or allow more; what is finished stays."
+                f" {int(allowed)}: {job.folder / READABLE} names them. Mend them, or allow more;"
+                " what is finished stays."
             )
 
     on_progress(len(done), len(shards))
@@ -270,9 +264,8 @@ def finished(folder: pathlib.Path, shard: Shard) -> Outcome | None:
     """Returns what became of a shard if it is there and was made of the same things."""
     try:
         outcome = Outcome(**json.loads((folder / f"{shard.stem}.json").read_text()))
-        size = 0
-        if outcome.records:
-            size = (folder / f"{shard.stem}{records.SUFFIX}").stat().st_size
+        path = folder / f"{shard.stem}{records.SUFFIX}"
+        size = path.stat().st_size if outcome.records else 0
     except (OSError, ValueError, TypeError):
         return None
     whole = outcome.fingerprint == shard.fingerprint and outcome.num_bytes == size
@@ -298,16 +291,13 @@ def make(job: Job, encoder: ImageEncoder, shard: Shard) -> Outcome:
     bad: list[list[str]] = []
     drafts = _drafts(job, shard, left_out, bad)
     made = _encoded(drafts, encoder, job.batch)
-    first = next(made, None)
-    if first is None:
+    if (first := next(made, None)) is None:
         path.unlink(missing_ok=True)
-        file = records.ShardFile(0, 0, "")
+        written = 0, 0, ""
     else:
-        file = records.write_shard(path, itertools.chain([first], made))
-    outcome = Outcome(
-        shard.fingerprint, len(shard.rows), file.records, file.num_bytes, file.sha256,
-        dict(sorted(left_out.items())), bad,
-    )  # fmt: skip
+        written = records.write_shard(path, itertools.chain([first], made))
+    rules = dict(sorted(left_out.items()))
+    outcome = Outcome(shard.fingerprint, len(shard.rows), *written, rules, bad)
     files.write_json(job.folder / f"{shard.stem}.json", dataclasses.asdict(outcome))
     return outcome
 
@@ -391,28 +381,27 @@ def _maker(job: Job, shards: list[Shard]) -> Callable[[int], dict[str, Any]]:
     return made
 
 
-_worker: tuple[Job, ImageEncoder] | None = None
+_encoder: ImageEncoder  # of a worker process
 
 
-def _start_worker(job: Job) -> None:
-    global _worker
+def _start_worker(load_encoder: LoadEncoder) -> None:
+    global _encoder
     # Ctrl-C reaches every process of a terminal; the first one ends the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _worker = job, job.load_encoder()
+    _encoder = load_encoder()
 
 
-def _in_worker(shard: Shard) -> Outcome:
-    assert _worker is not None
-    return make(*_worker, shard)
+def _in_worker(job: Job, shard: Shard) -> Outcome:
+    return make(job, _encoder, shard)
 
 
 def _in_processes(job: Job, shards: list[Shard], workers: int) -> Iterator[tuple[Shard, Outcome]]:
     others = set(multiprocessing.active_children())
     pool = concurrent.futures.ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn"), _start_worker, (job,)
+        workers, multiprocessing.get_context("spawn"), _start_worker, (job.load_encoder,)
     )
     try:
-        waiting = {pool.submit(_in_worker, shard): shard for shard in shards}
+        waiting = {pool.submit(_in_worker, job, shard): shard for shard in shards}
         for future in concurrent.futures.as_completed(waiting):
             yield waiting.pop(future), future.result()
     except BrokenProcessPool as error:
@@ -435,13 +424,10 @@ def _only_one(folder: pathlib.Path) -> Iterator[None]:
     """Keeps a second preparation out of the folder; the lock of a process that dies is dropped."""
     if folder.exists() and not folder.is_dir():
         raise PrepareError(f"{folder} is a file: name another folder for the shards.")
-    known = {INDEX, REPORT, READABLE, ".lock"}
-    if folder.is_dir() and any(
-        path.is_file() and path.name not in known and path.suffix != files.UNFINISHED
-        for path in folder.iterdir()
-    ):
-        raise PrepareError(f"{folder} holds something else: name another folder for the shards.")
     folder.mkdir(parents=True, exist_ok=True)
+    there = {p.name for p in folder.iterdir() if p.is_file() and p.suffix != files.UNFINISHED}
+    if there - {INDEX, REPORT, READABLE, ".lock"}:
+        raise PrepareError(f"{folder} holds something else: name another folder for the shards.")
     try:
         held = files.lock(folder / ".lock")
     except files.LockedError:
@@ -459,24 +445,16 @@ def _only_one(folder: pathlib.Path) -> Iterator[None]:
 # The report, and what training reads.
 
 
-def _by_dataset(
-    shards: list[Shard], done: dict[str, Outcome]
-) -> dict[str, list[tuple[Shard, Outcome | None]]]:
-    found: dict[str, list[tuple[Shard, Outcome | None]]] = {}
-    for shard in shards:
-        found.setdefault(shard.dataset.name, []).append((shard, done.get(shard.stem)))
-    return found
-
-
 def _write_report(folder: pathlib.Path, shards: list[Shard], done: dict[str, Outcome]) -> None:
     report: dict[str, Any] = {}
-    for name, pairs in _by_dataset(shards, done).items():
-        there = [outcome for _, outcome in pairs if outcome is not None]
+    for name, grouped in itertools.groupby(shards, lambda shard: shard.dataset.name):
+        of = [*grouped]
+        there = [done[shard.stem] for shard in of if shard.stem in done]
         left_out = sum((collections.Counter(one.left_out) for one in there), collections.Counter())
         report[name] = {
-            "shards": len(pairs),
+            "shards": len(of),
             "shards_finished": len(there),
-            "rows": sum(len(shard.rows) for shard, _ in pairs),
+            "rows": sum(len(shard.rows) for shard in of),
             "records": sum(outcome.records for outcome in there),
             "left_out": dict(sorted(left_out.items())),
             "bad": [one for outcome in there for one in outcome.bad],
@@ -505,18 +483,17 @@ def _readable(report: dict[str, Any]) -> str:
 def _index(
     mixture: Recipe, encoder: ImageEncoder, shards: list[Shard], done: dict[str, Outcome]
 ) -> dict[str, Any]:
+    """Returns what training reads."""
     written = {dataset.name: [] for dataset in mixture.datasets}
     for shard in shards:
         one = done[shard.stem]
-        if one.records:
-            written[shard.dataset.name].append(
-                {
-                    "file": f"{shard.stem}{records.SUFFIX}",
-                    "records": one.records,
-                    "bytes": one.num_bytes,
-                    "sha256": one.sha256,
-                }
-            )
+        file = {
+            "file": f"{shard.stem}{records.SUFFIX}",
+            "records": one.records,
+            "bytes": one.num_bytes,
+            "sha256": one.sha256,
+        }
+        written[shard.dataset.name] += [file] if one.records else []
     return {
         "format": FORMAT,
         "tokenizer": {

@@ -43,14 +43,8 @@ FUNCTIONS = {
 } | {kind: kind for kind in KINDS}
 PLANNED = ("plan", "edit_plan")  # kinds that may be trained in one of `FORMS`
 RANDOM_SEED = 42  # of the strategy `random:N`, as released
-_STRATEGY = re.compile(r"all|(?:(first|end|random):)?(\d+)(%?)|dup:(\d+)")
-
-
-def _is_strategy(words: str) -> bool:
-    found = _STRATEGY.fullmatch(words)
-    if found is None or found[4] == "0":
-        return False
-    return not found[2] or bool(found[1] or found[3])  # a bare number is no released strategy
+# A bare number is no released strategy.
+_STRATEGY = re.compile(r"all|(?:(first|end|random):|(?=\d+%))(\d+)(%?)|dup:(0*[1-9]\d*)")
 
 
 def _is_columns(given: Any) -> bool:
@@ -67,7 +61,13 @@ Folder = Annotated[
 ]
 Function = Annotated[str, Allowed(FUNCTIONS.__contains__, f"there are: {', '.join(FUNCTIONS)}")]
 Columns = Annotated[object, Allowed(_is_columns, "a list of names, or {ours: theirs}")]
-Strategy = Annotated[str, Allowed(_is_strategy, "use all, first:N, end:N, random:N, N% or dup:K")]
+Strategy = Annotated[
+    str,
+    Allowed(
+        lambda words: _STRATEGY.fullmatch(words) is not None,
+        "use all, first:N, end:N, random:N, N% or dup:K",
+    ),
+]
 
 
 class PrepareError(Exception):
@@ -78,7 +78,6 @@ class RecipeError(schema.ConfigError):
     """A mixture file that cannot be followed; the message says what is wrong with it."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Dataset(schema.Section):
     """One dataset of a mixture, in the released fields.
 
@@ -143,9 +142,8 @@ class Dataset(schema.Section):
             return np.arange(wanted)
         if how == "end":
             return np.arange(count - wanted, count)
-        return np.sort(
-            np.random.Generator(np.random.Philox(RANDOM_SEED)).permutation(count)[:wanted]
-        )
+        rng = np.random.Generator(np.random.Philox(RANDOM_SEED))
+        return np.sort(rng.permutation(count)[:wanted])
 
 
 @dataclasses.dataclass(frozen=True)

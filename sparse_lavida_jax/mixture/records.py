@@ -8,8 +8,10 @@ its version in it. A shard is read by number, in any order.
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import pathlib
+import types
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -31,8 +33,11 @@ class RecordError(ValueError):
     """A record, or a shard of them, that cannot be used; the message says which and why."""
 
 
-def _no_codes() -> Int[np.ndarray, "0 0 0"]:
-    return np.zeros((0, 0, 0), np.int32)
+# Fields that hold nothing.
+_NO_CODES = functools.partial(np.zeros, (0, 0, 0), np.int32)
+_NO_PLACES = functools.partial(np.zeros, (0, 2), np.int32)
+_NO_LIGHT = functools.partial(np.zeros, (0, 2), np.float32)
+_NO_BOXES = functools.partial(np.zeros, (0, 4), np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,22 +76,16 @@ class Record:
     form: str = ""
     feedback: tuple[str, ...] = ()
     images: tuple[bytes, ...] = ()
-    target: Int[np.ndarray, "_k _y _x"] = dataclasses.field(default_factory=_no_codes)
-    crops: Int[np.ndarray, "_k 2"] = dataclasses.field(
-        default_factory=lambda: np.zeros((0, 2), np.int32)
-    )
-    light: Float[np.ndarray, "_k 2"] = dataclasses.field(
-        default_factory=lambda: np.zeros((0, 2), np.float32)
-    )
-    sources: Int[np.ndarray, "_n _y _x"] = dataclasses.field(default_factory=_no_codes)
+    target: Int[np.ndarray, "_k _y _x"] = dataclasses.field(default_factory=_NO_CODES)
+    crops: Int[np.ndarray, "_k 2"] = dataclasses.field(default_factory=_NO_PLACES)
+    light: Float[np.ndarray, "_k 2"] = dataclasses.field(default_factory=_NO_LIGHT)
+    sources: Int[np.ndarray, "_n _y _x"] = dataclasses.field(default_factory=_NO_CODES)
     size: tuple[int, int] = (0, 0)
     score: float | None = None
     hps: float | None = None
     pixel_diff: float | None = None
     phrases: tuple[str, ...] = ()
-    boxes: Float[np.ndarray, "_b 4"] = dataclasses.field(
-        default_factory=lambda: np.zeros((0, 4), np.float32)
-    )
+    boxes: Float[np.ndarray, "_b 4"] = dataclasses.field(default_factory=_NO_BOXES)
 
     @property
     def draws(self) -> bool:
@@ -94,11 +93,7 @@ class Record:
         return len(self.target) > 0 and self.form != "plan_only"
 
 
-_DTYPES = {
-    "target": np.int32, "sources": np.int32, "crops": np.int32, "light": np.float32,
-    "boxes": np.float32,
-}  # fmt: skip
-_TUPLES = ("asked", "answered", "feedback", "images", "phrases", "size")
+_FLOATS = ("light", "boxes")  # all other arrays hold whole numbers
 _ON_DISK = {"images": "pictures"}  # the name that the first version gave it
 
 
@@ -107,9 +102,10 @@ def encode(record: Record) -> bytes:
     flat: dict[str, Any] = {"version": VERSION}
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
-        if field.name in _DTYPES:
-            value = np.ascontiguousarray(value, _DTYPES[field.name])
-        elif field.name in _TUPLES:
+        if isinstance(value, np.ndarray):
+            kind = np.float32 if field.name in _FLOATS else np.int32
+            value = np.ascontiguousarray(value, kind)
+        elif isinstance(value, tuple):
             value = list(value)
         flat[_ON_DISK.get(field.name, field.name)] = value
     return flax.serialization.msgpack_serialize(flat)
@@ -135,7 +131,7 @@ def decode(data: bytes) -> Record:
     if set(flat) != names:
         raise RecordError(f"it has the fields {sorted(flat)}, not {sorted(names)}")
     flat |= {ours: flat.pop(theirs) for ours, theirs in _ON_DISK.items()}
-    flat |= {name: tuple(flat[name]) for name in _TUPLES}
+    flat |= {name: tuple(value) for name, value in flat.items() if isinstance(value, list)}
     return Record(**flat)
 
 
@@ -143,20 +139,13 @@ def decode(data: bytes) -> Record:
 # Shards.
 
 
-@dataclasses.dataclass(frozen=True)
-class ShardFile:
-    """What is known of a written shard."""
-
-    records: int
-    num_bytes: int
-    sha256: str
-
-
-def write_shard(path: pathlib.Path, records: Iterable[Record]) -> ShardFile:
+def write_shard(path: pathlib.Path, records: Iterable[Record]) -> tuple[int, int, str]:
     """Writes a shard: it is whole, as read back, or not there at all.
 
+    Returns: how many records and bytes it has, and its SHA-256.
+
     Raises:
-        OSError: it cannot be written, for want of space or whatever else.
+        OSError: it cannot be written: the disk is full, for example.
     """
     count, written = 0, hashlib.sha256()
     with files.replacing(path) as new:
@@ -173,10 +162,7 @@ def write_shard(path: pathlib.Path, records: Iterable[Record]) -> ShardFile:
         # The library does not report every write that failed.
         if not count or _digest_of_records(new, count) != written.hexdigest():
             raise OSError(f"{path} did not come out as it was written: is the disk full?")
-        with new.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        size = new.stat().st_size
-    return ShardFile(count, size, digest)
+        return count, new.stat().st_size, files.sha256(new)
 
 
 def _close(writer, path: pathlib.Path) -> None:
@@ -209,16 +195,6 @@ def _explained(path: pathlib.Path) -> Iterator[None]:
         raise OSError(f"{path.parent} cannot be written to: {error or 'is the disk full?'}") from (
             error
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Whole:
-    """All of a file, as the reader takes it."""
-
-    filename: str
-    skip: int
-    take: int
-    examples_in_shard: int
 
 
 class ShardedRecords:
@@ -268,8 +244,13 @@ class ShardedRecords:
     def _opened(self) -> grain.sources.ArrayRecordDataSource:
         """Opens the files when they are needed: a copy in another process opens its own."""
         if self._source is None:
-            files = [_Whole(str(path), 0, count, count) for path, count in self._files]
-            self._source = grain.sources.ArrayRecordDataSource(files)  # type: ignore
+            whole = [
+                types.SimpleNamespace(
+                    filename=str(path), skip=0, take=count, examples_in_shard=count
+                )
+                for path, count in self._files
+            ]
+            self._source = grain.sources.ArrayRecordDataSource(whole)  # type: ignore
         return self._source
 
     def __getstate__(self) -> dict[str, Any]:

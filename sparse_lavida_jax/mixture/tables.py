@@ -18,7 +18,7 @@ import json
 import os
 import pathlib
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -107,7 +107,8 @@ def locate(path: pathlib.Path) -> Table:
                 rows = _csv_rows(path)
                 if (first := next(rows, None)) is None:
                     raise ValueError("it has no line of column names")
-                return _with_spans(path, (span for span, _ in rows), _csv_header(first[1]))
+                names = first[1][0].removeprefix(codecs.BOM_UTF8.decode()), *first[1][1:]
+                return _with_spans(path, (span for span, _ in rows), names)
         samples = _tar_samples(path)
         return Table(path, len(samples), samples=samples)
     # `pyarrow` has errors of its own, derived from these two.
@@ -163,10 +164,6 @@ def _csv_rows(path: pathlib.Path) -> Iterator[tuple[Span, list[str]]]:
             before = at
 
 
-def _csv_header(row: list[str]) -> tuple[str, ...]:
-    return row[0].removeprefix(codecs.BOM_UTF8.decode()), *row[1:]
-
-
 def _tar_members(path: pathlib.Path) -> Iterator[tuple[str, Span]]:
     with tarfile.open(path, "r:") as archive:
         for member in archive:
@@ -183,7 +180,7 @@ def _tar_samples(path: pathlib.Path) -> tuple[dict[str, Span], ...]:
     return tuple(samples.values())
 
 
-class Reader:
+class Reader(contextlib.ExitStack):
     """Reads rows and images, and keeps the files open that it read from.
 
     Args:
@@ -192,17 +189,11 @@ class Reader:
     """
 
     def __init__(self, image_root: str = "", columns: Iterable[str] = ()):
+        super().__init__()
         self._root = image_root
         self._columns = list(columns)
-        self._closing = contextlib.ExitStack()
         self._opened: dict[pathlib.Path, Any] = {}
         self._group: tuple[Any, int, list[Row]] | None = None
-
-    def __enter__(self) -> "Reader":
-        return self
-
-    def __exit__(self, kind, error, traceback) -> None:
-        self._closing.close()
 
     def row(self, table: Table, number: int) -> Row:
         """Returns a row by its number.
@@ -214,9 +205,7 @@ class Reader:
             case ".parquet":
                 return self._parquet_row(table.path, number)
             case ".json":
-                if table.path not in self._opened:
-                    self._opened[table.path] = _json_list(table.path)
-                return _checked(self._opened[table.path][number])
+                return _checked(self._held(table.path, lambda: _json_list(table.path))[number])
             case ".tar":
                 return self._sample(table, number)
         assert table.spans is not None
@@ -271,9 +260,7 @@ class Reader:
         return {name.removeprefix("./"): span for name, span in found}
 
     def _parquet_row(self, path: pathlib.Path, number: int) -> Row:
-        if path not in self._opened:
-            self._opened[path] = self._closing.enter_context(_parquet(path))
-        file = self._opened[path]
+        file = self._held(path, lambda: self.enter_context(_parquet(path)))
         sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
         ends = list(itertools.accumulate(sizes))
         group = int(np.searchsorted(ends, number, side="right"))
@@ -299,13 +286,16 @@ class Reader:
                 row[name or "image"] = self._read(table.path, span)
         return row
 
+    def _held(self, path: pathlib.Path, opened: Callable[[], Any]) -> Any:
+        if path not in self._opened:
+            self._opened[path] = opened()
+        return self._opened[path]
+
     def _read(self, path: pathlib.Path, span: Span) -> bytes:
         start, size = span
         if size > MOST_BYTES:
             raise RecordError(f"{size} bytes in one piece are taken for damage")
-        if path not in self._opened:
-            self._opened[path] = self._closing.enter_context(path.open("rb"))
-        file = self._opened[path]
+        file = self._held(path, lambda: self.enter_context(path.open("rb")))
         file.seek(start)
         data = file.read(size)
         if len(data) != size:

@@ -113,12 +113,12 @@ class Denoiser(nnx.Module):
                 self.image_newline = nnx.Param(
                     jax.random.normal(rngs.params(), (settings.width,)) * settings.width**-0.5
                 )
-        self.joint_layers = init_stack(
-            lambda r: Layer(settings, rngs=r), settings.num_joint_layers, rngs.params()
-        )
-        self.split_layers = init_stack(
-            lambda r: Layer(settings, rngs=r), settings.num_split_layers, rngs.params()
-        )
+
+        def stack(depth: int) -> Layer:
+            return init_stack(lambda r: Layer(settings, rngs=r), depth, rngs.params())
+
+        self.joint_layers = stack(settings.num_joint_layers)
+        self.split_layers = stack(settings.num_split_layers)
         self.final_norm = RmsNorm(settings.width, settings.norm_eps)
         self.text_head = Linear(settings.width, settings.vocab_size, rngs=rngs)
         if not settings.understanding_only:
@@ -215,31 +215,21 @@ class Denoiser(nnx.Module):
             x["generation"] = self.embed_image(generation).astype(residual)
             layouts["generation"] = generation.layout
         x, cache = run_layers(
+            self.settings,
             self.joint_layers,
             self.split_layers,
-            self.settings.num_joint_layers,
-            self.settings.num_split_layers,
             x,
             layouts,
             wanted=wanted,
             cache=cache,
             attend_cache=attend_cache,
-            unroll=self.settings.unroll_layers,
-            remat=self.settings.remat,
-            implementation=self.settings.attention_implementation or None,
             tables=tables,
         )
         return {name: self.final_norm(h, self.settings.width) for name, h in x.items()}, cache
 
     def step_tables(self, layout: TokenLayout, cache: KVCache) -> StepTables:
         """Returns the tables of a pass of the stream that the cache decodes (`stack`)."""
-        return step_tables(
-            self.joint_layers,
-            cache.decodes,
-            layout,
-            cache,
-            implementation=self.settings.attention_implementation or None,
-        )
+        return step_tables(self.settings, cache.decodes, layout, cache)
 
     @property
     def text_kernel(self) -> Float[Array, "e v"] | tuple[Float[Array, "e _c"], ...]:

@@ -77,10 +77,6 @@ class FusedBranch(Branch):
         self.gate_up = matrix(branch.mlp.gate, branch.mlp.up)
         self.down = matrix(branch.mlp.down)
 
-    @property
-    def head_dim(self) -> int:
-        return self.into.kernel.shape[-1] // (3 * self.num_heads)
-
     def qkv(
         self, x: Float[Array, "b s e"], position: Int[Array, "b s"]
     ) -> tuple[Float[Array, "b s hd"], Float[Array, "b s hd"], Float[Array, "b s hd"]]:
@@ -188,33 +184,30 @@ def for_inference(
         by_layer = jax.default_backend() == "gpu"
     without = ("generation",) if task == "text" else ()
     later = ("understanding",) if task == "image" else without
-    dtype = jnp.dtype(model.settings.compute_dtype)
-    if not by_layer:
-        joint = FusedLayer(model.joint_layers, dtype, without=without)
-        split = FusedLayer(model.split_layers, dtype, without=later)
-        return FusedDenoiser(model, joint, split, task)
-    last = model.settings.num_joint_layers - 1
     ending = ("understanding",) if task == "image" else ()
+    dtype = jnp.dtype(model.settings.compute_dtype)
 
-    def joint_layer(i: int) -> FusedLayer:
-        ends = ending if i == last else ()
-        return FusedLayer(_taken(model.joint_layers, i), dtype, without=without, ending=ends)
+    def fused(stack: Layer, number: int, without: tuple[str, ...], ending: tuple[str, ...] = ()):
+        if not by_layer:
+            return FusedLayer(stack, dtype, without=without)
+        return [
+            FusedLayer(
+                jax.tree.map(lambda leaf, i=i: leaf[i], stack),
+                dtype,
+                without=without,
+                ending=ending if i == number - 1 else (),
+            )
+            for i in range(number)
+        ]
 
-    def split_layer(i: int) -> FusedLayer:
-        return FusedLayer(_taken(model.split_layers, i), dtype, without=later)
-
-    joint = [joint_layer(i) for i in range(last + 1)]
-    split = [split_layer(i) for i in range(model.settings.num_split_layers)]
+    joint = fused(model.joint_layers, model.settings.num_joint_layers, without, ending)
+    split = fused(model.split_layers, model.settings.num_split_layers, later)
     return FusedDenoiser(model, joint, split, task)
 
 
 def parameter_bytes(model: Denoiser) -> int:
     """Returns the bytes of all parameters."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model))
-
-
-def _taken(stack: Layer, index: int) -> Layer:
-    return jax.tree.map(lambda leaf: leaf[index], stack)
 
 
 def _cast(tree, dtype: jnp.dtype):

@@ -127,10 +127,6 @@ class Branch(nnx.Module):
         self.rope_theta = settings.rope_theta
         self.dtype = settings.compute_dtype
 
-    @property
-    def head_dim(self) -> int:
-        return self.q.kernel.shape[-1] // self.num_heads
-
     def qkv(
         self, x: Float[Array, "b s e"], position: Int[Array, "b s"]
     ) -> tuple[Float[Array, "b s hd"], Float[Array, "b s hd"], Float[Array, "b s hd"]]:

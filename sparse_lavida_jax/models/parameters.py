@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import traverse_util
 
 M = TypeVar("M")
 
@@ -32,14 +33,7 @@ def by_name(tree: Any) -> dict[str, Any]:
 
 def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """Returns leaves by name as nested dicts: the other way round than `by_name`."""
-    tree: dict[str, Any] = {}
-    for name, leaf in leaves.items():
-        *groups, last = name.split("/")
-        branch = tree
-        for group in groups:
-            branch = branch.setdefault(group, {})
-        branch[last] = leaf
-    return tree
+    return traverse_util.unflatten_dict(dict(leaves), sep="/")
 
 
 def differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> str:

@@ -81,27 +81,29 @@ def quantized(model: M, method: str) -> M:
         )
     model = jax.tree.map(lambda leaf: leaf, model)  # modules of its own around the same arrays
     for name in STACKS:
-        for _, module in list(nnx.iter_modules(getattr(model, name))):
-            for field, linear in list(vars(module).items()):
-                if not isinstance(linear, Linear):
-                    continue
-                if isinstance(linear, QuantizedLinear) or linear.lora_scale:
-                    raise config.ConfigError(
-                        f"{name} holds a matrix {field} that is quantised already or has an"
-                        " adapter: quantise merged parameters once."
-                    )
-                setattr(module, field, QuantizedLinear(linear, method))
+        for module, field, linear in _linears(getattr(model, name)):
+            if isinstance(linear, QuantizedLinear) or linear.lora_scale:
+                raise config.ConfigError(
+                    f"{name} holds a matrix {field} that is quantised already or has an"
+                    " adapter: quantise merged parameters once."
+                )
+            setattr(module, field, QuantizedLinear(linear, method))
     return model
 
 
 def widened(model: M, dtype: str) -> M:
     """Returns a model whose matrices are as wide again as before, rounded; adapters stay."""
     model = jax.tree.map(lambda leaf: leaf, model)
-    for _, module in list(nnx.iter_modules(model)):
-        for field, linear in list(vars(module).items()):
-            if isinstance(linear, QuantizedLinear):
-                setattr(module, field, _wide(linear, dtype))
+    for module, field, linear in _linears(model):
+        if isinstance(linear, QuantizedLinear):
+            setattr(module, field, _wide(linear, dtype))
     return model
+
+
+def _linears(model: nnx.Module) -> list[tuple[nnx.Module, str, Linear]]:
+    """Returns all matrices, each with the module and the field that hold it."""
+    modules = [module for _, module in nnx.iter_modules(model)]
+    return [(m, name, x) for m in modules for name, x in vars(m).items() if isinstance(x, Linear)]
 
 
 def _wide(linear: QuantizedLinear, dtype: str) -> Linear:

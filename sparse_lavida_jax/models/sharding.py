@@ -20,7 +20,7 @@ from sparse_lavida_jax.kernels.sharded import BATCH_AXES, HEADS_AXIS, TOKENS_AXI
 from sparse_lavida_jax.models.parameters import ChooseSharding, leaf_name
 
 AXES = (*BATCH_AXES, HEADS_AXIS, TOKENS_AXIS)
-PARTS = ("params", "ema", "frozen")  # of `train_step.TrainState` that are parameters, or like them
+PARTS = ("params", "ema", "frozen")  # of `step.TrainState` that are parameters, or like them
 
 T = TypeVar("T")
 AnyMesh = Mesh | AbstractMesh
@@ -88,7 +88,7 @@ def spec_of(name: str, shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSpec:
 
 
 def over(mesh: Mesh) -> ChooseSharding:
-    """Returns what `checkpoint.load_model` takes to split parameters over a mesh.
+    """Returns what `model_folder.load_model` takes to split parameters over a mesh.
 
     Raises:
         ValueError: the mesh has other axes.
@@ -215,15 +215,12 @@ def share_of_rows(mesh: Mesh) -> tuple[int, int]:
     return 0, 1
 
 
-def of_batch(batch: T, mesh: Mesh, shares: int = 1) -> T:
+def of_batch(batch: T, mesh: Mesh) -> T:
     """Returns the sharding of every array of a batch: of its rows, whole where they do not divide.
 
     Rows go over data and fsdp.
-
-    Args:
-        shares: of how many equal shares of the rows `batch` is one.
     """
-    return jax.tree.map(lambda x: _of_rows(mesh, x.shape[0] * shares), batch)
+    return jax.tree.map(lambda x: _of_rows(mesh, x.shape[0]), batch)
 
 
 def _of_rows(mesh: Mesh, rows: int) -> NamedSharding:

@@ -105,10 +105,7 @@ class Encoder(nnx.Module):
     def __init__(self, settings: config.VQ, *, rngs: nnx.Rngs):
         channels = settings.channels
         self.conv_in = _conv3x3(3, channels[0], rngs=rngs)
-        self.down_blocks = nnx.List(
-            DownBlock(settings, before, after, last=i == len(channels) - 1, rngs=rngs)
-            for i, (before, after) in enumerate(itertools.pairwise((channels[0], *channels)))
-        )
+        self.down_blocks = _blocks(DownBlock, settings, channels, rngs=rngs)
         self.mid_block = MidBlock(settings, channels[-1], rngs=rngs)
         self.conv_norm_out = Norm(settings, channels[-1])
         self.conv_out = _conv3x3(channels[-1], settings.latent_channels, rngs=rngs)
@@ -127,10 +124,7 @@ class Decoder(nnx.Module):
         channels = settings.channels[::-1]
         self.conv_in = _conv3x3(settings.latent_channels, channels[0], rngs=rngs)
         self.mid_block = MidBlock(settings, channels[0], rngs=rngs)
-        self.up_blocks = nnx.List(
-            UpBlock(settings, before, after, last=i == len(channels) - 1, rngs=rngs)
-            for i, (before, after) in enumerate(itertools.pairwise((channels[0], *channels)))
-        )
+        self.up_blocks = _blocks(UpBlock, settings, channels, rngs=rngs)
         self.conv_norm_out = Norm(settings, channels[-1])
         self.conv_out = _conv3x3(channels[-1], 3, rngs=rngs)
 
@@ -261,6 +255,12 @@ def _resnets(settings: config.VQ, before: int, after: int, count: int, *, rngs: 
     return nnx.List(
         Resnet(settings, before if i == 0 else after, after, rngs=rngs) for i in range(count)
     )
+
+
+def _blocks(kind: type, settings: config.VQ, channels: tuple[int, ...], *, rngs: nnx.Rngs):
+    """One block a resolution, each from the channels of the one before it."""
+    pairs, last = enumerate(itertools.pairwise((channels[0], *channels))), len(channels) - 1
+    return nnx.List(kind(settings, *pair, last=i == last, rngs=rngs) for i, pair in pairs)
 
 
 def to_uint8(pixels: Float[Array, "b h w 3"]) -> UInt8[Array, "b h w 3"]:
@@ -436,15 +436,15 @@ class ImageCodec:
         self.grid_size = model.grid_size
         name = name_or_folder or "grey"
         self.is_grey = name == "grey"
-        self.vq, self.folder, self.image_size = None, None, grey.IMAGE_SIZE
-        self.factor = grey.IMAGE_SIZE // grey.SIDE  # pixels a side of a code
         self._decoders: dict[str, VQModel] = {}  # by dtype
-        codes, levels = grey.SIDE, grey.LEVELS
-        if not self.is_grey:
+        if self.is_grey:
+            self.vq, self.folder, self.image_size = None, None, grey.IMAGE_SIZE
+            codes, levels = grey.SIDE, grey.LEVELS
+        else:
             self.vq, settings = load(name)
             self.folder, self.image_size = find(name), settings.image_size
-            self.factor = settings.factor
             codes, levels = settings.image_size // settings.factor, settings.codebook_size
+        self.factor = self.image_size // codes  # pixels a side of a code
         wanted = self.grid_size * self.side
         if (codes, levels) != (wanted, model.codebook_size):
             raise config.ConfigError(
@@ -500,13 +500,9 @@ class ImageEncoder:
         self.side, self.factor = settings.image_size, settings.factor
         self.codebook_size = settings.codebook_size
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         """SHA-256 of the settings and the parameters."""
-        return self._digest
-
-    @functools.cached_property
-    def _digest(self) -> str:
         digest = hashlib.sha256((self.folder / "config.json").read_bytes())
         with (self.folder / "params.safetensors").open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())

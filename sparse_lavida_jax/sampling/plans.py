@@ -25,6 +25,9 @@ PAD_POSITION = -1  # fills a step of a row that has fewer tokens than the widest
 # at most a half and on average a fifth.
 BUCKETS = tuple(sorted({2**i for i in range(17)} | {3 * 2**i for i in range(16)}))
 
+MAX_SEGMENTS = 7
+PADDING = 0.125  # share of the tokens
+
 PassesClean = Literal["newest", "all"]
 
 
@@ -38,17 +41,21 @@ class SamplingPlan:
 
     Attributes:
         decode: positions decoded in each step, `PAD_POSITION` where a row has fewer.
-        decoded_at: the block in which each position is decoded; `GIVEN_BLOCK` for given ones.
-        first_block: block of step 0. Step i is block `first_block + i`.
+        decoded_at: the block in which each position is decoded: `FIRST_BLOCK` + i in step i, and
+            `GIVEN_BLOCK` for given ones.
     """
 
     decode: Int[np.ndarray, "k b w"]
     decoded_at: Int[np.ndarray, "b l"]
-    first_block: int
 
     @property
     def num_steps(self) -> int:
         return len(self.decode)
+
+    @property
+    def block(self) -> Int[np.ndarray, " k"]:
+        """The block of each step."""
+        return FIRST_BLOCK + np.arange(self.num_steps)
 
 
 def image_plan(
@@ -87,7 +94,7 @@ def image_plan(
         slot = np.arange(len(wanted)) - (np.cumsum(per_step) - per_step)[step]
         decode[step, row, slot] = wanted
         decoded_at[row, wanted] = FIRST_BLOCK + step
-    return SamplingPlan(decode, decoded_at, FIRST_BLOCK)
+    return SamplingPlan(decode, decoded_at)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -204,8 +211,8 @@ def segments(
     passes_clean: PassesClean,
     passes_rest: bool,
     buckets: Sequence[int] = BUCKETS,
-    max_segments: int = 7,
-    padding: float = 0.125,
+    max_segments: int = MAX_SEGMENTS,
+    padding: float = PADDING,
 ) -> list[Segment]:
     """Groups the steps of an image plan into few segments of bucketed widths.
 
@@ -222,13 +229,9 @@ def segments(
         padding: share of tokens.
     """
     # [k b l] each; a plan on the host is small.
-    at, last = plan.decoded_at[None], plan.first_block + plan.num_steps
-    block = np.arange(plan.first_block, last)[:, None, None]
-    if passes_clean == "newest":
-        is_clean = (at == block - 1) & (at >= plan.first_block)
-    else:
-        is_clean = (at < block) & (at >= plan.first_block)
-    clean = _positions(is_clean)
+    at, block = plan.decoded_at[None], plan.block[:, None, None]
+    is_clean = at == block - 1 if passes_clean == "newest" else at < block
+    clean = _positions(is_clean & (at >= FIRST_BLOCK))
     rest = _positions((at > block) & passes_rest)
     widths = np.stack([_used(part).max(axis=1) for part in (clean, plan.decode, rest)], axis=1)
 
@@ -254,9 +257,6 @@ def code_segments(
     side: int,
     *,
     by_confidence: bool = False,
-    buckets: Sequence[int] = BUCKETS,
-    max_segments: int = 7,
-    padding: float = 0.125,
 ) -> list[Segment]:
     """Groups the steps of a plan over the codes of an image; every step passes all its cells.
 
@@ -271,11 +271,10 @@ def code_segments(
         side: codes along one side of a cell; 1 makes a plan over whole cells of it.
         by_confidence: the step chooses after its pass among all masked codes; of the plan, only
             how many it commits counts.
-        buckets, max_segments, padding: as of `segments`; here padding is work of the head alone.
     """
     batch = len(plan.decoded_at)
     at = cells_from_codes(plan.decoded_at.reshape(batch, h * side, w * side), side)
-    block = np.arange(plan.first_block, plan.first_block + plan.num_steps)
+    block = plan.block
     is_open = (at != GIVEN_BLOCK).any(axis=-1)
     passed = _positions(is_open[None])
     if by_confidence:
@@ -293,8 +292,8 @@ def code_segments(
     widths = np.zeros((plan.num_steps, 3), int)
     widths[:, 1] = touched.sum(axis=-1).max(axis=1, initial=0)
     result = []
-    for start, stop in _cuts(widths, buckets, max_segments, padding):
-        width = min(_bucket(int(widths[start:stop].max()), buckets), positions.shape[-1])
+    for start, stop in _cuts(widths):  # padding is work of the head alone
+        width = min(_bucket(int(widths[start:stop].max()), BUCKETS), positions.shape[-1])
         decode, rest = np.split(positions[start:stop], [width], axis=-1)
         own = sorted_cells[start:stop, :, :width, None]
         candidates = np.take_along_axis(now[start:stop], own, axis=2)
@@ -332,7 +331,10 @@ def in_passes(parts: list[Segment], passes: int, side: int, *, clean_once: bool)
 
 
 def _cuts(
-    widths: Int[np.ndarray, "k 3"], buckets: Sequence[int], max_segments: int, padding: float
+    widths: Int[np.ndarray, "k 3"],
+    buckets: Sequence[int] = BUCKETS,
+    max_segments: int = MAX_SEGMENTS,
+    padding: float = PADDING,
 ) -> list[tuple[int, int]]:
     """Returns the bounds of the segments, by dynamic programming over the last cut."""
     steps = len(widths)

@@ -11,11 +11,7 @@ import functools
 import numpy as np
 from jaxtyping import Int, UInt8
 
-from sparse_lavida_jax.data.grey import IMAGE_SIZE as IMAGE_SIZE
-from sparse_lavida_jax.data.grey import LEVELS as LEVELS
-from sparse_lavida_jax.data.grey import SIDE as SIDE
-from sparse_lavida_jax.data.grey import read as read
-from sparse_lavida_jax.data.grey import render as render
+from sparse_lavida_jax.data import grey
 from sparse_lavida_jax.scenes.dice import Dice
 from sparse_lavida_jax.scenes.task import Judgement
 
@@ -86,7 +82,7 @@ def classify(codes: Int[np.ndarray, "..."]) -> tuple[int, float]:
 
 def score(sample: Digit, pixels: UInt8[np.ndarray, "h w 3"]) -> Judgement:
     """Judges a drawn digit."""
-    digit, distance = classify(read(pixels))
+    digit, distance = classify(grey.read(pixels))
     if distance > FARTHEST:
         return Judgement(
             False, f"this is no digit: {distance:.1f} from the nearest, a {NAMES[digit]}"

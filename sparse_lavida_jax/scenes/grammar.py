@@ -118,20 +118,6 @@ def _parse_item(text: str) -> tuple[int, Phrase]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Converse:
-    """A relation said both ways round; `parse` does not ask whether the second follows."""
-
-    first: Phrase
-    relation: str
-    second: Phrase
-
-    def __str__(self) -> str:
-        there = f"a {self.first} is {self.relation} a {self.second}"
-        back = f"a {self.second} is {CONVERSE[self.relation]} a {self.first}"
-        return f"{there} so {back}"
-
-
-@dataclasses.dataclass(frozen=True)
 class Edit:
     """An instruction that changes a scene.
 
@@ -150,14 +136,10 @@ class Edit:
 
     def __str__(self) -> str:
         match self.kind:
+            case "add" if self.relation:
+                return f"add a {self.thing} {self.relation} the {self.anchor}"
             case "add":
-                where = (
-                    f" {self.relation} the {self.anchor}"
-                    if self.relation
-                    else f" in the {self.corner} corner"
-                    if self.corner
-                    else ""
-                )
+                where = f" in the {self.corner} corner" if self.corner else ""
                 return f"add a {self.thing}{where}"
             case "remove":
                 return f"remove the {self.anchor}"
@@ -266,6 +248,11 @@ Span = tuple[int, int]  # of characters
 def words(text: str) -> list[Span]:
     """Returns where the words are, each with the space before it; signs are words."""
     return [match.span() for match in re.finditer(r" ?\w+|[^\w\s]", text)]
+
+
+def spans_of(pattern: str, text: str) -> tuple[Span, ...]:
+    """Returns where a pattern matches, joined."""
+    return join_spans([match.span() for match in re.finditer(pattern, text)])
 
 
 def join_spans(spans: list[Span]) -> tuple[Span, ...]:

@@ -40,7 +40,7 @@ def request_fault(request: SceneRequest, result: Scene) -> str:
 
 def edit_fault(sample: Sample, result: Scene) -> str:
     assert sample.image is not None
-    return rules.edit_fault(Edit.parse(sample.prompt), sample.image, result) or ""
+    return rules.edit_fault(Edit.parse(sample.prompt), sample.image, result)
 
 
 def exact(sample: Sample, output: str) -> str:

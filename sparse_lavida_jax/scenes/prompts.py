@@ -40,27 +40,32 @@ class ScenePrompts(PromptLanguage):
 
     Attributes:
         encoder: turns words, images and codes into examples.
+        describe: what asks for a caption.
+        describe_in: what asks for a caption of which words are given.
+        fill_in: what asks to fill the gaps of a text.
+        answer_tokens, long_answer_tokens: of a short answer, and of a long one such as a caption.
+        text_block_len: tokens of a text block.
+        locates_in_one_step: whether all boxes take one step, as released.
     """
 
     encoder: Encoder
     describe = "describe the picture"
     describe_in = "describe the picture in these words"
     fill_in = "fill in the text"
+    answer_tokens = ANSWER_TOKENS
     locates_in_one_step = False
 
     def refusal(self, task: str) -> str:
+        """Returns why the model cannot do a task; "" if it can."""
         trained = self.encoder.data.tasks
         if {tasks.COMMANDS.get(task, task), ASKED_ALIKE.get(task)} & {*trained}:
             return ""
         return f"this checkpoint was not trained to {task}: it was trained on {', '.join(trained)}."
 
     def lays_out(self, task: str) -> bool:
+        """Whether an image of this task can be laid out in text first."""
         wanted = {"generate": "plan", "edit": "edit_plan"}.get(task, "fill_plan")
         return wanted in self.encoder.data.tasks
-
-    @property
-    def answer_tokens(self) -> int:
-        return ANSWER_TOKENS
 
     @property
     def long_answer_tokens(self) -> int:
@@ -73,9 +78,11 @@ class ScenePrompts(PromptLanguage):
     # Images.
 
     def canvas(self, image: Pixels, side: int) -> UInt8[np.ndarray, "side side 3"]:
+        """Returns an image at the size of those the model draws."""
         return resize(image, (side, side))
 
     def on_canvas(self, mask: Bool[np.ndarray, "h w"]) -> Bool[np.ndarray, "_h _w"]:
+        """Returns a mask over an image as a mask over its canvas."""
         return mask
 
     def erased(self, canvas: Pixels, known: Grid) -> Pixels:
@@ -95,17 +102,6 @@ class ScenePrompts(PromptLanguage):
         """Returns what draws an image; there are no words here for earlier `attempts`."""
         return self._fits(prompt, self.encoder.image_example(prompt, codes, plan=plan))
 
-    def edit(
-        self,
-        instruction: str,
-        codes: Int[np.ndarray, "l g"],
-        image: Pixels,
-        *,
-        plan: str | None = None,
-    ) -> Example:
-        """Returns what changes an image of these codes as told."""
-        return self.fill(instruction, codes, image, None, plan=plan)
-
     def fill_words(self, task: str, prompt: str, known: Grid) -> str:
         """Returns what asks to inpaint (the hole) or outpaint (the known rectangle) an image."""
         word, cells = ("fill", ~known) if task == "inpaint" else ("extend", known)
@@ -118,16 +114,19 @@ class ScenePrompts(PromptLanguage):
         # The prompts of the world itself say it already.
         return prompt if prompt.endswith(f"{word}{box}") else f"{prompt}, {word}{box}"
 
-    def fill(
+    def change(
         self,
         instruction: str,
         codes: Int[np.ndarray, "l g"],
         image: Pixels,
         known: Grid | None,
-        *,
         plan: str | None = None,
     ) -> Example:
-        """Returns what draws the cells of an image that are not known."""
+        """Returns what edits an image of these codes as told, or draws what is not known of it.
+
+        Args:
+            known: which cells are known; None for an edit, which may change them all.
+        """
         example = self.encoder.image_example(
             instruction, codes, plan=plan, image=self._seen(image), source=codes, given=known
         )
@@ -160,6 +159,7 @@ class ScenePrompts(PromptLanguage):
         return self.ask(f"check: {prompt}", (image,), self.answer_tokens)
 
     def accepts(self, verdict: str) -> bool:
+        """Whether a verdict says that the image is right."""
         return verdict.strip() == rules.CORRECT
 
     def correction(self, verdict: str) -> str | None:
@@ -184,6 +184,7 @@ class ScenePrompts(PromptLanguage):
         return template_ids(template, tokenizer.encode, tokenizer.end_of_text_id)
 
     def complete(self, words: str, template: Template, shown: Sequence[Pixels]) -> Example:
+        """Returns what fills the gaps of a template."""
         ids, known = self.template_ids(template)
         most = self.long_answer_tokens
         if len(ids) > most:
@@ -195,17 +196,17 @@ class ScenePrompts(PromptLanguage):
 
     # Boxes.
 
-    def locate(self, phrases: Sequence[str], image: Pixels) -> list[Example]:
-        """Returns what finds things in an image: a row a phrase, all decoded together."""
-        return [
-            self.ask(f"where is the {_thing(phrase)}?", (image,), ONE_BOX_TOKENS)
-            for phrase in phrases
-        ]
-
     def locate_one(self, phrase: str, image: Pixels) -> Example:
         """Returns what finds one thing."""
         (example,) = self.locate([phrase], image)
         return example
+
+    def locate(self, phrases: Sequence[str], image: Pixels) -> list[Example]:
+        """Returns what finds things in an image: a row a phrase, all decoded together."""
+        return [
+            self.ask(f"where is the {named}?", (image,), ONE_BOX_TOKENS)
+            for named in (p.strip().removeprefix("the ").removeprefix("a ") for p in phrases)
+        ]
 
     def boxes(
         self,
@@ -229,10 +230,6 @@ class ScenePrompts(PromptLanguage):
         if used > (most := self.encoder.data.max_prompt_len):
             raise too_long(prompt, used, most)
         return example
-
-
-def _thing(phrase: str) -> str:
-    return phrase.strip().removeprefix("the ").removeprefix("a ")
 
 
 def _box(text: str, size: tuple[int, int]) -> Box | None:

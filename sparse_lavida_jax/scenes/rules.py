@@ -68,8 +68,8 @@ def verdict(request: SceneRequest, scene: Scene) -> str:
     return ", ".join(faults) or CORRECT
 
 
-def edit_fault(edit: Edit, source: Scene, result: Scene) -> str | None:
-    """Says what is wrong with the result of an instruction; `None`: nothing.
+def edit_fault(edit: Edit, source: Scene, result: Scene) -> str:
+    """Says what is wrong with the result of an instruction; "": nothing.
 
     Raises:
         GrammarError: the instruction does not make sense in `source`.
@@ -87,7 +87,7 @@ def edit_fault(edit: Edit, source: Scene, result: Scene) -> str | None:
             return f"{cell_name(cell)} should be empty, it is {now}"
         if wanted is not None and (now is None or not wanted.matches(now)):
             return f"{cell_name(cell)} should be a {wanted}, it is {now or 'empty'}"
-    return None
+    return ""
 
 
 def _added(edit: Edit, source: Scene, result: Scene) -> dict[int, Phrase | None]:

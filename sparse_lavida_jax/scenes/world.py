@@ -17,9 +17,7 @@ from jaxtyping import Float, Int, UInt8
 GRID = 6  # cells a side
 NUM_CELLS = GRID**2
 SHAPES = ("circle", "square", "triangle", "cross")
-COLOURS = ("red", "green", "blue", "yellow", "purple", "cyan")
 SIZES = ("small", "large")
-NUM_APPEARANCES = len(SHAPES) * len(COLOURS) * len(SIZES)
 EMPTY = 0  # appearances are 1..NUM_APPEARANCES
 UNREADABLE = -1  # stands in `Unreadable.cells` for a cell that is no appearance
 
@@ -35,6 +33,8 @@ PAINT = {
     "purple": (142, 46, 168),
     "cyan": (30, 190, 212),
 }
+COLOURS = tuple(PAINT)
+NUM_APPEARANCES = len(SHAPES) * len(COLOURS) * len(SIZES)
 SUBPIXELS = 8  # samples a side of a pixel
 
 # How bad a cell may look and still be read, ours: squared error over the squared contrast of the

@@ -33,10 +33,10 @@ class Work:
         flops: of one step on it.
     """
 
-    tokens: int
-    slots: int
-    with_loss: int
-    flops: float
+    tokens: int = 0
+    slots: int = 0
+    with_loss: int = 0
+    flops: float = 0.0
 
     def plus(self, more: "Work", times: int = 1) -> "Work":
         """Returns the sum of this and of so many times some more."""

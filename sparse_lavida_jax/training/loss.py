@@ -58,8 +58,8 @@ def _in_parts(hidden, kernel, target, weight, chunk: int) -> Sums:
 
 def _forward(hidden, kernel, target, weight, chunk: int):
     with_kernel = kernel.perturbed  # a frozen head needs no gradient
-    given = (x.value for x in (hidden, kernel, target, weight))
-    return _with_gradients(*given, chunk, with_kernel)
+    hidden, kernel, target, weight = (x.value for x in (hidden, kernel, target, weight))
+    return _with_gradients(hidden, kernel, target, weight, chunk, with_kernel)
 
 
 def _with_gradients(hidden, kernel, target, weight, chunk: int, with_kernel: bool):

@@ -34,13 +34,8 @@ class MetricsFile:
     """
 
     def __init__(
-        self,
-        path: pathlib.Path | str,
-        *,
-        resume_at: int = 0,
-        tensorboard: pathlib.Path | None = None,
+        self, path: pathlib.Path, *, resume_at: int = 0, tensorboard: pathlib.Path | None = None
     ):
-        self.path = pathlib.Path(path)
         self._board: Any = None
         if tensorboard is not None and importlib.util.find_spec("tensorboardX"):
             import tensorboardX  # type: ignore
@@ -49,17 +44,14 @@ class MetricsFile:
             self._board = tensorboardX.SummaryWriter(
                 str(tensorboard), purge_step=resume_at + 1, filename_suffix=f".{resume_at}"
             )
-        if self.path.exists():
-            kept = [line for line in read_metrics(self.path) if line["step"] <= resume_at]
-            files.write_text(self.path, "".join(_line(line) for line in kept))
-        self._file = self.path.open("a")
+        if path.exists():
+            kept = [line for line in read_metrics(path) if line["step"] <= resume_at]
+            files.write_text(path, "".join(_line(line) for line in kept))
+        self._file = path.open("a")
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Writes numbers (anything `float` takes) and strings; a number without value is null."""
-        plain = {
-            name: value if isinstance(value, str) else _number(value)
-            for name, value in values.items()
-        }
+        plain = {k: v if isinstance(v, str) else _number(v) for k, v in values.items()}
         self._file.write(_line({"step": step, **plain}))
         self._file.flush()
         if self._board is not None:
@@ -114,10 +106,7 @@ class Meter:
     def __init__(self, peak: float | None = None):
         self.peak = peak
         self._began: float | None = None  # after the first step, which is compiled
-        self._reset()
-
-    def _reset(self) -> None:
-        self._work, self._waited = Work(0, 0, 0, 0.0), 0.0
+        self._work, self._waited = Work(), 0.0
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -146,8 +135,7 @@ class Meter:
             values["data_wait"] = min(self._waited / seconds, 1.0)
             if self.peak:
                 values["mfu"] = work.flops / seconds / self.peak
-        self._began = now
-        self._reset()
+        self._began, self._work, self._waited = now, Work(), 0.0
         return values
 
 
@@ -252,29 +240,25 @@ class Reporter:
         peak: float | None,
     ):
         self.meter = Meter(peak)
-        is_first = runtime.is_first()
-        self._file = None
-        if is_first:
-            self._file = MetricsFile(
-                folder / "metrics.jsonl", resume_at=start, tensorboard=folder / "tensorboard"
-            )
+        self._file, console = None, None
+        if runtime.is_first():
+            path, board = folder / "metrics.jsonl", folder / "tensorboard"
+            self._file = MetricsFile(path, resume_at=start, tensorboard=board)
+        else:
+            console = rich.console.Console(quiet=True)
+        left = max(settings.train.seconds - seconds, 0.0)
         self._bar = ProgressBar(
-            settings.name,
-            settings.train.train_steps,
-            done=start,
-            seconds=max(settings.train.seconds - seconds, 0.0),
-            console=None if is_first else rich.console.Console(quiet=True),
+            settings.name, settings.train.train_steps, done=start, seconds=left, console=console
         )
-        self._closing = contextlib.ExitStack()
 
     def __enter__(self) -> "Reporter":
-        if self._file is not None:
-            self._closing.enter_context(self._file)
-        self._closing.enter_context(self._bar)
+        self._bar.__enter__()
         return self
 
     def __exit__(self, *_) -> None:
-        self._closing.close()
+        self._bar.__exit__()
+        if self._file is not None:
+            self._file.close()
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Writes a line of metrics."""

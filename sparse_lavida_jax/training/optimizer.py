@@ -5,6 +5,7 @@ Parameters may be put into groups with a learning rate of their own, or be froze
 taken out of the model before it comes here (`parted`).
 """
 
+import functools
 import math
 import re
 from collections.abc import Callable, Hashable
@@ -55,10 +56,17 @@ def make_optimizer(settings: config.Optimizer) -> optax.GradientTransformation:
     clip = optax.clip_by_global_norm(settings.clip_norm)
     if not settings.groups:
         return optax.chain(clip, step)
+
+    def label(path, _):
+        rate = _group_rate(settings, parameters.leaf_name(path))
+        return str(settings.learning_rate if rate is None else rate)
+
+    rates = {settings.learning_rate, *(float(rate) for _, rate in settings.groups)}
     scales: dict[Hashable, optax.GradientTransformation] = {
-        str(rate): optax.scale(rate / settings.learning_rate) for rate in _rates(settings)
+        str(rate): optax.scale(rate / settings.learning_rate) for rate in rates
     }
-    return optax.chain(clip, step, optax.partition(scales, _labels(settings)))
+    labels = functools.partial(jax.tree_util.tree_map_with_path, label)
+    return optax.chain(clip, step, optax.partition(scales, labels))
 
 
 def parted(settings: config.Config, params: T) -> tuple[T, T | None]:
@@ -100,8 +108,7 @@ def frozen_dtype(settings: config.Optimizer) -> str:
 
 def dtypes(settings: config.Config) -> Callable[[str], str]:
     """Returns what chooses the dtype of a parameter by its name."""
-    is_trained = _trained(settings)
-    frozen = frozen_dtype(settings.optimizer)
+    is_trained, frozen = _trained(settings), frozen_dtype(settings.optimizer)
     return lambda name: "float32" if is_trained(name) else frozen
 
 
@@ -147,18 +154,6 @@ def learning_rate(settings: config.Optimizer, step: int, progress: float) -> flo
 def _group_rate(settings: config.Optimizer, name: str) -> float | None:
     rates = (float(rate) for pattern, rate in settings.groups if re.search(pattern, name))
     return next(rates, None)
-
-
-def _rates(settings: config.Optimizer) -> set[float]:
-    return {settings.learning_rate, *(float(rate) for _, rate in settings.groups)}
-
-
-def _labels(settings: config.Optimizer) -> Callable[[Any], Any]:
-    def label(path, _):
-        rate = _group_rate(settings, parameters.leaf_name(path))
-        return str(settings.learning_rate if rate is None else rate)
-
-    return lambda params: jax.tree_util.tree_map_with_path(label, params)
 
 
 def _narrow_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformation:

@@ -15,6 +15,8 @@ import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from flax import traverse_util
+
 from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.data import files
@@ -166,8 +168,10 @@ class Run:
 
     def _check_config(self) -> None:
         if (self.folder / "config.json").exists() and self._holds_work():
-            before = _settings(model_folder.read_config(self.folder))
-            now = _settings(self.config)
+            before, now = (
+                traverse_util.flatten_dict(config.to_dict(settings), sep=".")  # dotted names
+                for settings in (model_folder.read_config(self.folder), self.config)
+            )
             changed = [
                 f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
                 for name in sorted(before.keys() | now.keys())
@@ -210,21 +214,6 @@ class Run:
             for number in ours:
                 before[number] = signal.signal(number, ask_to_stop)
         return restore_handlers
-
-
-def _settings(settings: config.Config) -> dict[str, Any]:
-    """Returns every setting under its dotted name."""
-    flat: dict[str, Any] = {}
-
-    def walk(prefix: str, section: dict[str, Any]):
-        for name, value in section.items():
-            if isinstance(value, dict):
-                walk(f"{prefix}{name}.", value)
-            else:
-                flat[prefix + name] = value
-
-    walk("", config.to_dict(settings))
-    return flat
 
 
 def lock(folder: pathlib.Path) -> Callable[[], None]:

@@ -3,7 +3,6 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Callable
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import model_folder
@@ -19,8 +18,6 @@ from sparse_lavida_jax.scenes.tokenizer import SHIPPED, Tokenizer
 from sparse_lavida_jax.training import states
 
 SHOWN_PROMPTS = 24  # of the data, drawn while training
-
-MakeCodec = Callable[[str | pathlib.Path | None, config.Model], ImageCodec]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +51,6 @@ class TrainingData:
 def open_source(
     settings: config.Config,
     model: Denoiser,
-    make_codec: MakeCodec,
     *,
     index: int = 0,
     count: int = 1,
@@ -72,7 +68,7 @@ def open_source(
     """
     readme, share = _base_readme(settings), {"process_index": index, "process_count": count}
     if settings.data.source != "prepared":
-        codec, tokenizer = make_codec(settings.data.image_codec, settings.model), Tokenizer()
+        codec, tokenizer = ImageCodec(settings.data.image_codec, settings.model), Tokenizer()
         batches = SceneBatches(settings, encoder_of(tokenizer, settings, codec), **share)
         return TrainingData(settings, model, batches, tokenizer, SHIPPED, codec, (), readme)
     base = model_folder.find_model(settings.train.init_from)
@@ -86,7 +82,7 @@ def open_source(
             f" train.init_from: {error}"
         ) from error
     batches = MixtureBatches(settings.data.folder, settings, tokenizer, **share)
-    codec = make_codec(vq, settings.model) if vq.is_dir() else None
+    codec = ImageCodec(vq, settings.model) if vq.is_dir() else None
     prompts = () if codec is None else tuple(batches.prompts(SHOWN_PROMPTS))
     return TrainingData(settings, model, batches, tokenizer, path, codec, prompts, readme)
 

@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import logging
 import math
+import operator
 import pathlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -44,11 +45,8 @@ def load_unfinished(
     """
     run_folder = pathlib.Path(run_folder)
     settings = model_folder.read_config(run_folder)
-    states = States(run_folder / "state", read_only=True)
-    try:
+    with contextlib.closing(States(run_folder / "state", read_only=True)) as states:
         found = states.restore_model(jax.eval_shape(lambda: make_model(settings)))
-    finally:
-        states.close()
     if found is None:
         raise model_folder.CheckpointError(f"the run in {run_folder} has saved nothing yet.")
     return found[1]
@@ -92,7 +90,11 @@ class States:
         policies = ocp.training.preservation_policies
         kept: list[Any] = [
             policies.LatestN(self.keep),
-            policies.BestN(get_metric_fn=_score_of, n=1, keep_checkpoints_without_metrics=False),
+            policies.BestN(
+                get_metric_fn=operator.itemgetter("score"),
+                n=1,
+                keep_checkpoints_without_metrics=False,
+            ),
         ]
         if self.keep_every:
             kept.append(policies.EveryNStepsClosest(self.keep_every))
@@ -129,7 +131,7 @@ class States:
         if runtime.are_several():
             leaves = _shared_arrays(leaves)
         else:  # copies, for the next step donates its buffers
-            leaves = {name: _to_host(leaf) for name, leaf in leaves.items()}
+            leaves = {name: np.array(_key_data(leaf)) for name, leaf in leaves.items()}
         size = sum(leaf.nbytes for leaf in leaves.values())
         runtime.first_does(lambda: model_folder.check_free_space(self.folder, size))
         metadata: Any = {"sha256": _known(leaves), "note": note}
@@ -157,37 +159,34 @@ class States:
             CheckpointError: none of the states is readable, or they are of another model, or the
                 newest one cannot be read on this machine just now.
         """
-        found = self._newest(template)
-        return None if found is None else (found[0], _fill(template, found[1], self.folder))
+        return self._newest(template)
 
     def restore_model(self, template: T) -> tuple[int, T] | None:
         """Returns the parameters of the newest readable state, the average where one was kept.
 
         Only they are read. See `restore`; the state must be a `train.TrainState` under "state".
         """
-        found = self._newest(template, only=("state/ema/", "state/params/"))
-        return None if found is None else (found[0], _fill(template, found[1], self.folder))
+        return self._newest(template, only=("state/ema/", "state/params/"))
 
     def note(self, step: int) -> dict[str, Any]:
         """Returns the note that was saved with a state; an empty one where there was none."""
-        return self._metadata(step).get("note") or {}
+        found: Any = self._checkpointer.checkpointables_metadata(step).custom_metadata
+        return (found or {}).get("note") or {}
 
-    def _newest(
-        self, template: Any, only: tuple[str, ...] = ()
-    ) -> tuple[int, dict[str, Any]] | None:
+    def _newest(self, template: T, only: tuple[str, ...] = ()) -> tuple[int, T] | None:
         self.wait()
         steps, damaged = self.steps, []
         for step in reversed(steps):
             trouble: Any = None
             try:
                 leaves = self._read(step, template, only)
-            except _MisfitError as error:
-                raise model_folder.CheckpointError(str(error)) from error
+            except model_folder.CheckpointError:
+                raise
             except Exception as error:  # the store raises whatever its layers raise
                 leaves, trouble = {}, error
             if runtime.holds_everywhere(trouble is None):
                 self._put_aside(damaged)
-                return step, leaves
+                return step, _filled(template, leaves)
             said = "another process says" if trouble is None else _first_cause(trouble)
             if not runtime.holds_everywhere(trouble is None or _is_damage(trouble)):
                 raise model_folder.CheckpointError(
@@ -239,7 +238,7 @@ class States:
         try:
             yield
         except Exception as error:  # the store raises whatever its layers raise
-            # It would count a step whose writing failed as saved, so begin afresh. Of several
+            # It would count a step whose writing failed as saved, so begin again. Of several
             # processes the others know nothing of it yet: they cannot do this together.
             if not runtime.are_several():
                 self._checkpointer = self._open()
@@ -248,30 +247,31 @@ class States:
                 f" steps {self.steps}: run the same command again to go on from there."
             ) from error
 
-    def _metadata(self, step: int) -> dict[str, Any]:
-        found: Any = self._checkpointer.checkpointables_metadata(step).custom_metadata
-        return found or {}
-
     def _read(self, step: int, template: Any, only: tuple[str, ...]) -> dict[str, Any]:
-        """Returns leaves by name, of one of the groups that `only` names if it names any."""
+        """Returns leaves by name, of one of the groups that `only` names if it names any.
+
+        Raises:
+            CheckpointError: they are of another model.
+        """
         metadata: Any = self._checkpointer.checkpointables_metadata(step)
         known = (metadata.custom_metadata or {}).get("sha256")
-        whole = not only and not runtime.are_several()
-        if whole and not _is_of_several(known):
-            tree = self._checkpointer.load_checkpointables(step, {"state": None})["state"]
-            leaves = {name: np.asarray(leaf) for name, leaf in parameters.by_name(tree).items()}
-            _check_known(known, leaves)
-            return leaves
         saved = metadata.metadata["state"]
-        names = list(parameters.by_name(saved))
+        names = parameters.by_name(saved)
         prefix = next((p for p in only if any(name.startswith(p) for name in names)), "")
         given = {
             name: leaf for name, leaf in parameters.by_name(template).items() if _size_of(leaf)
         }
         wanted = {prefix + n: jax.eval_shape(_key_data, leaf) for n, leaf in given.items()}
-        there = {n: leaf for n, leaf in parameters.by_name(saved).items() if n.startswith(prefix)}
+        there = {name: leaf for name, leaf in names.items() if name.startswith(prefix)}
         if problems := parameters.differences(wanted, there):
-            raise _MisfitError(f"the states in {self.folder} are of another model:\n{problems}")
+            raise model_folder.CheckpointError(
+                f"the states in {self.folder} are of another model:\n{problems}"
+            )
+        if not (only or runtime.are_several() or _is_of_several(known)):
+            tree = self._checkpointer.load_checkpointables(step, {"state": None})["state"]
+            leaves = {name: np.asarray(leaf) for name, leaf in parameters.by_name(tree).items()}
+            _check_known(known, leaves)
+            return leaves
         anywhere = _anywhere(given)
 
         def target(path: tuple, found: Any) -> Any:
@@ -300,10 +300,6 @@ class States:
         self._checkpointer.reload()
 
 
-class _MisfitError(Exception):
-    """A state that is whole and of another model."""
-
-
 def _is_damage(error: BaseException) -> bool:
     """Whether an error is about the bytes of a state, not about the machine that reads them."""
     for cause in _causes(error):
@@ -327,14 +323,6 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
-
-
-def _score_of(metrics: dict[str, float]) -> float:
-    return metrics["score"]
-
-
-def _to_host(leaf: Any) -> np.ndarray:
-    return np.array(_key_data(leaf))
 
 
 def _size_of(leaf: Any) -> int:
@@ -394,7 +382,7 @@ def _known(leaves: Mapping[str, Any]) -> dict[str, str]:
     Training waits for it, since the store takes what goes with a state before it writes anything.
     """
     if runtime.are_several():
-        return {name: f"sums {digest}" for name, digest in _sum_digests(leaves).items()}
+        return _sum_digests(leaves)
     # Hashing releases the interpreter's lock, so every core takes an array.
     with concurrent.futures.ThreadPoolExecutor() as pool:
         digests = pool.map(lambda name: arrays.digest_of({name: leaves[name]}), leaves)
@@ -412,7 +400,7 @@ def _check_known(known: dict[str, str] | str | None, leaves: Mapping[str, Any]) 
             raise ValueError("the SHA-256 of its arrays is not the one it was saved with")
         return
     if _is_of_several(known):
-        found = {name: f"sums {digest}" for name, digest in _sum_digests(leaves).items()}
+        found = _sum_digests(leaves)
     else:
         found = {
             name: arrays.digest_of({name: whole})
@@ -433,12 +421,11 @@ def _is_of_several(known: dict[str, str] | str | None) -> bool:
 
 def _sum_digests(leaves: Mapping[str, Any]) -> dict[str, str]:
     sums = runtime.on_host(_sums(dict(leaves)))
-    return {
-        name: hashlib.sha256(
-            f"{name} {leaves[name].dtype} {leaves[name].shape} {total.tolist()}".encode()
-        ).hexdigest()
+    described = {
+        name: f"{name} {leaves[name].dtype} {leaves[name].shape} {total.tolist()}"
         for name, total in sums.items()
     }
+    return {name: f"sums {hashlib.sha256(t.encode()).hexdigest()}" for name, t in described.items()}
 
 
 @jax.jit
@@ -463,16 +450,8 @@ def _sums(leaves: dict[str, Any]) -> dict[str, UInt32[Array, " 2"]]:
     return {name: one(leaf) for name, leaf in leaves.items()}
 
 
-def _fill(template: T, leaves: Mapping[str, Any], folder: pathlib.Path) -> T:
-    wanted = {
-        name: jax.eval_shape(_key_data, leaf)
-        for name, leaf in parameters.by_name(template).items()
-        if _size_of(leaf)
-    }
-    if problems := parameters.differences(wanted, leaves):
-        raise model_folder.CheckpointError(
-            f"the states in {folder} are of another model:\n{problems}"
-        )
+def _filled(template: T, leaves: Mapping[str, Any]) -> T:
+    """Returns the template with these leaves in the place of its own."""
 
     def place(path: tuple, leaf: Any) -> Any:
         if not _size_of(leaf):

@@ -44,36 +44,29 @@ class TrainState:
         return dataclasses.replace(self, frozen=None)
 
 
-@flax.struct.dataclass
-class Denominators:
-    """What the sums of a loss are divided by: of a whole batch, however it is cut.
+# Of "text" and of "image": what the weighted sum of a loss is divided by (in tokens, in codes), and
+# how many targets have a loss.
+Denominators = dict[str, tuple[Float[Array, ""], Float[Array, ""]]]
 
-    Attributes:
-        text, image: of the weighted sums; in tokens and in codes.
-        text_count, image_count: targets with a loss.
-    """
 
-    text: Float[Array, ""]
-    image: Float[Array, ""]
-    text_count: Float[Array, ""]
-    image_count: Float[Array, ""]
+def denominators(batch: Corrupted) -> Denominators:
+    """Returns what the sums of a loss are divided by: of a whole batch, however it is cut."""
+    codes = 1 if batch.image_target is None else batch.image_target.shape[2]
 
-    @classmethod
-    def of(cls, batch: Corrupted) -> "Denominators":
-        codes = 1 if batch.image_target is None else batch.image_target.shape[2]
+    def count(weight, each: int):
+        if weight is None:
+            return jnp.float32(1)
+        each = each if weight.ndim == 2 else 1
+        return jnp.maximum((weight > 0).sum() * each, 1).astype(jnp.float32)
 
-        def count(weight, each: int):
-            if weight is None:
-                return jnp.float32(1)
-            each = each if weight.ndim == 2 else 1
-            return jnp.maximum((weight > 0).sum() * each, 1).astype(jnp.float32)
-
-        return cls(
-            jnp.maximum(batch.text_total.sum(), 1),
-            jnp.maximum(batch.image_total.sum() * codes, 1),
-            count(batch.text_weight, 1),
-            count(batch.image_weight, codes),
-        )
+    totals = (
+        ("text", batch.text_total, batch.text_weight, 1),
+        ("image", batch.image_total, batch.image_weight, codes),
+    )
+    return {
+        kind: (jnp.maximum(total.sum() * each, 1), count(weight, each))
+        for kind, total, weight, each in totals
+    }
 
 
 def loss(
@@ -87,38 +80,31 @@ def loss(
         over: of the batch that this one is a part of; by default this one is whole.
         chunk: tokens of a row whose logits exist at a time; 0: all of them.
     """
-    over = over or Denominators.of(batch)
+    over = over or denominators(batch)
     features = None if batch.pixels is None else params.see(batch.pixels)
     hidden, _ = params(batch.understanding, batch.generation, features, wanted=batch.predicts)
     total, logged = jnp.float32(0), {}
-    if "understanding" in hidden and batch.text_weight is not None:
-        assert batch.text_target is not None
-        target, weight = batch.text_target, batch.text_weight
-        if chunk:
-            kernel = params.text_head.kernel[...]
-            weighted, plain = linear_cross_entropy(
-                hidden["understanding"], kernel, target, weight, chunk
-            )
-        else:
-            logits = params.text_logits(hidden["understanding"])
-            weighted, plain = weighted_cross_entropy(logits, target, weight)
-        total += weighted / over.text
-        logged["text_nll"] = plain / over.text_count
-    if "generation" in hidden and batch.image_weight is not None:
-        assert batch.image_target is not None
-        target, weight = batch.image_target, batch.image_weight
-        if weight.ndim == 2:
+    for kind, stream, target, weight in (
+        ("text", "understanding", batch.text_target, batch.text_weight),
+        ("image", "generation", batch.image_target, batch.image_weight),
+    ):
+        if stream not in hidden or weight is None:
+            continue
+        assert target is not None
+        if weight.ndim < target.ndim:
             weight = jnp.broadcast_to(weight[..., None], target.shape)
+        x, is_text = hidden[stream], kind == "text"
         if chunk:
-            head = params.image_head
-            codes, kernel = head.codes(hidden["generation"]), head.logits.kernel[...]
-            target_of, weight_of = (x.reshape(x.shape[0], -1) for x in (target, weight))
-            weighted, plain = linear_cross_entropy(codes, kernel, target_of, weight_of, chunk)
+            head = params.text_head if is_text else params.image_head.logits
+            x = x if is_text else params.image_head.codes(x)
+            target, weight = (part.reshape(part.shape[0], -1) for part in (target, weight))
+            weighted, plain = linear_cross_entropy(x, head.kernel[...], target, weight, chunk)
         else:
-            logits = params.image_logits(hidden["generation"])
+            logits = params.text_logits(x) if is_text else params.image_logits(x)
             weighted, plain = weighted_cross_entropy(logits, target, weight)
-        total += weighted / over.image
-        logged["image_nll"] = plain / over.image_count
+        of_weighted, of_plain = over[kind]
+        total += weighted / of_weighted
+        logged[f"{kind}_nll"] = plain / of_plain
     return total, logged
 
 
@@ -140,7 +126,7 @@ def gradient(
         frozen: the part of the model that gets no gradient, if `params` are not all of it.
         microbatches: parts that the batch is cut into, one after another; they divide its rows.
     """
-    over = Denominators.of(batch)
+    over = denominators(batch)
 
     def loss_of(params: Denoiser, batch: Corrupted, over: Denominators):
         return loss(parameters.joined(params, frozen), batch, over, chunk)

@@ -8,7 +8,6 @@ codes of a cell depend on what stands in that cell alone. Then the codebook is p
 clusters of the targets, and the rest is the VQ-VAE that the tokenizer is used as.
 """
 
-import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable
@@ -20,7 +19,6 @@ import numpy as np
 import optax
 import optax.contrib
 import rich.console
-import rich.progress
 from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree, UInt8
 from PIL import Image
@@ -28,6 +26,9 @@ from PIL import Image
 from sparse_lavida_jax import config
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.scenes import world
+from sparse_lavida_jax.training import metrics
+from sparse_lavida_jax.training.optimizer import MUON_RMS
+from sparse_lavida_jax.visibility import AnyArray
 
 # All ours.
 WARM_UP = 0.7  # share of the steps before there is a codebook
@@ -60,27 +61,20 @@ def train(settings: config.Config, workdir: pathlib.Path) -> None:
     owner, placed_at = jnp.arange(settings.vq.codebook_size), int(steps * WARM_UP)
     with_codes = _make_step(_coded_loss, optimizer)
 
-    progress = rich.progress.Progress(
-        *rich.progress.Progress.get_default_columns(),
-        rich.progress.TextColumn("{task.fields[loss]}"),
-        console=console,
-    )
-    with progress:
-        bar = progress.add_task("image tokenizer", total=steps, loss="")
+    with metrics.ProgressBar("image tokenizer", steps, console=console) as bar:
         for step in range(steps):
             if step == placed_at:
                 model.codebook, owner = _place_codebook(
                     components(vq.to_float(survey)), settings.vq
                 )
                 used = len(np.unique(owner))
-                console.print(f"step {step}: the codebook is placed, {used} codes in use")
+                bar.say(f"step {step}: the codebook is placed, {used} codes in use")
             images = _images((seed, TRAINING, step), settings.train.batch_size)
             key = jax.random.fold_in(jax.random.key(seed), step)
             run = warm_up if step < placed_at else with_codes
             model, opt_state, terms = run(model, opt_state, owner, images, key)
             if step % settings.train.log_every == 0 or step == steps - 1:
-                progress.update(bar, loss=f"pixel error {float(terms['pixels']):.4f}")
-            progress.advance(bar)
+                bar.update(step + 1, pixel_error=float(terms["pixels"]))
 
     vq.save(workdir / "vq", model)
     _report(model, seed, workdir, console)
@@ -131,7 +125,7 @@ def _optimizer(settings: config.Config) -> optax.GradientTransformation:
             adam_b2=given.b2,
             adam_learning_rate=rate(ADAM_RATE),
             muon_weight_dimension_numbers=as_matrices,
-            consistent_rms=0.2,
+            consistent_rms=MUON_RMS,
         ),
     )
 
@@ -165,19 +159,10 @@ def _coded_loss(model, images, key):
     return model.loss(images)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Components:
-    """The principal components of the pixels of one code, each of unit variance."""
-
-    mean: Float[np.ndarray, "p"]
-    projection: Float[np.ndarray, "p d"]
-    factor: int
-
-    def __call__(self, images: Float[Array, "b h w 3"]) -> Float[Array, "b y x d"]:
-        return (_patches(images, self.factor) - self.mean[None, None, None]) @ self.projection
-
-
-def _components(survey: UInt8[np.ndarray, "n h w 3"], settings: config.VQ) -> _Components:
+def _components(
+    survey: UInt8[np.ndarray, "n h w 3"], settings: config.VQ
+) -> Callable[[Float[AnyArray, "b h w 3"]], Float[Array, "b y x d"]]:
+    """Returns what finds the principal components of the pixels of codes, each of unit variance."""
     patches = _patches(survey.astype(np.float32) / 255, settings.factor)
     patches = patches.reshape(-1, patches.shape[-1])
     mean = patches.mean(axis=0)
@@ -185,7 +170,8 @@ def _components(survey: UInt8[np.ndarray, "n h w 3"], settings: config.VQ) -> _C
     variance, directions = np.linalg.eigh(covariance)
     strongest = np.argsort(-variance)[: settings.latent_channels]
     scale = np.sqrt(np.maximum(variance[strongest], 1e-6))
-    return _Components(mean, directions[:, strongest] / scale, settings.factor)
+    projection = directions[:, strongest] / scale
+    return lambda images: (_patches(images, settings.factor) - mean[None, None, None]) @ projection
 
 
 def _patches(images, factor):

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from sparse_lavida_jax.bench import attention, cases, methods, record
-from sparse_lavida_jax.bench.timing import copy_gbps, launch_us, matmul_tflops
+from sparse_lavida_jax.bench.timing import copy_gbps, matmul_tflops
 from sparse_lavida_jax.evals import circumstances
 from sparse_lavida_jax.kernels import attention as kernel_entry
 from sparse_lavida_jax.kernels import devices, shapes
@@ -61,7 +61,6 @@ def test_a_run_writes_every_row_as_it_is_measured_and_ends_with_the_bars(
         return {
             "matmul_tflops": {"8x8x8": matmul_tflops(8, 8, 8, runs=2)},
             "copy_gbps": copy_gbps(1024, runs=2),
-            "launch_us": launch_us(3, runs=2),
         }
 
     everywhere, results = methods.methods, tmp_path / "package" / "bench" / "results"

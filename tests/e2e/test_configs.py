@@ -13,11 +13,12 @@ import stand_ins
 from flax import nnx
 
 from sparse_lavida_jax import config, diffusion, orders, pipeline
+from sparse_lavida_jax.data import grey
 from sparse_lavida_jax.evals import exact
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.sampling import plans, presets
-from sparse_lavida_jax.scenes import batches, digits, tasks, world
+from sparse_lavida_jax.scenes import batches, tasks, world
 from sparse_lavida_jax.training import optimizer
 
 CONFIGS = {  # the one of benchmarks is in test_evaluate.py
@@ -77,7 +78,7 @@ def test_the_codes_of_the_images_fit_the_model(name):
         assert given.model.grid_size == world.GRID
         assert codec.image_size == given.vq.image_size
     else:
-        assert (given.model.grid_size, given.model.codebook_size) == (digits.SIDE, digits.LEVELS)
+        assert (given.model.grid_size, given.model.codebook_size) == (grey.SIDE, grey.LEVELS)
 
 
 @each_denoiser

@@ -292,9 +292,9 @@ def test_a_preview_hides_what_is_not_drawn_yet(service, monkeypatch):
 
 
 def test_a_task_that_was_not_learned_has_no_tab(service, monkeypatch):
-    assert demo._knows(service, "edit")
     whole = demo.make_page(service)
-    monkeypatch.setattr(demo, "_knows", lambda _, task: task != "edit")
+    prompts = type(service.pipe.prompts)
+    monkeypatch.setattr(prompts, "refusal", lambda _, task: "not learned" * (task == "edit"))
     labels = [
         [block.label for block in page.blocks.values() if isinstance(block, gr.Tab)]
         for page in (whole, demo.make_page(service))

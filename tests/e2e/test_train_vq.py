@@ -22,8 +22,8 @@ SETTINGS = config.Config(
 
 @pytest.mark.slow
 def test_a_short_run_writes_a_tokenizer_and_says_how_good_it_is(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(train_vq, "REPORT_PICTURES", 6)
-    monkeypatch.setattr(train_vq, "SURVEY_PICTURES", 4)
+    monkeypatch.setattr(train_vq, "REPORT_IMAGES", 6)
+    monkeypatch.setattr(train_vq, "SURVEY_IMAGES", 4)
     train_vq.train(SETTINGS, tmp_path)
     model, settings = vq.load(tmp_path / "vq")
     assert settings == SETTINGS.vq

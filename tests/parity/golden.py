@@ -102,7 +102,8 @@ class Case:
         if "d_model" in self.config:
             return image_tokenizer.load(self.converted / "vq")[0]
         made = self.settings.vq
-        found = self._ours(names.vq_names(made, self.config["vq_config"]["weights_prefix"]))
+        prefix = self.config["vq_config"]["weights_prefix"]
+        found = self._ours(names.vq_names(made), names.VQ_PREFIX, prefix)
         return arrays.module_of(lambda: image_tokenizer.VQModel(made, rngs=nnx.Rngs(0)), found)
 
     def vq(self) -> image_tokenizer.VQModel:
@@ -113,12 +114,19 @@ class Case:
         """The vision tower in float32, of a case that holds nothing else."""
         made = settings.vision_settings(self.config)
         prefix = self.config["siglip_config"]["weights_prefix"]
-        found = self._ours(names.tower_names(made, prefix))
+        table = names.table(config.Config(model=config.Model(vision=made)))
+        tower = [name for name in table if name.official.startswith(names.TOWER_PREFIX)]
+        leaves = self._ours(tower, names.TOWER_PREFIX, prefix)
+        found = {ours.removeprefix("vision/tower/"): leaf for ours, leaf in leaves.items()}
         side = made.image_size // made.patch_size
         return arrays.module_of(lambda: Tower(made, side, rngs=nnx.Rngs(0)), found)
 
-    def _ours(self, wanted: list[names.Name]) -> dict[str, np.ndarray]:
-        return {name.ours: names.to_ours(name, self.weights[name.official]) for name in wanted}
+    def _ours(self, wanted: list[names.Name], known: str, given: str) -> dict[str, np.ndarray]:
+        """Returns recorded weights by our names; their own begin with `given`, not `known`."""
+        return {
+            name.ours: names.to_ours(name, self.weights[given + name.official.removeprefix(known)])
+            for name in wanted
+        }
 
 
 @functools.cache

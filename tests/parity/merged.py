@@ -5,6 +5,8 @@ The recorded tensors are merged: [b L e], generation tokens zero-padded to the u
 Full attention throughout: every token is in block 0, padding of the release included.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,7 +74,8 @@ def after_layers(model, x, tags):
             jax.tree.map(lambda leaf, n=n: leaf[:n], layers)
             for layers, n in ((model.joint_layers, joint), (model.split_layers, depth - joint))
         ]
-        behind.append(stack.run_layers(*first, joint, depth - joint, x, tags, wanted="both")[0])
+        few = dataclasses.replace(settings, num_layers=depth, dual_tower_layers=joint - 1)
+        behind.append(stack.run_layers(few, *first, x, tags, wanted="both")[0])
     return behind
 
 

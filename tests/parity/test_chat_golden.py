@@ -84,7 +84,7 @@ def test_prompts_of_edits_have_the_recorded_tokens(case):
     assert runs
     for run in runs:
         cells = run["n_image_tokens"]
-        parts = chat.edit(tokenizer, run["prompt"], IMAGE, source, cells)
+        parts = chat.edit(tokenizer, run["prompt"], [IMAGE], [source], cells)
         check(case, tokenizer, parts, case.inputs["input_ids"], chat.CELL)
 
 

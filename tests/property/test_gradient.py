@@ -113,10 +113,9 @@ def block_gradients(model, batch, name, numbers):
 
     def logits(embeddings):
         x, _ = run_layers(
+            model.settings,
             model.joint_layers,
             model.split_layers,
-            model.settings.num_joint_layers,
-            model.settings.num_split_layers,
             embeddings,
             layouts,
             wanted="both",

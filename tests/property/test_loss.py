@@ -103,7 +103,7 @@ def test_image_loss_is_the_negative_log_likelihood_of_the_sampler(schedule, num_
     for k, decode in enumerate(plan.decode[:, 0]):
         decode = frozenset(decode[decode >= 0].tolist())
         known = {j: int(at) for j, at in enumerate(plan.decoded_at[0])}
-        known = {j: at for j, at in known.items() if at < plan.first_block + k}
+        known = {j: at for j, at in known.items() if at < plan.block[0] + k}
         sampler += sum(table[with_history(i, known, decode)] for i in decode)
     order = cells[~given[cells]]
     sizes = orders.counts(schedule, num_steps, len(order), 3.0)

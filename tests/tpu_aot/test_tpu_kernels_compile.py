@@ -32,7 +32,7 @@ def described(topology: str):
 
 def compiled(sharding, length: int, num_tags: int):
     """Forward and backward of a row at the shipped tiles; five tags have segments."""
-    sizes = attention.tile_sizes(length, length)
+    sizes = attention.devices.tile_sizes(length, length)
     shape = pallas_tpu.TpuShape(HEADS, HEADS, HEAD_DIM, HEAD_DIM**-0.5, sizes)
 
     def attend(q, k, v, tags, pulled):
@@ -65,7 +65,7 @@ def test_frozen_rows_fit_a_v5e_at_the_shipped_tiles(name):
     """No tile of less than 512 tokens, rows that no tile divides included."""
     tags = shapes.tags(name)
     length, segments = len(tags.key_block), tags.key_segment is not None
-    sizes = attention.tile_sizes(length, length)
+    sizes = attention.devices.tile_sizes(length, length)
     assert min(sizes.queries, sizes.keys) >= 512
     compiled(described("v5e:2x2"), length, num_tags=5 if segments else 3)
 
@@ -74,7 +74,7 @@ def test_a_decode_step_reads_its_layer_of_the_cache_in_place():
     """No copy, and no slice, of the keys of a layer: the kernel is given the stacked cache."""
     layers, slots, queries, sharding = 4, 1536, 256, described("v5p:2x2x1")
     shape = pallas_tpu.TpuShape(
-        HEADS, HEADS, HEAD_DIM, HEAD_DIM**-0.5, attention.tile_sizes(queries, slots)
+        HEADS, HEADS, HEAD_DIM, HEAD_DIM**-0.5, attention.devices.tile_sizes(queries, slots)
     )
 
     def attend(q, k, v, tags, layer):

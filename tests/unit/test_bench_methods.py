@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparse_lavida_jax.bench import attention, cases, flex, methods
+from sparse_lavida_jax.bench import attention, cases, methods
 from sparse_lavida_jax.bench.cases import Case
 from sparse_lavida_jax.kernels import shapes
 from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON
@@ -37,7 +37,7 @@ def test_the_mask_of_the_others_is_the_rule():
 
 
 def test_flex_attention_gets_the_same_rule_of_indices():
-    sees = flex.rule((BLOCK, HORIZON, BLOCK, SEGMENT, SEGMENT))
+    sees = methods.rule((BLOCK, HORIZON, BLOCK, SEGMENT, SEGMENT))
     at = np.arange(len(BLOCK))
     np.testing.assert_array_equal(sees(0, 0, at[:, None], at[None]), in_loops(TAGS))
 

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench import record, requests, running, suites
+from sparse_lavida_jax.bench import record, requests, suites, timing
 from sparse_lavida_jax.models.denoiser import Denoiser
 
 SMALL = config.read(pathlib.Path(__file__).parents[2] / "configs" / "speed_cpu.py")
@@ -24,11 +24,11 @@ IDS = [f"t2i256/{name}/b1" for name in ("sparse", "dense_lean", "dense_released"
 def run(tmp_path, monkeypatch):
     """Returns a function that runs the suite and returns what it measured."""
     monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(running, "calibrate", dict)
+    monkeypatch.setattr(timing, "calibrate", dict)
     row = {"median_s": 1.0, "split_s": {"loop": 1.0}, "floor_s": 0.5, "compile_s": 9.0}
 
     clock = [0.0]
-    monkeypatch.setattr(running, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(requests, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
 
     def suite(settings=SMALL, *, breaks_off_after=99, **options):
         measured = []
@@ -44,7 +44,7 @@ def run(tmp_path, monkeypatch):
         subject = requests.Subject(MODEL, settings, None, None, random_weights=True)
         cases = suites.cases("headline", settings)
         with contextlib.suppress(KeyboardInterrupt):
-            running.run_suite(
+            requests.run_suite(
                 subject, "headline", cases, **{"runs": 5, "vq_dtype": "bfloat16"} | options
             )
         return measured

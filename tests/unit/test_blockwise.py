@@ -29,7 +29,7 @@ from kernel_cases import (
     sorted_tags,
 )  # fmt: skip
 
-from sparse_lavida_jax.kernels import attention, blockwise, devices, tables
+from sparse_lavida_jax.kernels import blockwise, devices, tables
 from sparse_lavida_jax.kernels.attention import make_tables, step_causal_attention
 
 SIZES = tables.TileSizes(queries=16, keys=32, part=32)
@@ -213,4 +213,4 @@ def test_a_model_makes_its_tables_for_its_own_heads(monkeypatch):
     plan = traces.plan(requests, asked_of, num_steps=2)
     traces.moments(tiny.denoiser(settings), requests, plan, asked_of)
     assert set(asked) == {(16, jnp.dtype("bfloat16"))}
-    assert attention.RELEASE_HEAD_DIM != 16
+    assert devices.RELEASE_HEAD_DIM != 16

@@ -96,11 +96,11 @@ IMAGES = {
         f"Generation 2: [1] Feedback 2: no\n TOP : 1{ASSISTANT}{CELLS}{ASSISTANT}",
     ),
     "edit": (
-        lambda t: chat.edit(t, "make it blue", IMAGE, SOURCE, 3),
+        lambda t: chat.edit(t, "make it blue", [IMAGE], [SOURCE], 3),
         f"[0]{SOURCE_CELLS}\n make it blue{ASSISTANT}{CELLS}{ASSISTANT}",
     ),
     "edit after a plan": (
-        lambda t: chat.edit(t, "make it blue", IMAGE, SOURCE, 3, plan="Sure <LOC_0>"),
+        lambda t: chat.edit(t, "make it blue", [IMAGE], [SOURCE], 3, plan="Sure <LOC_0>"),
         f"[0]{SOURCE_CELLS}\n make it blue{ASSISTANT}Sure <LOC_0>{CELLS}{ASSISTANT}",
     ),
 }
@@ -202,8 +202,8 @@ def test_features_of_a_second_image_stand_behind_those_of_the_first(tokenizer):
         lambda t, words: chat.draw(t, "", 3, condition=words),
         lambda t, words: chat.draw(t, "", 3, plan=words),
         lambda t, words: chat.draw(t, "", 3, attempts=[(IMAGE, words)]),
-        lambda t, words: chat.edit(t, words, IMAGE, SOURCE, 3),
-        lambda t, words: chat.edit(t, "", IMAGE, SOURCE, 3, plan=words),
+        lambda t, words: chat.edit(t, words, [IMAGE], [SOURCE], 3),
+        lambda t, words: chat.edit(t, "", [IMAGE], [SOURCE], 3, plan=words),
         lambda t, words: chat.plan_image(t, words, 5),
         lambda t, words: chat.plan_edit(t, words, IMAGE, 5),
         lambda t, words: chat.ask(t, words, [IMAGE], 5),

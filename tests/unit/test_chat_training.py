@@ -351,7 +351,7 @@ def test_an_edit_is_trained_as_it_is_sampled(mixer, tokenizer):
     made = mixer.example(record("edit", "blue", **(DRAWN | SOURCES)), Never())
     (source,) = (part for part in made.parts if isinstance(part, Source))
     (vision,) = (part for part in made.parts if isinstance(part, VisionTokens))
-    sampled = chat.edit(tokenizer, "blue", vision, source.codes, 4)
+    sampled = chat.edit(tokenizer, "blue", [vision], [source.codes], 4)
     assert spelled(tokenizer, made.parts) == spelled(tokenizer, sampled)
     assert len(made.views) == 1
     two = mixer.example(RELEASED["edit of two"][0], Never())

@@ -27,7 +27,7 @@ def test_what_the_release_drops_is_dropped(name):
 
 
 def test_unknown_section_lists_the_known_ones():
-    with pytest.raises(config.ConfigError, match="It has: name, seed, model, vq"):
+    with pytest.raises(config.ConfigError, match="It has: name, seed, prompts, model, vq"):
         config.build(config.Config, {"modle": {}})
 
 

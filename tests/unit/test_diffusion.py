@@ -168,7 +168,7 @@ def a_row(kind, *, full_attention=False, codes_per_token=4, num_registers=2):
     blocks = diffusion.Blocks(block, masked, 2, (3, 4), np.where(masked, 0.5, 0.0), 7.0)
     prompt = tiny.lay_out(asked, settings)
     row = diffusion.corrupt(
-        prompt, asked.tokens, kind, blocks, settings, full_attention=full_attention
+        prompt, asked.response, kind, blocks, settings, full_attention=full_attention
     )
     return settings, asked, prompt, blocks, row
 
@@ -189,7 +189,7 @@ def test_a_row_holds_prompt_clean_masked_tokens_and_registers_of_each_masked_blo
     mask_id = settings.text_mask_id if kind == "text" else settings.image_mask_id
     register_id = settings.text_register_id if kind == "text" else settings.image_register_id
     for slot, position in enumerate(here, n):
-        token = asked.tokens[position] if kind == "image" else asked.tokens[position, 0]
+        token = asked.response[position] if kind == "image" else asked.response[position, 0]
         expected = mask_id if blocks.masked[position] else token
         assert (own.tokens[slot] == expected).all()
         assert (own.target[slot] == token).all()
@@ -218,19 +218,19 @@ def test_some_codes_of_the_cells_of_a_block_are_known_and_have_no_loss():
             counts.add(int(known[0]))
         assert not some.known[~blocks.masked].any()
     assert counts == {0, 1, 2, 3}
-    row = diffusion.corrupt(prompt, asked.tokens, "image", some, settings)
+    row = diffusion.corrupt(prompt, asked.response, "image", some, settings)
     image = row.image
     here = np.flatnonzero(blocks.block != ABSENT)
     slots = len(prompt.codes) + np.arange(len(here))
     hidden = (blocks.masked[:, None] & ~some.known)[here]
     np.testing.assert_array_equal(image.tokens[slots] == settings.image_mask_id, hidden)
     np.testing.assert_array_equal(image.weight[slots], hidden * 0.5)
-    np.testing.assert_array_equal(image.target[slots], asked.tokens[here])
+    np.testing.assert_array_equal(image.target[slots], asked.response[here])
     assert image.weight.sum() == hidden.sum() * 0.5
     # A text has no codes, but shares batches with images that have.
     _, asked, prompt, blocks, _ = a_row("text")
     whole = diffusion.partly_known(rng, blocks, "text", 4, half)
-    answer = diffusion.corrupt(prompt, asked.tokens, "text", whole, settings)
+    answer = diffusion.corrupt(prompt, asked.response, "text", whole, settings)
     assert answer.image.weight.shape == answer.image.tokens.shape
     batch = tiny.stacked([row, answer], settings, RowShape(32, 40))
     assert batch.image_weight.shape == (2, 40, 4)
@@ -250,7 +250,7 @@ def test_codes_of_an_edited_region_weigh_more_and_the_sum_stays(partial_cells):
     inside[:, 1] = 5.0
     heavy = dataclasses.replace(plain, code_weight=inside)
     before, after = (
-        diffusion.corrupt(prompt, asked.tokens, "image", each, settings).image.weight
+        diffusion.corrupt(prompt, asked.response, "image", each, settings).image.weight
         for each in (plain, heavy)
     )
     np.testing.assert_array_equal(after > 0, before > 0)
@@ -314,7 +314,7 @@ def test_a_group_without_images_has_no_generation_stream():
     settings = tiny.model_settings()
     asked = tiny.request("text", settings, 0, words=3)
     blocks = diffusion.uniform_blocks(np.random.default_rng(0), asked.given, config.Diffusion())
-    row = diffusion.corrupt(tiny.lay_out(asked, settings), asked.tokens, "text", blocks, settings)
+    row = diffusion.corrupt(tiny.lay_out(asked, settings), asked.response, "text", blocks, settings)
     batch = tiny.stacked([row], settings)
     assert batch.generation is None
     assert batch.image_weight is None

@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 
+from sparse_lavida_jax.data import grey
 from sparse_lavida_jax.scenes import digits
 
 
@@ -19,11 +20,11 @@ def test_splits_are_disjoint_and_complete():
 @pytest.mark.parametrize("size", [8, 64, 96])
 def test_what_is_drawn_is_read(size):
     for codes in digits.load("test")[0][:50]:
-        pixels = digits.render(codes, size)
+        pixels = grey.render(codes, size)
         assert pixels.shape == (size, size, 3)
-        np.testing.assert_array_equal(digits.read(pixels)[:, 0], codes)
-    levels = np.arange(64) % digits.LEVELS
-    np.testing.assert_array_equal(digits.read(digits.render(levels, size))[:, 0], levels)
+        np.testing.assert_array_equal(grey.read(pixels)[:, 0], codes)
+    levels = np.arange(64) % grey.LEVELS
+    np.testing.assert_array_equal(grey.read(grey.render(levels, size))[:, 0], levels)
 
 
 def test_the_judge_is_right_about_98_of_100_images_it_never_saw():
@@ -43,9 +44,9 @@ def test_examples_are_random_access_and_say_their_digit():
 
 def test_a_right_digit_scores_and_a_wrong_one_is_called_what_it_is():
     sample = digits.sample(0, 0)
-    assert digits.score(sample, digits.render(sample.codes)).ok
+    assert digits.score(sample, grey.render(sample.codes)).ok
     other = next(s for s in (digits.sample(0, i) for i in range(99)) if s.digit != sample.digit)
-    judged = digits.score(sample, digits.render(other.codes))
+    judged = digits.score(sample, grey.render(other.codes))
     assert not judged.ok
     assert judged.reason == (
         f"this is a {digits.NAMES[other.digit]}, not a {digits.NAMES[sample.digit]}"
@@ -56,15 +57,15 @@ def test_noise_and_blank_paper_are_no_digits():
     sample = digits.sample(0, 0)
     noise = np.random.default_rng(0).integers(0, 17, 64)
     for codes in (noise, np.zeros(64, int), np.full(64, 16)):
-        judged = digits.score(sample, digits.render(codes))
+        judged = digits.score(sample, grey.render(codes))
         assert not judged.ok and "no digit" in judged.reason
 
 
 def test_bad_values_are_explained():
     with pytest.raises(ValueError, match=r"64 grey levels of 0\.\.16"):
-        digits.render(np.full(64, 17))
+        grey.render(np.full(64, 17))
     with pytest.raises(ValueError, match="multiple of 8"):
-        digits.render(np.zeros(64, int), 100)
+        grey.render(np.zeros(64, int), 100)
     with pytest.raises(ValueError, match="Choose one of train, test"):
         digits.load("dev")
 

@@ -8,6 +8,7 @@ import pytest
 import stand_ins
 
 from sparse_lavida_jax import config
+from sparse_lavida_jax.data import grey
 from sparse_lavida_jax.evals import benchmark, exact, scenes, scorers
 from sparse_lavida_jax.pipeline import ANSWER_TOKENS
 from sparse_lavida_jax.scenes import digits, tasks, world
@@ -190,7 +191,7 @@ def test_the_table_has_a_line_for_each_task_and_column():
 def test_a_digit_is_judged_by_its_nearest_neighbour():
     pytest.importorskip("sklearn", reason="the digits come with pip install '.[digits]'")
     sample = digits.sample(exact.EVAL_SEED, 0, "test")
-    assert digits.score(sample, digits.render(sample.codes)).ok
+    assert digits.score(sample, grey.render(sample.codes)).ok
     assert not digits.score(sample, np.zeros((64, 64, 3), np.uint8)).ok
 
 

@@ -42,7 +42,8 @@ def load(name, data=None, **changes):
         pytest.importorskip("pyarrow", reason="Parquet: pip install '.[data]'")
     evaluate = {"benchmark": name, "data": str(data or SAMPLES / name)}
     evaluate["split"] = SPLITS.get(name, "")
-    return benchmark.load(config.build(config.Config, {"evaluate": evaluate | changes}))
+    settings = config.build(config.Config, {"evaluate": evaluate | changes})
+    return benchmark.find(settings.evaluate.benchmark)(settings)
 
 
 def answers(bench, outputs):

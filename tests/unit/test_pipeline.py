@@ -12,6 +12,7 @@ import tiny
 from sparse_lavida_jax import config, pipeline, sequence
 from sparse_lavida_jax.inference import engine
 from sparse_lavida_jax.models import fuse, vq
+from sparse_lavida_jax.sampling import prompts
 from sparse_lavida_jax.scenes import digits, encoder, tasks, world
 from sparse_lavida_jax.scenes.tokenizer import Tokenizer
 
@@ -200,10 +201,10 @@ def batches(monkeypatch):
     """The batches that reach the sampler, as lists of (words of the prompt, seed)."""
     seen = []
 
-    def sample(model, requests, segments, *, settings, prompt_len, **_):
-        seen.append([(len(request.parts[1].ids), request.seed) for request in requests])
-        sample.prompt_lens.add(prompt_len)
-        return np.stack([np.full_like(r.tokens, r.seed) for r in requests])
+    def sample(model, examples, segments, *, settings, prompt, **_):
+        seen.append([(len(one.parts[1].ids), one.request.seed) for one in examples])
+        sample.prompt_lens.add(prompts.padded_lengths(prompt))
+        return np.stack([np.full_like(one.response, one.request.seed) for one in examples])
 
     sample.prompt_lens = set()
     monkeypatch.setattr(engine.sample, "sample", sample)

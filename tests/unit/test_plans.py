@@ -17,13 +17,13 @@ def test_plan_follows_the_order():
     plan = plan_2x2()
     assert plan.decode.tolist() == [[[3, 1]], [[0, 2]]]
     assert plan.decoded_at.tolist() == [[3, 2, 3, 2]]
-    assert plan.first_block == 2
+    assert plan.block[0] == 2
 
 
 def test_a_given_cell_is_block_1_and_decoding_starts_at_block_2_in_every_row():
     given = np.array([[False, False, False, True], [False] * 4, [True, False, True, True]])
     plan = plan_2x2(given)
-    assert plan.first_block == 2
+    assert plan.block[0] == 2
     assert plan.decoded_at.tolist() == [[2, 2, 3, 1], [3, 2, 3, 2], [1, 2, 1, 1]]
     assert plan.decode[:, 0].tolist() == [[1, 0], [2, -1]]
     assert plan.decode[:, 1].tolist() == [[3, 1], [0, 2]]

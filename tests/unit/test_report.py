@@ -10,6 +10,7 @@ import stand_ins
 from PIL import Image
 
 from sparse_lavida_jax import config
+from sparse_lavida_jax.data import grey
 from sparse_lavida_jax.evals import exact, report
 from sparse_lavida_jax.inference import engine
 from sparse_lavida_jax.scenes import digits, tasks, world
@@ -66,7 +67,7 @@ def test_a_check_of_digits_asks_their_own_judge(tmp_path, monkeypatch):
     given = stand_ins.settings(data={"source": "digits", "tasks": {"digit": 1.0}})
     pipe = stand_ins.Knowing(given, [])
     drawn = [
-        digits.render(digits.sample(exact.EVAL_SEED, i, "test").codes)
+        grey.render(digits.sample(exact.EVAL_SEED, i, "test").codes)
         for i in range(report.CHECK_PROMPTS)
     ]
     result = types.SimpleNamespace(pixels=drawn)

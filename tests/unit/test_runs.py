@@ -12,6 +12,7 @@ import textwrap
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import traverse_util
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import model_folder
@@ -73,7 +74,8 @@ def test_a_run_may_be_made_longer(tmp_path):
 
 
 def test_everything_that_may_change_is_a_setting():
-    assert runs.MAY_CHANGE <= set(runs._settings(config.Config()))
+    given = config.to_dict(config.Config())
+    assert runs.MAY_CHANGE <= set(traverse_util.flatten_dict(given, sep="."))
 
 
 def test_a_setting_that_is_newer_than_the_run_has_its_default(tmp_path):

@@ -1135,7 +1135,7 @@ def full_pass(model, requests, moment):
     """Returns what a pass of everything predicts for the masked tokens of a moment."""
     asked = [
         dataclasses.replace(
-            r, tokens=moment.canvas[i], given=moment.decoded_at[i] != state_of.NOT_DECODED
+            r, response=moment.canvas[i], given=moment.decoded_at[i] != state_of.NOT_DECODED
         )
         for i, r in enumerate(requests)
     ]

@@ -28,7 +28,12 @@ def case_of(suite, row_id, settings=FULL):
 def work_of(case, settings=FULL, **options):
     model = settings.model
     return work.of_request(
-        model, case.settings(model), case.plan(model), case.prompt(model), **options
+        model,
+        case.settings(model),
+        case.plan(model),
+        case.prompt(model),
+        discards=case.discards,
+        **options,
     )
 
 

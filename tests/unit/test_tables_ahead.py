@@ -24,7 +24,7 @@ SETTINGS = tiny.model_settings(attention_implementation="blockwise")
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch):
     """Of which even tiny steps have some that nobody sees."""
-    monkeypatch.setattr(attention, "blockwise_sizes", lambda *_: TileSizes(4, 4, 4))
+    monkeypatch.setattr(attention.devices, "blockwise_sizes", lambda *_: TileSizes(4, 4, 4))
 
 
 def watched(name, kind="image", given=0.0, **changes):

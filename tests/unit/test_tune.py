@@ -18,7 +18,7 @@ def case(name="row", length=1024):
 
 
 def times_of(seconds):
-    """Every candidate takes a second, but for those named; what takes None does not run."""
+    """Every candidate takes a second, except for those named; what takes None does not run."""
 
     def times(case, candidates):
         found = {candidate: seconds.get(candidate, 1.0) for candidate in candidates}

@@ -3,9 +3,8 @@
 
 from sparse_lavida_jax.scenes import judges
 from sparse_lavida_jax.scenes.dice import Dice
-from sparse_lavida_jax.scenes.grammar import Plan
+from sparse_lavida_jax.scenes.grammar import Plan, spans_of
 from sparse_lavida_jax.scenes.task import Sample, Task
-from sparse_lavida_jax.scenes.world import Scene
 
 MOST_DETECTED = 4  # objects, so that the answer is no longer than the longest plan
 
@@ -20,13 +19,19 @@ def make(dice: Dice) -> Sample:
     return Sample("list the objects", scene, str(Plan(tuple(scene.objects()))))
 
 
-def listed(dice: Dice, scene: Scene) -> str:
-    """Lists the objects with their cells in any order; those that look alike in raster order."""
+def listing(dice: Dice, prompt: str, known: str) -> Sample:
+    """Lists objects with their cells in any order; those that look alike in raster order.
+
+    Args:
+        known: matches the parts of the list that are given.
+    """
+    scene = dice.scene(high=MOST_DETECTED)
     objects = list(scene.objects())
     looks = sorted({thing.index for _, thing in objects})
     order = {look: place for place, look in enumerate(dice.several(looks, len(looks)))}
     objects.sort(key=lambda one: (order[one[1].index], one[0]))
-    return str(Plan(tuple(objects)))
+    text = str(Plan(tuple(objects)))
+    return Sample(prompt, scene, text, given=spans_of(known, text))
 
 
 TASK = Task(make, judges.cells, "tell")

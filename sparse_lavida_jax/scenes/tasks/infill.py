@@ -5,14 +5,7 @@ import re
 
 from sparse_lavida_jax.scenes import judges
 from sparse_lavida_jax.scenes.dice import Dice
-from sparse_lavida_jax.scenes.grammar import (
-    CONVERSE,
-    RELATIONS,
-    Converse,
-    Phrase,
-    join_spans,
-    words,
-)
+from sparse_lavida_jax.scenes.grammar import CONVERSE, RELATIONS, Phrase, join_spans, words
 from sparse_lavida_jax.scenes.rules import describe
 from sparse_lavida_jax.scenes.task import Sample, Task
 from sparse_lavida_jax.scenes.tasks.arithmetic import MOST_COUNTED
@@ -27,8 +20,8 @@ def make(dice: Dice) -> Sample:
             text = _sum(dice)
         case 1:
             first, second = make_request(dice, "two").phrases
-            relation = dice.pick(RELATIONS)
-            text = f" {Converse(first, relation, second)}"
+            there = dice.pick(RELATIONS)
+            text = f" a {first} is {there} a {second} so a {second} is {CONVERSE[there]} a {first}"
         case _:
             scene = dice.scene()
             text = f" {describe(scene)}"

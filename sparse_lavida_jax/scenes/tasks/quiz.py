@@ -5,7 +5,7 @@ import re
 
 from sparse_lavida_jax.scenes import judges
 from sparse_lavida_jax.scenes.dice import Dice
-from sparse_lavida_jax.scenes.grammar import Phrase, join_spans
+from sparse_lavida_jax.scenes.grammar import Phrase, spans_of
 from sparse_lavida_jax.scenes.rules import count
 from sparse_lavida_jax.scenes.task import Sample, Task
 from sparse_lavida_jax.scenes.tasks.answer import kind, kinds
@@ -28,8 +28,7 @@ def make(dice: Dice) -> Sample | None:
     text = ",".join(f"{question} {said}" for question, said in asked)
     if len(re.findall(r"[a-z]+|[0-9?,]", text)) > MOST_ASKED:
         return None
-    given = [place.span() for place in re.finditer(r",?[a-z ]+\?", text)]
-    return Sample("what is there?", scene, text, given=join_spans(given))
+    return Sample("what is there?", scene, text, given=spans_of(r",?[a-z ]+\?", text))
 
 
 def _ask_about(dice: Dice, scene: Scene) -> tuple[str, str]:
