@@ -30,7 +30,7 @@ ChooseDtype = Callable[[str], str]  # of a parameter, by its path in the model
 
 PARAMS = "params"  # folder of the arrays
 TENSORS = "TENSORS.sha256"
-STACKED = ("joint_layers", "split_layers", "layers")  # what `models.stack.init_stack` made
+STACKED = ("joint_layers", "split_layers", "layers")  # what `models.layers.init_stack` made
 # Parameters are read and written this many bytes at a time, or one tensor if that is larger: on
 # the host never more than a few times this is held, however deep the model.
 BATCH_BYTES = 256 * 2**20

@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Int
 from sparse_lavida_jax import config
 from sparse_lavida_jax.layout import NO_CELL, NO_EMBEDDING, Stream, TokenLayout
 from sparse_lavida_jax.models.cache import KVCache, StreamName
-from sparse_lavida_jax.models.layers import Layer, Linear, RmsNorm
-from sparse_lavida_jax.models.stack import StepTables, Wanted, init_stack, run_layers, step_tables
+from sparse_lavida_jax.models.layers import Layer, Linear, RmsNorm, init_stack
+from sparse_lavida_jax.models.stack import StepTables, Wanted, run_layers, step_tables
 from sparse_lavida_jax.models.vision import VisionEncoder
 from sparse_lavida_jax.sequence import SeenBatch
 

@@ -6,13 +6,18 @@ projections and MLP; the output projection `attn_out` belongs to the understandi
 shared: only its first `generation_width` outputs matter to a generation token.
 """
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.visibility import AnyArray
+
+M = TypeVar("M", bound=nnx.Module)
 
 
 class RmsNorm(nnx.Module):
@@ -170,3 +175,8 @@ def rotate(
     first, second = jnp.split(x.astype(jnp.float32).reshape(b, s, num_heads, 2 * half), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.reshape(b, s, merged).astype(x.dtype)
+
+
+def init_stack(make_layer: Callable[[nnx.Rngs], M], depth: int, key: PRNGKeyArray) -> M:
+    """Makes `depth` layers as one module whose arrays have a leading layer axis."""
+    return jax.vmap(lambda k: make_layer(nnx.Rngs(params=k)))(jax.random.split(key, depth))

@@ -8,14 +8,13 @@ tags, so concatenating streams is all that "mixture of transformers" takes: no s
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Literal, TypeVar
+from collections.abc import Sequence
+from typing import Literal
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-from flax import nnx
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.kernels import sharded
@@ -40,14 +39,6 @@ Deals = dict[StreamName, Deal]
 AnyTables = Tables | GpuTables
 
 STREAMS: tuple[StreamName, ...] = ("understanding", "generation")
-
-
-M = TypeVar("M", bound=nnx.Module)
-
-
-def init_stack(make_layer: Callable[[nnx.Rngs], M], depth: int, key: PRNGKeyArray) -> M:
-    """Makes `depth` layers as one module whose arrays have a leading layer axis."""
-    return jax.vmap(lambda k: make_layer(nnx.Rngs(params=k)))(jax.random.split(key, depth))
 
 
 @flax.struct.dataclass

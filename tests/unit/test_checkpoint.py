@@ -17,7 +17,7 @@ from flax import nnx
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import arrays, manifest, model_folder
-from sparse_lavida_jax.models import stack
+from sparse_lavida_jax.models import layers
 from sparse_lavida_jax.training.states import States, _sum_digests, is_unfinished, load_unfinished
 
 
@@ -31,8 +31,8 @@ class Model(nnx.Module):
 
     def __init__(self, width=3, *, rngs):
         self.table = nnx.Param(jax.random.normal(rngs.params(), (5, width)))
-        self.joint_layers = stack.init_stack(lambda r: Layer(width, rngs=r), 3, rngs.params())
-        self.split_layers = stack.init_stack(lambda r: Layer(width, rngs=r), 0, rngs.params())
+        self.joint_layers = layers.init_stack(lambda r: Layer(width, rngs=r), 3, rngs.params())
+        self.split_layers = layers.init_stack(lambda r: Layer(width, rngs=r), 0, rngs.params())
         self.blocks = nnx.List([Layer(width, rngs=rngs), Layer(2, rngs=rngs)])
         self.width = width
 
