@@ -223,7 +223,7 @@ def stack_images(
 ) -> UInt8[np.ndarray, "b h w 3"] | None:
     """Stacks the images of a batch; a row without one gets a blank that no token looks at."""
     stacked = stack_views([() if image is None else (image[None],) for image in images])
-    return None if stacked is None else stacked[:, 0]
+    return None if stacked is None else np.asarray(stacked[:, 0])
 
 
 def stack_views(rows: list[tuple[Views, ...]]) -> SeenBatch | None:

@@ -67,7 +67,7 @@ def room_for_programs():
 
 @pytest.fixture(scope="session")
 def golden_dir() -> pathlib.Path:
-    """The recorded cases of the released model: $GOLDEN_DIR, or beside the checkout."""
+    """The recorded cases of the released model: $GOLDEN_DIR, or next to the checkout."""
     folder = pathlib.Path(os.environ.get("GOLDEN_DIR", CHECKOUT.parent / "shared" / "golden"))
     if not folder.is_dir():
         pytest.skip(f"no recorded cases in {folder}: set GOLDEN_DIR to the folder that holds them")

@@ -2,7 +2,7 @@
 """Tiny trainings in processes of their own, to be killed, stopped, and put together.
 
 A server that has imported everything forks them, so that one costs its work and no more. The
-command line is run as it is, but for what costs time: the model has arbitrary parameters, images
+command line is run as it is, except for what costs time: the model has arbitrary parameters, images
 are read exactly, and no report is written.
 """
 

@@ -500,7 +500,7 @@ class ImageEncoder:
         self.side, self.factor = settings.image_size, settings.factor
         self.codebook_size = settings.codebook_size
 
-    @functools.cached_property
+    @property
     def digest(self) -> str:
         """SHA-256 of the settings and the parameters."""
         digest = hashlib.sha256((self.folder / "config.json").read_bytes())

@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def gpu() -> jax.Device:
-    """The first GPU; without one, or beside other tests (which stay on the CPU), a skip."""
+    """The first GPU; without one, or next to other tests (which stay on the CPU), a skip."""
     try:
         return jax.devices("gpu")[0]
     except RuntimeError:

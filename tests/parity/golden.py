@@ -2,7 +2,7 @@
 """The recorded cases of the released model, read through the converter.
 
 Every number of a case comes from its `config.json`; other cases of the same kinds, of other
-sizes, pass the same tests. Cases lie in $GOLDEN_DIR, by default in `shared/golden` beside the
+sizes, pass the same tests. Cases lie in $GOLDEN_DIR, by default in `shared/golden` next to the
 checkout.
 """
 

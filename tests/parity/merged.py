@@ -66,8 +66,8 @@ def widths(settings):
 
 @jax.jit
 def after_layers(model, x, tags):
-    """Returns the residual streams behind every layer, both of them all the way."""
-    settings, behind = model.settings, []
+    """Returns the residual streams after every layer, both of them all the way."""
+    settings, after = model.settings, []
     for depth in range(1, settings.num_layers + 1):
         joint = min(depth, settings.num_joint_layers)
         first = [
@@ -75,12 +75,12 @@ def after_layers(model, x, tags):
             for layers, n in ((model.joint_layers, joint), (model.split_layers, depth - joint))
         ]
         few = dataclasses.replace(settings, num_layers=depth, dual_tower_layers=joint - 1)
-        behind.append(stack.run_layers(few, *first, x, tags, wanted="both")[0])
-    return behind
+        after.append(stack.run_layers(few, *first, x, tags, wanted="both")[0])
+    return after
 
 
 def final(model, x, tags):
-    """Returns the streams behind the last layer and the final norm."""
+    """Returns the streams after the last layer and the final norm."""
     hidden = after_layers(model, x, tags)[-1]
     return {name: model.final_norm(h, model.settings.width) for name, h in hidden.items()}
 

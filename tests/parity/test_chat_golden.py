@@ -23,7 +23,7 @@ CONTROL = {
 class Words(chat.ChatTokenizer):
     """Control tokens with their recorded ids; words, marks and line breaks with new ones.
 
-    A space is no token, except for one with nothing but a control token behind it.
+    A space is no token, except for one with nothing but a control token after it.
     """
 
     def __init__(self, case):

@@ -34,12 +34,12 @@ def text_logits(model, ids):
 
 
 def assert_layers(model, x, found, length, recorded, prefix=""):
-    """Compares the streams behind every layer and behind the final norm."""
-    behind = merged.after_layers(model, x, merged.layouts(found))
-    for i, hidden in enumerate(behind):
+    """Compares the streams after every layer and after the final norm."""
+    after = merged.after_layers(model, x, merged.layouts(found))
+    for i, hidden in enumerate(after):
         expected = recorded[f"{prefix}hidden_after_layer.{i}"]
         assert_close(merged.merge(hidden, found, length, model.settings.width), expected)
-    assert f"{prefix}hidden_after_layer.{len(behind)}" not in recorded
+    assert f"{prefix}hidden_after_layer.{len(after)}" not in recorded
 
 
 # ---------------------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ def test_a_cached_prefix_that_does_not_see_the_rest(case):
 
 
 def with_cached_prefix(model, ids, n):
-    """Logits of the tokens behind the first n, which are cached and see only themselves."""
+    """Logits of the tokens after the first n, which are cached and see only themselves."""
     batch, length = ids.shape
     cache = model.empty_cache(batch, length, 0, "understanding")
     _, cache = run(
@@ -92,7 +92,7 @@ def with_cached_prefix(model, ids, n):
 
 
 def test_a_block_of_a_cached_sequence_is_replaced(case):
-    """Fast-dLLM's dual cache: the block's old slots are hidden, its new tokens go behind them."""
+    """Fast-dLLM's dual cache: the block's old slots are hidden, its new tokens go after them."""
     given = case("A_text")
     model = given.model()
     setting = given.config["variants"]["dual_cache"]
@@ -150,7 +150,7 @@ def test_codes_become_tokens_and_tokens_logits(case, name):
 
 
 @pytest.mark.parametrize("name", IMAGE_CASES)
-def test_an_image_alone_needs_no_text_behind_the_joint_layers(case, name):
+def test_an_image_alone_needs_no_text_after_the_joint_layers(case, name):
     """`wanted="generation"` stops the text at the last joint layer, exactly."""
     given = case(name)
     model = given.model()

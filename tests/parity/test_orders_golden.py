@@ -72,7 +72,7 @@ def test_stratified_orders_are_the_recorded_ones(parts):
         np.testing.assert_array_equal(cells, parts.outputs[given["tensor"]], given["tensor"])
 
 
-def test_the_generator_behind_the_order_is_the_recorded_one(parts):
+def test_the_generator_of_the_order_is_the_recorded_one(parts):
     for given in recorded(parts, "random.Random(seed).getrandbits(bits)"):
         generator = random.Random(given["seed"])
         drawn = [generator.getrandbits(given["bits"]) for _ in range(given["n"])]

@@ -82,7 +82,7 @@ def seen_request(given, variant, ids, response):
 
     Args:
         ids: the prompt, one id for the image.
-        response: places of `ids` that are decoded, the last of them; behind `ids` if there are
+        response: places of `ids` that are decoded, the last of them; after `ids` if there are
             more.
     """
     made, place = given.settings.model, given.config["golden_ids"]["IMAGE_INDEX"]

@@ -37,7 +37,7 @@ def network(mask: np.ndarray) -> np.ndarray:
     """Returns what some deep network computes [a s] in exact arithmetic: rounds of x <- f(seen).
 
     Two tokens that receive different multisets of messages in any round get different results,
-    but for coincidences modulo a prime.
+    except for coincidences modulo a prime.
     """
     x = np.broadcast_to(np.arange(2, 2 + mask.shape[-1]), mask.shape[:2]).astype(np.int64)
     for step in range(ROUNDS):
@@ -98,7 +98,7 @@ def test_truncation_lemma(length):
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_caching_lemma(length):
-    """Tokens up to block j compute in step j+1, with nothing behind them, what they always will."""
+    """Tokens up to block j compute in step j+1, with nothing after them, what they always will."""
     block = assignments(length)
     for last in range(LAST_BLOCK + 1):
         held = block <= last

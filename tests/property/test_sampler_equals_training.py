@@ -17,7 +17,7 @@ def draw(settings):
 
 
 def edit(settings):
-    """Edits with some target cells known, beside a row that has no image to look at."""
+    """Edits with some target cells known, next to a row that has no image to look at."""
     return [
         tiny.request("image", settings, 0, words=2, vision=True, source=True, given=0.4),
         tiny.request("image", settings, 1, words=6),

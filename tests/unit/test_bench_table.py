@@ -43,7 +43,7 @@ def scored(model, method, task, correct, columns=None, steps=34):
     }  # fmt: skip
 
 
-def test_the_bundled_model_stands_beside_its_twin_where_there_is_a_bar():
+def test_the_bundled_model_stands_next_to_its_twin_where_there_is_a_bar():
     rows = [
         scored("scenes_long", "sparse", "draw", 91, {"position": [8, 10], "single": [9, 10]}),
         scored("scenes_dense", "dense", "draw", 80, {"position": [5, 10]}),
@@ -58,8 +58,8 @@ def test_the_bundled_model_stands_beside_its_twin_where_there_is_a_bar():
     assert lines["edit"] == "| edit | | | 0.80 not met |"
     assert "draw: single" not in lines
     shorter = [scored("scenes_dense", "dense", "draw", 80, steps=28)]
-    beside = table.bundled_table([rows[0], *shorter]).splitlines()[2]
-    assert beside == "| draw | 0.910 (0.838 to 0.952) | | 0.90 met |"
+    together = table.bundled_table([rows[0], *shorter]).splitlines()[2]
+    assert together == "| draw | 0.910 (0.838 to 0.952) | | 0.90 met |"
 
 
 def test_seconds_of_sampling_are_told_where_they_are_asked_for_alone():

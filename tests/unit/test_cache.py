@@ -42,7 +42,7 @@ def test_an_empty_cache_holds_padding_only():
 
 @pytest.mark.parametrize("decodes", ["understanding", "generation"])
 def test_passes_are_kept_up_to_what_is_committed_and_then_overwritten(decodes):
-    """Each pass writes behind the committed slots; a list of slots tells the same story."""
+    """Each pass writes after the committed slots; a list of slots tells the same story."""
     cache = empty(decodes)
     start = 0 if decodes == "understanding" else UNDERSTANDING
     end = UNDERSTANDING if decodes == "understanding" else UNDERSTANDING + GENERATION

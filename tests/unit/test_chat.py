@@ -142,7 +142,7 @@ def test_prompts_of_answers_end_with_the_header_and_the_answer(tokenizer, build,
     assert flat(asked, (IMAGE, SECOND)) == spelled(tokenizer, SYSTEM + said + ASSISTANT)
 
 
-def test_a_box_is_asked_for_behind_an_apostrophe_and_nothing_is_lost(tokenizer):
+def test_a_box_is_asked_for_after_an_apostrophe_and_nothing_is_lost(tokenizer):
     parts = chat.locate(tokenizer, "left dog", IMAGE)
     (response,) = (part for part in parts if isinstance(part, Response))
     assert response.num_tokens == 4
@@ -156,7 +156,7 @@ def test_a_box_is_asked_for_behind_an_apostrophe_and_nothing_is_lost(tokenizer):
 def test_boxes_of_several_things_are_one_response_whose_words_are_known(tokenizer):
     parts, known = chat.locate_all(tokenizer, ["a dog", "the cat"], IMAGE)
     (place,) = (i for i, part in enumerate(parts) if isinstance(part, Response))
-    before, behind = flat(parts[:place], (IMAGE,)), flat(parts[place + 1 :])
+    before, after = flat(parts[:place], (IMAGE,)), flat(parts[place + 1 :])
     assert before == spelled(
         tokenizer,
         f"{SYSTEM}[0] Please describe this image with dense localized caption. Give bounding boxes"
@@ -166,7 +166,7 @@ def test_boxes_of_several_things_are_one_response_whose_words_are_known(tokenize
     middle = f"{MASKS}<LOC_END>, <box_p> the cat </box_p><LOC_BEGIN>{MASKS}"
     assert known.tolist() == spelled(tokenizer, middle)
     assert parts[place] == Response(len(known))
-    assert behind == spelled(tokenizer, f"<LOC_END>{ASSISTANT}")
+    assert after == spelled(tokenizer, f"<LOC_END>{ASSISTANT}")
 
 
 @pytest.mark.parametrize("build, said", [*IMAGES.values(), *ANSWERS.values()])
@@ -182,13 +182,13 @@ def test_guidance_drops_what_stands_up_to_the_end_of_the_user(tokenizer, build, 
     if "<LOC_" in said:  # a plan
         last = whole.response_position - 1
     assert (dropped.ids[dropped.position <= last] == mask).all()
-    behind = whole.position > last
-    assert behind.any()
-    np.testing.assert_array_equal(dropped.ids[behind], whole.ids[behind])
+    after = whole.position > last
+    assert after.any()
+    np.testing.assert_array_equal(dropped.ids[after], whole.ids[after])
     assert (dropped.feature == NO_FEATURE).all()
 
 
-def test_features_of_a_second_image_stand_behind_those_of_the_first(tokenizer):
+def test_features_of_a_second_image_stand_after_those_of_the_first(tokenizer):
     parts = chat.ask(tokenizer, "Which?", [IMAGE, SECOND], 5)
     made = sequence.prompt_row(parts, text_mask_id=tokenizer.id_of(chat.MASK), codes_per_token=4)
     np.testing.assert_array_equal(made.feature[made.feature != NO_FEATURE], [0, 3, 4, 5, 6])

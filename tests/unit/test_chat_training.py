@@ -371,7 +371,7 @@ def test_a_plan_is_trained_before_the_image_or_alone(mixer, tokenizer):
 
 
 def answer_of(tokenizer, example):
-    """The response up to its first end-of-text, behind which there is nothing else."""
+    """The response up to its first end-of-text, after which there is nothing else."""
     ids = example.response[:, 0].tolist()
     end = ids.index(tokenizer.id_of(chat.END_OF_TEXT))
     assert set(ids[end:]) == {ids[end]}

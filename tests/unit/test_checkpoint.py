@@ -339,7 +339,7 @@ def test_a_wrong_checksum_is_damage(states, monkeypatch):
         patch.setattr(arrays, "digest_of", lambda leaves: "0" * 64)
         states.save(2, make_state(2))
     states.wait()
-    for _ in range(2):  # a second start says the same, and does not begin anew
+    for _ in range(2):  # a second start says the same, and does not begin again
         with pytest.raises(
             model_folder.CheckpointError, match=r"none of the states of steps \[2\]"
         ):
@@ -371,7 +371,7 @@ def test_a_state_that_this_machine_cannot_read_stays_where_it_is(states, trouble
     assert states.restore(make_state())[0] == 2
 
 
-def test_a_run_of_which_only_damage_is_left_does_not_begin_anew(states):
+def test_a_run_of_which_only_damage_is_left_does_not_begin_again(states):
     (states.folder.parent / "damaged" / "2").mkdir(parents=True)
     with pytest.raises(
         model_folder.CheckpointError, match=r"damaged ones: starting at step 0 would"

@@ -436,7 +436,7 @@ def test_blocks_are_clean_ones_then_masked_ones_with_registers(by_kind, kind):
     assert numbers == {"schedule": {1}, "steps": {2, 3}, "uniform": set()}[kind]
 
 
-def test_registers_stand_behind_the_whole_sequence(by_kind):
+def test_registers_stand_after_the_whole_sequence(by_kind):
     model = by_kind["schedule"].settings.model
     for row in rows_of(by_kind["schedule"], ("draw", "tell"), 1):
         length = prompt_row(row.example.parts, text_mask_id=1, codes_per_token=1).length

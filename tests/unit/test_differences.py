@@ -58,7 +58,7 @@ def an_edit(settings, seed, *, drop_source):
 
 @pytest.mark.parametrize("shorter_first", [True, False])
 def test_without_a_loss_on_text_rows_of_unequal_images_are_what_each_is_alone(shorter_first):
-    """The release mixes up the rows behind one with fewer image tokens (behaviour 12)."""
+    """The release mixes up the rows after one with fewer image tokens (behaviour 12)."""
     settings = released(text_loss=False)
     rows = [an_edit(settings, seed, drop_source=seed == 0) for seed in range(2)]
     if not shorter_first:
@@ -99,7 +99,7 @@ def test_text_alone_is_learned_without_an_image():
 
 
 def test_text_of_which_nothing_is_masked_has_no_loss():
-    """The release computes 0 / 0 there, and repairs it only beside images (behaviour 24)."""
+    """The release computes 0 / 0 there, and repairs it only next to images (behaviour 24)."""
     settings = released()
     sequence = objective.Sequence(
         (Text(np.array([2, 10, 11, 12])), Response(0)), np.zeros((0, 4), int), None, ()

@@ -73,7 +73,7 @@ def plan_blocks(seed, given, *, num_masked_blocks, num_registers, weighting="1/t
 
 @pytest.mark.parametrize("given", [NONE_GIVEN, GIVEN])
 @pytest.mark.parametrize("num_masked_blocks", [1, 3, 8])
-def test_schedule_blocks_are_what_a_plan_has_decoded_and_whole_steps_behind_it(
+def test_schedule_blocks_are_what_a_plan_has_decoded_and_whole_steps_after_it(
     given, num_masked_blocks
 ):
     num_registers, was_merged = 4, set()
@@ -87,7 +87,7 @@ def test_schedule_blocks_are_what_a_plan_has_decoded_and_whole_steps_behind_it(
         steps = [sorted(set(step_of[inside].tolist())) for inside in held]
         step, stop = steps[0][0], steps[-1][-1] + 1
         first = blocks.masked_blocks[0] - step  # block of the plan's first step
-        # Whole steps, one behind the other from the current one on, numbered on.
+        # Whole steps, one after the other from the current one on, numbered on.
         assert [s for some in steps for s in some] == list(range(step, stop))
         assert all(
             len(inside) == sizes[some].sum() for inside, some in zip(held, steps, strict=True)
@@ -96,7 +96,7 @@ def test_schedule_blocks_are_what_a_plan_has_decoded_and_whole_steps_behind_it(
         assert blocks.num_clean == first + step - 1
         assert first > GIVEN_BLOCK or not given.any()
         np.testing.assert_array_equal(blocks.masked, (step_of >= step) & (step_of < stop))
-        # What came before is clean since its step, what comes behind is left out.
+        # What came before is clean since its step, what comes after is left out.
         assert (blocks.block[given] == GIVEN_BLOCK).all()
         done = (step_of >= 0) & (step_of < step)
         np.testing.assert_array_equal(blocks.block[done], first + step_of[done])
@@ -120,7 +120,7 @@ def test_mean_weighting_is_the_mean_over_the_kept_tokens():
 
 
 @pytest.mark.parametrize("given", [NONE_GIVEN, GIVEN])
-def test_text_blocks_are_clean_before_the_current_one_and_absent_behind_it(given):
+def test_text_blocks_are_clean_before_the_current_one_and_absent_after_it(given):
     currents = set()
     for seed in range(60):
         blocks = diffusion.text_schedule_blocks(
@@ -132,10 +132,10 @@ def test_text_blocks_are_clean_before_the_current_one_and_absent_behind_it(given
         start = current.pop() * BLOCK_LEN
         currents.add(start)
         free = np.flatnonzero(~given)
-        before, behind = free[free < start], free[free >= start + BLOCK_LEN]
+        before, after = free[free < start], free[free >= start + BLOCK_LEN]
         assert (blocks.block[before] >= 1 + given.any()).all()
         assert (blocks.block[before] < number).all()
-        assert (blocks.block[behind] == ABSENT).all()
+        assert (blocks.block[after] == ABSENT).all()
         inside = free[(free >= start) & (free < start + BLOCK_LEN)]
         assert (blocks.block[inside[blocks.masked[inside]]] == number).all()
         # Text blocks before the current one have earlier steps, in order.
@@ -460,7 +460,7 @@ def test_the_lowest_number_masks_where_the_time_masks_nothing():
     settings = released()
     sequence = a_sequence(settings)
     drawn = objective.draw(np.random.default_rng(0), sequence)
-    last_answer = sequence.length - 3  # behind it two blanks
+    last_answer = sequence.length - 3  # after it two blanks
     noise = np.full(sequence.length, 0.9)
     noise[last_answer] = 0.5
     codes = np.full(sequence.codes.shape, 0.9)

@@ -50,7 +50,7 @@ def test_a_text_response_is_whole_blocks_and_ends(encoder, task):
         assert example.reach % block == 0
         assert ids[: len(answer)].tolist() == answer
         assert set(ids[len(answer) :].tolist()) == {end}
-        # The sampler reaches the first end-of-text and no text block behind it.
+        # The sampler reaches the first end-of-text and no text block after it.
         assert example.reach - block <= len(answer) < example.reach <= len(ids)
 
 
@@ -171,7 +171,7 @@ def test_a_whole_sequence_stands_where_the_example_does(encoder, task):
 
 
 @pytest.mark.parametrize("task", tasks.TASKS)
-def test_everything_behind_the_assistant_token_is_answered_but_what_is_given(encoder, task):
+def test_everything_after_the_assistant_token_is_answered_but_what_is_given(encoder, task):
     for sample in samples(task):
         example = encoder.scene_example(sample)
         row = sequence.prompt_row(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The code stays small enough to live in: files, rooms and names. Read from the source, nothing is run."""
+"""The code stays small enough to live in: files, rooms and names. Nothing is run, only read."""
 
 import ast
 import collections
@@ -11,7 +11,7 @@ import sparse_lavida_jax
 
 PACKAGE = pathlib.Path(sparse_lavida_jax.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-MOST_LINES_OF_CODE = 24_000  # of the package; 19.5k when this test was written
+MOST_LINES_OF_CODE = 24_000  # of the package, with everything that is planned
 MOST_MODULES_IN_THE_ROOT = 16
 MOST_LINES = 600  # of a file
 NO_CODE = {
@@ -28,7 +28,9 @@ def lines_of_code(path: pathlib.Path) -> int:
         if token.type not in NO_CODE:
             found.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
+            node
+        ):
             found -= {*range(node.body[0].lineno, node.body[0].end_lineno + 1)}
     return len(found)
 

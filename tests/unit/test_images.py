@@ -70,11 +70,11 @@ def test_tokens_are_the_whole_image_then_rows_that_end_with_a_newline(size):
     newline = SMALL.num_tokens * (1 + width * height // SMALL.image_size**2)
     index = images.token_index(size, SMALL)
     np.testing.assert_array_equal(index[: SMALL.num_tokens], np.arange(SMALL.num_tokens))
-    behind = index[SMALL.num_tokens :]
-    rows = np.split(behind, np.flatnonzero(behind == newline) + 1)
+    after = index[SMALL.num_tokens :]
+    rows = np.split(after, np.flatnonzero(after == newline) + 1)
     assert len(rows.pop()) == 0
     assert len({len(row) for row in rows}) <= 1  # a very long image may have no row
-    tokens = behind[behind != newline]
+    tokens = after[after != newline]
     assert len(set(tokens)) == len(tokens)
     assert ((SMALL.num_tokens <= tokens) & (tokens < newline)).all()
 
@@ -91,8 +91,8 @@ def test_tokens_that_are_left_out_show_padding(size):
     shown = np.append(shown.reshape(-1), 1.0)  # of each feature; the newline shows something
     left_out = np.setdiff1d(np.arange(seen.num_features), seen.index)
     assert (shown[left_out] <= 0.5).all()
-    behind = seen.index[SMALL.num_tokens :]
-    rows = behind.reshape((behind == seen.num_features - 1).sum(), -1)[:, :-1]
+    after = seen.index[SMALL.num_tokens :]
+    rows = after.reshape((after == seen.num_features - 1).sum(), -1)[:, :-1]
     assert (~shown[rows].any(axis=1)).sum() <= 1
     assert (~shown[rows].any(axis=0)).sum() <= 1
 

@@ -69,7 +69,7 @@ def test_without_blocks_puts_all_but_padding_in_block_0():
     np.testing.assert_array_equal(made.position, [[0, 1, 2, 0]])
 
 
-def test_concatenated_layouts_stand_one_behind_the_other():
+def test_concatenated_layouts_stand_one_after_the_other():
     first, second = tags(np.array([[0, 1]]), 1), tags(np.array([[2, PAD_BLOCK, 3]]), 2)
     both = layout.concatenate(first, second)
     assert both.shape == (1, 5)
@@ -122,7 +122,7 @@ def test_features_are_counted_on_over_several_images():
 
 
 def test_tokens_of_an_image_may_be_any_of_its_features():
-    """The second image's features stand behind all of the first one's, used or not."""
+    """The second image's features stand after all of the first one's, used or not."""
     first = VisionTokens(4, np.array([0, 2, 5, 5]), 6)
     parts = (first, VisionTokens(2), VisionTokens(1, np.array([1]), 2))
     made = row((*parts, Response(1)))
@@ -160,7 +160,7 @@ def test_cells_hold_the_codes_of_their_square(side):
     np.testing.assert_array_equal(sequence.codes_from_cells(cells, height, side), codes)
 
 
-def test_registers_stand_behind_the_whole_sequence():
+def test_registers_stand_after_the_whole_sequence():
     np.testing.assert_array_equal(layout.register_positions(15, 4), [15, 16, 17, 18])
     assert layout.register_positions(15, 0).shape == (0,)
 

@@ -232,7 +232,7 @@ def test_examples_of_one_length_are_decoded_together_and_come_back_in_order(batc
 
 @pytest.mark.slow
 def test_a_row_with_settings_of_its_own_is_what_it_is_alone():
-    """Images cold without guidance beside hot with it, and answers; as are their records."""
+    """Images cold without guidance next to hot with it, and answers; as are their records."""
     given = stand_ins.settings(sampling={"temperature": 0.7, "text_temperature": 0.3})
     made = pipeline.SparseLaViDa(
         tiny.denoiser(given.model), given, Tokenizer(), stand_ins.Codec(), batch_size=2

@@ -170,7 +170,7 @@ def passed_by(pipe, sampling, example):
 def test_passed_tokens_are_counted_as_by_hand(counted, preset, passed):
     blank = np.zeros((36, 1), np.int32)
     drawn = counted.encoder.image_example("a red circle", blank)
-    # user, three words, end of turn, assistant; end of turn behind the response
+    # user, three words, end of turn, assistant; end of turn after the response
     assert len(counted.tokenizer.encode("a red circle")) == 3
     sampling = dataclasses.replace(counted.settings.sampling, preset=preset)
     assert passed_by(counted, sampling, drawn) == passed(1 + 3 + 2 + 1)
@@ -186,7 +186,7 @@ def test_passed_tokens_are_counted_as_by_hand(counted, preset, passed):
     [
         # The prompt once and the whole response every step.
         ("prefix", lambda prompt, b: prompt + 6 * 2 * b),
-        # Everything in the first step of a text block; then it and what is behind it, or it alone.
+        # Everything in the first step of a text block; then it and what is after it, or it alone.
         ("fast_dllm_prefix", lambda prompt, b: 2 * (prompt + 2 * b) + 2 * 2 * b + 2 * b),
         ("fast_dllm_dual", lambda prompt, b: 2 * (prompt + 2 * b) + 2 * b + 2 * b),
         # The text block and registers every step, the first text block once more.

@@ -199,7 +199,7 @@ def test_prompts_are_padded_to_a_bucket_with_given_tokens_in_their_block():
     np.testing.assert_array_equal(prompt.length, [row.length, tiny.lay_out(short, SETTINGS).length])
 
 
-def test_guidance_rows_stand_one_behind_the_other_dropped_ones_first():
+def test_guidance_rows_stand_one_after_the_other_dropped_ones_first():
     requests = [
         tiny.request("image", SETTINGS, i, words=3, vision=True, source=True) for i in range(2)
     ]
@@ -466,7 +466,7 @@ def test_text_stops_at_its_first_end_with_everything_before_it_decoded():
         twin, requests, plan, settings, callback=lambda now: steps.append(now.steps)
     )[0]
     np.testing.assert_array_equal(stopped[: end + 1], whole[: end + 1])
-    # What would stand behind it is never decoded; it comes out as end-of-text.
+    # What would stand after it is never decoded; it comes out as end-of-text.
     assert (stopped[block_end:] == twin.settings.end_of_text_id).all()
     assert steps[-1] < sum(segment.num_steps for segment in plan)
 
@@ -573,7 +573,7 @@ def test_a_cell_is_decoded_when_its_last_code_is():
     assert (canvas < CODES.codebook_size).all()
 
 
-def test_what_is_predicted_does_not_depend_on_what_is_passed_beside_it():
+def test_what_is_predicted_does_not_depend_on_what_is_passed_next_to_it():
     """The plan that predicts few cells a step, and the one that predicts all of them."""
     requests, model = code_requests(0.0), tiny.denoiser(CODES)
     plan, settings, _ = code_run(requests)
@@ -717,24 +717,24 @@ def merged_run(sampling, shares):
 @pytest.mark.parametrize("name", ["registers", "temperature", "guidance", "guided"])
 def test_where_steps_are_merged_they_change_as_those_of_a_whole_image(name):
     """Those of the longest row would tell a row what its neighbours have given."""
-    alone, beside = (
+    alone, together = (
         np.concatenate([getattr(part, name) for part in merged_run(MERGED, shares)[1]]).tolist()
         for shares in ((0.6,), (0.6, 0.0))
     )
-    assert (len(alone), len(beside)) == (2, 4)
-    assert alone == beside[:2]
-    assert len(set(beside)) > 1
+    assert (len(alone), len(together)) == (2, 4)
+    assert alone == together[:2]
+    assert len(set(together)) > 1
 
 
 @pytest.mark.slow
 def test_where_steps_are_merged_a_row_does_not_know_what_others_have_given():
     model = tiny.denoiser(SETTINGS)
     sampling = dataclasses.replace(MERGED, guidance=1.0)
-    (alone, drawn), (beside, both) = (
+    (alone, drawn), (together, both) = (
         traces.moments(model, *merged_run(sampling, shares)) for shares in ((0.6,), (0.6, 0.0))
     )
     np.testing.assert_array_equal(both[:1], drawn)
-    for moment, other in zip(alone, beside, strict=False):
+    for moment, other in zip(alone, together, strict=False):
         np.testing.assert_allclose(other.logits[:1], moment.logits, rtol=0, atol=2e-5)
 
 
@@ -824,7 +824,7 @@ def test_the_second_row_pushes_or_is_averaged_with(edit_guidance):
 
 @pytest.mark.slow
 def test_images_may_be_given_as_views():
-    """A row with two views beside one with a plain image, and that one alone."""
+    """A row with two views next to one with a plain image, and that one alone."""
     model = tiny.denoiser(SETTINGS)
     plain = tiny.request("image", SETTINGS, 0, words=3, vision=True)
     rng = np.random.default_rng(0)

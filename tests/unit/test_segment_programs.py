@@ -30,7 +30,7 @@ def test_a_cache_that_is_written_in_place_is_not_copied():
     assert not segment_programs.copies(hlo, SHAPES)
 
 
-def test_a_cache_that_is_made_anew_every_step_is_found():
+def test_a_cache_that_is_made_again_every_step_is_found():
     hlo = optimised(lambda i, cache: (1.0, jnp.flip(cache, axis=2)))
     assert segment_programs.copies(hlo, SHAPES)
 

@@ -95,7 +95,7 @@ def test_a_parameter_without_a_rule_is_named():
             sharding.spec_of_state(f"{part}/novel/thing", (8, 8), mesh_of(fsdp=8))
 
 
-def test_what_an_optimizer_keeps_beside_its_moments_is_whole():
+def test_what_an_optimizer_keeps_next_to_its_moments_is_whole():
     assert sharding.spec_of_state("opt_state/1/0/count", (), mesh_of(fsdp=8)) == PartitionSpec()
     moments = sharding.spec_of_state("opt_state/1/0/mu/text_head/kernel", (8, 3), mesh_of(fsdp=8))
     assert moments == PartitionSpec("fsdp", None)

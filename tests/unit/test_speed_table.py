@@ -116,11 +116,11 @@ def test_whole_requests_of_processors_alone_have_no_columns_of_seconds():
     cpu = where | {"device": {"kind": "cpu", "host_cores": 2}, "model": "speed_cpu"}
     rows = [row("t2i256/sparse/b1", 1.0, **cpu), row("t2i256/dense_lean/b1", 4.2, **cpu)]
     other = where | {"device": {"kind": "H200", "host_cores": 16}, "model": "speed_cpu", "run": "b"}
-    beside = [row(one["id"], one["median_s"], **other) for one in rows]
+    together = [row(one["id"], one["median_s"], **other) for one in rows]
     head, _, *lines = table.requests_table(rows).split("\n")
     assert head == "| model, request | dense / sparse | device | measured |"
     assert lines == ["| speed_cpu, t2i256 | 4.2 | cpu, 2 cores | 2001-02-03, abc1234 |"]
-    head, _, *lines = table.requests_table([*rows, *beside]).split("\n")
+    head, _, *lines = table.requests_table([*rows, *together]).split("\n")
     assert "| sparse, s | dense, s | as released, s |" in head
     assert "| speed_cpu, t2i256 | | | | 4.2 | cpu, 2 cores |" in lines[0]
     assert "| speed_cpu, t2i256 | 1.00 | 4.20 | | 4.2 | H200, 16 cores |" in lines[1]

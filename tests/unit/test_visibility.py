@@ -39,7 +39,7 @@ def test_padding_is_seen_by_padding_only():
     np.testing.assert_array_equal(is_padding(block), [False, False, False, True])
 
 
-def test_padding_tags_fit_an_int32_beside_any_block():
+def test_padding_tags_fit_an_int32_next_to_any_block():
     """Blocks stay below 2^16; kernels compare tags as int32."""
     assert 2**16 < PAD_BLOCK < 2**31
     assert PAD_HORIZON < 0
