@@ -105,7 +105,7 @@ def test_logits_over_the_vocabulary_never_exist():
 
 
 def made_over_the_vocabulary(asked, plan, settings):
-    """Returns the shapes of arrays over all words that a segment makes, except for the head itself."""
+    """Returns the shapes of arrays over all words that a segment makes, without the head itself."""
     seen, run_segment = [], sample.run_segment
 
     def program(*arrays, settings):

@@ -38,7 +38,7 @@ def program(kind, name="sparse", form=lambda model: model):
 
 
 def made(text, size, *, but=()):
-    """Returns the shapes of arrays whose last axis has this size, except for matrices of the model."""
+    """Returns the shapes of arrays whose last axis has this size, without the model's matrices."""
     shapes = {tuple(map(int, found.split(","))) for found in re.findall(r"\[([\d,]+)\]", text)}
     return {shape for shape in shapes if shape[-1] == size and len(shape) > 1} - set(but)
 
