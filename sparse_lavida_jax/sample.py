@@ -33,7 +33,7 @@ from sparse_lavida_jax.layout import (
 from sparse_lavida_jax.models.cache import KVCache
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.stack import StepTables
-from sparse_lavida_jax.sampling import choose, draw, forward, plans
+from sparse_lavida_jax.sampling import draw, plans
 from sparse_lavida_jax.sampling.draw import Draws
 from sparse_lavida_jax.sampling.prefixes import Prefixes
 from sparse_lavida_jax.sampling.presets import StepSettings
@@ -56,7 +56,9 @@ from sparse_lavida_jax.sampling.state import (
     pass_prompt,
     prefill,
     program_of,
+    response_stream,
     rows_of,
+    step_hidden,
     take,
 )
 from sparse_lavida_jax.sequence import Kind
@@ -76,7 +78,7 @@ def step(
     now: StepTokens,
     prompt: Prompt,
     *,
-    policy: choose.Policy,
+    policy: draw.Policy,
     settings: StepSettings,
     draws: Draws = NO_RECORD,
     tables: StepTables | None = None,
@@ -92,7 +94,7 @@ def step(
     """
     how = settings.choice.confidence
     if settings.head_tile:
-        hidden, cache = forward.step_hidden(model, state, now, prompt, settings, tables)
+        hidden, cache = step_hidden(model, state, now, prompt, settings, tables)
         by_tiles = draw.draw_by_tiles(model, hidden, state.rows, now, settings)
         drawn = by_tiles.token[..., None]
 
@@ -104,7 +106,7 @@ def step(
         drawn = draws.codes(state.rows, now, logits, settings)
 
         def sure():
-            return choose.confidence(how, logits, drawn)
+            return draw.confidence(how, logits, drawn)
 
     mask_id = _mask_id(model.settings, settings.kind)
     known, masked, candidate = _open(state, now, mask_id)
@@ -150,7 +152,7 @@ def step_logits(
     tables: StepTables | None = None,
 ) -> tuple[Float[Array, "b w g v"], KVCache | None]:
     """Returns guided logits of the tokens to decode, float32, and the cache after this step."""
-    hidden, cache = forward.step_hidden(model, state, now, prompt, settings, tables)
+    hidden, cache = step_hidden(model, state, now, prompt, settings, tables)
     candidates = hidden.reshape(-1, *hidden.shape[2:])
     if settings.kind == "text":
         logits = model.text_logits(candidates)[:, :, None]
@@ -255,7 +257,7 @@ def _tables_ahead(
     def tags_of(now: StepTokens) -> tuple[AnyArray, ...]:
         until_now = jnp.where(decoded_at > now.block, NOT_DECODED, decoded_at)
         before = dataclasses.replace(state, decoded_at=until_now)
-        layout = forward.response_stream(model.settings, before, now, prompt, settings).layout
+        layout = response_stream(model.settings, before, now, prompt, settings).layout
         return layout.position, layout.block, layout.horizon
 
     tags = jax.vmap(tags_of)(segment)

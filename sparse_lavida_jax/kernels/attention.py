@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from sparse_lavida_jax.kernels import blockwise, devices, pallas_tpu, reference, sharded
 from sparse_lavida_jax.kernels.common import Shape, Tags
-from sparse_lavida_jax.kernels.deal import Deal
+from sparse_lavida_jax.kernels.sharded import Deal
 from sparse_lavida_jax.kernels.tables import GPU_ROWS, GpuSizes, GpuTables, Tables, TileSizes
 from sparse_lavida_jax.kernels.tables import make_tables as tile_tables
 from sparse_lavida_jax.visibility import AnyArray

@@ -6,7 +6,7 @@ tags are gathered along `sequence`, except for a cache, which every device of th
 an axis does not divide stays whole, and its devices all compute the same.
 
 Who sees whom is in the tags, so any order of tokens is legal. In one sorted by block the last
-tokens see most: training deals the tokens out in turn (`deal.py`), once at the entry of the layers,
+tokens see most: training deals the tokens out in turn (`Deal`), once at the entry of the layers,
 so that all devices of `sequence` get early and late ones and have as much to compute. Gathered keys
 are put back in order, which leaves their tiles as tight as on one device.
 """
@@ -20,15 +20,97 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from sparse_lavida_jax.kernels.common import Tags
-from sparse_lavida_jax.kernels.deal import Deal, in_order
 from sparse_lavida_jax.kernels.tables import GpuTables, Tables
+from sparse_lavida_jax.visibility import AnyArray
 
 BATCH_AXES, HEADS_AXIS, TOKENS_AXIS = ("data", "fsdp"), "tensor", "sequence"
 
 Name = TypeVar("Name")
+
+
+@dataclasses.dataclass(frozen=True)
+class Deal:
+    """How the tokens of a stream are dealt out to the devices of `sequence`: in turn, by stripes.
+
+    On each device they keep their order. What is left of whole stripes is dealt out in shorter
+    ones. 14 tokens over 2 devices in stripes of 3:
+
+        0 1 2 3 4 5 6 7 8 9 10 11 12 13  ->  0 1 2 6 7 8 12 | 3 4 5 9 10 11 13
+
+    Attributes:
+        devices: as many; 1 where the tokens stay as they are.
+        length: of the stream, a multiple of `devices`.
+        stripe: tokens; a tile of queries, so that no tile holds tokens from far apart.
+    """
+
+    devices: int
+    length: int
+    stripe: int
+
+    def out(self, x: Shaped[AnyArray, "b s *e"]) -> Array:
+        """Deals the tokens out: those of the first device come first."""
+        if self.devices == 1:
+            return jnp.asarray(x)
+        b, _, *e = x.shape
+        dealt, start = [], 0
+        for own, stripe in self._stripes:
+            part = jnp.asarray(x[:, start : start + self.devices * own])
+            part = part.reshape(b, -1, self.devices, stripe, *e)
+            dealt.append(part.swapaxes(1, 2).reshape(b, self.devices, own, *e))
+            start += self.devices * own
+        return jnp.concatenate(dealt, axis=2).reshape(x.shape)
+
+    def back(self, x: Shaped[AnyArray, "b s *e"]) -> Array:
+        """Undoes `out`."""
+        if self.devices == 1:
+            return jnp.asarray(x)
+        b, _, *e = x.shape
+        x, taken, start = jnp.asarray(x).reshape(b, self.devices, -1, *e), [], 0
+        for own, stripe in self._stripes:
+            part = x[:, :, start : start + own].reshape(b, self.devices, -1, stripe, *e)
+            taken.append(part.swapaxes(1, 2).reshape(b, -1, *e))
+            start += own
+        return jnp.concatenate(taken, axis=1)
+
+    @property
+    def _stripes(self) -> list[tuple[int, int]]:
+        """Pairs: tokens of a device, and of each of their stripes."""
+        own = self.length // self.devices
+        rest = own % self.stripe
+        pairs = [(own - rest, self.stripe), (rest, rest)]
+        return [pair for pair in pairs if pair[0]]
+
+
+def joined(streams: Sequence[Shaped[AnyArray, "b _s *e"]], deals: Sequence[Deal]) -> Array:
+    """Concatenates streams [b _s *e] along their tokens: on every device its own, moving none."""
+    devices = deals[0].devices
+    if devices == 1:
+        return jnp.concatenate(streams, axis=1)
+    b, _, *e = streams[0].shape
+    own = [x.reshape(b, devices, -1, *e) for x in streams]
+    return jnp.concatenate(own, axis=2).reshape(b, -1, *e)
+
+
+def parted(x: Shaped[AnyArray, "b s *e"], deals: Sequence[Deal]) -> list[Array]:
+    """Undoes `joined`."""
+    b, _, *e = x.shape
+    x, parts, start = jnp.asarray(x).reshape(b, deals[0].devices, -1, *e), [], 0
+    for deal in deals:
+        stop = start + deal.length // deal.devices
+        parts.append(x[:, :, start:stop].reshape(b, deal.length, *e))
+        start = stop
+    return parts
+
+
+def in_order(x: Shaped[AnyArray, "b t *e"], deals: Sequence[Deal]) -> Array:
+    """Puts the tokens of joined streams in the order that they had before."""
+    if not deals or deals[0].devices == 1:
+        return jnp.asarray(x)
+    parts = parted(x, deals)
+    return jnp.concatenate([d.back(part) for d, part in zip(deals, parts, strict=True)], axis=1)
 
 
 @dataclasses.dataclass(frozen=True)

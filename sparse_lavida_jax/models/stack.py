@@ -24,7 +24,7 @@ from sparse_lavida_jax.kernels.attention import (
     step_causal_attention,
     takes_tables,
 )
-from sparse_lavida_jax.kernels.deal import Deal, joined, parted
+from sparse_lavida_jax.kernels.sharded import Deal, joined, parted
 from sparse_lavida_jax.kernels.tables import GpuTables, Tables
 from sparse_lavida_jax.layout import TokenLayout
 from sparse_lavida_jax.models.cache import KVCache, StreamName

@@ -56,7 +56,7 @@ class Drawn:
     score: Float[Array, "b w"]
 
     def confidence(self, name: str) -> Float[Array, "b w"]:
-        """Returns how sure the model is of each token (`choose.confidence`)."""
+        """Returns how sure the model is of each token (`sampling.draw.confidence`)."""
         log_total = self.first + jnp.log(self.total)
         if name == "margin":
             return jnp.exp(self.first - log_total) - jnp.exp(self.second - log_total)

@@ -90,7 +90,7 @@ def untrained(sampling: config.Sampling, model: config.Model) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Which candidates a step commits; see `choose`.
+    """Which candidates a step commits; see `draw`.
 
     Attributes:
         commit: all | count | threshold | factor | entropy.
@@ -98,7 +98,7 @@ class Choice:
         confidence: probability | margin | entropy | random.
         noisy: whether the log of the confidence has Gumbel noise.
         most: commits at most this many; 0: no limit.
-        released: the factor rule as the released code has it (`choose.commit_by_factor`).
+        released: the factor rule as the released code has it (`draw.commit_by_factor`).
     """
 
     commit: str = "all"

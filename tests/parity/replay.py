@@ -17,7 +17,7 @@ import traces
 from sparse_lavida_jax import config, layout, orders, sample, sequence
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.sampling import choose, draw, plans, prompts
+from sparse_lavida_jax.sampling import draw, plans, prompts
 from sparse_lavida_jax.sampling import state as state_of
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
@@ -102,7 +102,7 @@ def text_draws(variant, inputs):
         return None
     length = variant["max_new_tokens"]
     uniform = np.stack([inputs[name][:, -length:] for name in variant["rand"]])  # [k b l v]
-    return tiny.Recorded(gumbel=choose.gumbel(uniform)[..., None, :].astype(np.float32))
+    return tiny.Recorded(gumbel=draw.gumbel(uniform)[..., None, :].astype(np.float32))
 
 
 def text_request(ids, length, mask_id, draft=()):

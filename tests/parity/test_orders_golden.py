@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sparse_lavida_jax import orders
-from sparse_lavida_jax.sampling import choose, plans
+from sparse_lavida_jax.sampling import draw, plans
 
 REMASKING = {"low_confidence": "probability"}  # released name -> ours
 
@@ -103,7 +103,7 @@ def test_text_noise_is_the_recorded_one_and_chooses_the_same_tokens(parts):
         if temperature == 0:
             np.testing.assert_array_equal(logits, expected)
         else:
-            noise = choose.gumbel(parts.inputs[given["uniform"]])
+            noise = draw.gumbel(parts.inputs[given["uniform"]])
             value = np.exp(logits.astype(np.float64) + temperature * noise)
             np.testing.assert_allclose(value, expected, rtol=1e-9)
             scores = logits / temperature + noise.astype(np.float32)
@@ -113,14 +113,14 @@ def test_text_noise_is_the_recorded_one_and_chooses_the_same_tokens(parts):
 
 def test_gumbel_noise_is_the_recorded_one(parts):
     for given in recorded(parts, "gumbel_noise"):
-        noise = choose.gumbel(parts.inputs[given["uniform"]])
+        noise = draw.gumbel(parts.inputs[given["uniform"]])
         np.testing.assert_allclose(noise, parts.outputs[given["tensor"]], rtol=0, atol=1e-5)
 
 
 def test_noisy_confidences_are_the_recorded_ones(parts):
     for given in recorded(parts, "log(p) + alg_temp*gumbel"):
-        assert given["clamp_min"] == choose.LEAST_PROBABILITY
-        found = choose.with_noise(
+        assert given["clamp_min"] == draw.LEAST_PROBABILITY
+        found = draw.with_noise(
             jnp.asarray(parts.inputs[given["p"]])[..., None],
             jnp.asarray(parts.outputs[given["gumbel"]])[..., None],
             jnp.float32(given["alg_temp"]),
@@ -132,7 +132,7 @@ def test_noisy_confidences_are_the_recorded_ones(parts):
 def test_filters_leave_the_recorded_logits(parts):
     for given in recorded(parts, "top_k_top_p_filtering"):
         logits = jnp.asarray(parts.inputs[given["logits"]])
-        left = choose.filtered(logits, given["top_k"], given["top_p"])
+        left = draw.filtered(logits, given["top_k"], given["top_p"])
         expected = parts.outputs[given["tensor"]]
         np.testing.assert_array_equal(np.isneginf(left), np.isneginf(expected), given["tensor"])
         kept = ~np.isneginf(expected)
@@ -152,7 +152,7 @@ def candidates(parts, given):
         sure = jnp.asarray(parts.inputs[given["random_confidence"]])[..., None]
     else:
         name = REMASKING.get(given["remasking"], given["remasking"])
-        sure = choose.confidence(name, logits[:, :, None], drawn[..., None])
+        sure = draw.confidence(name, logits[:, :, None], drawn[..., None])
     return drawn, sure, jnp.asarray(parts.inputs[given["mask"]])[..., None]
 
 
@@ -161,10 +161,10 @@ def test_the_surest_tokens_are_the_recorded_ones(parts):
         drawn, sure, masked = candidates(parts, given)
         nothing = jnp.zeros(len(drawn), int)
         if given["threshold"] is not None:
-            chosen = choose.commit_above(sure, masked, nothing, threshold=given["threshold"])
+            chosen = draw.commit_above(sure, masked, nothing, threshold=given["threshold"])
         else:
             count = jnp.asarray(given["num_transfer_tokens"])
-            chosen = choose.commit_most_confident(sure, masked, count)
+            chosen = draw.commit_most_confident(sure, masked, count)
         np.testing.assert_array_equal(chosen[..., 0], parts.outputs[given["tensor"]])
         if "x0_tensor" in given:
             tokens = np.where(masked[..., 0], drawn, parts.inputs[given["x"]])
@@ -175,9 +175,7 @@ def test_the_factor_rule_commits_the_recorded_tokens(parts):
     for given in recorded(parts, "get_transfer_index_dynamic"):
         drawn, sure, masked = candidates(parts, given)
         nothing = jnp.zeros(len(drawn), int)
-        chosen = choose.commit_by_factor(
-            sure, masked, nothing, factor=given["factor"], released=True
-        )
+        chosen = draw.commit_by_factor(sure, masked, nothing, factor=given["factor"], released=True)
         np.testing.assert_array_equal(
             chosen[..., 0], parts.outputs[given["tensor"]], given["tensor"]
         )

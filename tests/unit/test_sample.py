@@ -17,7 +17,7 @@ from flax import nnx
 from sparse_lavida_jax import config, orders, pipeline, sample, sequence
 from sparse_lavida_jax.layout import GIVEN_BLOCK, NO_FEATURE, PROMPT_BLOCK
 from sparse_lavida_jax.models import vq
-from sparse_lavida_jax.sampling import choose, draw, options, plans, presets, prompts
+from sparse_lavida_jax.sampling import draw, options, plans, presets, prompts
 from sparse_lavida_jax.sampling import state as state_of
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
@@ -153,7 +153,7 @@ def test_text_commits_the_most_probable_masked_candidates():
     for _ in range(20):
         probability = rng.random((3, 6, 2)).astype(np.float32)
         masked, count = rng.random((3, 6, 2)) < 0.7, rng.integers(0, 13, 3)
-        chosen = choose.commit_most_confident(*map(jnp.asarray, (probability, masked, count)))
+        chosen = draw.commit_most_confident(*map(jnp.asarray, (probability, masked, count)))
         for row in range(3):
             candidates = sorted(
                 np.flatnonzero(masked[row]), key=lambda i: -probability[row].ravel()[i]
@@ -163,14 +163,14 @@ def test_text_commits_the_most_probable_masked_candidates():
 
 def test_text_commits_the_first_of_equally_probable_candidates():
     masked = jnp.array([False, True, True, True]).reshape(1, 4, 1)
-    chosen = choose.commit_most_confident(jnp.full((1, 4, 1), 0.5), masked, jnp.array([2]))
+    chosen = draw.commit_most_confident(jnp.full((1, 4, 1), 0.5), masked, jnp.array([2]))
     np.testing.assert_array_equal(chosen[0, :, 0], [False, True, True, False])
 
 
 def test_images_commit_what_the_plan_chose():
     masked = jnp.array([True, False, True]).reshape(1, 3, 1)
     np.testing.assert_array_equal(
-        choose.commit_all(jnp.zeros((1, 3, 1)), masked, jnp.array([1])), masked
+        draw.commit_all(jnp.zeros((1, 3, 1)), masked, jnp.array([1])), masked
     )
 
 

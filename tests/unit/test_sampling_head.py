@@ -13,7 +13,7 @@ import traces
 
 from sparse_lavida_jax import sample
 from sparse_lavida_jax.models import fuse, text_head
-from sparse_lavida_jax.sampling import choose, draw
+from sparse_lavida_jax.sampling import draw
 from sparse_lavida_jax.sampling import state as state_of
 
 VOCABULARY, TILE, WIDTH = 53, 16, 8
@@ -47,7 +47,7 @@ def test_draw_and_confidences_are_those_of_all_logits(cut):
     np.testing.assert_array_equal(drawn.token, expected)
     assert len(np.unique(expected // TILE)) == 4
     for name in ("probability", "margin", "entropy"):
-        plain = choose.confidence(name, logits[:, :, None], expected[:, :, None])[..., 0]
+        plain = draw.confidence(name, logits[:, :, None], expected[:, :, None])[..., 0]
         np.testing.assert_allclose(drawn.confidence(name), plain, rtol=0, atol=1e-5)
 
 

@@ -16,7 +16,7 @@ from kernel_cases import as_arrays, horizons
 from sparse_lavida_jax import layout
 from sparse_lavida_jax.kernels import shapes, sharded, tables
 from sparse_lavida_jax.kernels.attention import make_tables, query_tile, step_causal_attention
-from sparse_lavida_jax.kernels.deal import Deal, in_order, joined, parted
+from sparse_lavida_jax.kernels.sharded import Deal, in_order, joined, parted
 from sparse_lavida_jax.models import sharding, stack
 from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparse_lavida_jax.sampling import choose
+from sparse_lavida_jax.sampling import draw
 
 
 def some_logits(*shape, seed=0):
@@ -28,18 +28,18 @@ def test_gumbel_noise_chooses_what_the_released_formula_chooses():
     logits, uniform = some_logits(50, 9).astype(np.float64), rng.random((50, 9))
     for temperature in (0.3, 1.0):
         released = np.exp(logits) / (-np.log(uniform)) ** temperature
-        ours = logits / temperature + choose.gumbel(uniform)
+        ours = logits / temperature + draw.gumbel(uniform)
         np.testing.assert_array_equal(ours.argmax(axis=1), released.argmax(axis=1))
 
 
 def test_gumbel_noise_of_zero_is_a_number():
-    assert np.isfinite(choose.gumbel(np.zeros(1))).all()
+    assert np.isfinite(draw.gumbel(np.zeros(1))).all()
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.6), (3, 1.0), (4, 0.6), (1, 0.01), (99, 1.0)])
 def test_filters_keep_the_most_probable(top_k, top_p):
     logits = some_logits(20, 7)
-    left = np.asarray(choose.filtered(jnp.asarray(logits), top_k, top_p))
+    left = np.asarray(draw.filtered(jnp.asarray(logits), top_k, top_p))
     for row, filtered in zip(logits, left, strict=True):
         ranked = np.argsort(-row)[: top_k or None]
         probability, kept, held = softmax(row[ranked]), [], 0.0
@@ -53,7 +53,7 @@ def test_filters_keep_the_most_probable(top_k, top_p):
 
 def test_no_filter_leaves_the_logits_alone():
     logits = jnp.asarray(some_logits(4, 7))
-    assert choose.filtered(logits, 0, 1.0) is logits
+    assert draw.filtered(logits, 0, 1.0) is logits
 
 
 # ---------------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ def test_confidences_are_those_of_the_softmax():
         "margin": lambda p, _: np.diff(np.sort(p))[-1],
         "entropy": lambda p, _: np.sum(p * np.log(p)),
     }.items():
-        found = choose.confidence(name, jnp.asarray(logits), jnp.asarray(drawn))
+        found = draw.confidence(name, jnp.asarray(logits), jnp.asarray(drawn))
         for at in np.ndindex(drawn.shape):
             expected = measure(softmax(logits[at]), drawn[at])
             assert found[at] == pytest.approx(expected, abs=1e-6), name
@@ -80,13 +80,13 @@ def test_what_may_not_be_drawn_does_not_count(name):
     logits = some_logits(1, 4, 1, 5)
     barred = np.concatenate([logits, np.full((1, 4, 1, 1), -np.inf, np.float32)], axis=-1)
     drawn = jnp.asarray(logits.argmax(axis=-1))
-    found, expected = (choose.confidence(name, jnp.asarray(x), drawn) for x in (barred, logits))
+    found, expected = (draw.confidence(name, jnp.asarray(x), drawn) for x in (barred, logits))
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
 
 
 def test_noise_is_added_to_the_logarithm():
     sure, noise = jnp.array([[[0.5]], [[0.0]]]), jnp.array([[[2.0]], [[-1.0]]])
-    found = choose.with_noise(sure, noise, jnp.float32(3.0))
+    found = draw.with_noise(sure, noise, jnp.float32(3.0))
     expected = [np.log(0.5) + 6, np.log(1e-20) - 3]
     np.testing.assert_allclose(found[:, 0, 0], expected, rtol=1e-6)
 
@@ -115,7 +115,7 @@ def surest_first(sure, candidate):
 def test_everything_above_the_threshold_is_committed_and_the_surest_anyway(threshold):
     for seed in range(10):
         sure, candidate = some_candidates(seed)
-        chosen = chosen_by(choose.commit_above, sure, candidate, threshold=threshold)
+        chosen = chosen_by(draw.commit_above, sure, candidate, threshold=threshold)
         for row in range(3):
             ranked = surest_first(sure[row], candidate[row])
             expected = {i for i in ranked if sure[row].ravel()[i] >= threshold} | set(ranked[:1])
@@ -127,9 +127,7 @@ def test_everything_above_the_threshold_is_committed_and_the_surest_anyway(thres
 def test_the_factor_rule_commits_while_many_are_sure_together(factor, released):
     for seed in range(30):
         sure, candidate = some_candidates(seed)
-        chosen = chosen_by(
-            choose.commit_by_factor, sure, candidate, factor=factor, released=released
-        )
+        chosen = chosen_by(draw.commit_by_factor, sure, candidate, factor=factor, released=released)
         for row in range(3):
             ranked, number = surest_first(sure[row], candidate[row]), 0
             for n, i in enumerate(ranked, start=1):
@@ -146,7 +144,7 @@ def test_the_entropies_of_all_but_the_largest_keep_the_bound(bound):
     for seed in range(30):
         sure, candidate = some_candidates(seed)
         entropy = 1 - sure
-        chosen = chosen_by(choose.commit_within_entropy, -entropy, candidate, bound=bound)
+        chosen = chosen_by(draw.commit_within_entropy, -entropy, candidate, bound=bound)
         for row in range(3):
             ranked, number = surest_first(sure[row], candidate[row]), 0
             while number < len(ranked) and entropy[row].ravel()[ranked[:number]].sum() <= bound:
@@ -157,9 +155,9 @@ def test_the_entropies_of_all_but_the_largest_keep_the_bound(bound):
 @pytest.mark.parametrize("most", [1, 2, 100])
 def test_a_cap_leaves_the_surest_of_what_a_policy_commits(most):
     sure, candidate = some_candidates(3)
-    policy = functools.partial(choose.commit_above, threshold=0.3)
+    policy = functools.partial(draw.commit_above, threshold=0.3)
     whole = chosen_by(policy, sure, candidate)
-    capped = chosen_by(choose.at_most(policy, most), sure, candidate)
+    capped = chosen_by(draw.at_most(policy, most), sure, candidate)
     for row in range(3):
         kept = surest_first(sure[row], whole[row])[:most]
         assert set(np.flatnonzero(capped[row])) == set(kept)
@@ -171,6 +169,6 @@ def test_only_the_released_factor_rule_leaves_no_last_token_to_itself():
     for sure, released, number in cases:
         surest_first = np.array(sure, np.float32).reshape(1, 3, 1)
         chosen = chosen_by(
-            choose.commit_by_factor, surest_first, whole, factor=1.0, released=released
+            draw.commit_by_factor, surest_first, whole, factor=1.0, released=released
         )
         np.testing.assert_array_equal(chosen[0, :, 0], np.arange(3) < number)
