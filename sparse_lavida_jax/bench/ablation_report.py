@@ -58,7 +58,7 @@ def _shares(rows: Rows, task: str) -> list[float]:
 
 
 def _passes(rows: Rows) -> float:
-    return statistics.mean(sum(row["passes"].values()) for row in rows)
+    return statistics.fmean(sum(row["passes"].values()) for row in rows)
 
 
 def _told(shares: Sequence[float]) -> str:
