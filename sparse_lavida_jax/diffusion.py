@@ -269,7 +269,7 @@ def text_schedule_blocks(
 def _text_steps(
     rng: np.random.Generator, sizes: list[Int[np.ndarray, " _k"]], count: int
 ) -> tuple[Int[np.ndarray, " r"], Int[np.ndarray, " r"]]:
-    """MaskDraws `count` steps, stratified; returns the distinct ones and how often each was drawn.
+    """Draws `count` steps, stratified; returns the distinct ones and how often each was drawn.
 
     Args:
         sizes: of the steps of each text block; they are numbered across text blocks.

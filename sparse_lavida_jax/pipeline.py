@@ -7,7 +7,7 @@
     print(pipe.ask(edited, "how many squares are there?").text)
 
 Every task takes one thing or a list of them, and returns one `Result` with an entry for each.
-`conversation.Conversation` lets tasks take turns.
+`apps.conversation.Conversation` lets tasks take turns.
 """
 
 import dataclasses
@@ -400,7 +400,7 @@ class SparseLaViDa:
         """Draws an image again, bit for bit on the same device and software.
 
         Args:
-            record: `Result.records`, or `images.read_record` of a PNG.
+            record: `Result.records`, or `image_files.read_record` of a PNG.
             shown: the image that it was drawn after; by default the file that it was read from.
 
         Raises:
@@ -546,17 +546,10 @@ class SparseLaViDa:
         hidden = masked.reshape(rows, -1).repeat(step, axis=0).repeat(step, axis=1)
         return np.where(hidden[..., None], np.uint8(MASKED_GREY), image)
 
-    # -- what a request says, checked -------------------------------------------------------
-
     @property
     def _codec(self) -> ImageCodec:
-        assert self.codec is not None  # `check_task` refused
+        assert self.codec is not None  # a task that needs one was refused (`prompts.refusal`)
         return self.codec
-
-    @property
-    def _cell_side(self) -> int:
-        """Pixels a side of a cell."""
-        return self._codec.image_size // self.settings.model.grid_size
 
 
 # ---------------------------------------------------------------------------------------------

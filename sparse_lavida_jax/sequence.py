@@ -15,9 +15,9 @@ from jaxtyping import Bool, Float, Int, UInt8
 from sparse_lavida_jax.layout import NO_EMBEDDING, NO_FEATURE
 from sparse_lavida_jax.visibility import AnyArray
 
+Kind = Literal["text", "image"]
 # What the vision tower sees of an image: bytes, or numbers in [-1, 1] that it takes as they are.
 # Of a batch, one image a row or the views of its images.
-Kind = Literal["text", "image"]
 Views = UInt8[np.ndarray, "_n h w 3"] | Float[np.ndarray, "_n h w 3"]
 SeenBatch = UInt8[AnyArray, "b *n h w 3"] | Float[AnyArray, "b *n h w 3"]
 
@@ -75,7 +75,7 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class LearnedText:
-    """Text that training on whole sequences predicts (`objective.Sequence`); nothing drops it."""
+    """Text that training on whole sequences predicts (`lavida_o.objective.Sequence`); nothing drops it."""
 
     ids: Int[np.ndarray, " n"]
 
@@ -119,7 +119,7 @@ class PromptRow:
         feature: index of the vision feature that replaces the embedding, or `NO_FEATURE`, or
             `NO_EMBEDDING`.
         position: positions of the understanding tokens.
-        is_answer: which understanding tokens are of an `LearnedText`.
+        is_answer: which understanding tokens are of a `LearnedText`.
         codes: codes of the source cells.
         cell: raster index of the source cells.
         source_position: positions of the source cells.

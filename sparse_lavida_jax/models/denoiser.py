@@ -233,7 +233,7 @@ class Denoiser(nnx.Module):
 
     @property
     def text_kernel(self) -> Float[Array, "e v"] | tuple[Float[Array, "e _c"], ...]:
-        """The matrix of the text head, or its tiles in order (`sampling_head.draw`)."""
+        """The matrix of the text head, or its tiles in order (`text_head.draw`)."""
         return self.text_head.kernel[...]
 
     def text_logits(self, hidden: Float[Array, "b s e"]) -> Float[Array, "b s v"]:

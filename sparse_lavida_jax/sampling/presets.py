@@ -125,7 +125,7 @@ class StepSettings:
         released: text as the released code writes it (`config.Sampling.released_behaviour`).
         guided, refreshing: of the segment (`plans.Segment`).
         head_tile: words of a tile of the vocabulary that is drawn from by tiles
-            (`sampling_head`); 0: all logits are made at once.
+            (`models/text_head.py`); 0: all logits are made at once.
         shapes: padded lengths of both streams of the prompt of each guidance row, where a step
             passes the prompt again and nothing is cached; (): those of the batch.
         tables_ahead: whether tables of attention are made before the loop, where they can be.

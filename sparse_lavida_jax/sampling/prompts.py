@@ -273,7 +273,7 @@ def _padded(length: int) -> int:
 
 
 def _drops(guidance_rows: int, edit_guidance: str) -> list[dict[str, bool]]:
-    """What guidance drops from each of its rows (`layout.prompt_row`)."""
+    """What guidance drops from each of its rows (`sequence.prompt_row`)."""
     dropped = {"drop_prompt": True, "drop_source": True}
     second = [EDIT_DROPS[edit_guidance]] if guidance_rows == 3 else []
     return [dropped, *second, {}] if guidance_rows > 1 else [{}]

@@ -238,7 +238,7 @@ def program_of(settings: StepSettings, *, greedy: bool) -> StepSettings:
     """Returns settings without what is a number of each row: these choose the compiled program.
 
     Args:
-        greedy: whether every row has temperature 0, which spares the noise.
+        greedy: whether every row has temperature 0, so that no noise is drawn.
     """
     return dataclasses.replace(
         settings, temperature=0.0 if greedy else 1.0, guidance=0.0, guidance_image=0.0

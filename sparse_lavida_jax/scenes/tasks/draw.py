@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws an image of what a request names."""
+"""Makes training examples of drawing what a request names."""
 
 import itertools
 
