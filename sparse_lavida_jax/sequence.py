@@ -75,7 +75,7 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class LearnedText:
-    """Text that training on whole sequences predicts (`lavida_o.objective.Sequence`); nothing drops it."""
+    """Text that training on whole sequences predicts (`lavida_o.objective`); nothing drops it."""
 
     ids: Int[np.ndarray, " n"]
 

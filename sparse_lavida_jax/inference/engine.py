@@ -46,7 +46,7 @@ SEED_STRIDE = 1_000_003  # between the rounds of "reflect", so that rows do not 
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """The shapes that a batch is padded to: besides the request, all that the exact bits depend on."""
+    """The shapes that a batch is padded to: with the request, all that the exact bits depend on."""
 
     rows: int
     prompt_len: tuple[int, int]

@@ -31,7 +31,7 @@ class Origin:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a task returned; every tuple has one entry a row, or is empty where it does not apply to the task.
+    """What a task returned; tuples have one entry a row, or none where they do not apply to the task.
 
     Attributes:
         task: which one.

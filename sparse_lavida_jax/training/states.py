@@ -164,7 +164,7 @@ class States:
     def restore_model(self, template: T) -> tuple[int, T] | None:
         """Returns the parameters of the newest readable state, the average where one was kept.
 
-        Only they are read. See `restore`; the state must be a `training.step.TrainState` under "state".
+        Only they are read. See `restore`; under "state" must stand a `training.step.TrainState`.
         """
         return self._newest(template, only=("state/ema/", "state/params/"))
 
