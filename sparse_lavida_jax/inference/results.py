@@ -31,7 +31,7 @@ class Origin:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a task returned; tuples have one entry a row, or none where they do not apply to the task.
+    """What a task returned; tuples have one entry a row, or none where they do not apply.
 
     Attributes:
         task: which one.
