@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the notebooks and keeps what they print: `docs/notebooks.md`, with its images beside it.
+"""Runs the notebooks and keeps what they print: `docs/notebooks.md`, with its images next to it.
 
     python docs/notebooks.py                # needs pip install 'sparse-lavida-jax[colabs]'
     python docs/notebooks.py train_small    # its part of the page alone

@@ -23,7 +23,7 @@ fi
 
 gpus=${GPUS:-8}
 tasks=$gpus
-# What the compiler finds fastest is kept beside the compiled programs (--compilation_cache), so
+# What the compiler finds fastest is kept next to the compiled programs (--compilation_cache), so
 # that a run which goes on finds the same.
 environment=(env "XLA_FLAGS=${XLA_FLAGS---xla_gpu_deterministic_ops=true}")
 if [ "${PER:-gpu}" = node ]; then
