@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One model behind a queue: one request at a time, limits on requests, cancelling at any segment.
+"""One model and its queue: one request at a time, limits on requests, cancelling at any segment.
 
     service = Service(SparseLaViDa.from_pretrained("scenes"))
     ticket = service.submit("generate", "a red circle above a blue square", seed=3)
