@@ -258,7 +258,8 @@ class RequestMaker:
 
     def _check(self, task: str, spec: TaskSpec, words, shown, given: Mapping[str, Any]) -> None:
         for needed in (task, "generate") if task == "reflect" else (task,):
-            self.prompts.check_task(needed)
+            if refusal := self.prompts.refusal(needed):
+                raise RequestError(refusal)
         if words is None and spec.words:
             raise RequestError("the prompt is empty: say in words what you want.")
         if shown is not None and not spec.image:
@@ -336,7 +337,9 @@ def sampling_of(
         else:
             shared[name] = row_numbers(name, given[name], 1)[0] if by_row else given[name]
     sampling = given.get("sampling") or default
-    return changed(sampling, draws=draws, **shared), columns
+    if shared:
+        sampling = changed(sampling, draws=draws, **shared)
+    return sampling, columns
 
 
 def shown_images(shown: Shown | Sequence[Shown] | None) -> list[ShownImage]:

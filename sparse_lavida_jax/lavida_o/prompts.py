@@ -56,7 +56,7 @@ class ChatPrompts(PromptLanguage):
     locates_in_one_step = True
 
     @classmethod
-    def of(cls, tokenizer: chat.ChatTokenizer, settings: config.Config, codec: Any) -> "ChatPrompts":
+    def of(cls, tokenizer: chat.ChatTokenizer, settings: config.Config, codec: Any):
         tokenizer.check(settings.model)
         return cls(tokenizer, settings.model, codec.factor if codec else 1)
 
