@@ -146,13 +146,17 @@ def _logit_normal(t: np.ndarray, _: float) -> np.ndarray:
     return 0.5 * (1 + np.array([-1, *erf, 1][: len(t)]))
 
 
+def _cos(angle: np.ndarray) -> np.ndarray:
+    """Returns the float32 nearest to the cosine: the last bit of NumPy's depends on the machine."""
+    return np.cos(angle.astype(float)).astype(angle.dtype)
+
+
 # The cumulated share of tokens as a function of the share t of steps, in float32, and of the shift;
-# `counts` reverses it. Cosines and exponentials are taken in float64: the last bit of a float32
-# cosine depends on the machine.
+# `counts` reverses it.
 SCHEDULES: dict[str, Callable[[np.ndarray, float], np.ndarray]] = {
     "shift": _shift,
-    "cosine": lambda t, _: 1 - 0.5 * (1 + np.cos(np.pi * t.astype(float))),
-    "cosine2": lambda t, _: np.cos(np.pi * (1 - t.astype(float)) / 2),
+    "cosine": lambda t, _: 1 - np.float32(0.5) * (1 + _cos(np.float32(np.pi) * t)),
+    "cosine2": lambda t, _: _cos(np.float32(np.pi) * (1 - t) / 2),
     "exp": _exp,
     "logit_normal": _logit_normal,
     "linear": lambda t, _: t,
@@ -189,8 +193,7 @@ def counts(schedule: str, num_steps: int, length: int, shift: float) -> Int[np.n
         )
     steps = min(num_steps, length)
     # The release truncates a float32 product: in float64 other steps would get the odd token.
-    time = np.linspace(0, 1, steps + 1, dtype=np.float32)
-    share = cumulated_share(time, shift).astype(np.float32)
+    share = cumulated_share(_shares(steps), shift).astype(np.float32)
     cumulated = (share * np.float32(length)).astype(np.int64)
     per_step = np.maximum(np.diff(cumulated), 1)
     surplus = per_step.sum() - length
@@ -205,6 +208,18 @@ def counts(schedule: str, num_steps: int, length: int, shift: float) -> Int[np.n
     per_step = per_step[::-1].astype(np.int32)
     per_step.setflags(write=False)
     return per_step
+
+
+def _shares(steps: int) -> Float[np.ndarray, " k1"]:
+    """Returns the shares 0 to 1 of the steps, rounded as `torch.linspace` rounds them in float32.
+
+    It counts up from 0 in the lower half and, in fused products, down from 1 in the upper.
+    """
+    if not steps:
+        return np.zeros(1, np.float32)
+    i, step = np.arange(steps + 1), np.float32(1) / np.float32(steps)
+    upper = (1 - np.float64(step) * (steps - i)).astype(np.float32)
+    return np.where(i < (steps + 1) // 2, step * i.astype(np.float32), upper)
 
 
 def merged(per_step: Int[np.ndarray, " k"], least: int) -> Int[np.ndarray, " k2"]:

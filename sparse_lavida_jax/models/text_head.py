@@ -6,7 +6,8 @@ by guidance, temperature, argmax and softmax in turn. Here a tile of logits is m
 that and forgotten; what is kept of it are a few numbers a token:
 
 * the largest score (logit / temperature + Gumbel noise), whose column it was and its logit;
-* the two largest logits m, m', the sum of exp(x - m) and the sum of x exp(x - m).
+* the two largest logits m, m', and over all but the largest the sums of exp(x - m) and of
+  (x - m) exp(x - m), so that a probability that rounds to 1 is still told from another.
 
 Of these follow the draw, its probability, the margin between the two most probable and the entropy.
 """
@@ -42,8 +43,8 @@ class Drawn:
         token: with the largest score; of equals, the first.
         logit: of that token.
         first, second: the two largest logits.
-        total: sum of exp(logit - first).
-        weighted: sum of logit exp(logit - first).
+        rest: sum of exp(logit - first) of all but the first.
+        weighted: sum of (logit - first) exp(logit - first).
         score: of the token.
     """
 
@@ -51,18 +52,20 @@ class Drawn:
     logit: Float[Array, "b w"]
     first: Float[Array, "b w"]
     second: Float[Array, "b w"]
-    total: Float[Array, "b w"]
+    rest: Float[Array, "b w"]
     weighted: Float[Array, "b w"]
     score: Float[Array, "b w"]
 
     def confidence(self, name: str) -> Float[Array, "b w"]:
         """Returns how sure the model is of each token (`sampling.draw.confidence`)."""
-        log_total = self.first + jnp.log(self.total)
         if name == "margin":
-            return jnp.exp(self.first - log_total) - jnp.exp(self.second - log_total)
+            apart = self.second - self.first
+            return jnp.log1p(-jnp.exp(apart)) - jnp.logaddexp(apart, jnp.log(self.rest))
         if name == "entropy":
-            return self.weighted / self.total - log_total
-        return jnp.exp(self.logit - log_total)
+            return self.weighted / (1 + self.rest) - jnp.log1p(self.rest)
+        apart = self.logit - self.first
+        others = jnp.where(apart == 0, self.rest, 1 + self.rest - jnp.exp(apart))
+        return apart - jnp.log(others)
 
 
 def draw(
@@ -114,16 +117,26 @@ def _with_tile(drawn: Drawn, logits, scores, start) -> Drawn:
     is_first = jnp.arange(logits.shape[-1])[None, None] == jnp.argmax(logits, axis=-1)[..., None]
     second = jnp.max(jnp.where(is_first, -jnp.inf, logits), axis=-1)
     largest = jnp.maximum(drawn.first, first)
-    # Before the first tile there is nothing, and -inf less -inf is no number.
-    kept = jnp.where(jnp.isinf(drawn.first), 0.0, jnp.exp(drawn.first - largest))
-    allowed = ~jnp.isinf(logits)
-    share = jnp.where(allowed, jnp.exp(logits - largest[..., None]), 0.0)
+
+    def moved(top, rest, weighted):
+        """Sums relative to `top` as sums relative to `largest`; none where nothing was allowed."""
+        apart = jnp.where(jnp.isinf(top), 0.0, top - largest)
+        share = jnp.where(jnp.isinf(top), 0.0, jnp.exp(apart))
+        return rest * share, (weighted + apart * rest) * share
+
+    apart = jnp.where(is_first | jnp.isinf(logits), -jnp.inf, logits - first[..., None])
+    share = jnp.exp(apart)
+    own = jnp.sum(share, axis=-1), jnp.sum(jnp.where(share > 0, apart * share, 0.0), axis=-1)
+    # The smaller of the two largest is one of the rest.
+    loser = moved(jnp.minimum(drawn.first, first), jnp.ones_like(first), jnp.zeros_like(first))
+    sums = moved(drawn.first, drawn.rest, drawn.weighted), moved(first, *own), loser
+    rest, weighted = (sum(parts) for parts in zip(*sums, strict=True))
     return Drawn(
         token=jnp.where(better, start + best, drawn.token).astype(jnp.int32),
         logit=jnp.where(better, logit, drawn.logit),
         first=largest,
         second=jnp.maximum(jnp.minimum(drawn.first, first), jnp.maximum(drawn.second, second)),
-        total=drawn.total * kept + jnp.sum(share, axis=-1),
-        weighted=drawn.weighted * kept + jnp.sum(jnp.where(allowed, logits, 0.0) * share, axis=-1),
+        rest=rest,
+        weighted=weighted,
         score=jnp.where(better, score, drawn.score),
     )

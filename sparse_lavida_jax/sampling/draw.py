@@ -24,7 +24,7 @@ from sparse_lavida_jax.sampling.state import Rows, StepTokens
 RANKING = 2**31 - 1  # keys the noise on confidences apart from that of the draws; no block is this
 AVERAGED = ("no_source", "no_image")  # rows that the full one is averaged with (spec Sec. 7.2)
 LEAST_PROBABILITY = 1e-20  # below it, "confidence" orders do not tell probabilities apart
-TINY = 1e-10  # keeps p log p finite at p = 0
+FEW = 1024  # codes; among more, noise is made so that rare ones are drawn as often as they should
 
 # Chooses candidates to commit: (confidence, whether it is a candidate, how many) -> choice.
 Policy = Callable[
@@ -49,18 +49,19 @@ def filtered(logits: Float[Array, "*b c"], top_k: int, top_p: float) -> Float[Ar
 
     Args:
         top_k: how many of the most probable may be; 0: all.
-        top_p: of those, only the fewest that hold at least this probability; 1: all.
+        top_p: of those, only the fewest that hold at least this probability; 1: all. Of equally
+            probable ones the first.
     """
     if top_k and top_k < logits.shape[-1]:
         least = jax.lax.top_k(logits, top_k)[0][..., -1:]
         logits = jnp.where(logits < least, -jnp.inf, logits)
     if top_p < 1:
-        ranked = -jnp.sort(-logits, axis=-1)
-        probability = jax.nn.softmax(ranked, axis=-1)
+        order = jnp.argsort(-logits, axis=-1)  # stable: of equals, the first
+        probability = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1), axis=-1)
         # Kept while those before it hold less: the most probable one always is.
         kept = jnp.cumsum(probability, axis=-1) - probability <= top_p
-        least = jnp.min(jnp.where(kept, ranked, jnp.inf), axis=-1, keepdims=True)
-        logits = jnp.where(logits < least, -jnp.inf, logits)
+        rank = jnp.argsort(order, axis=-1)
+        logits = jnp.where(jnp.take_along_axis(kept, rank, axis=-1), logits, -jnp.inf)
     return logits
 
 
@@ -73,19 +74,35 @@ def confidence(
 ) -> Float[Array, "b w g"]:
     """Returns how sure the model is of each code; more is surer.
 
+    A probability or a margin p is returned as its log-odds log(p / (1 - p)): float32 probabilities
+    of 1 - 1e-8 and 1 - 1e-12 are one number, as log-odds they are 18.4 and 27.6.
+
     Args:
         name: "probability" of what was drawn; "margin" between the two most probable; "entropy",
-            its negative. All of the softmax of `logits`, whatever the temperature of the draw.
+            its negative in nats. All of the softmax of `logits`, whatever the temperature of the
+            draw.
         logits: with -inf for what may not be drawn.
     """
-    log_probability = jax.nn.log_softmax(logits, axis=-1)
+    chosen = drawn if name == "probability" else jnp.argmax(logits, axis=-1)
+    column = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    is_chosen = column == chosen[..., None]
+    own = jnp.max(jnp.where(is_chosen, logits, -jnp.inf), axis=-1)
+    others = jnp.where(is_chosen, -jnp.inf, logits)
+    rest = jax.nn.logsumexp(others, axis=-1) - own
+    if name == "probability":
+        return -rest
     if name == "margin":
-        first, second = jnp.moveaxis(jnp.exp(jax.lax.top_k(log_probability, 2)[0]), -1, 0)
-        return first - second
-    if name == "entropy":
-        probability = jnp.exp(log_probability)
-        return jnp.sum(probability * jnp.log(probability + TINY), axis=-1)
-    return jnp.exp(jnp.take_along_axis(log_probability, drawn[..., None], axis=-1)[..., 0])
+        second = jnp.max(others, axis=-1) - own
+        return jnp.log1p(-jnp.exp(second)) - jnp.logaddexp(second, rest)
+    apart = others - own[..., None]
+    weighted = jnp.sum(jnp.where(jnp.isinf(apart), 0.0, apart * jnp.exp(apart)), axis=-1)
+    return weighted / (1 + jnp.exp(rest)) - jax.nn.softplus(rest)
+
+
+def log_odds(p: float | AnyArray) -> Array:
+    """Returns log(p / (1 - p)) of a probability; -inf and inf at and beyond its ends."""
+    p = jnp.clip(jnp.asarray(p, jnp.float32), 0, 1)
+    return jnp.log(p) - jnp.log1p(-p)
 
 
 def with_noise(
@@ -93,8 +110,12 @@ def with_noise(
     noise: Float[Array, "b w u"],
     scale: Float[Array, ""],
 ) -> Float[Array, "b w u"]:
-    """Returns log confidence plus scaled Gumbel noise (the released "mmada", spec Sec. 7.2)."""
-    return jnp.log(jnp.maximum(confidence, LEAST_PROBABILITY)) + scale * noise
+    """Returns log probability plus scaled Gumbel noise (the released "mmada", spec Sec. 7.2).
+
+    Args:
+        confidence: log-odds.
+    """
+    return jnp.maximum(jax.nn.log_sigmoid(confidence), np.log(LEAST_PROBABILITY)) + scale * noise
 
 
 # ---------------------------------------------------------------------------------------------
@@ -113,9 +134,10 @@ def commit_most_confident(confidence, candidate, count):
 
 
 def commit_above(confidence, candidate, count, *, threshold: float):
-    """Commits what is at least as sure as `threshold`, and the surest candidate anyway."""
+    """Commits what is at least as probable as `threshold`, and the surest candidate anyway."""
     del count
-    return candidate & ((confidence >= threshold) | (_rank(confidence, candidate) == 0))
+    sure = confidence >= log_odds(threshold)
+    return candidate & (sure | (_rank(confidence, candidate) == 0))
 
 
 def commit_by_factor(confidence, candidate, count, *, factor: float, released: bool = False):
@@ -129,7 +151,8 @@ def commit_by_factor(confidence, candidate, count, *, factor: float, released: b
     """
     del count
     rank = _rank(confidence, candidate)
-    falls_short = candidate & (confidence < 1 - factor / (rank + 2)) & (rank > 0)
+    bound = log_odds(1 - factor / (rank + 2))
+    falls_short = candidate & (confidence < bound) & (rank > 0)
     number = jnp.sum(candidate, axis=(1, 2), keepdims=True)
     first = jnp.min(jnp.where(falls_short, rank, number), axis=(1, 2), keepdims=True)
     if released:
@@ -313,7 +336,9 @@ def noise(
 
     def noise_at(key, position):
         key = jax.random.fold_in(jax.random.fold_in(key, now.block), position)
-        return jax.random.gumbel(key if tile is None else jax.random.fold_in(key, tile), shape)
+        key = key if tile is None else jax.random.fold_in(key, tile)
+        # From 23 random bits, nothing below 1e-7 is drawn, and tails of many words hold 1e-2.
+        return jax.random.gumbel(key, shape, mode="high" if shape and shape[-1] > FEW else "low")
 
     return jax.vmap(jax.vmap(noise_at, in_axes=(None, 0)))(row_key, now.decode)
 
@@ -334,7 +359,7 @@ def confidences(
     if choice.commit == "all":
         return jnp.zeros(shape)
     if choice.confidence == "random":
-        return draws.random(row_key, now)
+        return log_odds(draws.random(row_key, now))
     confidence = sure()
     if shape[-1] == 1:
         confidence = confidence.min(axis=-1, keepdims=True)

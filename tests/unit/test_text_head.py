@@ -48,7 +48,26 @@ def test_draw_and_confidences_are_those_of_all_logits(cut):
     assert len(np.unique(expected // TILE)) == 4
     for name in ("probability", "margin", "entropy"):
         plain = draw.confidence(name, logits[:, :, None], expected[:, :, None])[..., 0]
-        np.testing.assert_allclose(drawn.confidence(name), plain, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(drawn.confidence(name), plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["probability", "margin", "entropy"])
+def test_confidences_by_tiles_do_not_saturate(name):
+    """Of probabilities that are 1 in float32; the largest logit in another tile each time."""
+    rng = np.random.default_rng(1)
+    logits = rng.normal(size=(1, 8, VOCABULARY)).astype(np.float32)
+    logits[0, np.arange(8), np.arange(8) * 5] += np.linspace(15, 30, 8)
+    kernel = jnp.asarray(logits[0].T)  # a hidden state a word: its row of logits
+    drawn = text_head.draw(
+        jnp.eye(8)[None, None],
+        kernel.T,
+        logits_of=lambda hidden, columns, start: (hidden @ columns)[0],
+        score_of=lambda logits, number: logits,
+        tile=TILE,
+    )
+    plain = draw.confidence(name, jnp.asarray(logits)[:, :, None], drawn.token[:, :, None])
+    np.testing.assert_allclose(drawn.confidence(name), plain[..., 0], rtol=1e-4)
+    assert (np.diff(np.asarray(plain).ravel()) > 0).all()
 
 
 def test_of_equal_scores_the_first_is_drawn():
@@ -60,7 +79,7 @@ def test_of_equal_scores_the_first_is_drawn():
         tile=TILE,
     )
     assert int(same.token[0, 0]) == 0
-    np.testing.assert_allclose(same.confidence("probability"), 1 / 40, rtol=1e-6)
+    np.testing.assert_allclose(same.confidence("probability"), -np.log(39), rtol=1e-6)
 
 
 def test_a_text_is_that_of_the_plain_path_for_the_same_noise():
