@@ -454,6 +454,10 @@ class Sampling(Section):
     registers: CountOrAuto = -1
     registers_end: CountOrAuto = -1
     text_temperature: NonNegative = 0.0
+    layout_temperature: NonNegativeOrAuto = -1.0  # of layouts of images; -1: text_temperature
+    # Tokens of a text block; a shorter text is one block. 0: as trained, `data.text_block_len`.
+    text_block_len: Count = 0
+    layout_block_len: Count = 0  # of layouts and verdicts; 0: as of other texts
     text_top_k: Count = 0  # as `top_k`, of text; read where its temperature is above 0
     text_top_p: PositiveShare = 1.0
     text_steps: Positive = 8  # steps a text block

@@ -40,7 +40,7 @@ from sparse_lavida_jax.inference.requests import (
     recorded_image,
     row_seeds,
 )
-from sparse_lavida_jax.inference.results import FORMAT, Origin, Result
+from sparse_lavida_jax.inference.results import FORMAT, SAMPLER_VERSION, Origin, Result
 from sparse_lavida_jax.lavida_o.prompts import ChatPrompts
 from sparse_lavida_jax.models import fuse, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
@@ -403,6 +403,12 @@ class SparseLaViDa:
         """
         if record.get("format") != FORMAT:
             raise RequestError(f"the record has format {record.get('format')!r}, not {FORMAT!r}.")
+        if (version := record.get("sampler", 1)) != SAMPLER_VERSION:
+            raise RequestError(
+                f"it was drawn by version {version} of the sampler, of sparse-lavida-jax"
+                f" {record.get('version', '0.1.0')}, and this is version {SAMPLER_VERSION}, which"
+                " draws something else: install what drew it."
+            )
         theirs = record["checkpoint"]["sha256"]
         if theirs != self.source.sha256:
             raise RequestError(

@@ -102,7 +102,7 @@ def step(
             return by_tiles.confidence(how)[..., None]
     else:
         logits, cache = step_logits(model, state, now, prompt, settings, tables)
-        logits = draw.allowed(logits, model.settings, settings)
+        logits = draw.allowed(logits, state.rows, now, model.settings, settings)
         drawn = draws.codes(state.rows, now, logits, settings)
 
         def sure():
@@ -293,8 +293,8 @@ def sample(
         segments: the plan (`presets.plan`), a row for each example.
         prompt_len: least padded prompt lengths (`prepare`).
         prompt: the examples laid out; by default that is done here.
-        stop_early: for text, leave out segments once every row holds an end-of-text with
-            everything before it decoded (never with `settings.released`).
+        stop_early: for text, leave out segments once every row holds an end-of-text after all that
+            is given, with everything before it decoded (never with `settings.released`).
         callback: called before the first step and after each segment.
         making: what it is told.
         draws: recorded random numbers of every step of the plan.
@@ -319,7 +319,7 @@ def sample(
     canvas, given = _first_canvas(examples, mask_id)
     tell(0, canvas, np.where(given, GIVEN_BLOCK, NOT_DECODED), range(0))
     how = {"settings": settings, "prompt_len": prompt_len, "prompt": prompt, "prefixes": prefixes}
-    begun = begin(model, examples, segments, **how)
+    begun = begin(model, examples, segments, making=making, **how)
     state = begun.state
     if state is None:  # everything is given
         return begun.canvas
@@ -336,15 +336,21 @@ def sample(
     canvas = np.array(state.canvas)
     if ends:
         # What stands after the first end-of-text would depend on when the batch stopped.
-        ended = np.cumsum(canvas[..., 0] == model.settings.end_of_text_id, axis=1) > 0
-        canvas[ended & ~begun.given] = model.settings.end_of_text_id
+        ended = np.cumsum(_ends(state, model.settings.end_of_text_id), axis=1) > 0
+        canvas[ended] = model.settings.end_of_text_id
     return canvas
+
+
+def _ends(state: SamplerState, end: int) -> Bool[np.ndarray, "b l"]:
+    """Returns where texts hold an end-of-text that counts."""
+    decoded = np.asarray(state.decoded_at) != NOT_DECODED
+    may_end = np.arange(decoded.shape[1]) >= np.asarray(state.rows.ends_from)[:, None]
+    return (np.asarray(state.canvas)[..., 0] == end) & decoded & may_end
 
 
 def _has_ended(state: SamplerState, end: int) -> bool:
     """Whether every text holds an end with everything before it decoded."""
-    decoded = np.asarray(state.decoded_at) != NOT_DECODED
-    ended = (np.asarray(state.canvas)[..., 0] == end) & decoded
+    ended, decoded = _ends(state, end), np.asarray(state.decoded_at) != NOT_DECODED
     first_end = np.where(ended.any(1), ended.argmax(1), ended.shape[1])
     before = np.arange(ended.shape[1])[None] < first_end[:, None]
     return bool(ended.any(1).all() and decoded[before].all())
@@ -378,6 +384,7 @@ def begin(
     prompt_len: tuple[int, int] = (0, 0),
     prompt: Prompt | None = None,
     prefixes: Prefixes | None = None,
+    making: str = "",
 ) -> Begun:
     """Lays a batch out, unless that was done, and passes its prompts (`sample`)."""
     canvas, given = _first_canvas(examples, _mask_id(model.settings, settings.kind))
@@ -385,7 +392,7 @@ def begin(
         raise ValueError(
             f"the plan is for {segments[0].decode.shape[1]} rows, got {len(examples)} requests."
         )
-    rows = rows_of(examples, settings)
+    rows = rows_of(examples, settings, making)
     program = program_of(settings, greedy=not np.any(rows.temperature))
     if not segments:
         return Begun(canvas, given, None, program, None)

@@ -13,6 +13,7 @@ MANIFEST.sha256   of all of the above
 """
 
 import contextlib
+import dataclasses
 import json
 import pathlib
 import shutil
@@ -35,6 +36,8 @@ FORMAT = "sparse-lavida-jax/1"
 BUNDLED = pathlib.Path(__file__).parents[1] / "assets" / "models"
 COMMITTED = "commit_success.txt"  # written by the array store
 FREE_SPACE_FACTOR = 1.2  # of the bytes to write: what must be free before writing starts
+# Of a converted model: texts are sampled in blocks of 32 tokens, as in the paper.
+CONVERTED_DATA = config.Data(source="none", text_block_len=32, max_answer_len=256)
 
 
 class WriteError(CheckpointError):
@@ -130,7 +133,11 @@ def read_config(folder: pathlib.Path) -> config.Config:
     if tag != FORMAT:
         raise CheckpointError(f"{path} has the format {tag!r}; this version reads {FORMAT!r}.")
     try:
-        return config.build(config.Config, given)
+        settings = config.build(config.Config, given)
+        if settings.prompts == "chat" and settings.data == config.Data():
+            # Converted before a folder said how long its text blocks are: as the paper samples.
+            return dataclasses.replace(settings, data=CONVERTED_DATA)
+        return settings
     except config.ConfigError as error:
         raise CheckpointError(f"{path} was written by another version: {error}") from error
 

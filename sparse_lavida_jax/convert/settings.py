@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sparse_lavida_jax import config
+from sparse_lavida_jax.checkpoints.model_folder import CONVERTED_DATA
 from sparse_lavida_jax.convert.tensors import ConvertError
 
 # What the release says of itself:
@@ -61,6 +62,7 @@ def settings_from(given: Mapping[str, Any], vq: Mapping[str, Any] | None = None)
             name="lavida-o",
             model=model,
             vq=tokenizer,
+            data=CONVERTED_DATA,
             sampling=_SAMPLING if model.trained_attention == "full" else _SPARSE_SAMPLING,
         )
     except (config.ConfigError, TypeError, ValueError) as error:

@@ -25,6 +25,7 @@ class Example:
         views: in place of `pixels`, the views of each image that is shown (`data/images.py`).
         grid: rows and columns of cells of an image response; None: the model's largest.
         code_weight: loss weight of each code of an image response; None: all alike.
+        ends: whether a text may end before its last token; boxes, for example, do not.
         request: the `inference.requests.Request` it was made for, where it is sampled; else None.
     """
 
@@ -37,4 +38,12 @@ class Example:
     views: tuple[Views, ...] = ()
     grid: tuple[int, int] | None = None
     code_weight: Float[np.ndarray, "l g"] | None = None
+    ends: bool = True
     request: Any = None
+
+    @property
+    def ends_from(self) -> int:
+        """The first position at which end-of-text may stand: after all that is given."""
+        if not self.ends:
+            return len(self.given)
+        return int(np.flatnonzero(self.given)[-1]) + 1 if self.given.any() else 0

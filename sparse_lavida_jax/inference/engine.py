@@ -19,7 +19,6 @@ from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.templates import PromptLanguage, RequestError
 from sparse_lavida_jax.inference import regions
 from sparse_lavida_jax.inference.requests import (
-    LARGEST_SEED,
     TASKS,
     Grid,
     Pixels,
@@ -28,7 +27,7 @@ from sparse_lavida_jax.inference.requests import (
     grid_of,
     of_row,
 )
-from sparse_lavida_jax.inference.results import FORMAT, Origin, Result
+from sparse_lavida_jax.inference.results import FORMAT, SAMPLER_VERSION, Origin, Result
 from sparse_lavida_jax.models import quantize
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.sample import Callback
@@ -37,9 +36,9 @@ from sparse_lavida_jax.sampling.prefixes import Prefixes
 from sparse_lavida_jax.sampling.presets import StepSettings
 from sparse_lavida_jax.sampling.prompts import LaidOut, batched, lay_out, lengths_of
 from sparse_lavida_jax.sequence import Kind
+from sparse_lavida_jax.version import __version__
 
 SHARED_PROMPT = 128  # tokens
-SEED_STRIDE = 1_000_003  # between the rounds of "reflect", so that rows do not share noise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +70,8 @@ class Engine:
     Args:
         model: the denoiser.
         batch_size: most rows that are decoded together.
-        text_block_len: tokens of a text block; a text that is no whole blocks is one.
+        text_block_len: tokens of a text block, where the settings do not say; a text that is no
+            whole blocks is one.
     """
 
     def __init__(self, model: Denoiser, batch_size: int, text_block_len: int):
@@ -107,7 +107,7 @@ class Engine:
         Raises:
             ConfigError: more steps than there are tokens.
         """
-        model, block = self.model.settings, self.text_block_len
+        model, block = self.model.settings, sampling.text_block_len or self.text_block_len
         for example in examples:
             check_steps(example, sampling, model, block)
         most, kind = of_all(sampling, requests), examples[0].kind
@@ -396,6 +396,7 @@ class TaskRun:
         bucket = None if reflects or self.bucket is None else dataclasses.asdict(self.bucket)
         return {
             "format": FORMAT,
+            "sampler": SAMPLER_VERSION,
             "task": request.task,
             "prompt": request.words,
             "seed": request.seed,
@@ -405,6 +406,7 @@ class TaskRun:
             "bucket": bucket,
             "sampling": dataclasses.asdict(of_row(self.sampling, request)),
             "checkpoint": dataclasses.asdict(self.source),
+            "version": __version__,
             "software": {"jax": jax.__version__, "device": jax.devices()[0].device_kind},
         }
 
@@ -457,7 +459,16 @@ class TaskRun:
         if not wanted or not learned:
             return None
         examples = [self.prompts.plan(canvas.words, canvas.image) for canvas in canvases]
-        return self._texts(self.decode("layout", examples, _seeds(requests)))
+        return self._texts(self.decode("layout", examples, _seeds(requests), self._about_images()))
+
+    def _about_images(self, *, layout: bool = True) -> config.Sampling:
+        """Returns the settings of texts about an image to be drawn: a layout, or a verdict."""
+        how, changes = self.sampling, {}
+        if how.layout_block_len:
+            changes["text_block_len"] = how.layout_block_len
+        if layout and how.layout_temperature >= 0:
+            changes["text_temperature"] = how.layout_temperature
+        return dataclasses.replace(how, **changes)
 
     def _image_example(
         self, canvas: _Canvas, plan: str | None, attempts: Sequence[_Attempt] = ()
@@ -495,13 +506,13 @@ class TaskRun:
             (cells,) = self.decode("image", [example], [now])
             (image,) = self.codec.decode(cells[None], dtype=self.sampling.vq_dtype)
             judged = [self.prompts.judge(request.words, image)]
-            (verdict,) = self._texts(self.decode("text", judged, _seeds([now])))
+            told = self.decode("text", judged, _seeds([now]), self._about_images(layout=False))
+            (verdict,) = self._texts(told)
             attempts.append((image, verdict.strip()))
             if self.prompts.accepts(verdict.strip()) or len(attempts) == request.rounds:
                 return cells, attempts
-            seed = (request.seed + len(attempts) * SEED_STRIDE) % LARGEST_SEED
             correction = self.prompts.correction(verdict.strip())
-            now = dataclasses.replace(request, task="generate", seed=seed)
+            now = dataclasses.replace(request, task="generate", attempt=len(attempts))
             if correction is not None:
                 shown = (ShownImage(image),)
                 now = dataclasses.replace(now, task="edit", words=correction, images=shown)
@@ -553,5 +564,5 @@ class TaskRun:
 
 
 def _seeds(requests: Sequence[Request]) -> list[Request]:
-    """Returns requests of which only the seeds are left: for text about an image to be drawn."""
-    return [Request(task="", seed=request.seed) for request in requests]
+    """Returns requests of which only the noise is left: for text about an image to be drawn."""
+    return [Request(task="", seed=one.seed, attempt=one.attempt) for one in requests]

@@ -71,6 +71,7 @@ class Request:
         known: cells of an inpainted image that stay as they are.
         box: where the given image stands in an outpainted one: x1, y1, x2, y2 in pixels.
         rounds: most attempts at an image that the model judges itself.
+        attempt: the number of this one; each has noise of its own.
         max_new_tokens: of an answer; None: the usual number.
         template: the text with gaps of a constrained caption.
         required: words that a constrained caption must hold, in their order.
@@ -89,6 +90,7 @@ class Request:
     known: Grid | None = None
     box: tuple[int, int, int, int] | None = None
     rounds: int = ROUNDS
+    attempt: int = 0
     max_new_tokens: int | None = None
     template: Template | None = None
     required: tuple[str, ...] = ()

@@ -14,6 +14,10 @@ from sparse_lavida_jax.data import image_files
 
 Box = image_files.Box
 FORMAT = "sparse-lavida-picture/1"
+# One more whenever the same request may draw something else; `replay` draws what this one drew.
+# 2: noise of its own for what is made of one seed, drawn finely; counts as PyTorch rounds them;
+# confidences as log-odds; no end-of-text before what is given.
+SAMPLER_VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True)

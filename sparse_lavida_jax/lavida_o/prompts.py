@@ -27,7 +27,6 @@ from sparse_lavida_jax.data.templates import (
 from sparse_lavida_jax.lavida_o import chat
 from sparse_lavida_jax.sequence import Kind, Part, Response, num_tokens
 
-TEXT_BLOCK_LEN = 32  # tokens, as the paper samples
 ANSWER_TOKENS = 64
 LONG_ANSWER_TOKENS = 256
 VERDICT_TOKENS = 32  # as released
@@ -41,12 +40,13 @@ class ChatPrompts(PromptLanguage):
 
     Attributes:
         tokenizer: the one that comes with the model.
-        model: its settings.
+        model, data: its settings; of the data, tokens of a text block.
         factor: pixels a side that one code stands for.
     """
 
     tokenizer: chat.ChatTokenizer
     model: config.Model
+    data: config.Data
     factor: int
     encoder = None
     tokenizer_type = chat.ChatTokenizer
@@ -58,7 +58,7 @@ class ChatPrompts(PromptLanguage):
     @classmethod
     def of(cls, tokenizer: chat.ChatTokenizer, settings: config.Config, codec: Any):
         tokenizer.check(settings.model)
-        return cls(tokenizer, settings.model, codec.factor if codec else 1)
+        return cls(tokenizer, settings.model, settings.data, codec.factor if codec else 1)
 
     @property
     def long_answer_tokens(self) -> int:
@@ -66,7 +66,7 @@ class ChatPrompts(PromptLanguage):
 
     @property
     def text_block_len(self) -> int:
-        return TEXT_BLOCK_LEN
+        return self.data.text_block_len
 
     def refusal(self, task: str) -> str:
         if not self.model.understanding_only or task in ("ask", "reason", "infill"):
@@ -146,7 +146,7 @@ class ChatPrompts(PromptLanguage):
         return self._example(prompt, parts, seen)
 
     def ask(self, question: str, shown: Sequence[Pixels], tokens: int) -> Example:
-        tokens = -(-tokens // TEXT_BLOCK_LEN) * TEXT_BLOCK_LEN
+        tokens = -(-tokens // self.text_block_len) * self.text_block_len
         several = len(shown) > 1
         seen = [images.see(image, self.model.vision, whole=several) for image in shown]
         parts = self._words(chat.ask, question, [s.part for s in seen], tokens)
@@ -191,7 +191,8 @@ class ChatPrompts(PromptLanguage):
         except ValueError as error:
             raise RequestError(str(error)) from error
         given = known != self.model.text_mask_id
-        return [self._example(" ".join(phrases), parts, [seen], known[:, None], given)]
+        example = self._example(" ".join(phrases), parts, [seen], known[:, None], given)
+        return [dataclasses.replace(example, ends=False)]
 
     def locate_one(self, phrase: str, image: Pixels) -> Example:
         """Returns what finds one thing, in the words of the released RefCOCO evaluation."""

@@ -276,12 +276,26 @@ def _of_row(values: Float[AnyArray, " b"], like: Array) -> Array:
 
 
 def allowed(
-    logits: Float[Array, "b w g v"], model: config.Model, settings: StepSettings
+    logits: Float[Array, "b w g v"],
+    rows: Rows,
+    now: StepTokens,
+    model: config.Model,
+    settings: StepSettings,
 ) -> Float[Array, "b w g v"]:
-    """Returns logits with -inf for what may not be drawn: text never becomes a mask again."""
+    """Returns logits with -inf for what may not be drawn; see `_barred`."""
     if settings.kind == "text" and not settings.released:
-        logits = logits.at[..., model.text_mask_id].set(-jnp.inf)
+        barred = _barred(jnp.arange(logits.shape[-1]), rows, now, model)
+        logits = jnp.where(barred[:, :, None], -jnp.inf, logits)
     return filtered(logits, settings.top_k, settings.top_p)
+
+
+def _barred(
+    ids: Int[Array, " v"], rows: Rows, now: StepTokens, model: config.Model
+) -> Bool[Array, "b w v"]:
+    """Returns what no text draws: masks, and its end before all that is given."""
+    early = now.decode < jnp.asarray(rows.ends_from)[:, None]
+    is_end, is_mask = ((ids == i)[None, None] for i in (model.end_of_text_id, model.text_mask_id))
+    return is_mask | (is_end & early[..., None])
 
 
 def _scores(
@@ -308,8 +322,8 @@ def draw_by_tiles(
         logits = guided(logits, settings, rows, now.guidance)
         if settings.released:
             return logits
-        banned = start + jnp.arange(logits.shape[-1]) == model.settings.text_mask_id
-        return jnp.where(banned[None, None], -jnp.inf, logits)
+        ids = start + jnp.arange(logits.shape[-1])
+        return jnp.where(_barred(ids, rows, now, model.settings), -jnp.inf, logits)
 
     def score_of(logits, number):
         if settings.temperature == 0:

@@ -31,7 +31,34 @@ def _steps(value: int, draws: bool) -> dict[str, Any]:
     return {"num_steps": value} if draws else {"text_steps": value, "text_step_ratio": 0.0}
 
 
+# Whole ways of sampling that are published, by name.
+SAMPLERS: dict[str, dict[str, Any]] = {
+    # LaViDa-O as released (spec Sec. 6 and 7.7): a token a step, questions in blocks of up to 128
+    # tokens, layouts and verdicts in blocks of 16.
+    "released": {
+        "preset": "dense",
+        "text_preset": "prefix",
+        "text_commit": "count",
+        "text_step_ratio": 1.0,
+        "text_block_len": 128,
+        "layout_block_len": 16,
+        "layout_temperature": 0.5,
+        "released_behaviour": True,
+        "grid": "code",
+    },
+    # Fast-dLLM as in the paper's Table 4: the dual cache and the factor rule.
+    "fast_dllm": {
+        "preset": "dense",
+        "text_preset": "fast_dllm_dual",
+        "text_commit": "factor",
+        "text_factor": 1.0,
+    },
+}
+
+
 def _sampler(value: str, draws: bool) -> dict[str, Any]:
+    if value in SAMPLERS:
+        return SAMPLERS[value]
     if draws:
         return {"preset": value}
     known = value in config.PRESETS
@@ -51,7 +78,7 @@ OPTIONS: dict[str, Option] = {
     "temperature": Option(
         lambda value, draws: {"temperature" if draws else "text_temperature": value}, by_row=True
     ),
-    # A preset (`sampling/presets.py`).
+    # One of `SAMPLERS`, or a preset (`sampling/presets.py`).
     "sampler": Option(_sampler),
     # How many, or the first and the last number of them; the last -1: they do not fall.
     "registers": Option(_registers),

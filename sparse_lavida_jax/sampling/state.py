@@ -32,6 +32,7 @@ from sparse_lavida_jax.sampling.prompts import Prompt, cut_rows, padded_lengths
 from sparse_lavida_jax.sequence import Kind
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
+NOISE = {"text": 0, "layout": 1, "image": 2}  # what is made of one seed has noise of its own
 NOT_DECODED = PAD_BLOCK  # in `decoded_at`: no step has decoded the position yet
 
 
@@ -43,16 +44,22 @@ class Rows:
         key: noise depends on (key of the row, step, position) and on nothing else.
         temperature: 0 takes the most probable.
         guidance, guidance_image: scales; read where the settings have guidance rows.
+        ends_from: of a text, the first position at which it may end.
     """
 
     key: Key[Array, " b"]
     temperature: Float[AnyArray, " b"]
     guidance: Float[AnyArray, " b"]
     guidance_image: Float[AnyArray, " b"]
+    ends_from: Int[AnyArray, " b"]
 
 
-def rows_of(examples: Sequence[Example], settings: StepSettings) -> Rows:
-    """Returns what the requests of examples say, and the settings where they do not."""
+def rows_of(examples: Sequence[Example], settings: StepSettings, making: str = "") -> Rows:
+    """Returns what the requests of examples say, and the settings where they do not.
+
+    Args:
+        making: a key of `NOISE`; "": the kind of the responses.
+    """
     requests = [example.request for example in examples if example.request is not None]
     if len(requests) < len(examples):
         raise ValueError("every example that is sampled needs its request, with a seed at least.")
@@ -62,8 +69,16 @@ def rows_of(examples: Sequence[Example], settings: StepSettings) -> Rows:
         default = getattr(settings, name)
         return np.array([default if value is None else value for value in values], np.float32)
 
-    key = jax.vmap(jax.random.key)(np.array([request.seed for request in requests]))
-    return Rows(key, own("temperature"), own("guidance"), own("guidance_image"))
+    def key_of(seed, attempt):
+        key = jax.random.fold_in(jax.random.key(seed), NOISE[making or settings.kind])
+        return jax.random.fold_in(key, attempt)
+
+    seeds, attempts = (
+        np.array([getattr(request, name) for request in requests]) for name in ("seed", "attempt")
+    )
+    ends_from = np.array([example.ends_from for example in examples], np.int32)
+    scales = own("temperature"), own("guidance"), own("guidance_image")
+    return Rows(jax.vmap(key_of)(seeds, attempts), *scales, ends_from)
 
 
 @flax.struct.dataclass

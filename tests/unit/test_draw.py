@@ -26,9 +26,7 @@ def rest(p, code):
 
 MEASURES = {
     "probability": lambda p, code: np.log(p[code] / rest(p, code)),
-    "margin": lambda p, _: np.log(
-        np.diff(np.sort(p))[-1] / (rest(p, p.argmax()) + np.sort(p)[-2])
-    ),
+    "margin": lambda p, _: np.log(np.diff(np.sort(p))[-1] / (rest(p, p.argmax()) + np.sort(p)[-2])),
     "entropy": lambda p, _: np.sum(p * np.log(p)),
 }
 
