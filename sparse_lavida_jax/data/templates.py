@@ -176,8 +176,13 @@ class PromptLanguage(Protocol):
         *,
         plan: str | None = None,
         attempts: Sequence[tuple[Pixels, str]] = (),
+        grid: tuple[int, int] | None = None,
     ) -> Example:
-        """Returns what draws an image, after earlier attempts with what is wrong with each."""
+        """Returns what draws an image, after earlier attempts with what is wrong with each.
+
+        Args:
+            grid: rows and columns of its cells; by default it is a square.
+        """
         ...
 
     def change(

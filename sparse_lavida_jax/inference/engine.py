@@ -110,9 +110,10 @@ class Engine:
         model, block = self.model.settings, sampling.text_block_len or self.text_block_len
         for example in examples:
             check_steps(example, sampling, model, block)
-        most, kind = of_all(sampling, requests), examples[0].kind
-        scales = sampling.guidance, sampling.guidance_image
-        settings = _settings(most, model, kind, _has_source(examples[0]), scales)
+        kind, edits = examples[0].kind, _has_source(examples[0])
+        most = of_all(sampling, requests, has_source=edits)
+        scales = presets.guidance_of(sampling, has_source=edits), sampling.guidance_image
+        settings = _settings(most, model, kind, edits, scales)
         laid = [
             lay_out(dataclasses.replace(example, request=request), model, settings)
             for example, request in zip(examples, requests, strict=True)
@@ -202,19 +203,26 @@ def _prompt_tokens(laid: LaidOut) -> int:
     return len(laid.text[-1].index) + len(laid.image[-1].index) + passed
 
 
-def of_all(sampling: config.Sampling, requests: Sequence[Request]) -> config.Sampling:
-    """Returns the settings of a batch: it is guided if one of its rows is."""
+def of_all(
+    sampling: config.Sampling, requests: Sequence[Request], *, has_source: bool = False
+) -> config.Sampling:
+    """Returns the settings of a batch: it is guided if one of its rows is.
+
+    Args:
+        has_source: whether they are edits, which may have a guidance of their own.
+    """
+    scales = presets.guidance_of(sampling, has_source=has_source), sampling.guidance_image
+    own = dict(zip(("guidance", "guidance_image"), scales, strict=True))
     most = {
         name: max(
-            getattr(sampling, name) if own is None else own
-            for own in (getattr(request, name) for request in requests)
+            scale if asked is None else asked
+            for asked in (getattr(request, name) for request in requests)
         )
-        for name in ("guidance", "guidance_image")
+        for name, scale in own.items()
     }
-    if any(request.guidance is not None for request in requests):
-        most["guidance_edit"] = -1.0
-    changed = {name: value for name, value in most.items() if value != getattr(sampling, name)}
-    return dataclasses.replace(sampling, **changed) if changed else sampling
+    if most == own:
+        return sampling
+    return dataclasses.replace(sampling, guidance_edit=-1.0, **most)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -476,7 +484,8 @@ class TaskRun:
         if canvas.pixels is None:
             shape = math.prod(canvas.cells), self.settings.model.codes_per_token
             blank = np.zeros(shape, np.int32)
-            example = self.prompts.draw(canvas.words, blank, plan=plan, attempts=attempts)
+            more = {"plan": plan, "attempts": attempts, "grid": canvas.cells}
+            example = self.prompts.draw(canvas.words, blank, **more)
         else:
             (codes,) = self.codec.encode(canvas.pixels[None])
             assert canvas.image is not None

@@ -444,6 +444,8 @@ def of_row(sampling: config.Sampling, request: Request) -> config.Sampling:
     """Returns the settings by which the image of a request is drawn when it is drawn alone."""
     names = ("temperature", "guidance", "guidance_image")
     own = {name: value for name in names if (value := getattr(request, name)) is not None}
+    if "guidance" in own:
+        own["guidance_edit"] = -1.0  # it holds for edits too
     return dataclasses.replace(sampling, **own) if own else sampling
 
 

@@ -105,11 +105,12 @@ class ChatPrompts(PromptLanguage):
         *,
         plan: str | None = None,
         attempts: Sequence[tuple[Pixels, str]] = (),
+        grid: tuple[int, int] | None = None,
     ) -> Example:
         seen = [images.see(image, self.model.vision, whole=True) for image, _ in attempts]
         said = [(s.part, said) for s, (_, said) in zip(seen, attempts, strict=True)]
         parts = self._words(
-            chat.draw, prompt, len(codes), condition=self._condition(len(codes)),
+            chat.draw, prompt, len(codes), condition=self._condition(len(codes), grid),
             plan=chat.clean_plan(plan or ""), attempts=said,
         )  # fmt: skip
         return self._example(prompt, parts, seen, codes, kind="image")
@@ -219,9 +220,10 @@ class ChatPrompts(PromptLanguage):
 
     # Helpers.
 
-    def _condition(self, num_cells: int) -> str:
-        side = round(num_cells**0.5) * self.model.codes_side * self.factor
-        return chat.micro_condition(side, side, score=7.11) + ";"
+    def _condition(self, num_cells: int, grid: tuple[int, int] | None) -> str:
+        rows, columns = grid or (round(num_cells**0.5),) * 2
+        cell = self.model.codes_side * self.factor
+        return chat.micro_condition(columns * cell, rows * cell, score=7.11) + ";"
 
     def _words(self, make, words: str, *more, **settings):
         """Calls a builder of `lavida_o/chat.py`; control tokens in the words are a mistake."""

@@ -168,7 +168,11 @@ def guidance_of(sampling: config.Sampling, *, has_source: bool) -> float:
 def step_settings(
     sampling: config.Sampling, model: config.Model, kind: Kind, *, has_source: bool = False
 ) -> StepSettings:
-    """Returns the compiled-in settings of a sampling configuration."""
+    """Returns the compiled-in settings of a sampling configuration.
+
+    Raises:
+        ConfigError: more registers than the model has.
+    """
     is_text = kind == "text"
     name = (sampling.text_preset if is_text else "") or sampling.preset
     chosen = preset(name or default_preset(model))
@@ -176,6 +180,11 @@ def step_settings(
     pulled = scale > 0 or (has_source and sampling.guidance_image > 0)
     guided = pulled and not is_text
     registers = model.num_registers if sampling.registers < 0 else sampling.registers
+    if registers > model.num_registers and not chosen.full_attention:
+        raise config.ConfigError(
+            f"Sampling.registers={registers} is more than the {model.num_registers} that this model"
+            f" was trained with: 0 to {model.num_registers} are allowed."
+        )
     filtered = sampling.text_top_k > 0 or sampling.text_top_p < 1  # needs all logits at once
     return StepSettings(
         kind=kind,

@@ -283,8 +283,9 @@ class ScenePrompts(PromptLanguage):
         *,
         plan: str | None = None,
         attempts: Sequence[tuple[Pixels, str]] = (),
+        grid: tuple[int, int] | None = None,
     ) -> Example:
-        """Returns what draws an image; there are no words here for earlier `attempts`."""
+        """Returns what draws an image; there are no words here for earlier `attempts` or sizes."""
         return self._fits(prompt, self.encoder.image_example(prompt, codes, plan=plan))
 
     def fill_words(self, task: str, prompt: str, known: Grid) -> str:
