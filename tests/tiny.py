@@ -16,7 +16,7 @@ from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.inference.requests import Request
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.sampling import draw, presets, prompts
-from sparse_lavida_jax.sampling.state import take
+from sparse_lavida_jax.sampling.state import StepTokens, take
 
 # A tiny program is run a few times: what it costs is its compilation.
 _QUICK_TO_COMPILE = {
@@ -185,6 +185,16 @@ def without_tiles(settings, draws):
     """Returns settings that make all logits at once where what is drawn from them is recorded."""
     recorded = draws is not None and (draws.tokens is not None or draws.gumbel is not None)
     return dataclasses.replace(settings, head_tile=0) if recorded else settings
+
+
+def step_at(decode: jax.Array) -> StepTokens:
+    """Returns a step that decodes these tokens and passes no others."""
+    batch = decode.shape[0]
+    nothing, one = jnp.zeros((batch, 0), jnp.int32), jnp.float32(1)
+    return StepTokens(
+        jnp.int32(5), nothing, decode, jnp.ones((*decode.shape, 1), bool), nothing,
+        jnp.ones(batch, jnp.int32), one, one, one,
+    )  # fmt: skip
 
 
 def response(kind: sequence.Kind, settings: config.Model, rng: np.random.Generator) -> np.ndarray:
