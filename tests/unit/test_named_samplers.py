@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samplers by name, tokens of a text block, and what is refused because it was never trained."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import stand_ins
+import tiny
+
+from sparse_lavida_jax import config, pipeline
+from sparse_lavida_jax.data.templates import RequestError
+from sparse_lavida_jax.inference import engine
+from sparse_lavida_jax.inference.results import SAMPLER_VERSION
+from sparse_lavida_jax.sampling import options, presets
+
+TASKS = {"draw": 1.0, "plan": 1.0, "answer": 1.0, "check": 1.0}
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """Returns a pipeline, and what its sampler was asked: kind, width of a step, temperature."""
+    seen = []
+
+    def sample(model, rows, segments, *, settings, **_):
+        seen.append((settings.kind, segments[0].decode.shape[-1], settings.temperature))
+        return np.stack([one.response for one in rows])
+
+    monkeypatch.setattr(engine.sample, "sample", sample)
+    given = stand_ins.settings(data={"tasks": TASKS, "max_answer_len": 40})
+    model = tiny.denoiser(given.model)
+    return pipeline.SparseLaViDa(model, given, stand_ins.prompts(given), stand_ins.Codec(), 2), seen
+
+
+def test_text_is_sampled_in_blocks_as_it_was_trained_in(ran):
+    """A model trained in blocks of 4 was sampled in blocks of 8 without a word."""
+    pipe, seen = ran
+    pipe.ask(None, "why?", max_new_tokens=16)
+    given = dataclasses.replace(pipe.settings.data, text_block_len=4)
+    settings = dataclasses.replace(pipe.settings, data=given)
+    prompts = stand_ins.prompts(settings)
+    four = pipeline.SparseLaViDa(pipe.model, settings, prompts, pipe.codec, 2)
+    four.ask(None, "why?", max_new_tokens=16)
+    assert [width for _, width, _ in seen] == [8, 4]
+
+
+def test_blocks_and_temperature_of_layouts_may_be_their_own(ran):
+    pipe, seen = ran
+    asked = dict(text_block_len=20, layout_block_len=10, text_temperature=0.2)
+    for changes in ({}, {"layout_temperature": 0.7}):
+        pipe.generate("a", sampling=config.Sampling(num_steps=2, **asked, **changes))
+    pipe.ask(None, "why?", max_new_tokens=40, sampling=config.Sampling(**asked))
+    texts = [rest for kind, *rest in seen if kind == "text"]
+    assert texts == [[10, 0.2], [10, 0.7], [20, 0.2]]
+
+
+@pytest.mark.parametrize("name", options.SAMPLERS)
+def test_published_samplers_have_names(ran, name):
+    pipe, _ = ran
+    for task, words in (("generate", "a"), ("ask", "why?")):
+        (made,) = pipe.requests(task, words, sampler=name)
+        for field, value in options.SAMPLERS[name].items():
+            assert getattr(made.sampling, field) == value
+
+
+def test_as_released_questions_have_blocks_of_128_and_layouts_of_16():
+    released = options.changed(config.Sampling(), draws=False, sampler="released")
+    assert (released.text_block_len, released.layout_block_len) == (128, 16)
+    assert released.layout_temperature == 0.5
+    fast = options.changed(config.Sampling(), draws=False, sampler="fast_dllm")
+    assert (fast.text_preset, fast.text_commit, fast.text_factor) == ("fast_dllm_dual", "factor", 1)
+
+
+def test_more_registers_than_were_trained_are_refused(ran):
+    pipe, _ = ran
+    most = pipe.settings.model.num_registers
+    with pytest.raises(config.ConfigError, match=f"more than the {most} that this model was train"):
+        pipe.generate("a", plan=False, registers=most + 1)
+    dense = config.Sampling(preset="dense", registers=most + 1)
+    assert presets.step_settings(dense, pipe.settings.model, "image").num_registers == 0
+
+
+def test_a_record_of_another_sampler_is_not_drawn_again(ran):
+    pipe, _ = ran
+    (record,) = pipe.generate("a", plan=False).records
+    assert record["sampler"] == SAMPLER_VERSION
+    older = {key: value for key, value in record.items() if key not in ("sampler", "version")}
+    with pytest.raises(RequestError, match="it was drawn by version 1 of the sampler, of sparse-l"):
+        pipe.replay(older)
