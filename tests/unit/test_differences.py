@@ -139,3 +139,28 @@ def test_the_tests_that_the_table_names_exist():
     }
     assert len(named) > 10
     assert named <= defined
+
+
+@pytest.mark.parametrize(
+    ("preset", "grid", "whole"),
+    [("dense", "code", False), ("sparse", "code", True), ("dense", "cell", True)],
+)
+def test_sparse_steps_decode_whole_cells_where_the_release_decodes_codes(preset, grid, whole):
+    model = tiny.model_settings(codes_per_token=4)
+    sampling = config.Sampling(preset=preset, grid=grid, num_steps=5)
+    settings = presets.step_settings(sampling, model, "image")
+    plan = presets.plan(sampling, settings, model, np.zeros((1, 9), bool), 1)
+    assert all((part.candidates.shape[-1] == 1) == whole for part in plan)
+    if not whole:  # some cell is known in part after a step
+        assert any(part.candidates.any(-1).sum() > part.candidates.all(-1).sum() for part in plan)
+
+
+def test_text_and_image_have_a_register_each():
+    model = tiny.denoiser(tiny.model_settings())
+    assert model.register_understanding.shape == (model.settings.width,)
+    assert model.register_generation.shape == (model.settings.generation_width,)
+
+
+def test_blocks_of_training_are_steps_of_a_plan_unless_told():
+    assert config.Diffusion().blocks == "schedule"
+    assert config.Diffusion(blocks="uniform").blocks == "uniform"
