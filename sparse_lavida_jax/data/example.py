@@ -43,7 +43,7 @@ class Example:
 
     @property
     def ends_from(self) -> int:
-        """The first position at which end-of-text may stand: after all that is given."""
+        """The first position at which a text may end: none before its last given token."""
         if not self.ends:
             return len(self.given)
-        return int(np.flatnonzero(self.given)[-1]) + 1 if self.given.any() else 0
+        return int(np.flatnonzero(self.given)[-1]) if self.given.any() else 0

@@ -22,6 +22,7 @@ from sparse_lavida_jax.sampling import state as state_of
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 SETTINGS = tiny.model_settings(num_registers=2)
+FOUR_REGISTERS = dataclasses.replace(SETTINGS, num_registers=4)
 
 
 def image_requests(*words, given=0.0):
@@ -682,7 +683,7 @@ def test_merged_steps_are_numbered_and_cooled_as_the_steps_that_there_are():
         num_steps=8, merge_cells=3, temperature_schedule="linear", temperature_end=0.5,
         registers=4, registers_end=1,
     )  # fmt: skip
-    settings = presets.step_settings(sampling, SETTINGS, "image")
+    settings = presets.step_settings(sampling, FOUR_REGISTERS, "image")
     plan = presets.plan(sampling, settings, SETTINGS, np.zeros((2, 9), bool), 1)
 
     def all_steps(name):
@@ -708,7 +709,7 @@ def merged_run(sampling, shares):
     requests = [
         tiny.request("image", SETTINGS, i, words=3, given=share) for i, share in enumerate(shares)
     ]
-    settings = presets.step_settings(sampling, SETTINGS, "image")
+    settings = presets.step_settings(sampling, FOUR_REGISTERS, "image")
     given = np.stack([request.given for request in requests])
     seeds = [one.request.seed for one in requests]
     return requests, presets.plan(sampling, settings, SETTINGS, given, 1, seeds), settings
@@ -976,7 +977,7 @@ def test_registers_that_fall_are_those_that_training_knows():
     """Every step predicts what training with its number of registers predicts."""
     model, requests = tiny.denoiser(SETTINGS), image_requests(3, 12)
     sampling = config.Sampling(num_steps=5, temperature=0.8, registers=4, registers_end=1)
-    settings = presets.step_settings(sampling, SETTINGS, "image")
+    settings = presets.step_settings(sampling, FOUR_REGISTERS, "image")
     given = np.stack([request.given for request in requests])
     plan = presets.plan(sampling, settings, SETTINGS, given, 1)
     counts = np.concatenate([part.registers for part in plan]).tolist()

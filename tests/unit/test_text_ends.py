@@ -62,7 +62,7 @@ def test_a_response_of_a_fixed_length_does_not_end(ends_at_once):
 
 def test_the_end_may_be_drawn_after_what_is_given_alone():
     asked = [with_given([2, 7]), with_given([]), with_given([11]), with_given([0], ends=False)]
-    assert [one.ends_from for one in asked] == [8, 0, 12, 12]
+    assert [one.ends_from for one in asked] == [7, 0, 11, 12]
     settings = traces.settings_of("sparse", "text", SETTINGS)
     rows = state.rows_of(asked, settings)
     now = tiny.step_at(jnp.broadcast_to(jnp.arange(tiny.TEXT_LEN), (4, tiny.TEXT_LEN)))
