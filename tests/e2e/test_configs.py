@@ -188,7 +188,7 @@ def test_the_assignment_of_the_paper_is_named(name):
     assert paper.diffusion == config.Diffusion(**named, **steps, weighting="1/t")
     assert paper.name == f"{name}_paper"
     assert dataclasses.replace(paper, name=name, diffusion=read(name).diffusion) == read(name)
-    with pytest.raises(config.ConfigError, match="no 'papr'\. There are: schedule, "):
+    with pytest.raises(config.ConfigError, match=r"no 'papr'\. There are: schedule, "):
         config.read(CONFIGS[name].with_name(f"{name}.py:papr"))
 
 
