@@ -77,18 +77,38 @@ def get_config() -> ml_collections.ConfigDict:
     return c
 
 
-def for_training(name: str) -> ml_collections.ConfigDict:
-    """Returns what trainings that start from a converted release share."""
+# How training cuts responses into blocks (docs/training.md): `configs/sft_1024.py:paper`.
+ASSIGNMENTS = dict(
+    # Ours. A text row predicts the tokens of eight of a sampler's steps.
+    schedule=dict(num_masked_blocks=8, text_masked_blocks=8),
+    # The paper's words (Sec. 3.3, M and N of its figure) and its loss (Eq. 1).
+    paper=dict(blocks="uniform", num_clean_blocks=3, num_masked_blocks=2, weighting="1/t"),
+    # What these configs were once; a run that was begun so goes on with it.
+    one_step=dict(num_masked_blocks=8, text_masked_blocks=1),
+)
+
+
+def for_training(name: str, assignment: str) -> ml_collections.ConfigDict:
+    """Returns what trainings that start from a converted release share.
+
+    Args:
+        assignment: one of `ASSIGNMENTS`.
+    """
+    if assignment not in ASSIGNMENTS:
+        raise ValueError(f"there is no {assignment!r}. There are: {', '.join(ASSIGNMENTS)}.")
     c = get_config()
-    c.name = name
+    c.name = f"{name}_paper" if assignment == "paper" else name
     c.model.remat = "layer"
     c.data = dict(
         source="prepared",
         folder="prepared",
         text_block_len=32,
         max_answer_len=256,
+        # Evaluations ask for up to as many (docs/evaluation.md).
+        sampled_answer_len=0 if assignment == "one_step" else 1024,
         source_drop=0.5,  # spec Sec. 9.2
     )
-    c.diffusion = dict(num_masked_blocks=8, plan_steps=(16, 32, 64), plan_text_steps=(8, 16, 32))
+    c.diffusion = dict(plan_steps=(16, 32, 64), plan_text_steps=(8, 16, 32))
+    c.diffusion.update(ASSIGNMENTS[assignment])
     c.train = dict(init_from="models/lavida-o", loss_chunk=512, image_seconds=0.0)
     return c

@@ -5,14 +5,15 @@ r"""LoRA of LaViDa-O on one GPU: a frozen base in bfloat16, adapters for the mat
     python -m sparse_lavida_jax.main --config=configs/lavida_o_lora.py
 
 The base is a converted release (`--mode=convert`). Rank, alpha and learning rate are ours.
+`configs/lavida_o_lora.py:paper` cuts responses into blocks in the paper's way (docs/training.md).
 """
 
 import lavida_o
 import ml_collections
 
 
-def get_config() -> ml_collections.ConfigDict:
-    c = lavida_o.for_training("lavida_o_lora")
+def get_config(assignment: str = "schedule") -> ml_collections.ConfigDict:
+    c = lavida_o.for_training("lavida_o_lora", assignment)
     c.lora = dict(rank=16, alpha=32.0)
     c.optimizer = dict(learning_rate=1e-4, warmup_steps=100, frozen_dtype="bfloat16")
     c.train.batch_size = 1

@@ -8,7 +8,8 @@ The base is a converted release (`--mode=convert`) in `models/lavida-o`, the dat
 learning rate 2e-5, b1 0.99, b2 0.999, 100k steps on 64 GPUs, 5 days. From the release (spec Sec.
 9): no weight decay, warm-up over 3 % of the steps, cosine to a tenth, clipping at 1, the vision
 tower at 2e-6, two rows a device, the source of every second edit dropped. Ours, where neither says
-it: float32 masters and moments, the assignment of blocks (`blocks="uniform"` is the paper's).
+it: float32 masters and moments, and the assignment of blocks. The paper's own is
+`configs/sft_1024.py:paper` (docs/training.md).
 
 The mesh is for 64 devices of 32 GB or more (`bench.training --plan --config=configs/sft_1024.py
 --devices=64 --device-gb=32`). Not run by us: there was no such machine. On one GPU
@@ -22,10 +23,9 @@ RATE = 2e-5
 STEPS = 100_000
 
 
-def get_config() -> ml_collections.ConfigDict:
-    c = lavida_o.for_training("sft_1024")
+def get_config(assignment: str = "schedule") -> ml_collections.ConfigDict:
+    c = lavida_o.for_training("sft_1024", assignment)
     c.data.workers = 8
-    c.diffusion.blocks = "schedule"
     c.optimizer = dict(
         learning_rate=RATE,
         final_fraction=0.1,

@@ -247,6 +247,9 @@ class Data(Section):
     text_block_len: Positive = 8  # S: tokens decoded together in a text answer
     max_prompt_len: Positive = 96  # understanding tokens of the longest prompt, vision included
     max_answer_len: Positive = 40  # text response tokens, a multiple of text_block_len
+    # Tokens of the longest text that will be sampled: registers of a text row stand after a random
+    # length from that of its response up to this; 0: right after its response.
+    sampled_answer_len: Count = 0
     plan_drop: Share = 0.1  # share of image rows without their layout plan
     prompt_drop: Share = 0.1  # share of rows whose prompt is masked, for guidance
     source_drop: Share = 0.1  # share of edit rows whose source cells are masked

@@ -205,7 +205,7 @@ def training_logits(
                         prompt,
                         moment.canvas[r],
                         settings.kind,
-                        _blocks(moment, r, with_rest, mask_id),
+                        blocks_of(moment, r, with_rest, mask_id),
                         model.settings,
                         full_attention=full,
                     )
@@ -221,7 +221,7 @@ def training_logits(
     return [guide(rows, settings) * seen for rows, seen in zip(logits, masked, strict=True)]
 
 
-def _blocks(moment: Moment, row: int, with_rest: bool, mask_id: int | None) -> diffusion.Blocks:
+def blocks_of(moment: Moment, row: int, with_rest: bool, mask_id: int | None) -> diffusion.Blocks:
     """Returns the training blocks of the state before a step: N = 1.
 
     Args:

@@ -27,6 +27,7 @@ from sparse_lavida_jax.layout import NO_CELL, Stream, make_layout, sort_by_block
 from sparse_lavida_jax.sequence import (
     Kind,
     PromptRow,
+    Response,
     SeenBatch,
     Views,
     prompt_row,
@@ -183,8 +184,24 @@ def make_row(example: Example, settings: config.Config, rng: np.random.Generator
         drop_prompt=rng.random() < settings.data.prompt_drop,
         drop_source=rng.random() < settings.data.source_drop,
     )
+    length = prompt.length + _room_after(example, settings.data, rng)
     registers = 0 if attention == "full" else model.num_registers
-    return TrainingRow(example, prompt, blocks, registers)
+    return TrainingRow(example, dataclasses.replace(prompt, length=length), blocks, registers)
+
+
+def _room_after(example: Example, data: config.Data, rng: np.random.Generator) -> int:
+    """Returns how many tokens longer the text may be that a sampler writes, in whole text blocks.
+
+    They are masked and in no block, so that all they move is the registers. Any doubling of the
+    length, up to `data.sampled_answer_len`, is as likely as any other. An image, and a text that
+    something follows (a box), are as long as they are; then nothing is drawn.
+    """
+    length, block, longest = len(example.response), data.text_block_len, data.sampled_answer_len
+    is_open = example.kind == "text" and isinstance(example.parts[-1], Response)
+    if not is_open or longest < length + block:
+        return 0
+    drawn = length * ((longest + block) / length) ** rng.random()
+    return int(min(drawn, longest) - length) // block * block
 
 
 def given_of(

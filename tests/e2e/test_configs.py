@@ -14,13 +14,13 @@ from flax import nnx
 
 from sparse_lavida_jax import config, diffusion, orders
 from sparse_lavida_jax.data import grey
-from sparse_lavida_jax.evals import exact
+from sparse_lavida_jax.evals import benchmark, exact
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.sampling import plans, presets
 from sparse_lavida_jax.scenes import batches, tasks, world
 from sparse_lavida_jax.scenes.prompts import ANSWER_TOKENS
-from sparse_lavida_jax.training import optimizer
+from sparse_lavida_jax.training import optimizer, runs
 
 CONFIGS = {  # the one of benchmarks is in test_evaluate.py
     path.stem: path
@@ -39,7 +39,9 @@ DENOISERS = [
     for name in CONFIGS
     if read(name).train.stage == "denoiser" and read(name).data.source in ("scenes", "digits")
 ]
+PREPARED = [name for name in CONFIGS if read(name).data.source == "prepared"]
 each = pytest.mark.parametrize("name", CONFIGS)
+each_prepared = pytest.mark.parametrize("name", PREPARED)
 each_denoiser = pytest.mark.parametrize("name", DENOISERS)
 
 
@@ -168,6 +170,43 @@ def test_the_dense_baseline_differs_in_its_attention_only():
         model=dataclasses.replace(dense.model, trained_attention="step_causal"),
     )
     assert alike == sparse
+
+
+@each_prepared
+def test_registers_are_trained_as_far_as_evaluations_write(name):
+    benchmarks = [preset for one in benchmark.names() for preset in benchmark.find(one).configs]
+    asked = {one: benchmark.preset(one)["evaluate"].get("max_new_tokens", 0) for one in benchmarks}
+    assert max(asked.values()) == 1024
+    assert read(name).data.sampled_answer_len >= max(asked.values())
+
+
+@each_prepared
+def test_the_assignment_of_the_paper_is_named(name):
+    paper = config.read(CONFIGS[name].with_name(f"{name}.py:paper"))
+    steps = {"plan_steps": (16, 32, 64), "plan_text_steps": (8, 16, 32)}
+    named = {"blocks": "uniform", "num_clean_blocks": 3, "num_masked_blocks": 2}
+    assert paper.diffusion == config.Diffusion(**named, **steps, weighting="1/t")
+    assert paper.name == f"{name}_paper"
+    assert dataclasses.replace(paper, name=name, diffusion=read(name).diffusion) == read(name)
+    with pytest.raises(config.ConfigError, match=r"no 'papr'\. There are: schedule, "):
+        config.read(CONFIGS[name].with_name(f"{name}.py:papr"))
+
+
+@each_prepared
+def test_a_run_that_was_begun_with_one_step_of_text_can_go_on(name, tmp_path):
+    """Its settings were written without those that are newer."""
+    once = config.read(CONFIGS[name].with_name(f"{name}.py:one_step"))
+    with runs.Run(tmp_path, once) as run:
+        run.metrics_path.write_text("")
+    path = tmp_path / "config.json"
+    written = json.loads(path.read_text())
+    assert written["diffusion"].pop("text_masked_blocks") == 1
+    assert written["data"].pop("sampled_answer_len") == 0
+    path.write_text(json.dumps(written))
+    with runs.Run(tmp_path, once):
+        pass
+    with pytest.raises(runs.RunError, match="sampled_answer_len was 0 and is 1024"):
+        runs.Run(tmp_path, read(name)).__enter__()
 
 
 def test_the_image_tokenizers_are_those_that_are_shipped():

@@ -8,6 +8,12 @@ import pytest
 import tiny
 import traces
 
+from sparse_lavida_jax import config, diffusion
+from sparse_lavida_jax.data.batch import make_row
+from sparse_lavida_jax.data.example import Example
+from sparse_lavida_jax.sampling import prompts
+from sparse_lavida_jax.sequence import Response
+
 TOLERANCE = 2e-5
 
 
@@ -94,3 +100,58 @@ def test_sampler_logits_are_training_logits_at_every_step(case):
         predicted += moment.masked
     given = np.stack([request.given for request in requests])
     np.testing.assert_array_equal(predicted > 0, ~given)
+
+
+def settings_for(model: config.Model, longest: int) -> config.Config:
+    """Returns the settings of a training for texts of up to `longest` tokens."""
+    data = config.Data(
+        text_block_len=tiny.TEXT_BLOCK_LEN, sampled_answer_len=longest, prompt_drop=0.0, given=0.0
+    )
+    return config.Config(model=model, data=data)
+
+
+def shortened(asked: Example, length: int) -> Example:
+    """Returns a text request, with nothing after its response, that is answered in fewer tokens."""
+    start = next(i for i, part in enumerate(asked.parts) if isinstance(part, Response))
+    return dataclasses.replace(
+        asked,
+        parts=(*asked.parts[:start], Response(length)),
+        response=asked.response[:length],
+        given=asked.given[:length],
+        reach=length,
+    )
+
+
+def test_registers_of_a_long_text_stand_where_training_with_short_answers_put_them():
+    """Answers were up to 256 tokens long, and 1,024 are sampled, with registers after those."""
+    model, block = tiny.denoiser(tiny.model_settings(num_registers=4)), tiny.TEXT_BLOCK_LEN
+    asked = shortened(tiny.request("text", model.settings, 0, words=5), tiny.TEXT_LEN)
+    settings = traces.settings_of("sparse", "text", model.settings)
+    steps, _ = traces.moments(model, [asked], traces.plan([asked], settings, 3), settings)
+    (length,) = prompts.prepare([asked], model.settings, settings).length.tolist()
+    short = shortened(asked, block)  # what is trained ends in the first text block
+    drawn = {}
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        row = make_row(short, settings_for(model.settings, tiny.TEXT_LEN), rng)
+        drawn[row.prompt.length] = row.prompt
+    before = make_row(short, settings_for(model.settings, 0), np.random.default_rng(0))
+    start = before.prompt.response_position
+    assert sorted(drawn) == [start + block, start + 2 * block, length]
+    first = [moment for moment in steps if moment.masked[:, :block].any()]
+    assert len(first) == 3
+    for moment in first:
+        state = dataclasses.replace(
+            moment, canvas=moment.canvas[:, :block], decoded_at=moment.decoded_at[:, :block],
+            masked=moment.masked[:, :block],
+        )  # fmt: skip
+        sampled = moment.logits[0, :block]
+        for prompt, is_same in ((drawn[length], True), (before.prompt, False)):
+            row = diffusion.corrupt(
+                prompt, state.canvas[0], "text", traces.blocks_of(state, 0, False, None),
+                model.settings,
+            )  # fmt: skip
+            batch = tiny.stacked([row], model.settings)
+            (trained,) = traces.spread_logits(model, batch, "text", [start], block)
+            error = np.abs(trained - sampled)[state.masked[0]].max()
+            assert (error < TOLERANCE) == is_same

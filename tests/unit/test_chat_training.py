@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import raw_data
 
+from sparse_lavida_jax import config
 from sparse_lavida_jax.data import batch as making
 from sparse_lavida_jax.lavida_o import chat
 from sparse_lavida_jax.mixture import examples
@@ -430,6 +431,25 @@ def test_every_kind_is_an_example_with_one_response(mixer, made):
         assert (example.response != mixer.settings.model.text_mask_id).all() or (
             example.kind == "image"
         )
+
+
+@pytest.mark.parametrize("made", [made for made, _ in RELEASED.values()], ids=[*RELEASED])
+def test_only_an_answer_that_nothing_follows_may_be_sampled_longer(mixer, made):
+    """Boxes and images are as long when they are sampled as when they are trained."""
+    settings = config.changed(mixer.settings, {"data": {"sampled_answer_len": 1024}})
+    moved = set()
+    for seed in range(8):
+        example = mixer.example(made, generator(seed))
+        lengths = [
+            making.make_row(example, one, generator(seed)).prompt.length
+            for one in (mixer.settings, settings)
+        ]
+        if not isinstance(example.parts[-1], Response):
+            assert lengths[0] == lengths[1]
+        else:
+            moved.add(lengths[1] - lengths[0])
+            assert len(example.response) <= len(example.response) + lengths[1] - lengths[0] <= 1024
+    assert len(moved) != 1  # none, or several
 
 
 def test_an_unknown_kind_is_told(mixer):

@@ -18,7 +18,7 @@ import stand_ins
 import tiny
 
 from sparse_lavida_jax import config, diffusion
-from sparse_lavida_jax.data.batch import given_of
+from sparse_lavida_jax.data.batch import corrupt, given_of
 from sparse_lavida_jax.data.feed import Feed
 from sparse_lavida_jax.layout import GIVEN_BLOCK, PROMPT_BLOCK
 from sparse_lavida_jax.scenes import batches as scene_batches
@@ -442,6 +442,29 @@ def test_registers_stand_after_the_whole_sequence(by_kind):
         length = prompt_row(row.example.parts, text_mask_id=1, codes_per_token=1).length
         places = np.unique(row.position[row.is_register])
         np.testing.assert_array_equal(places, length + np.arange(model.num_registers))
+
+
+def test_registers_of_text_stand_after_lengths_up_to_the_longest_that_is_sampled(by_kind):
+    """Nothing else of a row moves, and no token is added; the same seed draws the same length."""
+    before, longest = by_kind["schedule"], 64
+    data = {"tasks": ALL, "max_answer_len": 40, "sampled_answer_len": longest}
+    after, model, lengths = make_batches(data=data), before.settings.model, set()
+    for group, number in itertools.product(before.groups, range(40)):
+        was, row = (batches.made(group, number, 0) for batches in (before, after))
+        moved = row.prompt.length - was.prompt.length
+        assert after.made(group, number, 0).prompt.length == row.prompt.length
+        assert row.length == was.length
+        for name in ("text", "image"):
+            one, two = (getattr(corrupt(given, model), name) for given in (was, row))
+            registers = one.tokens == model.text_register_id if name == "text" else False
+            expected = dataclasses.replace(one, position=one.position + moved * registers)
+            for field, values in vars(expected).items():
+                np.testing.assert_array_equal(values, getattr(two, field))
+        if row.example.kind == "text":
+            lengths.add(len(row.example.response) + moved)
+        else:
+            assert moved == 0
+    assert lengths == {*range(8, longest + 1, 8)}
 
 
 def test_with_full_attention_everything_is_in_block_0_without_registers(by_kind):

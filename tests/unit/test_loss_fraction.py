@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Of what a training config passes through the model, enough has a loss: of text and of images."""
+
+import collections
+import dataclasses
+import pathlib
+
+import numpy as np
+import pytest
+import raw_data
+import stand_ins
+import tokenizers
+from tokenizers import models, pre_tokenizers
+
+from sparse_lavida_jax import config
+from sparse_lavida_jax.data.batch import TrainingRow, longest_of, make_row
+from sparse_lavida_jax.lavida_o import chat
+from sparse_lavida_jax.mixture.batches import MixtureBatches
+from sparse_lavida_jax.mixture.examples import Mixer
+from sparse_lavida_jax.mixture.records import Record
+from sparse_lavida_jax.scenes import batches, world
+from sparse_lavida_jax.scenes.task import TEXT_GROUPS
+
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+ANSWERS = (4, 20, 60, 120, 240, 240)  # words
+ROWS = 144
+PHOTO = raw_data.png(0, 800, 800)  # of which the vision tower sees five views
+
+# The least share of the slots of a row, padding included, whose token has a loss: of text, of
+# images. Text with one step a row had 1.3 % in the configs of LaViDa-O.
+LEAST = {
+    "sft_1024": (0.06, 0.22),
+    "lavida_o_lora": (0.06, 0.22),
+    "lavida_o_branch": (0.06, 0.22),
+    "sft_1024:paper": (0.06, 0.35),
+    "scenes": (0.06, 0.1),
+    "scenes_g4": (0.06, 0.1),
+    "scenes_long": (0.065, 0.1),
+    "scenes_dense": (0.14, 0.14),
+    "digits": (0.0, 0.16),  # no text
+}
+
+
+def read(name: str) -> config.Config:
+    file, colon, assignment = name.partition(":")
+    return config.read(CONFIGS / f"{file}.py{colon}{assignment}")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> chat.ChatTokenizer:
+    """A token a word, so that prompts are about as long as they are in the released tokenizer."""
+    made = tokenizers.Tokenizer(models.WordLevel({"word": 0}, unk_token="word"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.add_special_tokens([*chat.CONTROL])
+    path = tmp_path_factory.mktemp("words") / "tokenizer.json"
+    made.save(str(path))
+    return chat.ChatTokenizer(path)
+
+
+def record(kind: str, number: int, side: int) -> Record:
+    """Returns a question about a photo of 768 x 768 pixels, or an image with a caption."""
+    if kind == "text":
+        said = "word " * ANSWERS[number % len(ANSWERS)]
+        asked = ("word " * 12,)
+        return Record("understanding", "set", "1", asked, (said,), images=(PHOTO,), size=(800, 800))
+    target, places = np.full((1, side, side), number), np.zeros((1, 2))
+    return Record(
+        "text_to_image", "set", "1", ("word " * 60,), target=target, crops=places.astype(int),
+        light=places, size=(side, side),
+    )  # fmt: skip
+
+
+def prepared_rows(settings: config.Config, tokenizer, kind: str) -> list[TrainingRow]:
+    """Returns rows as long as true ones; no model is needed to make them."""
+    side = settings.model.grid_size * settings.model.codes_side
+    mixer, examples = Mixer(tokenizer, settings), []
+    for number in range(2 * len(ANSWERS) if kind == "text" else 1):
+        rng = np.random.default_rng(number)
+        examples.append(mixer.example(record(kind, number, side), rng))
+    return [
+        make_row(examples[i % len(examples)], settings, np.random.default_rng(i))
+        for i in range(ROWS)
+    ]
+
+
+def with_loss(rows: list[TrainingRow]) -> int:
+    return sum(int((row.blocks.weight > 0).sum()) for row in rows)
+
+
+def groups_of(settings: config.Config, tokenizer):
+    """Yields what each group of a config predicts, rows of it, and the shape they all are given."""
+    if settings.data.source == "prepared":
+        for kind in ("text", "image"):
+            rows = prepared_rows(settings, tokenizer, kind)
+            yield kind, rows, longest_of([row.length for row in rows], MixtureBatches.multiple)
+        return
+    table = np.zeros((world.NUM_APPEARANCES + 1, settings.model.codes_per_token), int)
+    encoder = dataclasses.replace(stand_ins.encoder(settings), appearance_codes=table)
+    made = batches.SceneBatches(settings, encoder)
+    made.probe = 64
+    for group in made.groups:
+        kind = "text" if group in TEXT_GROUPS else "image"
+        rows = [made.row(group, number) for number in range(64)]
+        yield kind, rows, made.shape_of(group).rows[-1]
+
+
+def loss_fractions(settings: config.Config, tokenizer) -> dict[str, float]:
+    """Returns `loss_fraction` as a run logs it, of text and of images."""
+    losses, slots = collections.Counter(), collections.Counter()
+    for kind, rows, shape in groups_of(settings, tokenizer):
+        losses[kind] += with_loss(rows)
+        slots[kind] += len(rows) * (shape.understanding + shape.generation)
+    return {kind: losses[kind] / slots[kind] for kind in slots}
+
+
+@pytest.mark.parametrize("name", LEAST)
+def test_neither_text_nor_images_are_starved_of_a_loss(name, tokenizer):
+    if name == "digits":
+        pytest.importorskip("sklearn", reason="the digits come with pip install '.[digits]'")
+    found = loss_fractions(read(name), tokenizer)
+    text, image = LEAST[name]
+    assert found.get("text", 1) >= text
+    assert found["image"] >= image
+
+
+def test_a_row_of_text_of_the_papers_run_has_a_hundred_tokens_with_a_loss(tokenizer):
+    """With one step a row it had 16 of 1,070."""
+    now, once = (
+        with_loss(prepared_rows(read(name), tokenizer, "text")) / ROWS
+        for name in ("sft_1024", "sft_1024:one_step")
+    )
+    assert once < 20 < 120 < now
