@@ -353,25 +353,14 @@ def _calls(rows: list[View], kind: str, pattern: str) -> Findings:
 
 
 def _roofline(row: View) -> str:
-    """Returns how long the work takes at the rates that this run reached at best.
-
-    And how many programs of the forward kernel there are for a core of the device, one of which a
-    core runs at a time: what a last, partly filled turn leaves idle no tile can use.
-    """
+    """Returns how long the work takes at the rates that this run reached at best."""
     useful, tile = (row["flops"][of] / _matmul_rate(row) * 1e6 for of in ("useful", "tile"))
     moved = row["bytes"]["least"] / row["calibration"]["copy_gbps"] / 1e3
-    told = (
+    return (
         f"* {row['task']}, {row['batch']} rows: ours {row['median_s'] * 1e6:.1f} us. At the rate of"
         f" a matrix product {useful:.1f} us for the pairs that see each other, {tile:.1f} us for"
         f" their tiles; {moved:.1f} us to move q, k, v and the results once."
     )
-    programs = row["programs"]
-    if cores := row["device"].get("cores"):
-        turns = -(-programs // cores)
-        share = 100 * programs / (turns * cores)
-        told += f" {programs} programs forward on {cores} cores: {share:.0f} % of {turns} turns,"
-        told += " were they all alike."
-    return told
 
 
 # ---------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import functools
 import pathlib
 
 import jax
-import numpy as np
 import pytest
 from flax import nnx
 
