@@ -10,8 +10,8 @@ import stand_ins
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import grey
 from sparse_lavida_jax.evals import benchmark, exact, scenes, scorers
-from sparse_lavida_jax.pipeline import ANSWER_TOKENS
 from sparse_lavida_jax.scenes import digits, tasks, world
+from sparse_lavida_jax.scenes.prompts import ANSWER_TOKENS
 
 PROMPTS = 40
 EVALUATE = config.Evaluate(limit=PROMPTS)
