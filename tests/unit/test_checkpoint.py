@@ -19,7 +19,11 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import arrays, manifest, model_folder
 from sparse_lavida_jax.models import layers
 from sparse_lavida_jax.training.states import (
-    MODELS, States, _sum_digests, is_unfinished, load_unfinished,
+    MODELS,
+    States,
+    _sum_digests,
+    is_unfinished,
+    load_unfinished,
 )
 
 
