@@ -112,7 +112,7 @@ def test_the_report_has_the_curve_of_the_run(written):
 
 def test_the_report_has_a_score_for_every_task(written):
     for task in ("draw", "edit", "answer", "point", "infill"):
-        assert f"| {task} | 14 | 14 | 1.00 |" in written[0]
+        assert f"| {task} | 1 | 14 | 14 | 0.785 to 1.000 |" in written[0]
 
 
 def test_the_images_of_the_report_are_there(written):
