@@ -24,7 +24,7 @@ from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.kernels import attention
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.scenes import tasks
-from sparse_lavida_jax.scenes.encoder import Encoder
+from sparse_lavida_jax.scenes.prompts import Encoder
 from sparse_lavida_jax.sequence import Response, Text, stack_images
 from sparse_lavida_jax.training import flops
 from sparse_lavida_jax.training.loss import linear_cross_entropy, weighted_cross_entropy
