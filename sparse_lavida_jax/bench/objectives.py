@@ -17,7 +17,7 @@ import numpy as np
 
 from sparse_lavida_jax import config, train
 from sparse_lavida_jax.bench import memory, timing
-from sparse_lavida_jax.data.batch import corrupt, longest_of, make_row, stack
+from sparse_lavida_jax.data.batch import longest_of, make_row, stack
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.kernels import attention
@@ -88,8 +88,8 @@ def batches(
     for start in range(0, len(made), rows):
         own = made[start : start + rows]
         pixels = stack_images([row.example.pixels for row in own])
-        corrupted = [corrupt(row, model) for row in own]
-        found.append(stack(corrupted, shape, model, full_attention=is_full, pixels=pixels))
+        tokens = [row.tokens for row in own]
+        found.append(stack(tokens, shape, model, full_attention=is_full, pixels=pixels))
     return found
 
 

@@ -21,7 +21,6 @@ from sparse_lavida_jax.diffusion import (
     time_and_slope,
 )
 from sparse_lavida_jax.sequence import (
-    Kind,
     LearnedText,
     Part,
     Source,
@@ -82,9 +81,8 @@ class SequenceRow:
         return self.sequence.views
 
     @property
-    def kinds(self) -> frozenset[Kind]:
-        """What it predicts."""
-        return frozenset({"text", "image"} if len(self.sequence.codes) else {"text"})
+    def predicts(self) -> Predicts:
+        return "both" if len(self.sequence.codes) else "understanding"
 
     @staticmethod
     def batch(rows: "list[SequenceRow]", shape: GroupShape, settings: config.Config) -> Corrupted:
@@ -212,6 +210,7 @@ def _corrupt(
         tokens=np.where(masked, model.text_mask_id, prompt.ids),
         target=prompt.ids,
         weight=masked.astype(float),
+        total=masked.sum().astype(float),
     )
     hidden = mask_below(policy, drawn.image_time, drawn.image_noise) != inverse
     weight = hidden.astype(float)
@@ -219,16 +218,17 @@ def _corrupt(
         weight = hidden * sequence.code_weight
         weight *= hidden.sum() / max(weight.sum(), 1e-9)
     cell = np.arange(len(sequence.codes))
-    drawn_cells = dataclasses.replace(
+    image = dataclasses.replace(
         Tokens.of_prompt(sequence.codes, cell, prompt.response_position + cell),
         tokens=np.where(hidden, model.image_mask_id, sequence.codes),
         target=sequence.codes,
         weight=weight,
+        total=weight.sum() / model.codes_per_token,
     )
-    source = Tokens.of_prompt(prompt.codes, prompt.cell, prompt.source_position)
-    image = dataclasses.replace(source, weight=np.zeros(source.tokens.shape)) + drawn_cells
-    totals = text.weight.sum(), image.weight.sum() / model.codes_per_token
-    return CorruptedRow(text, image, *totals, "both")
+    source = Tokens.of_prompt(
+        prompt.codes, prompt.cell, prompt.source_position, weight_by_code=True
+    )
+    return CorruptedRow(text, source + image, "both")
 
 
 def mask_below(policy: str, time: float, noise: Float[np.ndarray, "*s"]) -> Bool[np.ndarray, "*s"]:
@@ -241,6 +241,6 @@ def mask_below(policy: str, time: float, noise: Float[np.ndarray, "*s"]) -> Bool
     return noise <= max(mask_probability(policy, time), noise.min(initial=np.inf))
 
 
-def mask_probability(policy: str, u: float) -> float:
+def mask_probability(policy: str, uniform: float) -> float:
     """Returns with which probability the release masks, for a uniform u: 1e-3 + (1 - 1e-3) t."""
-    return MIN_TIME + (1 - MIN_TIME) * time_and_slope(policy, u)[0]
+    return MIN_TIME + (1 - MIN_TIME) * time_and_slope(policy, uniform)[0]
