@@ -11,11 +11,12 @@ The number of examples of a row is fixed, which keeps the number of rows and of 
 which examples meet is chosen so that all rows end up about as long.
 """
 
+import abc
 import dataclasses
 import functools
 import operator
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool
@@ -66,29 +67,24 @@ class GroupShape:
     rows: tuple[RowShape, ...]
 
 
-@runtime_checkable
-class Row(Protocol):
-    """What a batch is made of: a `TrainingRow`, or a row of another objective."""
+@dataclasses.dataclass(frozen=True)
+class Row(abc.ABC):
+    """What a batch is made of; the objectives have a kind of their own.
 
-    @property
-    def length(self) -> RowShape:
-        """How many tokens it may have in each stream."""
-        ...
+    Attributes:
+        length: how many tokens it may have in each stream.
+        views: of its images, where they may be several.
+        predicts: the streams that hold its response.
+    """
 
-    @property
-    def views(self) -> tuple[Views, ...]:
-        """The views of its images, where they may be several."""
-        ...
-
-    @property
-    def predicts(self) -> Predicts:
-        """The streams that hold its response."""
-        ...
+    length: RowShape
+    views: tuple[Views, ...]
+    predicts: Predicts
 
     @staticmethod
+    @abc.abstractmethod
     def batch(rows: list, shape: GroupShape, settings: config.Config) -> Corrupted | None:
         """Returns rows of this kind as one batch; None where they do not fit `shape` together."""
-        ...
 
 
 # ---------------------------------------------------------------------------------------------
@@ -96,8 +92,8 @@ class Row(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainingRow:
-    """An example in one training pass. A `Row`.
+class TrainingRow(Row):
+    """An example in one training pass.
 
     Attributes:
         example: what it is made of.
@@ -109,27 +105,11 @@ class TrainingRow:
     blocks: Blocks
     tokens: CorruptedRow
 
-    @property
-    def length(self) -> RowShape:
-        tokens = self.tokens
-        return RowShape(len(tokens.understanding.block), len(tokens.generation.block))
-
-    @property
-    def views(self) -> tuple[Views, ...]:
-        return self.example.views
-
-    @property
-    def predicts(self) -> Predicts:
-        return self.tokens.predicts
-
     @staticmethod
     def batch(
         rows: "list[TrainingRow]", shape: GroupShape, settings: config.Config
     ) -> Corrupted | None:
-        """Returns rows as one batch, `data.packing` of them in each row of it.
-
-        Returns None where they do not fit `shape` together.
-        """
+        """Returns rows as one batch, `data.packing` of them in each row of it, if they fit."""
         per_row, model = settings.data.packing, settings.model
         lengths = [row.length for row in rows]
         shared = deal(lengths, per_row) if per_row > 1 else _alone(rows)
@@ -177,7 +157,8 @@ def make_row(example: Example, settings: config.Config, rng: np.random.Generator
     tokens = diffusion.corrupt(
         prompt, example.response, example.kind, blocks, model, full_attention=is_full
     )
-    return TrainingRow(example, blocks, tokens)
+    length = RowShape(len(tokens.understanding.block), len(tokens.generation.block))
+    return TrainingRow(length, example.views, tokens.predicts, example, blocks, tokens)
 
 
 def given_of(

@@ -117,7 +117,7 @@ class MixtureBatches(Batches):
         """
         try:
             if self.released:
-                return SequenceRow(self.mixer.sequence(record, rng), rng)
+                return SequenceRow.of(self.mixer.sequence(record, rng), rng)
             return make_row(self.mixer.example(record, rng), self.settings, rng)
         except ValueError as error:
             raise RecordError(f"{record.source} {record.name}: {error}") from error

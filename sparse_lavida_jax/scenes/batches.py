@@ -100,7 +100,7 @@ class SceneBatches(Batches):
         task = members[rng.choice(len(members), p=weights / weights.sum())]
         example = self._example(task, int(rng.integers(2**40)), rng)
         if self.released:
-            return SequenceRow(self.encoder.sequence(example), rng)
+            return SequenceRow.of(self.encoder.sequence(example), rng)
         return make_row(example, self.settings, rng)
 
     def _example(self, task: str, index: int, rng: np.random.Generator) -> Example:
