@@ -205,7 +205,7 @@ def _corrupt(
         tokens=np.where(masked, model.text_mask_id, prompt.ids),
         target=prompt.ids,
         weight=masked.astype(float),
-        total=masked.sum().astype(float),
+        total=float(masked.sum()),
     )
     hidden = mask_below(policy, drawn.image_time, drawn.image_noise) != inverse
     weight = hidden.astype(float)
@@ -218,7 +218,7 @@ def _corrupt(
         tokens=np.where(hidden, model.image_mask_id, sequence.codes),
         target=sequence.codes,
         weight=weight,
-        total=weight.sum() / model.codes_per_token,
+        total=float(weight.sum() / model.codes_per_token),
     )
     source = Tokens.of_prompt(
         prompt.codes, prompt.cell, prompt.source_position, weight_by_code=True
