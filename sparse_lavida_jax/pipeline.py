@@ -24,10 +24,8 @@ from jaxtyping import Int
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import manifest, model_folder
 from sparse_lavida_jax.data.example import Example
-from sparse_lavida_jax.data.templates import (
-    RequestError,
-)
-from sparse_lavida_jax.inference.engine import Bucket, Engine, Work
+from sparse_lavida_jax.data.templates import PromptLanguage, RequestError
+from sparse_lavida_jax.inference.engine import Bucket, Engine, TaskRun
 from sparse_lavida_jax.inference.requests import (
     ROUNDS,
     ChangeOptions,
@@ -36,33 +34,27 @@ from sparse_lavida_jax.inference.requests import (
     Options,
     Pixels,
     Request,
+    RequestMaker,
     Shown,
     Words,
-    named,
     recorded_image,
     row_seeds,
-    rows_of,
-    sampling_of,
-    spec_of,
 )
 from sparse_lavida_jax.inference.results import FORMAT, Origin, Result
-from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
 from sparse_lavida_jax.lavida_o.prompts import ChatPrompts
 from sparse_lavida_jax.models import fuse, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.vq import ImageCodec
 from sparse_lavida_jax.sample import Callback
 from sparse_lavida_jax.sampling import presets
-from sparse_lavida_jax.scenes.encoder import Encoder, encoder_of
-from sparse_lavida_jax.scenes.prompts import ANSWER_TOKENS, ScenePrompts
-from sparse_lavida_jax.scenes.tokenizer import Tokenizer
-
-__all__ = ["ANSWER_TOKENS", "SparseLaViDa"]
+from sparse_lavida_jax.scenes.prompts import Encoder, ScenePrompts
 
 S = TypeVar("S", bound="SparseLaViDa")
 
 log = logging.getLogger(__name__)
 
+# By `config.Config.prompts`.
+LANGUAGES: dict[str, type[PromptLanguage]] = {"scenes": ScenePrompts, "chat": ChatPrompts}
 MASKED_GREY = 168  # of cells that are not decoded yet, in previews
 
 
@@ -74,14 +66,13 @@ class SparseLaViDa:
     Args:
         model: the denoiser.
         settings: the configuration it was trained with.
-        tokenizer: of the text.
+        prompts: how tasks are put to the model.
         codec: of images; None for a model that knows none.
         batch_size: most rows that are decoded together.
         source: the checkpoint it came from.
 
     Attributes:
         engine: the model and the sampler.
-        prompts: how tasks are put to the model.
         warned: whether it was said that the model was never trained for what was asked.
     """
 
@@ -89,17 +80,16 @@ class SparseLaViDa:
         self,
         model: Denoiser,
         settings: config.Config,
-        tokenizer: Tokenizer | ChatTokenizer,
+        prompts: PromptLanguage,
         codec: ImageCodec | None,
         batch_size: int = 16,
         source: Origin | None = None,
     ):
         self.settings = settings
-        self.tokenizer = tokenizer
+        self.prompts = prompts
         self.codec = codec
         self.source = source or Origin()
-        self.prompts = _prompts(settings, tokenizer, codec)
-        self.engine = Engine(model, batch_size, self.prompts.text_block_len)
+        self.engine = Engine(model, batch_size, prompts.text_block_len)
         self.warned = False
 
     @classmethod
@@ -134,18 +124,18 @@ class SparseLaViDa:
         split = None if mesh is None else sharding.over(mesh)
         loaded = model_folder.load_model(folder, sharding=split, dtype=dtype)
         settings = loaded.config
-        try:
-            tokenizer = _TOKENIZERS[settings.prompts](loaded.tokenizer_path)
-            if isinstance(tokenizer, ChatTokenizer):
-                tokenizer.check(settings.model)
-        except (ValueError, FileNotFoundError) as error:
-            raise model_folder.CheckpointError(str(error)) from error
         textual = settings.model.understanding_only
         codec = None if textual else ImageCodec(loaded.vq_folder, settings.model)
+        language = LANGUAGES[settings.prompts]
+        try:
+            tokenizer = language.tokenizer_type(loaded.tokenizer_path)
+            prompts = language.of(tokenizer, settings, codec)
+        except (ValueError, FileNotFoundError) as error:
+            raise model_folder.CheckpointError(str(error)) from error
         source = Origin(str(folder_or_name), manifest.digest(folder))
         fused = mesh is None and (jax.default_backend() == "gpu" or task != "both")
         model = fuse.for_inference(loaded.model, task=task) if fused else loaded.model
-        return cls(model, settings, tokenizer, codec, batch_size, source)
+        return cls(model, settings, prompts, codec, batch_size, source)
 
     @property
     def model(self) -> Denoiser:
@@ -158,6 +148,11 @@ class SparseLaViDa:
         return self.engine.batch_size
 
     @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the text."""
+        return self.prompts.tokenizer
+
+    @property
     def encoder(self) -> Encoder:
         """What makes training examples of the small world; a converted LaViDa-O has none."""
         if self.prompts.encoder is None:
@@ -166,13 +161,13 @@ class SparseLaViDa:
 
     def with_model(self: S, model: Denoiser) -> S:
         """Returns the same pipeline around other parameters."""
-        return type(self)(model, self.settings, self.tokenizer, self.codec, self.batch_size)
+        return type(self)(model, self.settings, self.prompts, self.codec, self.batch_size)
 
     def with_sampling(self: S, sampling: config.Sampling) -> S:
         """Returns the same pipeline with other default sampling settings."""
         settings = dataclasses.replace(self.settings, sampling=sampling)
         return type(self)(
-            self.model, settings, self.tokenizer, self.codec, self.batch_size, self.source
+            self.model, settings, self.prompts, self.codec, self.batch_size, self.source
         )
 
     def warmup(self, prompt: Words = "a") -> None:
@@ -185,7 +180,7 @@ class SparseLaViDa:
         for words in [prompt] if isinstance(prompt, str) else prompt:
             if not self.prompts.refusal("generate"):
                 self.generate(words)
-            self.decode([self.prompts.ask(words, (), ANSWER_TOKENS)])
+            self.decode([self.prompts.ask(words, (), self.prompts.answer_tokens)])
 
     # -- tasks ----------------------------------------------------------------------------
 
@@ -454,26 +449,13 @@ class SparseLaViDa:
 
         It is said once if the model was never trained for the settings.
         """
-        given = named(given)
-        spec = spec_of(task, given)
-        if refusal := self.prompts.refusal(task):
-            raise RequestError(refusal)
-        if task == "ground" and self.prompts.locates_in_one_step and "steps" in given:
-            raise RequestError("ground takes no steps here: this model finds all boxes in one.")
-        sampling, columns = sampling_of(spec.draws, given, self.settings.sampling)
-        preset = presets.untrained(sampling, self.settings.model)
+        side = 0 if self.codec is None else self.codec.image_size
+        made = RequestMaker(self.settings, self.prompts, side).make(task, words, shown, given)
+        preset = presets.untrained(made[0].sampling or self.settings.sampling, self.model.settings)
         if preset and not self.warned:
             log.warning("%s", untrained_warning(self.source.name or "this model", preset))
             self.warned = True
-        if words is None and spec.words:
-            raise RequestError("the prompt is empty: say in words what you want.")
-        if shown is not None and not spec.image:
-            raise RequestError(f"{task} takes no image.")
-        if task == "reflect":
-            self.prompts.check_task("generate")
-        side = 0 if self.codec is None else self.codec.image_size
-        shared = sampling, columns, self.prompts, side, self.settings.model
-        return rows_of(task, "caption" if words is None else words, shown, given, *shared)
+        return made
 
     def run(
         self,
@@ -501,7 +483,7 @@ class SparseLaViDa:
         ((_, sampling),) = tasks
         parts = self.engine, self.settings, self.prompts, self.codec, self.source
         how = {"callback": callback, "bucket": bucket, "shared": shared}
-        return Work(*parts, sampling or self.settings.sampling, **how).done(requests)
+        return TaskRun(*parts, sampling or self.settings.sampling, **how).done(requests)
 
     def decode(
         self,
@@ -562,19 +544,6 @@ def untrained_warning(name: str, preset: str) -> str:
         f"{name} was never trained sparsely, so the sampler {preset!r} will draw badly: fine-tune"
         " it first (`sparse-lavida train`)."
     )
-
-
-_TOKENIZERS = {"scenes": Tokenizer, "chat": ChatTokenizer}
-
-
-def _prompts(
-    settings: config.Config, tokenizer: Tokenizer | ChatTokenizer, codec: ImageCodec | None
-) -> ScenePrompts | ChatPrompts:
-    """Returns the language of prompts that a configuration names."""
-    if isinstance(tokenizer, ChatTokenizer):
-        return ChatPrompts(tokenizer, settings.model, codec.factor if codec else 1)
-    assert codec is not None
-    return ScenePrompts(encoder_of(tokenizer, settings, codec))
 
 
 def _check_is_ours(folder: pathlib.Path) -> None:

@@ -20,8 +20,7 @@ from sparse_lavida_jax.models.vq import ImageCodec
 from sparse_lavida_jax.scenes import batches as data_batches
 from sparse_lavida_jax.scenes import tasks, world
 from sparse_lavida_jax.scenes.batches import SceneBatches
-from sparse_lavida_jax.scenes.encoder import Encoder, encoder_of
-from sparse_lavida_jax.scenes.prompts import ScenePrompts
+from sparse_lavida_jax.scenes.prompts import Encoder, ScenePrompts, encoder_of
 from sparse_lavida_jax.scenes.tokenizer import SHIPPED, Tokenizer
 from sparse_lavida_jax.training import sources
 
@@ -118,6 +117,10 @@ def encoder(given: config.Config) -> Encoder:
     return encoder_of(tokenizer(), given, Codec())
 
 
+def prompts(given: config.Config) -> ScenePrompts:
+    return ScenePrompts(encoder(given))
+
+
 def batches(given: config.Config) -> SceneBatches:
     return SceneBatches(given, encoder(given))
 
@@ -137,8 +140,7 @@ class Knowing(pipelines.SparseLaViDa):
     """
 
     def __init__(self, given: config.Config, samples: Iterable[tasks.Sample], *, ignorant=False):
-        self.settings, self.prompts = given, ScenePrompts(encoder(given))
-        self.tokenizer = tokenizer()
+        self.settings, self.prompts = given, prompts(given)
         self.engine = Engine(tiny.denoiser(given.model), 2, given.data.text_block_len)
         self.ignorant = ignorant
         self.images, self.answers, self.calls = {}, {}, []

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What both languages of prompts share: mistakes in a request, texts with gaps, an interface."""
 
-import abc
 import re
 from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Int, UInt8
+
+from sparse_lavida_jax import config
+from sparse_lavida_jax.data.example import Example
+from sparse_lavida_jax.data.tokenizer import TextTokenizer
 
 Pixels = UInt8[np.ndarray, "_h _w 3"]
 Grid = Bool[np.ndarray, "y x"]
@@ -89,15 +93,50 @@ def too_long(text: str, tokens: int, most: int) -> RequestError:
     )
 
 
-class PromptLanguage(abc.ABC):
-    """How every task is put to a model: what `ScenePrompts` and `lavida_o`'s `ChatPrompts` share.
+@runtime_checkable
+class PromptLanguage(Protocol):
+    """How every task is put to a model: `scenes`' `ScenePrompts` or `lavida_o`'s `ChatPrompts`.
 
-    Both have the same methods; the pipeline calls either.
+    Attributes:
+        tokenizer_type, tokenizer: of the text.
+        encoder: what makes training examples of the small world; None where there are none.
+        describe: what asks for a caption.
+        describe_in: what asks for a caption of which words are given.
+        fill_in: what asks to fill the gaps of a text.
+        answer_tokens, long_answer_tokens: of a short answer, and of a long one such as a caption.
+        text_block_len: tokens of a text block.
+        locates_in_one_step: whether all boxes take one step, as released.
     """
 
-    @abc.abstractmethod
+    tokenizer_type: ClassVar[type[TextTokenizer]]
+    tokenizer: Any
+    encoder: Any
+    describe: ClassVar[str]
+    describe_in: ClassVar[str]
+    fill_in: ClassVar[str]
+    answer_tokens: ClassVar[int]
+    locates_in_one_step: ClassVar[bool]
+
+    @classmethod
+    def of(cls, tokenizer: Any, settings: config.Config, codec: Any) -> "PromptLanguage":
+        """Returns the language of a model, from its tokenizers.
+
+        Args:
+            codec: of images; None for a model that knows none.
+
+        Raises:
+            ValueError: tokenizer and model do not belong together.
+        """
+        ...
+
+    @property
+    def long_answer_tokens(self) -> int: ...
+    @property
+    def text_block_len(self) -> int: ...
+
     def refusal(self, task: str) -> str:
         """Returns why the model cannot do a task; "" if it can."""
+        ...
 
     def check_task(self, task: str) -> None:
         """Checks that the model can do a task.
@@ -108,29 +147,119 @@ class PromptLanguage(abc.ABC):
         if refusal := self.refusal(task):
             raise RequestError(refusal)
 
-    @abc.abstractmethod
+    def lays_out(self, task: str) -> bool:
+        """Returns whether an image of this task can be laid out in text first."""
+        ...
+
+    # Images.
+
+    def canvas(self, image: Pixels, side: int) -> UInt8[np.ndarray, "side side 3"]:
+        """Returns an image at the size of those the model draws."""
+        ...
+
     def on_canvas(self, mask: Bool[np.ndarray, "h w"]) -> Bool[np.ndarray, "_h _w"]:
         """Returns a mask over an image as a mask over its canvas."""
+        ...
 
-    @abc.abstractmethod
+    def erased(self, canvas: Pixels, known: Grid) -> Pixels:
+        """Returns a canvas without what is to be drawn, as the model is shown it."""
+        ...
+
+    def fill_words(self, task: str, prompt: str, known: Grid) -> str:
+        """Returns what asks to inpaint or outpaint an image of which these cells are known."""
+        ...
+
+    def draw(
+        self,
+        prompt: str,
+        codes: Int[np.ndarray, "l g"],
+        *,
+        plan: str | None = None,
+        attempts: Sequence[tuple[Pixels, str]] = (),
+    ) -> Example:
+        """Returns what draws an image, after earlier attempts with what is wrong with each."""
+        ...
+
+    def change(
+        self,
+        instruction: str,
+        codes: Int[np.ndarray, "l g"],
+        image: Pixels,
+        known: Grid | None,
+        plan: str | None = None,
+    ) -> Example:
+        """Returns what edits an image of these codes as told, or draws what is not known of it.
+
+        Args:
+            known: which cells are known; None for an edit, which may change them all.
+        """
+        ...
+
+    # Text.
+
+    def plan(self, prompt: str, image: Pixels | None = None) -> Example:
+        """Returns what lays out an image, or the change of one."""
+        ...
+
+    def ask(self, question: str, images: Sequence[Pixels], tokens: int) -> Example:
+        """Returns what answers a question in so many tokens, rounded up to whole text blocks.
+
+        Raises:
+            RequestError: a prompt that is too long, or too many images.
+        """
+        ...
+
+    def complete(self, words: str, template: Template, shown: Sequence[Pixels]) -> Example:
+        """Returns what fills the gaps of a template."""
+        ...
+
+    def judge(self, prompt: str, image: Pixels) -> Example:
+        """Returns what says whether an image is what was asked for."""
+        ...
+
+    def accepts(self, verdict: str) -> bool:
+        """Returns whether a verdict says that the image is right."""
+        ...
+
+    def correction(self, verdict: str) -> str | None:
+        """Returns the edit that mends the first fault of a verdict; None if none does."""
+        ...
+
     def template_ids(
         self, template: Template
     ) -> tuple[Int[np.ndarray, " l"], Bool[np.ndarray, " l"]]:
         """Returns the ids of a template, something else in its gaps, and which are known."""
+        ...
 
-    @abc.abstractmethod
     def ends(self) -> set[int]:
         """Returns the ids that end a text."""
-
-    @abc.abstractmethod
-    def decode(self, ids: list[int]) -> str:
-        """Returns the text of ids."""
+        ...
 
     def text(self, ids: Int[np.ndarray, "_l 1"]) -> str:
         """Returns the text of a response, up to its first end."""
         said, ends = ids[:, 0].tolist(), self.ends()
-        return self.decode(said[: next((i for i, x in enumerate(said) if x in ends), len(said))])
+        end = next((i for i, x in enumerate(said) if x in ends), len(said))
+        return self.tokenizer.decode(said[:end])
 
     def completed(self, template: Template, ids: Int[np.ndarray, "_l 1"]) -> str:
         """Returns a template with its gaps filled from a response."""
-        return self.decode(ids[: len(self.template_ids(template)[0]), 0].tolist())
+        return self.tokenizer.decode(ids[: len(self.template_ids(template)[0]), 0].tolist())
+
+    # Boxes.
+
+    def locate(self, phrases: Sequence[str], image: Pixels) -> list[Example]:
+        """Returns what finds things in an image."""
+        ...
+
+    def locate_one(self, phrase: str, image: Pixels) -> Example:
+        """Returns what finds one thing."""
+        ...
+
+    def boxes(
+        self,
+        phrases: Sequence[str],
+        responses: Sequence[Int[np.ndarray, "_l 1"]],
+        size: tuple[int, int],
+    ) -> list[Box | None]:
+        """Returns what was found, in pixels of an image of `size` (width, height)."""
+        ...

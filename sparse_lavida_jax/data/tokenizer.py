@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the text tokenizers have in common: a `tokenizer.json`, and text to ids."""
 
+import abc
 import pathlib
+from collections.abc import Iterable
 from typing import ClassVar
 
 import tokenizers
 
 
-class TextTokenizer:
+class TextTokenizer(abc.ABC):
     """Text to ids; a subclass says which ids are special, and makes text of ids.
 
     Raises:
@@ -35,6 +37,10 @@ class TextTokenizer:
     def encode(self, text: str) -> list[int]:
         """Returns ids; what is special in the text is as the class says."""
         return self._inner.encode(text).ids
+
+    @abc.abstractmethod
+    def decode(self, ids: Iterable[int]) -> str:
+        """Returns text; what is special in it is left out."""
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Returns ids, and for each the characters (start, end) of `text` that it stands for."""

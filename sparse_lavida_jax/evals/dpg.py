@@ -6,18 +6,18 @@ questions about each image; from its answers on, the score is a formula.
 """
 
 import dataclasses
+import pathlib
 import re
 from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
 
-from sparse_lavida_jax.evals.benchmark import JUDGED, ImageBenchmark
-from sparse_lavida_jax.evals.files import EvaluationError, read_separated, read_text
+from sparse_lavida_jax.evals.benchmark import JUDGED, ImageBenchmark, Item
+from sparse_lavida_jax.evals.files import EvaluationError, read_text, records
 from sparse_lavida_jax.evals.scorers import grouped, mean
 
 MOST_IMAGES = 4  # on one sheet
-DETAIL = "dpg_detail.txt"
 FIELDS = ("item_id", "proposition_id", "dependency", "question_natural_language")
 # What the official script writes: image, the part of the sheet, question, answer.
 _LINE = re.compile(
@@ -53,6 +53,7 @@ class Bench(ImageBenchmark):
         " --image-root-path set to that folder, --resolution to the side of an image, --pic-num to"
         f" evaluate.num_images, --res-path to {JUDGED}/dpg.txt next to it."
     )
+    verdicts = "dpg_detail.txt"
     configs: ClassVar = {"dpg": {"num_images": 4}}
 
     def read(self):
@@ -66,18 +67,17 @@ class Bench(ImageBenchmark):
         for path in self.files("prompts/*.txt"):
             if path.stem not in questions:
                 raise EvaluationError(f"dpg_bench.csv asks nothing of {path}. {self.source}")
-            yield path.stem, read_text(path).strip(), {}, list
+            yield Item(path.stem, read_text(path).strip(), {})
 
     def _questions(self) -> dict[str, list[Question]]:
         """Returns the questions of each prompt, in the order of the file."""
-        path = self.file("dpg_bench.csv")
         found = []
-        for line, row in enumerate(read_separated(path, ",", FIELDS), 2):
+        for _, row, where in records(self.file("dpg_bench.csv"), FIELDS):
             try:
                 parents = tuple(int(float(word)) for word in row["dependency"].split(","))
                 proposition = int(float(row["proposition_id"]))
             except ValueError as error:
-                raise EvaluationError(f"{path}, line {line}, holds no number: {error}.") from error
+                raise EvaluationError(f"{where} holds no number: {error}.") from error
             words = row["question_natural_language"].strip()
             found.append((row["item_id"], Question(proposition, words, parents)))
         return grouped(found)
@@ -93,12 +93,9 @@ class Bench(ImageBenchmark):
             page[top : top + height, left : left + width] = one
         return {f"{item.key}.png": page}
 
-    def scores(self, answers, folder):
+    def judged(self, answers, path):
         """Returns the mean over all prompts of the shares that mPLUG's answers give."""
-        path = folder / JUDGED / DETAIL
-        if not path.exists():
-            return []
-        questions, judged = self._questions(), _judged(read_text(path).splitlines())
+        questions, judged = self._questions(), _judged(path)
         keys = [one.item.key for one in answers]
         if missing := [key for key in keys if key not in judged]:
             raise EvaluationError(
@@ -154,13 +151,13 @@ def score(questions: Sequence[Question], said: Sequence[tuple[str, str]], where:
     return sum(counts.values()) / len(counts)
 
 
-def _judged(lines: Sequence[str]) -> dict[str, dict[str, list[tuple[str, str]]]]:
+def _judged(path: pathlib.Path) -> dict[str, dict[str, list[tuple[str, str]]]]:
     """Returns questions and answers, as they come, by prompt and part of the sheet."""
     found: dict[str, dict[str, list[tuple[str, str]]]] = {}
-    for line in lines:
+    for line in read_text(path).splitlines():
         match = _LINE.match(line)
         if match is None:
-            raise EvaluationError(f"{DETAIL} has a line that is none of the official: {line!r}.")
+            raise EvaluationError(f"{path} has a line that is none of the official: {line!r}.")
         name = re.split(r"[\\/]", match["path"])[-1].split(".")[0]
         part = found.setdefault(name, {}).setdefault(match["part"], [])
         part.append((match["question"].strip(), match["answer"].strip()))

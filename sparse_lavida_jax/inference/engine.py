@@ -16,7 +16,7 @@ from jaxtyping import Int
 
 from sparse_lavida_jax import config, sample, sequence
 from sparse_lavida_jax.data.example import Example
-from sparse_lavida_jax.data.templates import RequestError
+from sparse_lavida_jax.data.templates import PromptLanguage, RequestError
 from sparse_lavida_jax.inference import regions
 from sparse_lavida_jax.inference.requests import (
     LARGEST_SEED,
@@ -29,7 +29,6 @@ from sparse_lavida_jax.inference.requests import (
     of_row,
 )
 from sparse_lavida_jax.inference.results import FORMAT, Origin, Result
-from sparse_lavida_jax.lavida_o.prompts import ChatPrompts
 from sparse_lavida_jax.models import quantize
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.sample import Callback
@@ -37,7 +36,6 @@ from sparse_lavida_jax.sampling import plans, presets
 from sparse_lavida_jax.sampling.prefixes import Prefixes
 from sparse_lavida_jax.sampling.presets import StepSettings
 from sparse_lavida_jax.sampling.prompts import LaidOut, batched, lay_out, lengths_of
-from sparse_lavida_jax.scenes.prompts import ScenePrompts
 from sparse_lavida_jax.sequence import Kind
 
 SHARED_PROMPT = 128  # tokens
@@ -296,33 +294,29 @@ class _Canvas:
     known: Grid | None = None
 
 
-class Work:
-    """Requests while they are done: how, and what it took so far."""
+@dataclasses.dataclass
+class TaskRun:
+    """Requests of one task while they are done: how, and what it took so far.
 
-    def __init__(
-        self,
-        engine: Engine,
-        settings: config.Config,
-        prompts: ScenePrompts | ChatPrompts,
-        codec: Any,
-        source: Origin,
-        sampling: config.Sampling,
-        *,
-        callback: Callback | None,
-        bucket: Bucket | None,
-        shared: bool,
-    ):
-        self.engine = engine
-        self.settings = settings
-        self.prompts = prompts
-        self.codec = codec
-        self.source = source
-        self.sampling = sampling
-        self.callback = callback
-        self.bucket = bucket
-        self.shared = shared
-        self.seconds: dict[str, float] = {}
-        self.tokens = 0
+    Attributes:
+        engine, settings, prompts, codec, source: of the pipeline.
+        sampling: of all requests, except for what a request has of its own.
+        callback, bucket, shared: see `SparseLaViDa.run`.
+        seconds: what each stage took.
+        tokens: that passed through the network.
+    """
+
+    engine: Engine
+    settings: config.Config
+    prompts: PromptLanguage
+    codec: Any
+    source: Origin
+    sampling: config.Sampling
+    callback: Callback | None = None
+    bucket: Bucket | None = None
+    shared: bool = False
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    tokens: int = 0
 
     def done(self, requests: Sequence[Request]) -> Result:
         """Does what is asked by requests of one task."""
@@ -374,8 +368,8 @@ class Work:
         """Returns what was found, with the records of images."""
         records = ()
         if "pixels" in found:
-            plans = found.get("plans") or [None] * len(requests)
-            records = tuple(map(self._record, requests, plans))
+            layouts = found.get("plans") or [None] * len(requests)
+            records = tuple(map(self._record, requests, layouts))
         return Result(
             requests[0].task,
             tuple(request.words for request in requests),
@@ -419,10 +413,10 @@ class Work:
     def drawn(self, requests: Sequence[Request]) -> Result:
         """Returns the images of requests."""
         canvases = [self._canvas(request) for request in requests]
-        plans = self._layouts(requests, canvases)
+        layouts = self._layouts(requests, canvases)
         examples = [
-            self._image_example(canvas, plan)
-            for canvas, plan in zip(canvases, plans or [None] * len(requests), strict=True)
+            self._image_example(canvas, layout)
+            for canvas, layout in zip(canvases, layouts or [None] * len(requests), strict=True)
         ]
         cells = self.decode("image", examples, requests)
         with self.timed("pixels"):
@@ -430,7 +424,7 @@ class Work:
                 self.codec.decode(one[None], canvas.cells[0], self.sampling.vq_dtype)[0]
                 for one, canvas in zip(cells, canvases, strict=True)
             )
-        return self.result(requests, tokens=tuple(cells), pixels=pixels, plans=tuple(plans or ()))
+        return self.result(requests, tokens=tuple(cells), pixels=pixels, plans=tuple(layouts or ()))
 
     def _canvas(self, request: Request) -> _Canvas:
         side, grid = self.codec.image_size, self.settings.model.grid_size
@@ -452,14 +446,14 @@ class Work:
         self, requests: Sequence[Request], canvases: Sequence[_Canvas]
     ) -> list[str] | None:
         """Returns the layout of each image, as given or of the model's own; None: without."""
-        task, plans = requests[0].task, [request.plan for request in requests]
-        told = [plan for plan in plans if isinstance(plan, str)]
+        task, asked = requests[0].task, [request.plan for request in requests]
+        told = [layout for layout in asked if isinstance(layout, str)]
         if told:
             return told
         learned = self.prompts.lays_out(task)
-        if plans[0] and not learned:
+        if asked[0] and not learned:
             raise RequestError(f"this checkpoint was not trained to lay out images of {task!r}.")
-        wanted = self.sampling.plan if plans[0] is None else plans[0]
+        wanted = self.sampling.plan if asked[0] is None else asked[0]
         if not wanted or not learned:
             return None
         examples = [self.prompts.plan(canvas.words, canvas.image) for canvas in canvases]
@@ -495,9 +489,9 @@ class Work:
         now = dataclasses.replace(request, task="generate")
         while True:
             canvas = self._canvas(now)
-            plans = self._layouts([now], [canvas])
+            layouts = self._layouts([now], [canvas])
             earlier = attempts if now.task == "generate" else ()
-            example = self._image_example(canvas, plans[0] if plans else None, earlier)
+            example = self._image_example(canvas, layouts[0] if layouts else None, earlier)
             (cells,) = self.decode("image", [example], [now])
             (image,) = self.codec.decode(cells[None], dtype=self.sampling.vq_dtype)
             judged = [self.prompts.judge(request.words, image)]

@@ -87,13 +87,3 @@ def placed(image: Pixels, box: Sequence[int], side: int, step: int) -> tuple[Pix
     known = np.zeros((side // step, side // step), bool)
     known[y1 // step : y2 // step, x1 // step : x2 // step] = True
     return canvas, known
-
-
-def squared(pixels: Bool[np.ndarray, "h w"]) -> Bool[np.ndarray, "s s"]:
-    """Returns a mask padded with False to a square, in its middle, as `images.source_view` pads."""
-    height, width = pixels.shape
-    longest = max(height, width)
-    top, left = (longest - height) // 2, (longest - width) // 2
-    square = np.zeros((longest, longest), bool)
-    square[top : top + height, left : left + width] = pixels
-    return square

@@ -200,6 +200,112 @@ TASKS: dict[str, TaskSpec] = {
 }
 
 
+# ---------------------------------------------------------------------------------------------
+# What a person asks for, as requests.
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestMaker:
+    """Makes the requests of a model, and refuses what it cannot do.
+
+    Attributes:
+        side: of the largest image, in pixels; 0 for a model that knows none.
+    """
+
+    settings: config.Config
+    prompts: PromptLanguage
+    side: int
+
+    def make(
+        self,
+        task: str,
+        words: Words | None,
+        shown: Shown | Sequence[Shown] | None,
+        asked: Mapping[str, Any],
+    ) -> list[Request]:
+        """Returns a request for each row; see `SparseLaViDa.requests`."""
+        if task not in TASKS:
+            raise RequestError(f"there is no task {task!r}. Choose one of {', '.join(TASKS)}.")
+        spec, given = TASKS[task], named(asked)
+        if wrong := sorted(set(given) - spec.takes):
+            raise RequestError(
+                f"{task} takes no {wrong[0]}. It takes {', '.join(sorted(spec.takes))}."
+            )
+        self._check(task, spec, words, shown, given)
+        sampling, columns = sampling_of(spec.draws, given, self.settings.sampling)
+        copies = given.get("num_images", 1)
+        pairs = paired("caption" if words is None else words, shown, copies)
+        if spec.image == "needed" and not pairs[0][1]:
+            raise RequestError("this task is about an image: give one.")
+        count = len(pairs)
+        seeds = row_seeds(given.get("seed", 0), count, copies)
+        plan = given.get("plan")
+        plans = each("layouts", plan, count) if isinstance(plan, Sequence) else [plan] * count
+        numbers = {name: row_numbers(name, columns[name], count, copies) for name in columns}
+        return [
+            Request(
+                task=task,
+                words=one,
+                images=images,
+                seed=seeds[i],
+                sampling=sampling,
+                plan=plans[i],
+                **{name: column[i] for name, column in numbers.items()},
+                **self._fields(task, one, images, i, given),
+            )
+            for i, (one, images) in enumerate(pairs)
+        ]
+
+    def _check(self, task: str, spec: TaskSpec, words, shown, given: Mapping[str, Any]) -> None:
+        for needed in (task, "generate") if task == "reflect" else (task,):
+            if refusal := self.prompts.refusal(needed):
+                raise RequestError(refusal)
+        if words is None and spec.words:
+            raise RequestError("the prompt is empty: say in words what you want.")
+        if shown is not None and not spec.image:
+            raise RequestError(f"{task} takes no image.")
+        if task == "ground" and self.prompts.locates_in_one_step and "steps" in given:
+            raise RequestError("ground takes no steps here: this model finds all boxes in one.")
+        for name in ("rounds", "max_new_tokens"):
+            if given.get(name, 1) < 1:
+                raise RequestError(f"{name}={given[name]} is out of range: 1 or more.")
+        if task == "constrained_caption" and ("template" in given) == ("required" in given):
+            raise RequestError("a constrained caption needs a template or words, one of the two.")
+
+    def _fields(
+        self,
+        task: str,
+        words: str,
+        images: tuple[ShownImage, ...],
+        row: int,
+        given: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """Returns the fields of `Request` that a task's own options become for one row."""
+        model = self.settings.model
+        found = {name: given[name] for name in ("rounds", "max_new_tokens") if name in given}
+        if task == "generate":
+            size = given.get("size")
+            grid_of(size, self.side, model)  # refuses some
+            found["size"] = size and tuple(size)
+        elif task in ("inpaint", "outpaint") and "known" in given:
+            known = np.asarray(given["known"], bool)
+            found["known"] = known if known.ndim == 2 else known[row]
+        elif task == "inpaint":
+            hole = regions.hole(images[0].pixels, given.get("mask"), given.get("box"))
+            found["known"] = regions.untouched(self.prompts.on_canvas(hole), model.grid_size)
+        elif task == "outpaint":
+            step = self.side // model.grid_size
+            found["box"] = regions.inner_box(images[0].pixels, given.get("box"), self.side, step)
+        elif task == "infill":
+            found["template"] = parse_template(words)
+        elif "template" in given:
+            found["template"] = parse_template(given["template"])
+        elif "required" in given:
+            found["required"] = tuple(given["required"])
+            found["template"] = words_template(found["required"])
+        return found
+
+
 def named(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what is given under its own names; what is None is not given.
 
@@ -219,22 +325,21 @@ def named(given: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def spec_of(task: str, given: dict[str, Any]) -> TaskSpec:
-    """Returns what a task makes and takes, after a look at the options that it is given.
-
-    Raises:
-        RequestError: there is no such task, or it cannot honour an option.
-    """
-    if task not in TASKS:
-        raise RequestError(f"there is no task {task!r}. Choose one of {', '.join(TASKS)}.")
-    spec = TASKS[task]
-    if wrong := sorted(set(given) - spec.takes):
-        raise RequestError(f"{task} takes no {wrong[0]}. It takes {', '.join(sorted(spec.takes))}.")
-    return spec
-
-
-# ---------------------------------------------------------------------------------------------
-# Words, images, seeds and numbers, a row each.
+def sampling_of(
+    draws: bool, given: dict[str, Any], default: config.Sampling
+) -> tuple[config.Sampling, dict[str, Sequence[float | None]]]:
+    """Returns the settings that all rows share, and the numbers that are given row by row."""
+    shared, columns = {}, {}
+    for name in OPTIONS.keys() & given.keys():
+        by_row = OPTIONS[name].by_row
+        if by_row and isinstance(given[name], Sequence):
+            columns[name] = given[name]
+        else:
+            shared[name] = row_numbers(name, given[name], 1)[0] if by_row else given[name]
+    sampling = given.get("sampling") or default
+    if shared:
+        sampling = changed(sampling, draws=draws, **shared)
+    return sampling, columns
 
 
 def shown_images(shown: Shown | Sequence[Shown] | None) -> list[ShownImage]:
@@ -285,6 +390,22 @@ def paired(
     return [pair for pair in pairs for _ in range(copies)]
 
 
+def each(name: str, values: Any, rows: int, copies: int = 1) -> list[Any]:
+    """Returns a value for each row: one for all, or one for each row or each thing copied.
+
+    Raises:
+        RequestError: there are not as many as rows.
+    """
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        return [values] * rows
+    column = [one for one in values for _ in range(copies if len(values) < rows else 1)]
+    if len(column) != rows:
+        raise RequestError(
+            f"{len(values)} {name} were given for {rows} rows: give as many, or one."
+        )
+    return column
+
+
 def row_seeds(seed: int | Sequence[int], rows: int, copies: int = 1) -> list[int]:
     """Returns a seed for each row.
 
@@ -295,14 +416,11 @@ def row_seeds(seed: int | Sequence[int], rows: int, copies: int = 1) -> list[int
     Raises:
         RequestError: one is out of range, or there are not as many as rows.
     """
-    if not isinstance(seed, Sequence):
-        seeds = [int(seed) + i for i in range(rows)]
-    elif copies > 1 and len(seed) * copies == rows:
-        seeds = [one + i for one in seed for i in range(copies)]
+    if isinstance(seed, Sequence):
+        copied = copies if len(seed) < rows else 1
+        seeds = [one + i % copied for i, one in enumerate(each("seeds", seed, rows, copies))]
     else:
-        seeds = list(seed)
-    if len(seeds) != rows:
-        raise RequestError(f"{len(seeds)} seeds were given for {rows} rows: give as many, or one.")
+        seeds = [int(seed) + i for i in range(rows)]
     if wrong := [one for one in seeds if not 0 <= one <= LARGEST_SEED]:
         raise RequestError(f"the seed {wrong[0]} is out of range: 0 to {LARGEST_SEED}.")
     return seeds
@@ -314,29 +432,10 @@ def row_numbers(name: str, numbers: Numbers, rows: int, copies: int = 1) -> list
     Raises:
         RequestError: one is out of range, or there are not as many as rows.
     """
-    column = [*numbers] if isinstance(numbers, Sequence) else [numbers] * rows
-    if copies > 1 and len(column) * copies == rows:
-        column = [one for one in column for _ in range(copies)]
-    if len(column) != rows:
-        raise RequestError(
-            f"{len(column)} numbers were given as {name} of {rows} rows: give as many, or one."
-        )
+    column = each(f"values of {name}", numbers, rows, copies)
     if wrong := [one for one in column if one is not None and not one >= 0]:
         raise RequestError(f"{name}={wrong[0]} is out of range: it must be 0 or more.")
     return [None if one is None else float(one) for one in column]
-
-
-def row_plans(plan: bool | str | Sequence[str] | None, rows: int) -> list[bool | str | None]:
-    """Returns what is said of the layout of each row.
-
-    Raises:
-        RequestError: there are not as many layouts as rows.
-    """
-    if plan is None or isinstance(plan, bool | str):
-        return [plan] * rows
-    if len(plan) != rows:
-        raise RequestError(f"{len(plan)} layouts were given for {rows} images.")
-    return list(plan)
 
 
 def of_row(sampling: config.Sampling, request: Request) -> config.Sampling:
@@ -370,118 +469,6 @@ def grid_of(size: Sequence[int] | None, side: int, model: config.Model) -> tuple
             f" multiples of {step}."
         )
     return height // step, width // step
-
-
-def sampling_of(
-    draws: bool, given: dict[str, Any], default: config.Sampling
-) -> tuple[config.Sampling, dict[str, Sequence[float | None]]]:
-    """Returns the settings that all rows share, and the numbers that are given row by row."""
-    shared, columns = {}, {}
-    for name in OPTIONS.keys() & given.keys():
-        by_row = OPTIONS[name].by_row
-        if by_row and isinstance(given[name], Sequence):
-            columns[name] = given[name]
-        else:
-            shared[name] = row_numbers(name, given[name], 1)[0] if by_row else given[name]
-    sampling = given.get("sampling") or default
-    if shared:
-        sampling = changed(sampling, draws=draws, **shared)
-    return sampling, columns
-
-
-def check_numbers(task: str, given: dict[str, Any]) -> None:
-    """Checks the numbers and texts of a task's own options."""
-    for name in ("rounds", "max_new_tokens"):
-        if given.get(name, 1) < 1:
-            raise RequestError(f"{name}={given[name]} is out of range: 1 or more.")
-    if task == "constrained_caption" and ("template" in given) == ("required" in given):
-        raise RequestError("a constrained caption needs a template or words, one of the two.")
-
-
-def fields_of(
-    task: str,
-    words: str,
-    images: tuple[ShownImage, ...],
-    row: int,
-    given: dict[str, Any],
-    prompts: PromptLanguage,
-    side: int,
-    model: config.Model,
-) -> dict[str, Any]:
-    """Returns the fields of `Request` that a task's own options become for one row.
-
-    Args:
-        side: of the largest image, in pixels.
-    """
-    found = {name: given[name] for name in ("rounds", "max_new_tokens") if name in given}
-    if task == "generate":
-        size = given.get("size")
-        grid_of(size, side, model)  # refuses some
-        found["size"] = size and tuple(size)
-    elif task in ("inpaint", "outpaint") and "known" in given:
-        known = np.asarray(given["known"], bool)
-        found["known"] = known if known.ndim == 2 else known[row]
-    elif task == "inpaint":
-        hole = regions.hole(images[0].pixels, given.get("mask"), given.get("box"))
-        grid = model.grid_size
-        found["known"] = regions.untouched(prompts.on_canvas(hole), grid)
-    elif task == "outpaint":
-        found["box"] = regions.inner_box(
-            images[0].pixels, given.get("box"), side, side // model.grid_size
-        )
-    elif task == "infill":
-        found["template"] = parse_template(words)
-    elif task == "constrained_caption" and "template" in given:
-        found["template"] = parse_template(given["template"])
-    elif task == "constrained_caption":
-        found["required"] = tuple(given["required"])
-        found["template"] = words_template(found["required"])
-    return found
-
-
-def rows_of(
-    task: str,
-    words: Words,
-    shown: Shown | Sequence[Shown] | None,
-    given: dict[str, Any],
-    sampling: config.Sampling,
-    columns: dict[str, Sequence[float | None]],
-    prompts: PromptLanguage,
-    side: int,
-    model: config.Model,
-) -> list[Request]:
-    """Returns a request for each row.
-
-    Args:
-        given: options of the task, under their own names.
-        sampling, columns: see `sampling_of`.
-        side: of the largest image, in pixels.
-
-    Raises:
-        RequestError, ImageError: see `SparseLaViDa.requests`.
-    """
-    copies = given.get("num_images", 1)
-    pairs = paired(words, shown, copies)
-    if TASKS[task].image == "needed" and not pairs[0][1]:
-        raise RequestError("this task is about an image: give one.")
-    count = len(pairs)
-    seeds = row_seeds(given.get("seed", 0), count, copies)
-    plans = row_plans(given.get("plan"), count)
-    numbers = {name: row_numbers(name, columns[name], count, copies) for name in columns}
-    check_numbers(task, given)
-    return [
-        Request(
-            task=task,
-            words=one,
-            images=images,
-            seed=seeds[i],
-            sampling=sampling,
-            plan=plans[i],
-            **{name: column[i] for name, column in numbers.items()},
-            **fields_of(task, one, images, i, given, prompts, side, model),
-        )
-        for i, (one, images) in enumerate(pairs)
-    ]
 
 
 def recorded_image(record: dict[str, Any], shown: Shown | None) -> ShownImage | None:

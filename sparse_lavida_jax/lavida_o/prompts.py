@@ -7,6 +7,7 @@ the others. Images are seen and cut as `data/images.py` does it.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int, UInt8
@@ -42,25 +43,30 @@ class ChatPrompts(PromptLanguage):
         tokenizer: the one that comes with the model.
         model: its settings.
         factor: pixels a side that one code stands for.
-        encoder: None: the package has no training examples for it.
-        describe: what asks for a caption.
-        describe_in: what asks for a caption of which words are given.
-        fill_in: what asks to fill the gaps of a text.
-        answer_tokens, long_answer_tokens: of a short answer, and of a long one such as a caption.
-        text_block_len: tokens of a text block.
-        locates_in_one_step: whether all boxes take one step, as released.
     """
 
     tokenizer: chat.ChatTokenizer
     model: config.Model
     factor: int
     encoder = None
+    tokenizer_type = chat.ChatTokenizer
     describe = describe_in = "Describe the image in detail."  # ours, as the next one
     fill_in = "Complete the text."
     answer_tokens = ANSWER_TOKENS
-    long_answer_tokens = LONG_ANSWER_TOKENS
-    text_block_len = TEXT_BLOCK_LEN
     locates_in_one_step = True
+
+    @classmethod
+    def of(cls, tokenizer: chat.ChatTokenizer, settings: config.Config, codec: Any):
+        tokenizer.check(settings.model)
+        return cls(tokenizer, settings.model, codec.factor if codec else 1)
+
+    @property
+    def long_answer_tokens(self) -> int:
+        return LONG_ANSWER_TOKENS
+
+    @property
+    def text_block_len(self) -> int:
+        return TEXT_BLOCK_LEN
 
     def refusal(self, task: str) -> str:
         if not self.model.understanding_only or task in ("ask", "reason", "infill"):
@@ -100,7 +106,6 @@ class ChatPrompts(PromptLanguage):
         plan: str | None = None,
         attempts: Sequence[tuple[Pixels, str]] = (),
     ) -> Example:
-        """Returns what draws an image, after earlier attempts with what is wrong with each."""
         seen = [images.see(image, self.model.vision, whole=True) for image, _ in attempts]
         said = [(s.part, said) for s, (_, said) in zip(seen, attempts, strict=True)]
         parts = self._words(
@@ -133,7 +138,6 @@ class ChatPrompts(PromptLanguage):
     # Text.
 
     def plan(self, prompt: str, image: Pixels | None = None) -> Example:
-        """Returns what lays out an image, or the change of one."""
         if image is None:
             parts, seen = self._words(chat.plan_image, prompt, ANSWER_TOKENS), []
         else:
@@ -142,7 +146,6 @@ class ChatPrompts(PromptLanguage):
         return self._example(prompt, parts, seen)
 
     def ask(self, question: str, shown: Sequence[Pixels], tokens: int) -> Example:
-        """Returns what answers a question in so many tokens, rounded up to whole text blocks."""
         tokens = -(-tokens // TEXT_BLOCK_LEN) * TEXT_BLOCK_LEN
         several = len(shown) > 1
         seen = [images.see(image, self.model.vision, whole=several) for image in shown]
@@ -150,7 +153,6 @@ class ChatPrompts(PromptLanguage):
         return self._example(question, parts, seen)
 
     def judge(self, prompt: str, image: Pixels) -> Example:
-        """Returns what says whether an image is what was asked for."""
         seen = images.see(image, self.model.vision)
         parts = self._words(chat.judge, prompt, seen.part, VERDICT_TOKENS)
         return self._example(prompt, parts, [seen])
@@ -164,9 +166,6 @@ class ChatPrompts(PromptLanguage):
 
     def ends(self) -> set[int]:
         return {self.model.end_of_text_id, self.tokenizer.id_of(chat.END_OF_TURN)}
-
-    def decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids)
 
     def template_ids(
         self, template: Template
@@ -206,7 +205,6 @@ class ChatPrompts(PromptLanguage):
         responses: Sequence[Int[np.ndarray, "_l 1"]],
         size: tuple[int, int],
     ) -> list[images.Box | None]:
-        """Returns what was found, in pixels of an image of `size` (width, height)."""
         begin = self.tokenizer.id_of(chat.LOC_BEGIN)
         # The response reaches from the first LOC token, after LOC_BEGIN, to the last.
         (ids,) = (response[:, 0] for response in responses)

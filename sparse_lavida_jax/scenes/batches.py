@@ -13,7 +13,7 @@ from sparse_lavida_jax.data.batches import Batches
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.lavida_o.objective import SequenceRow
 from sparse_lavida_jax.scenes import digits, tasks
-from sparse_lavida_jax.scenes.encoder import Encoder
+from sparse_lavida_jax.scenes.prompts import Encoder
 from sparse_lavida_jax.scenes.task import IMAGE_GROUPS, TEXT_GROUPS
 
 LENGTH_PROBE = 512  # examples whose lengths decide the static shape of a group

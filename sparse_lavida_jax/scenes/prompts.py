@@ -1,13 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How every task is put to a model of the small world, in the words it was trained on."""
+"""How every task is put to a model of the small world: its words, and its sequences of tokens.
+
+The sequence of a text response is `<|user|> [image] prompt <|eot|> <|assistant|> response`, that
+of an image response `<|user|> [image, source cells] prompt <|eot|> <|assistant|> [plan]
+response <|eot|>`: the form of the base model (spec Sec. 5), with one token where it has a header.
+An `Encoder` makes them, for training too; `ScenePrompts` says what a request becomes.
+"""
 
 import dataclasses
 import re
 from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Int, UInt8
 
+from sparse_lavida_jax import config
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.images import resize
 from sparse_lavida_jax.data.templates import (
@@ -20,9 +28,11 @@ from sparse_lavida_jax.data.templates import (
     template_ids,
     too_long,
 )
-from sparse_lavida_jax.scenes import rules, tasks, world
-from sparse_lavida_jax.scenes.encoder import Encoder
+from sparse_lavida_jax.lavida_o import objective
+from sparse_lavida_jax.scenes import digits, rules, tasks, world
 from sparse_lavida_jax.scenes.grammar import LOCATIONS, GrammarError, box_text, cells_box, parse_box
+from sparse_lavida_jax.scenes.tokenizer import Tokenizer
+from sparse_lavida_jax.sequence import LearnedText, Part, Response, Source, Text, VisionTokens
 
 ASKED_ALIKE = {"generate": "digit", "ask": "point"}  # another task that is asked for like this
 ANSWER_TOKENS = 16  # of a short answer
@@ -34,36 +44,213 @@ _FAULT = re.compile(
 )
 
 
+@runtime_checkable
+class Codec(Protocol):
+    """What the world needs of an image tokenizer (`models.vq.ImageCodec`)."""
+
+    is_grey: bool
+
+    def encode(self, pixels: UInt8[np.ndarray, "b h w 3"]) -> Int[np.ndarray, "b l g"]:
+        """Returns the cells of images."""
+        ...
+
+
+def encoder_of(tokenizer: Tokenizer, settings: config.Config, codec: Codec) -> "Encoder":
+    """Returns the encoder of a model with this image tokenizer."""
+    codes = None if codec.is_grey else appearance_codes(codec)
+    return Encoder(tokenizer, settings.data, settings.model, codes)
+
+
+def appearance_codes(codec: Codec) -> Int[np.ndarray, "a g"]:
+    """Returns the codes of every cell appearance of the scenes."""
+    # Where a thing stands does not matter to its codes; this is one place.
+    grids = np.zeros((world.NUM_APPEARANCES + 1, world.GRID, world.GRID), int)
+    grids[:, 2, 3] = np.arange(world.NUM_APPEARANCES + 1)
+    cells = codec.encode(np.stack([world.render(grid) for grid in grids]))
+    return cells[:, 2 * world.GRID + 3]
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoder:
+    """Turns samples of a task into examples.
+
+    Attributes:
+        tokenizer: of the text.
+        appearance_codes: codes [49 g] of an empty cell and of every appearance of a scene, as the
+            image tokenizer encodes them; None for digits, whose grey levels are the codes.
+    """
+
+    tokenizer: Tokenizer
+    data: config.Data
+    model: config.Model
+    appearance_codes: Int[np.ndarray, "a g"] | None
+
+    def seen(self, scene: world.Scene) -> UInt8[np.ndarray, "h w 3"]:
+        """Returns the image of a scene at the size of the vision tower."""
+        return world.render(scene, self.model.vision.image_size)
+
+    def scene_codes(self, scene: world.Scene) -> Int[np.ndarray, "l g"]:
+        """Returns the codes of an image of `scene`: those of its cells one by one."""
+        assert self.appearance_codes is not None
+        return self.appearance_codes[np.asarray(scene.cells)]
+
+    def text_example(
+        self,
+        prompt: str,
+        answer: str = "",
+        *,
+        image: UInt8[np.ndarray, "h w 3"] | None = None,
+        given_spans: tuple[tuple[int, int], ...] = (),
+        length: int | None = None,
+        extra_blocks: int = 0,
+    ) -> Example:
+        """Returns an example with a text response, padded with end-of-text to whole text blocks.
+
+        Args:
+            given_spans: character spans of `answer` that are known beforehand.
+            length: tokens of the response; by default what the answer needs.
+            extra_blocks: text blocks of padding after what the answer needs.
+        """
+        ids, offsets = self.tokenizer.encode_with_offsets(answer)
+        block = self.data.text_block_len
+        reach = (len(ids) // block + 1) * block  # at least one end-of-text
+        if length is None:
+            length = min(reach + extra_blocks * block, max(reach, self.data.max_answer_len))
+        response = np.full((length, 1), self.tokenizer.end_of_text_id, np.int32)
+        response[: len(ids), 0] = ids[:length]
+        given = np.zeros(length, bool)
+        for i, (start, stop) in enumerate(offsets[:length]):
+            given[i] = any(a <= start and stop <= b for a, b in given_spans)
+        parts = (*self._user(prompt, image, None), Response(length))
+        return Example(parts, response, given, "text", image, min(reach, length))
+
+    def image_example(
+        self,
+        prompt: str,
+        codes: Int[np.ndarray, "l g"],
+        *,
+        plan: str | None = None,
+        image: UInt8[np.ndarray, "h w 3"] | None = None,
+        source: Int[np.ndarray, "l g"] | None = None,
+        given: Bool[np.ndarray, "*grid"] | None = None,
+    ) -> Example:
+        """Returns an example with an image response of `codes`.
+
+        Args:
+            given: cells that are known beforehand, as a grid or in raster order.
+        """
+        planned = () if plan is None else (self._text(self.tokenizer.encode(plan)),)
+        parts = (
+            *self._user(prompt, image, source),
+            *planned,
+            Response(len(codes)),
+            self._text([self.tokenizer.end_of_turn_id], keep=True),
+        )
+        given = np.zeros(len(codes), bool) if given is None else given.reshape(-1)
+        return Example(parts, codes.astype(np.int32), given, "image", image, len(codes))
+
+    def _text(self, ids: list[int], keep: bool = False) -> Text:
+        return Text(np.asarray(ids, np.int32), keep)
+
+    def _user(self, prompt: str, image, source) -> tuple[Part, ...]:
+        vision = () if image is None else (VisionTokens(self.model.vision.num_tokens),)
+        cells = () if source is None else (Source(source.astype(np.int32)),)
+        t = self.tokenizer
+        return (
+            self._text([t.user_id], keep=True),
+            *vision,
+            *cells,
+            self._text(t.encode(prompt)),
+            self._text([t.end_of_turn_id, t.assistant_id], keep=True),
+        )
+
+    def sequence(self, example: Example) -> objective.Sequence:
+        """Returns an example as LaViDa-O trains on it (spec Sec. 9.1), without padding.
+
+        What follows the assistant token is the answer, a plan and the end of the turn included;
+        nothing of the prompt is kept when it is dropped, not even headers. Text that is
+        given is neither masked nor predicted; given cells of an image are like all others.
+        """
+        parts, answers = [], False
+        for part in example.parts:
+            if isinstance(part, Text):
+                parts.append(LearnedText(part.ids) if answers else Text(part.ids))
+                answers = answers or self.tokenizer.assistant_id in part.ids
+            elif isinstance(part, Response) and example.kind == "text":
+                parts += [*_answer(example), Response(0)]
+            else:
+                parts.append(part)
+        no_codes = np.zeros((0, self.model.codes_per_token), np.int32)
+        views = () if example.pixels is None else (example.pixels[None],)
+        codes = example.response if example.kind == "image" else no_codes
+        return objective.Sequence(tuple(parts), codes, views=views)
+
+    def scene_example(
+        self, sample: tasks.Sample, *, extra_blocks: int = 0, with_plan: bool = True
+    ) -> Example:
+        """Returns the training example of a task on scenes."""
+        image = None if sample.image is None else self.seen(sample.image)
+        if sample.target is None:
+            assert sample.answer is not None
+            return self.text_example(
+                sample.prompt,
+                sample.answer,
+                image=image,
+                given_spans=sample.given,
+                extra_blocks=extra_blocks,
+            )
+        return self.image_example(
+            sample.prompt,
+            self.scene_codes(sample.target),
+            plan=sample.plan if with_plan else None,
+            image=image,
+            source=None if sample.image is None else self.scene_codes(sample.image),
+            given=sample.known_grid,
+        )
+
+    def digit_example(self, sample: digits.Digit) -> Example:
+        """Returns the training example of a handwritten digit."""
+        return self.image_example(sample.prompt, sample.codes)
+
+
+def _answer(example: Example) -> list[Part]:
+    """Returns a text response in runs of tokens that are given or not."""
+    edges = np.flatnonzero(np.diff(example.given)) + 1
+    runs = zip(np.split(example.response[:, 0], edges), np.split(example.given, edges), strict=True)
+    return [Text(ids, keep=True) if given.all() else LearnedText(ids) for ids, given in runs]
+
+
 @dataclasses.dataclass(frozen=True)
 class ScenePrompts(PromptLanguage):
     """The prompts of the small world, and of digits.
 
     Attributes:
         encoder: turns words, images and codes into examples.
-        describe: what asks for a caption.
-        describe_in: what asks for a caption of which words are given.
-        fill_in: what asks to fill the gaps of a text.
-        answer_tokens, long_answer_tokens: of a short answer, and of a long one such as a caption.
-        text_block_len: tokens of a text block.
-        locates_in_one_step: whether all boxes take one step, as released.
     """
 
     encoder: Encoder
+    tokenizer_type = Tokenizer
     describe = "describe the picture"
     describe_in = "describe the picture in these words"
     fill_in = "fill in the text"
     answer_tokens = ANSWER_TOKENS
     locates_in_one_step = False
 
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, settings: config.Config, codec: Codec) -> "ScenePrompts":
+        return cls(encoder_of(tokenizer, settings, codec))
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.encoder.tokenizer
+
     def refusal(self, task: str) -> str:
-        """Returns why the model cannot do a task; "" if it can."""
         trained = self.encoder.data.tasks
         if {tasks.COMMANDS.get(task, task), ASKED_ALIKE.get(task)} & {*trained}:
             return ""
         return f"this checkpoint was not trained to {task}: it was trained on {', '.join(trained)}."
 
     def lays_out(self, task: str) -> bool:
-        """Whether an image of this task can be laid out in text first."""
         wanted = {"generate": "plan", "edit": "edit_plan"}.get(task, "fill_plan")
         return wanted in self.encoder.data.tasks
 
@@ -78,11 +265,9 @@ class ScenePrompts(PromptLanguage):
     # Images.
 
     def canvas(self, image: Pixels, side: int) -> UInt8[np.ndarray, "side side 3"]:
-        """Returns an image at the size of those the model draws."""
         return resize(image, (side, side))
 
     def on_canvas(self, mask: Bool[np.ndarray, "h w"]) -> Bool[np.ndarray, "_h _w"]:
-        """Returns a mask over an image as a mask over its canvas."""
         return mask
 
     def erased(self, canvas: Pixels, known: Grid) -> Pixels:
@@ -119,11 +304,6 @@ class ScenePrompts(PromptLanguage):
         known: Grid | None,
         plan: str | None = None,
     ) -> Example:
-        """Returns what edits an image of these codes as told, or draws what is not known of it.
-
-        Args:
-            known: which cells are known; None for an edit, which may change them all.
-        """
         example = self.encoder.image_example(
             instruction, codes, plan=plan, image=self._seen(image), source=codes, given=known
         )
@@ -132,15 +312,9 @@ class ScenePrompts(PromptLanguage):
     # Text.
 
     def plan(self, prompt: str, image: Pixels | None = None) -> Example:
-        """Returns what lays out an image, or the change of one."""
         return self.ask(prompt, () if image is None else (image,), self.long_answer_tokens)
 
     def ask(self, question: str, images: Sequence[Pixels], tokens: int) -> Example:
-        """Returns what answers a question in so many tokens, rounded up to whole text blocks.
-
-        Raises:
-            RequestError: several images, or a prompt that is too long.
-        """
         if len(images) > 1:
             raise RequestError(f"this checkpoint looks at one image, it was given {len(images)}.")
         block = self.text_block_len
@@ -156,11 +330,9 @@ class ScenePrompts(PromptLanguage):
         return self.ask(f"check: {prompt}", (image,), self.answer_tokens)
 
     def accepts(self, verdict: str) -> bool:
-        """Whether a verdict says that the image is right."""
         return verdict.strip() == rules.CORRECT
 
     def correction(self, verdict: str) -> str | None:
-        """Returns the edit that mends the first fault of a verdict; None if none does."""
         match = _FAULT.match(verdict.strip().partition(",")[0])
         if match is None or "edit" not in self.encoder.data.tasks:
             return None
@@ -169,19 +341,14 @@ class ScenePrompts(PromptLanguage):
         return f"add a {match['missing']}" if match["missing"] else f"remove the {match['extra']}"
 
     def ends(self) -> set[int]:
-        return {self.encoder.tokenizer.end_of_text_id}
-
-    def decode(self, ids: list[int]) -> str:
-        return self.encoder.tokenizer.decode(ids)
+        return {self.tokenizer.end_of_text_id}
 
     def template_ids(
         self, template: Template
     ) -> tuple[Int[np.ndarray, " l"], Bool[np.ndarray, " l"]]:
-        tokenizer = self.encoder.tokenizer
-        return template_ids(template, tokenizer.encode, tokenizer.end_of_text_id)
+        return template_ids(template, self.tokenizer.encode, self.tokenizer.end_of_text_id)
 
     def complete(self, words: str, template: Template, shown: Sequence[Pixels]) -> Example:
-        """Returns what fills the gaps of a template."""
         ids, known = self.template_ids(template)
         most = self.long_answer_tokens
         if len(ids) > most:
@@ -194,7 +361,6 @@ class ScenePrompts(PromptLanguage):
     # Boxes.
 
     def locate_one(self, phrase: str, image: Pixels) -> Example:
-        """Returns what finds one thing."""
         (example,) = self.locate([phrase], image)
         return example
 
@@ -211,7 +377,6 @@ class ScenePrompts(PromptLanguage):
         responses: Sequence[Int[np.ndarray, "_l 1"]],
         size: tuple[int, int],
     ) -> list[Box | None]:
-        """Returns what was found, in pixels of an image of `size` (width, height)."""
         return [_box(self.text(ids), size) for ids in responses]
 
     # Helpers.
@@ -223,7 +388,7 @@ class ScenePrompts(PromptLanguage):
     def _fits(self, prompt: str, example: Example) -> Example:
         """Checks the length of what a person says, with the image."""
         seen = self.encoder.model.vision.num_tokens if example.pixels is not None else 0
-        used = len(self.encoder.tokenizer.encode(prompt)) + seen
+        used = len(self.tokenizer.encode(prompt)) + seen
         if used > (most := self.encoder.data.max_prompt_len):
             raise too_long(prompt, used, most)
         return example

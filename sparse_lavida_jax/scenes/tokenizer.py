@@ -11,7 +11,7 @@ any other Unicode text becomes smaller pieces, down to bytes.
 import argparse
 import json
 import pathlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -72,7 +72,7 @@ class Tokenizer(TextTokenizer):
             )
         self._inner.encode_special_tokens = True
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Iterable[int]) -> str:
         """Returns the text, without special tokens and ids that are not in the vocabulary."""
         known = range(len(SPECIAL_TOKENS), self.vocab_size)
         return self._inner.decode([int(i) for i in ids if i in known], skip_special_tokens=False)

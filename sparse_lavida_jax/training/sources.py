@@ -11,9 +11,9 @@ from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
 from sparse_lavida_jax.mixture.batches import MixtureBatches
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.vq import ImageCodec
-from sparse_lavida_jax.pipeline import SparseLaViDa
+from sparse_lavida_jax.pipeline import LANGUAGES, SparseLaViDa
 from sparse_lavida_jax.scenes.batches import SceneBatches
-from sparse_lavida_jax.scenes.encoder import encoder_of
+from sparse_lavida_jax.scenes.prompts import encoder_of
 from sparse_lavida_jax.scenes.tokenizer import SHIPPED, Tokenizer
 from sparse_lavida_jax.training import states
 
@@ -45,7 +45,8 @@ class TrainingData:
 
     def pipe(self, model: Denoiser) -> SparseLaViDa:
         """Returns a model as it is sampled from."""
-        return SparseLaViDa(model, self.settings, self.tokenizer, self.codec)
+        prompts = LANGUAGES[self.settings.prompts].of(self.tokenizer, self.settings, self.codec)
+        return SparseLaViDa(model, self.settings, prompts, self.codec)
 
 
 def open_source(

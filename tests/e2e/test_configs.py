@@ -12,13 +12,14 @@ import pytest
 import stand_ins
 from flax import nnx
 
-from sparse_lavida_jax import config, diffusion, orders, pipeline
+from sparse_lavida_jax import config, diffusion, orders
 from sparse_lavida_jax.data import grey
 from sparse_lavida_jax.evals import exact
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.sampling import plans, presets
 from sparse_lavida_jax.scenes import batches, tasks, world
+from sparse_lavida_jax.scenes.prompts import ANSWER_TOKENS
 from sparse_lavida_jax.training import optimizer
 
 CONFIGS = {  # the one of benchmarks is in test_evaluate.py
@@ -105,7 +106,7 @@ def test_what_is_laid_out_first_is_learned(name):
 @each_denoiser
 def test_answers_fit_their_blocks_and_their_space(name):
     data = read(name).data
-    assert pipeline.ANSWER_TOKENS % data.text_block_len == 0
+    assert ANSWER_TOKENS % data.text_block_len == 0
     long = [name for name, task in tasks.TABLE.items() if task.group in ("write", "tell")]
     for task in {*long} & data.tasks.keys():
         for index in range(50):

@@ -78,7 +78,7 @@ def test_numbers_are_those_of_all_rows_or_of_each():
     row = Request(task="generate", temperature=0.0, guidance=1.5)
     alone = config.Sampling(temperature=0.0, guidance=1.5)
     assert requests.of_row(config.Sampling(), row) == alone
-    with pytest.raises(RequestError, match="3 numbers were given as temperature of 2 rows: give"):
+    with pytest.raises(RequestError, match="3 values of temperature were given for 2 rows: give"):
         requests.row_numbers("temperature", [0.1, 0.2, 0.3], 2)
     for wrong in (-1, float("nan")):
         with pytest.raises(RequestError, match=f"guidance={wrong} is out of range: it must be 0"):

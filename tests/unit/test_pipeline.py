@@ -12,9 +12,8 @@ import tiny
 from sparse_lavida_jax import config, pipeline, sequence
 from sparse_lavida_jax.inference import engine
 from sparse_lavida_jax.models import fuse, vq
-from sparse_lavida_jax.sampling import prompts
-from sparse_lavida_jax.scenes import digits, encoder, tasks, world
-from sparse_lavida_jax.scenes.tokenizer import Tokenizer
+from sparse_lavida_jax.sampling.prompts import padded_lengths
+from sparse_lavida_jax.scenes import digits, prompts, tasks, world
 
 PLANS = {"draw": 1.0, "plan": 1.0, "edit": 1.0, "edit_plan": 1.0, "fill_plan": 1.0}
 
@@ -44,7 +43,7 @@ def test_the_cells_of_a_scene_are_in_the_table_of_appearances():
     codec = vq.ImageCodec("scenes_g4", model)
     scene = next(s for i in range(99) if len(s := tasks.sample("edit", 0, i).image) == 6)
     (cells,) = codec.encode(world.render(scene)[None])
-    np.testing.assert_array_equal(cells, encoder.appearance_codes(codec)[np.array(scene.cells)])
+    np.testing.assert_array_equal(cells, prompts.appearance_codes(codec)[np.array(scene.cells)])
     (decoded,) = codec.decode(cells[None])
     assert world.read(decoded) == scene
     assert codec.image_size == decoded.shape[0] == 96
@@ -82,7 +81,11 @@ def pipe(monkeypatch):
     def make(trained, **sections):
         given = stand_ins.settings(data={"tasks": trained, "max_answer_len": 40}, **sections)
         made = pipeline.SparseLaViDa(
-            tiny.denoiser(given.model), given, Tokenizer(), stand_ins.Codec(), batch_size=2
+            tiny.denoiser(given.model),
+            given,
+            stand_ins.prompts(given),
+            stand_ins.Codec(),
+            batch_size=2,
         )
         made.asked, made.texts_told = [], []
 
@@ -203,7 +206,7 @@ def batches(monkeypatch):
 
     def sample(model, examples, segments, *, settings, prompt, **_):
         seen.append([(len(one.parts[1].ids), one.request.seed) for one in examples])
-        sample.prompt_lens.add(prompts.padded_lengths(prompt))
+        sample.prompt_lens.add(padded_lengths(prompt))
         return np.stack([np.full_like(one.response, one.request.seed) for one in examples])
 
     sample.prompt_lens = set()
@@ -214,7 +217,7 @@ def batches(monkeypatch):
 def test_examples_of_one_length_are_decoded_together_and_come_back_in_order(batches):
     given = stand_ins.settings()
     made = pipeline.SparseLaViDa(
-        tiny.denoiser(given.model), given, Tokenizer(), stand_ins.Codec(), batch_size=2
+        tiny.denoiser(given.model), given, stand_ins.prompts(given), stand_ins.Codec(), 2
     )
     lengths = (8, 16, 8, 16, 16)
     examples = [
@@ -235,7 +238,7 @@ def test_a_row_with_settings_of_its_own_is_what_it_is_alone():
     """Images cold without guidance next to hot with it, and answers; as are their records."""
     given = stand_ins.settings(sampling={"temperature": 0.7, "text_temperature": 0.3})
     made = pipeline.SparseLaViDa(
-        tiny.denoiser(given.model), given, Tokenizer(), stand_ins.Codec(), batch_size=2
+        tiny.denoiser(given.model), given, stand_ins.prompts(given), stand_ins.Codec(), 2
     )
     prompts, own = ["red", "two blue ones"], [(0.0, 0.0), (2.0, 3.0)]
     temperature, guidance = zip(*own, strict=True)
@@ -278,7 +281,7 @@ def test_a_sparse_sampler_of_a_model_that_never_was_is_warned_of_once(pipe, capl
 def test_another_model_is_put_into_the_same_pipeline():
     given = stand_ins.settings()
     first = tiny.denoiser(given.model)
-    made = pipeline.SparseLaViDa(first, given, Tokenizer(), stand_ins.Codec(), batch_size=3)
+    made = pipeline.SparseLaViDa(first, given, stand_ins.prompts(given), stand_ins.Codec(), 3)
     other = tiny.denoiser(dataclasses.replace(given.model, num_registers=1))
     assert made.with_model(other).model is other
     assert made.with_model(other).batch_size == 3

@@ -940,7 +940,7 @@ def test_an_image_of_the_pipeline_runs_these_programs_and_one_that_decodes_it(gu
     codec = vq.ImageCodec("scenes_g1", given.model)
     codec.encode = stand_ins.Codec().encode  # takes an encoder
     model = tiny.denoiser(given.model)
-    pipe = pipeline.SparseLaViDa(model, given, stand_ins.tokenizer(), codec)
+    pipe = pipeline.SparseLaViDa(model, given, stand_ins.prompts(given), codec)
     for first in (True, False):
         segments, before = [], len(ran)
         pipe.generate("a red circle", plan=False, callback=segments.append)
