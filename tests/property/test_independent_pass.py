@@ -36,7 +36,7 @@ class Case:
     """A batch to sample.
 
     Attributes:
-        model, sampling: changes of `tiny.model_settings` and of `config.Sampling`.
+        requests: of one kind; a scale of guidance of their own goes before that of `sampling`.
         ends: position of the end-of-text that each text is made to draw; by default none does.
     """
 
@@ -68,13 +68,6 @@ def images(settings: config.Model, *rows: dict, **sampling) -> Case:
     return Case(tuple(asked), settings, config.Sampling(**(defaults | sampling)))
 
 
-def texts(settings: config.Model, *rows: dict, ends: tuple[int, ...] = (), **sampling) -> Case:
-    """Returns requests for three text blocks, each decoded in two steps."""
-    asked = [tiny.request("text", settings, i, **row) for i, row in enumerate(rows)]
-    defaults = {"text_steps": 2, "text_temperature": TEMPERATURE}
-    return Case(tuple(asked), settings, config.Sampling(**(defaults | sampling)), ends)
-
-
 def draw(model: dict | None = None, **sampling) -> Case:
     """Images from prompts of different length, one with a scale of guidance of its own."""
     rows = {"words": 3}, {"words": 12}, {"words": 5}
@@ -100,18 +93,18 @@ def inpaint() -> Case:
 
 
 def answer(order: str = "left_to_right", ends: tuple[int, ...] = (), **changes) -> Case:
-    """A text about an image, and one of which a text block and more is given unless texts end."""
-    rows = (
-        {"words": 1, "vision": True, "source": True},
-        {"words": 15, "given": 0.0 if ends else 0.5},
-    )
-    case = texts(tiny.model_settings(**changes), *rows, ends=ends, text_block_order=order)
-    if ends:
-        return case
-    first, second = case.requests
-    given = second.given.copy()
-    given[: tiny.TEXT_BLOCK_LEN] = True
-    return dataclasses.replace(case, requests=(first, dataclasses.replace(second, given=given)))
+    """Three text blocks about an image, and three of which one and more is given unless they end.
+
+    Each text block is decoded in two steps.
+    """
+    settings = tiny.model_settings(**changes)
+    about = tiny.request("text", settings, 0, words=1, vision=True, source=True)
+    infilled = tiny.request("text", settings, 1, words=15, given=0.5)
+    given = infilled.given & (not ends)
+    given[: tiny.TEXT_BLOCK_LEN] = not ends
+    requests = about, dataclasses.replace(infilled, given=given)
+    sampling = config.Sampling(text_steps=2, text_temperature=TEMPERATURE, text_block_order=order)
+    return Case(requests, settings, sampling, ends)
 
 
 CASES = {
@@ -129,7 +122,7 @@ CASES = {
     "answer_that_ends": functools.partial(answer, ends=(2, 6)),
 }
 SLOW_CASES = {
-    "edit_by_the_kernel": functools.partial(edit, attention_implementation="blockwise"),
+    "edit_by_blockwise_attention": functools.partial(edit, attention_implementation="blockwise"),
     "draw_without_caches": functools.partial(draw, preset="t"),
     "draw_without_the_cache_of_the_response": functools.partial(draw, preset="pt"),
     "draw_without_the_cache_of_the_prompt": functools.partial(draw, preset="rt"),
@@ -154,6 +147,11 @@ class Step:
     after: np.ndarray
     logits: np.ndarray
     noise: np.ndarray
+
+    @property
+    def decoded(self) -> np.ndarray:
+        """The tokens that it decoded [b l]."""
+        return (self.before != self.after).any(axis=-1)
 
 
 TOLD = []  # by the steps of the run in progress
@@ -260,15 +258,14 @@ def blocks_at(case: Case, steps: list[Step], number: int) -> np.ndarray:
     steps that are to decode them; of a text, one block for all of the current text block, and one
     for each that comes after it.
     """
-    changed = np.stack([(step.before != step.after).any(axis=-1) for step in steps])
-    decoded = changed.argmax(axis=0) + FIRST
+    by_step = np.stack([step.decoded for step in steps]).argmax(axis=0) + FIRST
     if case.kind == "image":
-        return np.where(case.given, GIVEN, decoded)
+        return np.where(case.given, GIVEN, by_step)
     block_of = np.arange(tiny.TEXT_LEN) // tiny.TEXT_BLOCK_LEN
     turn = np.array(text_blocks(case)).argsort()[block_of]
     masked = (steps[number].before == case.model.text_mask_id).all(axis=-1)
     current = np.broadcast_to(turn, masked.shape)[masked].min()
-    blocks = np.where(masked, FIRST + number + turn[None] - current, decoded)
+    blocks = np.where(masked, FIRST + number + turn[None] - current, by_step)
     return np.where(case.given, GIVEN, blocks)
 
 
@@ -282,8 +279,8 @@ def text_blocks(case: Case) -> list[int]:
 def choice(case: Case, step: Step, row: int, logits, now) -> np.ndarray:
     """Returns the response [l g] of a row after a step, from the logits of the step.
 
-    Of an image, everything is drawn. Of a text, what is drawn is kept where its probability is
-    largest, of as many tokens as the step decoded (Sec. 3.2).
+    An image step keeps all it draws; a text step what it drew with most confidence, of as many
+    tokens as it decoded (Sec. 3.2).
     """
     if case.kind == "text":
         logits[..., case.model.text_mask_id] = -np.inf  # is not drawn
@@ -292,8 +289,7 @@ def choice(case: Case, step: Step, row: int, logits, now) -> np.ndarray:
     if case.kind == "text":
         probability = np.exp(logits[keep, 0]) / np.exp(logits[keep, 0]).sum(axis=-1, keepdims=True)
         sure = np.take_along_axis(probability, drawn[keep], axis=-1)[:, 0]
-        number = (step.before[row] != step.after[row]).any(axis=-1).sum()
-        keep = keep[np.argsort(-sure)[:number]]
+        keep = keep[np.argsort(-sure)[: step.decoded[row].sum()]]
     after = step.before[row].copy()
     after[keep] = drawn[keep]
     return after
@@ -353,7 +349,11 @@ def horizon_one_far():
 
 def block_one_early():
     """Masked tokens and registers are in the block of the newest ones."""
-    return tags_of_steps(lambda layout, block, last: layout(jnp.minimum(block, last), last))
+
+    def early(layout, block, last):
+        return layout(jnp.where(block == last + 1, last, block), last)
+
+    return tags_of_steps(early)
 
 
 def visible_padding_of_steps():
@@ -434,3 +434,13 @@ def test_a_planted_fault_shows(name, fault):
         steps, _ = run(case, watched_segment() if fault in COMPILED_FAULTS else WATCHED_SEGMENT)
     difference, _ = compare(case, steps)
     assert difference > FAULT
+
+
+@pytest.mark.parametrize("name", ["draw", "answer"])
+def test_other_choices_show(name):
+    case = CASES[name]()
+    steps, _ = run(case)
+    turned = [dataclasses.replace(step, noise=-step.noise) for step in steps]
+    difference, other_choices = compare(case, turned)
+    assert difference < TOLERANCE
+    assert other_choices > 3
