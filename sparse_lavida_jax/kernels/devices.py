@@ -71,6 +71,16 @@ def device(kind: str) -> Device | None:
     return names[max(found, key=len)] if found else None
 
 
+def sizes_of(
+    implementation: str, query_len: int, key_len: int, head_dim: int = RELEASE_HEAD_DIM
+) -> TileSizes | GpuSizes:
+    """Returns the tiles of a call that runs over tiles."""
+    if implementation == "blockwise":
+        return blockwise_sizes(query_len, key_len)
+    measured = gpu_sizes if implementation == "pallas_gpu" else tile_sizes
+    return measured(query_len, key_len, head_dim)
+
+
 def tile_sizes(
     query_len: int, key_len: int, head_dim: int = RELEASE_HEAD_DIM, *, device: str | None = None
 ) -> TileSizes:
