@@ -23,8 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.example import Example
-from sparse_lavida_jax.kernels import sharded
-from sparse_lavida_jax.kernels.attention import slot_multiple
+from sparse_lavida_jax.kernels.attention import mesh_in_use, slot_multiple
 from sparse_lavida_jax.layout import (
     GIVEN_BLOCK,
     AnyArray,
@@ -246,7 +245,7 @@ def _tables_ahead(
     known = settings.kind == "image" and settings.choice.commit == "all" and whole
     alone = settings.preset.cache_prompt and not settings.refreshing
     possible = settings.tables_ahead and known and alone
-    if cache is None or not possible or sharded.split_of(*cache.block.shape) is not None:
+    if cache is None or not possible or jax.sharding.get_abstract_mesh().size > 1:
         return None
     # When each token is decoded, by this segment or before it.
     candidates = segment.candidates[..., 0] & (segment.decode >= 0)
@@ -444,7 +443,7 @@ def _first_canvas(
 def _over_mesh(model: Denoiser) -> contextlib.AbstractContextManager:
     """Returns the context in which programs see the mesh that parameters lie on, if they do."""
     alone = jax.device_count() == 1
-    return contextlib.nullcontext() if alone else sharded.mesh_in_use(model)
+    return contextlib.nullcontext() if alone else mesh_in_use(model)
 
 
 def _passed(

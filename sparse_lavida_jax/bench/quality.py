@@ -16,7 +16,7 @@ from absl import app, flags, logging
 from sparse_lavida_jax import config
 from sparse_lavida_jax.bench.record import Bench
 from sparse_lavida_jax.checkpoints import model_folder
-from sparse_lavida_jax.evals import exact
+from sparse_lavida_jax.evals import exact, scorers
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.scenes import tasks
@@ -54,11 +54,11 @@ def _score() -> None:
         )
     method = METHOD.value or presets.default_preset(settings.model)
     sampling = dataclasses.replace(settings.sampling, preset=method)
-    bench, results = Bench("quality"), []
+    bench, metrics = Bench("quality"), []
     for task in asked:
         for split in ("test", "held_out")[: 1 + (task in HELD_OUT)]:
             result = exact.evaluate(pipe, task, PROMPTS.value, split=split, sampling=sampling)
-            results.append(result)
+            metrics += result.metrics
             row = {
                 "method": method,
                 "model": settings.name,
@@ -70,8 +70,8 @@ def _score() -> None:
                 "note": "exact scorers on pixels and text; says nothing about speed",
             }
             bench.write(f"{settings.name}/{method}/{result.task}", row)
-            print(exact.table([result]).splitlines()[2], flush=True)
-    print(exact.table(results))
+            print(scorers.table(result.metrics).splitlines()[2], flush=True)
+    print(scorers.table(metrics))
 
 
 if __name__ == "__main__":

@@ -2,12 +2,28 @@
 """An example: one sequence with its response, before anything of it is masked."""
 
 import dataclasses
-from typing import Any
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt8
 
 from sparse_lavida_jax.sequence import Kind, Part, Views
+
+
+@runtime_checkable
+class RowRequest(Protocol):
+    """What the sampler reads of a request (`inference.requests.Request`); None: by the settings."""
+
+    @property
+    def seed(self) -> int: ...
+    @property
+    def attempt(self) -> int: ...
+    @property
+    def temperature(self) -> float | None: ...
+    @property
+    def guidance(self) -> float | None: ...
+    @property
+    def guidance_image(self) -> float | None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +42,7 @@ class Example:
         grid: rows and columns of cells of an image response; None: the model's largest.
         code_weight: loss weight of each code of an image response; None: all alike.
         ends: whether a text may end before its last token; boxes, for example, do not.
-        request: the `inference.requests.Request` it was made for, where it is sampled; else None.
+        request: what it was made for, where it is sampled; else None.
     """
 
     parts: tuple[Part, ...]
@@ -39,7 +55,12 @@ class Example:
     grid: tuple[int, int] | None = None
     code_weight: Float[np.ndarray, "l g"] | None = None
     ends: bool = True
-    request: Any = None
+    request: RowRequest | None = None
+
+    @property
+    def shown(self) -> tuple[Views, ...]:
+        """The views of all its images, of `pixels` the one."""
+        return self.views or (() if self.pixels is None else (self.pixels[None],))
 
     @property
     def ends_from(self) -> int:

@@ -7,16 +7,17 @@ it: it keeps every answer, and asks for the metrics when all are there.
 
 import abc
 import dataclasses
-import functools
 import importlib
+import itertools
 import pathlib
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from sparse_lavida_jax import config, evals
 from sparse_lavida_jax.data import image_files
-from sparse_lavida_jax.evals.files import EvaluationError, Pixels, Record, image_name, read_image
+from sparse_lavida_jax.data.image_files import Pixels
+from sparse_lavida_jax.evals.files import EvaluationError, Record, image_name
 from sparse_lavida_jax.evals.scorers import Metric
 from sparse_lavida_jax.inference.requests import LARGEST_SEED
 from sparse_lavida_jax.pipeline import SparseLaViDa
@@ -26,27 +27,37 @@ EXPORT, JUDGED = "export", "judged"  # folders: what scorers read, and what they
 # One token a step at temperature 0, as the base model was evaluated (spec Sec. 6).
 TOKEN_BY_TOKEN = {"text_temperature": 0.0, "text_step_ratio": 1.0}
 
-Load = Callable[[], list[Pixels]]
-Asked = tuple[str, str, Record, Load]  # an `Item` without its index
-
 
 @dataclasses.dataclass(frozen=True)
 class Item:
     """One question or prompt.
 
     Attributes:
-        index: its number in the benchmark.
         key: its official name.
         words: the prompt.
         record: its entry in the official file.
-        load: returns the images that are shown with it; `list` where there are none.
+        shown: images that go with it: files, or what is in them.
+        index: its number in the benchmark.
     """
 
-    index: int
     key: str
     words: str
     record: Record
-    load: Load
+    shown: tuple[pathlib.Path | bytes, ...] = ()
+    index: int = 0
+
+    def load(self) -> list[Pixels]:
+        """Returns the images, transparent pixels as lmms-eval reads them.
+
+        Raises:
+            ImageError: one cannot be read.
+        """
+        return [
+            image_files.read_bytes(one, f"an image of {self.key}", backdrop=False)
+            if isinstance(one, bytes)
+            else image_files.read(one, backdrop=False)
+            for one in self.shown
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,11 +85,6 @@ class Answer:
     def text(self) -> str:
         """The answer to a question."""
         return self.output["text"]
-
-
-def has_solutions(answers: Sequence[Answer]) -> bool:
-    """Whether the official file gives the right answers; those of test splits are kept secret."""
-    return any(one.record.get("answer") not in (None, "", "?") for one in answers)
 
 
 def written_texts(
@@ -109,6 +115,7 @@ class Benchmark(abc.ABC):
         title: its name for people.
         source: where its files come from and how they must lie, in sentences.
         judge: how a person gets the scores that other people's models give; "": there are none.
+        verdicts: names, as a pattern, of the files that judges leave; "": there are none.
         configs: its settings (`config.Evaluate`), by the names that `configs/evaluate.py` takes.
         sampled_with: settings of sampling (`config.Sampling`) in all of these.
         items: all of them.
@@ -120,20 +127,22 @@ class Benchmark(abc.ABC):
     title: ClassVar[str]
     source: ClassVar[str]
     judge: ClassVar[str] = ""
+    verdicts: ClassVar[str] = ""
     configs: ClassVar[Mapping[str, Mapping[str, Any]]]
     sampled_with: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, settings: config.Config):
         self.config, self.settings = settings, settings.evaluate
         self.sampling = settings.sampling
-        self.items = self.first([Item(index, *one) for index, one in enumerate(self.read())])
+        chosen = enumerate(self.first(self.read()))
+        self.items = [dataclasses.replace(item, index=index) for index, item in chosen]
         if not self.items:
             raise EvaluationError(
                 f"{self.title} has no item in {self.settings.data}. {self.source}"
             )
 
     @abc.abstractmethod
-    def read(self) -> Iterable[Asked]:
+    def read(self) -> Iterable[Item]:
         """Returns all items of the official files, without their numbers."""
 
     @abc.abstractmethod
@@ -142,16 +151,28 @@ class Benchmark(abc.ABC):
     ) -> list[dict[str, Any]]:
         """Returns the output for each item; images are written below `folder`, whole or not."""
 
-    @abc.abstractmethod
+    def export(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Returns what the official scorer reads, except for images: texts and JSON by file."""
+        return {}
+
     def scores(self, answers: Sequence[Answer], folder: pathlib.Path) -> list[Metric]:
+        """Returns the metrics that are formulas of the answers, whose images are in `folder`."""
+        return []
+
+    def judged(self, answers: Sequence[Answer], path: pathlib.Path) -> list[Metric]:
+        """Returns the metrics that a file of `verdicts` gives."""
+        return []
+
+    def metrics(self, answers: Sequence[Answer], folder: pathlib.Path) -> list[Metric]:
         """Returns the metrics of all answers, and of what judges left in `folder / JUDGED`."""
+        found = self.scores(answers, folder)
+        for path in sorted((folder / JUDGED).glob(self.verdicts)) if self.verdicts else ():
+            found += self.judged(answers, path)
+        return found
 
-    def export(self, answers: Sequence[Answer], folder: pathlib.Path) -> None:  # noqa: B027
-        """Writes below `folder` what the official scorer reads, except for images."""
-
-    def first(self, items: list[Item]) -> list[Item]:
+    def first(self, items: Iterable[Item]) -> Iterable[Item]:
         """Returns as many items as the settings ask for."""
-        return items[: self.settings.limit or None]
+        return itertools.islice(items, self.settings.limit or None)
 
     def batches(self, items: Sequence[Item]) -> Iterator[list[Item]]:
         """Yields items that are decoded together."""
@@ -202,8 +223,8 @@ class Benchmark(abc.ABC):
             raise EvaluationError(f"there is no {pattern} in {self.folder}. {self.source}")
         return found
 
-    def image(self, name: Any, where: str, *folders: str) -> Load:
-        """Returns a function that reads an image of the official files.
+    def image(self, name: Any, where: str, *folders: str) -> tuple[pathlib.Path]:
+        """Returns the one image of an item.
 
         Args:
             name: of the file, as the record at `where` gives it.
@@ -212,7 +233,7 @@ class Benchmark(abc.ABC):
         Raises:
             EvaluationError: it is not there, or the name leads out of the folder.
         """
-        return functools.partial(read_image, self.file(*folders, image_name(name, where)))
+        return (self.file(*folders, image_name(name, where)),)
 
 
 class ImageBenchmark(Benchmark):
@@ -234,9 +255,14 @@ class ImageBenchmark(Benchmark):
 
 
 class QuestionBenchmark(Benchmark):
-    """Questions about images, answered in text."""
+    """Questions about images, answered in text.
+
+    Attributes:
+        solution: the field with the right answer; those of test splits are kept secret.
+    """
 
     sampled_with = TOKEN_BY_TOKEN
+    solution: ClassVar[str] = "answer"
 
     def answer(self, pipe, items, folder):
         """Returns the text of each answer."""
@@ -245,6 +271,12 @@ class QuestionBenchmark(Benchmark):
         examples = [pipe.prompts.ask(item.words, item.load(), tokens) for item in items]
         seeds = [self.seed_of(item) for item in items]
         return [{"text": said} for said in written_texts(pipe, examples, self.sampling, seeds)]
+
+    def metrics(self, answers, folder):
+        """Returns no metric of a split without right answers: the official site judges it."""
+        if all(one.record.get(self.solution) in (None, "", "?") for one in answers):
+            return []
+        return super().metrics(answers, folder)
 
 
 def names() -> list[str]:

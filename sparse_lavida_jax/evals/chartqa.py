@@ -7,10 +7,9 @@ the base model was evaluated.
 
 from typing import ClassVar
 
-from sparse_lavida_jax.data.files import write_json
-from sparse_lavida_jax.evals.benchmark import QuestionBenchmark
-from sparse_lavida_jax.evals.files import read_json, records
-from sparse_lavida_jax.evals.scorers import relaxed_match, shares
+from sparse_lavida_jax.evals.benchmark import Item, QuestionBenchmark
+from sparse_lavida_jax.evals.files import records
+from sparse_lavida_jax.evals.scorers import grouped, relaxed_match, shares
 
 PARTS = ("human", "augmented")
 FIELDS = ("imgname", "query", "label")
@@ -26,6 +25,7 @@ class Bench(QuestionBenchmark):
         " holds test/test_human.json, test/test_augmented.json and test/png. evaluate.split names"
         " the split."
     )
+    solution = "label"
     configs: ClassVar = {"chartqa": {"split": "test", "max_new_tokens": 16}}
 
     def read(self):
@@ -33,19 +33,21 @@ class Bench(QuestionBenchmark):
         split = self.settings.split
         for part in PARTS:
             path = self.file(split, f"{split}_{part}.json")
-            for key, record, where in records(read_json(path, list), FIELDS, path):
-                load = self.image(record["imgname"], where, split, "png")
-                yield f"{part}/{key}", record["query"] + ENDING, {**record, "part": part}, load
+            for key, record, where in records(path, FIELDS):
+                image = self.image(record["imgname"], where, split, "png")
+                record |= {"part": part}
+                yield Item(f"{part}/{key}", record["query"] + ENDING, record, image)
 
-    def export(self, answers, folder):
-        """Writes the official entries, each with a prediction."""
-        for part in PARTS:
-            entries = [
-                {name: one.record[name] for name in FIELDS} | {"prediction": one.text}
-                for one in answers
-                if one.record["part"] == part
-            ]
-            write_json(folder / f"{self.settings.split}_{part}.json", entries)
+    def export(self, answers):
+        """Returns the official entries, each with a prediction."""
+        entries = grouped(
+            (
+                one.record["part"],
+                {name: one.record[name] for name in FIELDS} | {"prediction": one.text},
+            )
+            for one in answers
+        )
+        return {f"{self.settings.split}_{part}.json": of for part, of in entries.items()}
 
     def scores(self, answers, folder):
         """Returns the relaxed accuracy: of all questions, and of each part."""

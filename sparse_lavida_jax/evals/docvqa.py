@@ -7,9 +7,8 @@ model was evaluated.
 
 from typing import ClassVar
 
-from sparse_lavida_jax.data.files import write_json
-from sparse_lavida_jax.evals.benchmark import QuestionBenchmark
-from sparse_lavida_jax.evals.files import check_fields, of_kind, read_json, records
+from sparse_lavida_jax.evals.benchmark import Item, QuestionBenchmark
+from sparse_lavida_jax.evals.files import records
 from sparse_lavida_jax.evals.scorers import anls, mean
 
 FIELDS = ("questionId", "question", "image")
@@ -28,23 +27,21 @@ class Bench(QuestionBenchmark):
         " and put them into the folder as val_v1.0.json (or val_v1.0_withQT.json, test_v1.0.json)"
         " and documents/*.png. evaluate.split is val or test."
     )
+    solution = "answers"
     configs: ClassVar = {"docvqa": {"split": "val", "max_new_tokens": 32}}
 
     def read(self):
         """Yields an item for each question."""
         path = self.files(f"{self.settings.split}_v1.0*.json")[0]
-        entries = check_fields(read_json(path), ("data",), str(path))["data"]
-        for _, record, where in records(of_kind(entries, list, f"{path}, data,"), FIELDS, path):
-            words, load = record["question"] + ENDING, self.image(record["image"], where)
-            yield str(record["questionId"]), words, record, load
+        for _, record, where in records(path, FIELDS, inside="data"):
+            words, image = record["question"] + ENDING, self.image(record["image"], where)
+            yield Item(str(record["questionId"]), words, record, image)
 
-    def export(self, answers, folder):
-        """Writes the file that the site takes."""
+    def export(self, answers):
+        """Returns the file that the site takes."""
         entries = [{"questionId": one.record["questionId"], "answer": one.text} for one in answers]
-        write_json(folder / f"{self.settings.split}_submission.json", entries)
+        return {f"{self.settings.split}_submission.json": entries}
 
     def scores(self, answers, folder):
-        """Returns the mean ANLS; nothing for questions without answers."""
-        if "answers" not in answers[0].record:
-            return []
+        """Returns the mean ANLS."""
         return [mean("ANLS", [anls(one.text, one.record["answers"]) for one in answers])]

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.data import markdown
 from sparse_lavida_jax.evals.scorers import Metric, grouped, wilson_interval
 from sparse_lavida_jax.scenes import tasks, world
 
@@ -43,10 +42,6 @@ class TaskResult:
     @property
     def share(self) -> float:
         return self.correct / max(self.total, 1)
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        return wilson_interval(self.correct, self.total)
 
     @property
     def metrics(self) -> list[Metric]:
@@ -136,15 +131,5 @@ def tally(name: str, samples: Sequence[tasks.Sample], outputs: Sequence[Output])
 
 def as_json(result: TaskResult) -> dict[str, Any]:
     """Returns what the rows of `bench/quality.py` have."""
-    derived = {"share": result.share, "interval_95": list(result.interval)}
-    return dataclasses.asdict(result) | derived
-
-
-def table(results: Sequence[TaskResult]) -> str:
-    """Returns a Markdown table of shares with their 95 % intervals."""
-    lines = []
-    for metric in (one for result in results for one in result.metrics):
-        counts = (None, None) if metric.correct is None else (metric.correct, metric.count)
-        interval = metric.interval and "{:.2f} to {:.2f}".format(*metric.interval)
-        lines.append((metric.name, *counts, f"{metric.value:.2f}", interval))
-    return markdown.table(("task", "right", "of", "share", "95 % interval"), lines)
+    low, high = wilson_interval(result.correct, result.total)
+    return dataclasses.asdict(result) | {"share": result.share, "interval_95": [low, high]}

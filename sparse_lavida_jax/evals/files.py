@@ -2,21 +2,17 @@
 """Readers of official benchmark files. An error names what is missing or wrong."""
 
 import csv
-import functools
 import io
 import json
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.mixture import tables
 from sparse_lavida_jax.mixture.records import RecordError
 
-T = TypeVar("T")
 Names = Sequence[str]
 Record = dict[str, Any]
-Pixels = image_files.Pixels
 
 MOST_CELL = 2**27  # characters of a cell that holds an image
 
@@ -37,68 +33,56 @@ def read_text(path: pathlib.Path) -> str:
         raise EvaluationError(f"{path} is no text in UTF-8: {error}. Get it again.") from error
 
 
-def read_json(path: pathlib.Path, kind: type[T] = object) -> T:
-    """Returns the value in a JSON file.
+def read(path: pathlib.Path) -> Any:
+    """Returns what a file holds that is, by its suffix, JSON, JSON Lines, CSV or TSV.
 
     Raises:
-        EvaluationError: it is no JSON, or of another kind.
+        EvaluationError: it is not that.
     """
+    text = read_text(path)
+    csv.field_size_limit(MOST_CELL)
     try:
-        found = json.loads(read_text(path))
-    except ValueError as error:
-        raise EvaluationError(f"{path} is no JSON: {error}. Get it again.") from error
-    return of_kind(found, kind, str(path))
-
-
-def of_kind(value: Any, kind: type[T], where: str) -> T:
-    """Returns the value if it is of a kind.
-
-    Raises:
-        EvaluationError: it is of another.
-    """
-    if not isinstance(value, kind):
+        match path.suffix:
+            case ".jsonl":
+                return [json.loads(line) for line in text.splitlines() if line.strip()]
+            case ".csv" | ".tsv":
+                mark = "\t" if path.suffix == ".tsv" else ","
+                lines = io.StringIO(text, newline="")
+                return list(csv.DictReader(lines, restval="", delimiter=mark))
+            case _:
+                return json.loads(text)
+    except (ValueError, csv.Error) as error:
         raise EvaluationError(
-            f"{where} holds {type(value).__name__} where {kind.__name__} belongs: {value!r:.80}. Is"
-            " it another benchmark, or another version of this one?"
-        )
-    return value
+            f"{path} is no {path.suffix[1:].upper()}: {error}. Get it again."
+        ) from error
 
 
-def read_lines(path: pathlib.Path) -> list[Any]:
-    """Returns the values of a JSON Lines file.
+def records(
+    path: pathlib.Path,
+    fields: Names,
+    *,
+    inside: str = "",
+    load: Callable[[pathlib.Path], Any] = read,
+) -> Iterator[tuple[str, Record, str]]:
+    """Yields each record of a file with its key, or number, in front and where it is after it.
 
-    Raises:
-        EvaluationError: a line is no JSON.
-    """
-    found = []
-    for number, line in enumerate(read_text(path).splitlines(), 1):
-        if line.strip():
-            try:
-                found.append(json.loads(line))
-            except ValueError as error:
-                raise EvaluationError(f"{path}, line {number}, is no JSON: {error}.") from error
-    return found
-
-
-def read_separated(
-    path: pathlib.Path, delimiter: str, fields: Iterable[str]
-) -> list[dict[str, str]]:
-    """Returns the rows of a table whose first line names the columns.
+    Args:
+        fields: what every record must have.
+        inside: the field of the file that holds the records; "": it holds nothing else.
+        load: reads the file.
 
     Raises:
-        EvaluationError: it cannot be read, or a field is no column.
+        EvaluationError: the file cannot be read, or a record lacks a field.
     """
-    before = csv.field_size_limit(MOST_CELL)
-    try:
-        text = io.StringIO(read_text(path), newline="")
-        rows = list(csv.DictReader(text, delimiter=delimiter))
-    except csv.Error as error:
-        raise EvaluationError(f"{path} cannot be read: {error}. Get it again.") from error
-    finally:
-        csv.field_size_limit(before)
-    if rows:
-        check_fields(rows[0], fields, str(path))
-    return [{str(k): "" if v is None else str(v) for k, v in row.items()} for row in rows]
+    found = load(path)
+    if inside:
+        found = check_fields(found, (inside,), str(path))[inside]
+    if not isinstance(found, list | dict):
+        raise EvaluationError(f"{path} holds {found!r:.80}, where records belong.")
+    named = found if isinstance(found, dict) else {f"{i}": one for i, one in enumerate(found)}
+    for key, record in named.items():
+        where = f"{path}, {key}," if named is found else f"{path}, entry {key},"
+        yield key, check_fields(record, fields, where), where
 
 
 def check_fields(record: Any, fields: Iterable[str], where: str) -> Record:
@@ -117,77 +101,38 @@ def check_fields(record: Any, fields: Iterable[str], where: str) -> Record:
     return dict(record)
 
 
-def records(
-    found: list[Any] | dict[str, Any], fields: Sequence[str], path: pathlib.Path
-) -> Iterator[tuple[str, Record, str]]:
-    """Yields each record with its key, or number, in front and where it stands after it.
-
-    Raises:
-        EvaluationError: a record lacks a field.
-    """
-    named = found if isinstance(found, dict) else {f"{i}": one for i, one in enumerate(found)}
-    for key, record in named.items():
-        where = f"{path}, {key}," if named is found else f"{path}, entry {key},"
-        yield key, check_fields(record, fields, where), where
-
-
-def read_image(path: pathlib.Path) -> list[Pixels]:
-    """Returns the one image of a file as RGB bytes, transparent pixels as lmms-eval reads them.
-
-    Raises:
-        ImageError: see `image_files.read`.
-    """
-    return [image_files.read(path, backdrop=False)]
-
-
 def image_name(name: Any, where: str) -> str:
     """Returns the name of an image if it stays inside its folder.
 
     Raises:
         EvaluationError: it is none, or leads out of there.
     """
-    path = pathlib.PurePosixPath(of_kind(name, str, where))
-    if not name or path.is_absolute() or ".." in path.parts:
+    path = pathlib.PurePosixPath(name if isinstance(name, str) else "")
+    if path == pathlib.PurePosixPath() or path.is_absolute() or ".." in path.parts:
         raise EvaluationError(f"{where} names the image {name!r}, which is no file inside it.")
     return name
 
 
 def read_parquet(
     paths: Iterable[pathlib.Path], fields: Names, others: Names, images: Names
-) -> Iterator[tuple[Record, Callable[[Names], list[Pixels]]]]:
-    """Yields the rows of Parquet files, each with a function that reads images of it.
-
-    That function takes the names of columns of images, and raises an EvaluationError where the row
-    has none in one of them, and an ImageError where one cannot be read.
+) -> Iterator[tuple[Record, dict[str, bytes]]]:
+    """Yields the rows of Parquet files, each with the encoded images of it by their columns.
 
     Args:
         paths: the files.
-        fields: columns that every file must have.
-        others: columns to read where a file has them.
+        fields: columns that every row must have.
+        others: columns to read where a row has them.
         images: columns of images, as Hugging Face writes them (`bytes` and `path`).
 
     Raises:
         EvaluationError: a file cannot be read, or lacks a column.
     """
-    later = tables.Reader(columns=images)
     try:
         for path in paths:
-            table = tables.locate(path)
-            with tables.Reader(columns=(*fields, *others)) as reader:
-                for number in range(table.num_rows):
-                    row = check_fields(reader.row(table, number), fields, f"{path}, row {number},")
-                    yield row, functools.partial(_images, later, table, number)
+            with tables.Reader(columns=(*fields, *others, *images)) as reader:
+                for number in range(tables.num_rows(path)):
+                    row = check_fields(reader.row(path, number), fields, f"{path}, row {number},")
+                    shown = {name: row.pop(name) for name in images if name in row}
+                    yield row, {name: reader.image(one) for name, one in shown.items()}
     except (tables.TableError, RecordError) as error:
         raise EvaluationError(str(error)) from error
-
-
-def _images(reader: tables.Reader, table: tables.Table, number: int, fields: Names) -> list[Pixels]:
-    found = []
-    for field in fields:
-        where = f"{table.path}, row {number}, {field}"
-        try:
-            contents = reader.image(reader.row(table, number).get(field))
-        except (tables.TableError, RecordError) as error:
-            raise EvaluationError(f"{where}: {error}.") from error
-        found.append(image_files.read_bytes(contents, where, backdrop=False))
-    return found

@@ -8,11 +8,9 @@ import json
 import pathlib
 from typing import ClassVar
 
-from sparse_lavida_jax.evals.benchmark import JUDGED, ImageBenchmark
-from sparse_lavida_jax.evals.files import EvaluationError, of_kind, read_lines, records
+from sparse_lavida_jax.evals.benchmark import JUDGED, ImageBenchmark, Item
+from sparse_lavida_jax.evals.files import EvaluationError, records
 from sparse_lavida_jax.evals.scorers import mean, shares
-
-RESULTS = "results.jsonl"
 
 
 class Bench(ImageBenchmark):
@@ -28,35 +26,31 @@ class Bench(ImageBenchmark):
     )
     judge = (
         "run evaluation/evaluate_images.py of github.com/djghosh13/geneval on that folder, with"
-        f" --outfile set to {JUDGED}/{RESULTS} next to it."
+        f" --outfile set to {JUDGED}/results.jsonl next to it."
     )
+    verdicts = "results.jsonl"
     configs: ClassVar = {"geneval": {"num_images": 4, "prefix": "a realistic image, 4k. "}}
 
     def read(self):
         """Yields an item for each line."""
         path = self.file("evaluation_metadata.jsonl")
-        for key, record, _ in records(read_lines(path), ("tag", "prompt"), path):
-            yield key.zfill(5), record["prompt"], record, list
+        for key, record, _ in records(path, ("tag", "prompt")):
+            yield Item(key.zfill(5), record["prompt"], record)
 
     def keep(self, item, drawn):
         """Returns 00000.png and so on, in the folder of the prompt."""
         return {f"{item.key}/samples/{i:05}.png": one for i, one in enumerate(drawn)}
 
-    def export(self, answers, folder):
-        """Writes what was asked next to the images of each prompt."""
-        for item in self.items:
-            path = folder / item.key / "metadata.jsonl"
-            path.write_text(json.dumps(item.record) + "\n")
+    def export(self, answers):
+        """Returns what was asked, to lie next to the images of each prompt."""
+        return {f"{one.key}/metadata.jsonl": json.dumps(one.record) + "\n" for one in self.items}
 
-    def scores(self, answers, folder):
+    def judged(self, answers, path):
         """Returns what the detector found: the official score is the mean of the groups."""
-        path = folder / JUDGED / RESULTS
-        if not path.exists():
-            return []
         judged = {}
-        for _, record, where in records(read_lines(path), ("filename", "tag", "correct"), path):
-            file = of_kind(record["filename"], str, f"{where} filename,")
-            judged["/".join(pathlib.PurePath(file).parts[-3:])] = record
+        for _, record, _ in records(path, ("filename", "tag", "correct")):
+            file = pathlib.PurePath(str(record["filename"]))
+            judged["/".join(file.parts[-3:])] = record
         expected = {name for one in answers for name in one.output["files"]}
         if judged.keys() != expected:
             raise EvaluationError(

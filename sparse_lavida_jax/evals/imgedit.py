@@ -7,11 +7,10 @@ Files and layout: github.com/PKU-YuanGroup/ImgEdit, Benchmark/Basic. The judge i
 from typing import ClassVar
 
 from sparse_lavida_jax.data.images import centre_crop
-from sparse_lavida_jax.evals.benchmark import JUDGED, Benchmark, write_images
-from sparse_lavida_jax.evals.files import EvaluationError, image_name, read_json, records
+from sparse_lavida_jax.evals.benchmark import JUDGED, Benchmark, Item, write_images
+from sparse_lavida_jax.evals.files import EvaluationError, check_fields, image_name, read, records
 from sparse_lavida_jax.evals.scorers import mean, means, share
 
-RESULT = "result.json"
 ORIGINALS = "singleturn"
 
 
@@ -30,15 +29,16 @@ class Bench(Benchmark):
         f" --origin_img_root to {ORIGINALS} and --prompts_json to its prompts.json, and put"
         f" the result.json that it writes into {JUDGED} next to it."
     )
+    verdicts = "result.json"
     configs: ClassVar = {"imgedit": {}}
 
     def read(self):
         """Yields an item for each edit."""
         path = self.file("basic_edit.json")
         fields = ("id", "prompt", "edit_type")
-        for key, record, where in records(read_json(path, dict), fields, path):
+        for key, record, where in records(path, fields):
             image_name(f"{key}.png", where)
-            yield key, record["prompt"], record, self.image(record["id"], where, ORIGINALS)
+            yield Item(key, record["prompt"], record, self.image(record["id"], where, ORIGINALS))
 
     def answer(self, pipe, items, folder):
         """Returns the names of the changed images."""
@@ -51,12 +51,9 @@ class Bench(Benchmark):
         pairs = zip(items, result.pixels, strict=True)
         return [write_images(folder, {f"{item.key}.png": image}) for item, image in pairs]
 
-    def scores(self, answers, folder):
+    def judged(self, answers, path):
         """Returns the mean of the judge's points, 1 to 5, of each type."""
-        path = folder / JUDGED / RESULT
-        if not path.exists():
-            return []
-        judged, points = read_json(path, dict), []
+        judged, points = check_fields(read(path), (), str(path)), []
         for item in self.items:
             said = judged.get(item.key)
             if not isinstance(said, str):

@@ -16,6 +16,7 @@ from lmms_eval.api.model import lmms  # pyright: ignore[reportMissingImports]
 from PIL import Image
 
 from sparse_lavida_jax.evals.benchmark import written_texts
+from sparse_lavida_jax.evals.scorers import grouped
 from sparse_lavida_jax.pipeline import SparseLaViDa
 
 MAX_NEW_TOKENS = 256  # of tasks that do not say, as in the released adapter (spec Sec. 6)
@@ -77,14 +78,21 @@ class SparseLaViDaLmms(lmms):
         document, the number of the document, the task, the split. Of the settings `max_new_tokens`
         and `until` are followed; temperature is 0.
         """
-        asked = [self._asked(request.args) for request in requests]
+        asked = [request.args for request in requests]
+        rooms = grouped(
+            (int(settings.get("max_new_tokens") or MAX_NEW_TOKENS), place)
+            for place, (_, settings, *_) in enumerate(asked)
+        )
         answers: dict[int, str] = {}
-        for tokens in sorted({one.tokens for one in asked}):
-            places = [i for i, one in enumerate(asked) if one.tokens == tokens]
+        for tokens, places in rooms.items():
             for start in range(0, len(places), self.pipe.batch_size):
                 batch = places[start : start + self.pipe.batch_size]
-                answers |= zip(batch, self._answers([asked[i] for i in batch], batch), strict=True)
-        return [answers[i] for i in range(len(asked))]
+                examples = [self._example(asked[place], tokens) for place in batch]
+                seeds = [self.seed + place for place in batch]
+                said = written_texts(self.pipe, examples, self.sampling, seeds)
+                for place, text in zip(batch, said, strict=True):
+                    answers[place] = _ended(text, asked[place][1].get("until") or [])
+        return [answers[place] for place in range(len(asked))]
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """Refuses: a masked diffusion model gives no likelihood of a text token by token.
@@ -108,38 +116,19 @@ class SparseLaViDaLmms(lmms):
             " generate_until."
         )
 
-    def _asked(self, args: tuple) -> "_Asked":
-        words, settings, visuals_of, number, task, split = args
+    def _example(self, args: tuple, tokens: int) -> Any:
+        words, _, visuals_of, number, task, split = args
         visuals = visuals_of(self.task_dict[task][split][number]) or []
         if wrong := [one for one in visuals if not isinstance(one, Image.Image)]:
             raise TypeError(
                 f"{task} shows a {type(wrong[0]).__name__}: sparse_lavida looks at images only."
             )
-        until = settings.get("until") or []
-        return _Asked(
-            words.replace(PLACEHOLDER, "").strip(),
-            tuple(np.array(one.convert("RGB")) for one in visuals),
-            int(settings.get("max_new_tokens") or MAX_NEW_TOKENS),
-            (until,) if isinstance(until, str) else tuple(until),
-        )
-
-    def _answers(self, asked: Sequence["_Asked"], places: Sequence[int]) -> list[str]:
-        examples = [self.pipe.prompts.ask(one.words, one.images, one.tokens) for one in asked]
-        seeds = [self.seed + place for place in places]
-        answers = []
-        said = written_texts(self.pipe, examples, self.sampling, seeds)
-        for one, text in zip(asked, said, strict=True):
-            for end in one.until:
-                text = text.partition(end)[0] if end else text
-            answers.append(text.strip())
-        return answers
+        images = [np.array(one.convert("RGB")) for one in visuals]
+        return self.pipe.prompts.ask(words.replace(PLACEHOLDER, "").strip(), images, tokens)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Asked:
-    """One request: words, images, room for the answer, what ends it."""
-
-    words: str
-    images: tuple[np.ndarray, ...]
-    tokens: int
-    until: tuple[str, ...]
+def _ended(text: str, until: str | Sequence[str]) -> str:
+    """Returns an answer up to what ends it."""
+    for end in (until,) if isinstance(until, str) else until:
+        text = text.partition(end)[0] if end else text
+    return text.strip()

@@ -8,9 +8,8 @@ compares it; the only rule of the official script, equal text, is given as a low
 
 from typing import ClassVar
 
-from sparse_lavida_jax.data.files import write_json
-from sparse_lavida_jax.evals.benchmark import JUDGED, QuestionBenchmark
-from sparse_lavida_jax.evals.files import EvaluationError, image_name, read_json, records
+from sparse_lavida_jax.evals.benchmark import JUDGED, Item, QuestionBenchmark
+from sparse_lavida_jax.evals.files import EvaluationError, image_name, records
 from sparse_lavida_jax.evals.scorers import share, shares
 
 FIELDS = ("sample_index", "problem_version", "question", "image", "answer", "query_cot")
@@ -35,31 +34,31 @@ class Bench(QuestionBenchmark):
         f" github.com/ZrrSkywalker/MathVerse on its {OUTPUT}, and put what the second writes into"
         f" {JUDGED}/{SCORES} next to it."
     )
+    verdicts = SCORES
     configs: ClassVar = {"mathverse": {"max_new_tokens": 1024}}
 
     def read(self):
         """Yields an item for each version of a problem."""
         path = self.file("testmini.json")
-        for _, record, where in records(read_json(path, list), FIELDS, path):
+        for _, record, where in records(path, FIELDS):
             outside = (self.folder / image_name(record["image"], where)).exists()
-            load = self.image(record["image"], where, *(() if outside else ("images",)))
-            yield str(record["sample_index"]), record["query_cot"], record, load
+            image = self.image(record["image"], where, *(() if outside else ("images",)))
+            yield Item(str(record["sample_index"]), record["query_cot"], record, image)
 
-    def export(self, answers, folder):
-        """Writes the answers as `evaluation/extract_answer_s1.py` reads them."""
-        entries = [{**one.record, "model_answer": one.text} for one in answers]
-        write_json(folder / OUTPUT, entries)
+    def export(self, answers):
+        """Returns the answers as `evaluation/extract_answer_s1.py` reads them."""
+        return {OUTPUT: [{**one.record, "model_answer": one.text} for one in answers]}
 
     def scores(self, answers, folder):
-        """Returns the share that GPT-4 judged right if it did, and that of equal texts."""
+        """Returns the share of equal texts."""
         equal = [one.text.strip() == str(one.record["answer"]).strip() for one in answers]
-        bound = share("equal text, a lower bound", equal)
-        path = folder / JUDGED / SCORES
-        if not path.exists():
-            return [bound]
+        return [share("equal text, a lower bound", equal)]
+
+    def judged(self, answers, path):
+        """Returns the share that GPT-4 judged right."""
         judged = {
             str(record["sample_index"]): record["judgement"]
-            for _, record, _ in records(read_json(path, list), ("sample_index", "judgement"), path)
+            for _, record, _ in records(path, ("sample_index", "judgement"))
         }
         if missing := [item.key for item in self.items if judged.get(item.key) not in (0, 1)]:
             raise EvaluationError(
@@ -67,4 +66,4 @@ class Bench(QuestionBenchmark):
                 " judge them again."
             )
         hits = [(item.record["problem_version"], judged[item.key] == 1) for item in self.items]
-        return [*shares("accuracy", hits), bound]
+        return shares("accuracy", hits)

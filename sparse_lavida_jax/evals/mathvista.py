@@ -7,14 +7,12 @@ answer is wrong, and the table says how many there are.
 """
 
 import contextlib
-import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from sparse_lavida_jax.data.files import write_json
-from sparse_lavida_jax.evals.benchmark import JUDGED, QuestionBenchmark, has_solutions
-from sparse_lavida_jax.evals.files import EvaluationError, check_fields, read_json, read_parquet
+from sparse_lavida_jax.evals.benchmark import JUDGED, Item, QuestionBenchmark
+from sparse_lavida_jax.evals.files import EvaluationError, check_fields, read_parquet, records
 from sparse_lavida_jax.evals.scorers import Metric, edit_distance, share, shares
 
 FIELDS = ("pid", "question", "image", "question_type", "answer_type", "query")
@@ -39,41 +37,35 @@ class Bench(QuestionBenchmark):
         f" which asks GPT-4 to find the answers, and put the result into {JUDGED}/{OUTPUT}"
         " next to it."
     )
+    verdicts = OUTPUT
     configs: ClassVar = {"mathvista": {"split": "testmini", "max_new_tokens": 1024}}
 
     def read(self):
         """Yields an item for each question."""
         paths = self.files(f"data/{self.settings.split}-*.parquet")
-        shown = ("decoded_image",)
-        for record, images in read_parquet(paths, FIELDS, OTHERS, shown):
-            load = functools.partial(images, shown)
-            yield str(record["pid"]), record["query"], record, load
+        for record, images in read_parquet(paths, FIELDS, OTHERS, ("decoded_image",)):
+            key = str(record["pid"])
+            check_fields(images, ("decoded_image",), f"{self.title}, {key},")
+            yield Item(key, record["query"], record, tuple(images.values()))
 
-    def export(self, answers, folder):
-        """Writes the answers as `evaluation/extract_answer.py` reads them."""
+    def export(self, answers):
+        """Returns the answers as `evaluation/extract_answer.py` reads them."""
         absent = {"choices": None, "unit": None, "precision": None}
-        write_json(
-            folder / OUTPUT,
-            {one.item.key: {**absent, **one.record, "response": one.text} for one in answers},
-        )
+        said = {one.item.key: {**absent, **one.record, "response": one.text} for one in answers}
+        return {OUTPUT: said}
 
     def scores(self, answers, folder):
-        """Returns the share of right answers: found by rules, and by GPT-4 if it was asked."""
-        if not has_solutions(answers):
-            return []  # the test split is judged elsewhere
+        """Returns the share of right answers that rules find."""
         extracted = [extract(one.text, one.record) for one in answers]
         whole, *parts = self._accuracy("accuracy, answers found by rules", extracted)
         unread = [one is None for one in extracted]
-        rules = [whole, share("answers that no rule finds, counted wrong", unread)]
-        path = folder / JUDGED / OUTPUT
-        if not path.exists():
-            return [*rules, *parts]
-        judged = read_json(path, dict)
-        extracted = []
-        for item in self.items:
-            said = check_fields(judged.get(item.key), ("extraction",), f"{path}, {item.key},")
-            extracted.append(str(said["extraction"]))
-        return [*self._accuracy("accuracy", extracted), *rules]
+        return [whole, share("answers that no rule finds, counted wrong", unread), *parts]
+
+    def judged(self, answers, path):
+        """Returns the share of right answers that GPT-4 found."""
+        found = {key: str(one["extraction"]) for key, one, _ in records(path, ("extraction",))}
+        check_fields(found, [item.key for item in self.items], str(path))
+        return self._accuracy("accuracy", [found[item.key] for item in self.items])
 
     def _accuracy(self, name: str, extracted: Sequence[str | None]) -> list[Metric]:
         """Returns the share of right answers, and that of each task."""

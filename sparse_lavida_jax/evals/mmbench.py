@@ -9,12 +9,11 @@ answer is wrong.
 import base64
 import binascii
 import csv
-import functools
+import io
 from typing import ClassVar
 
-from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.evals.benchmark import Item, QuestionBenchmark
-from sparse_lavida_jax.evals.files import EvaluationError, read_separated
+from sparse_lavida_jax.evals.files import EvaluationError, records
 from sparse_lavida_jax.evals.scorers import share, shares
 
 FIELDS = ("index", "question", "A", "B", "category", "image")
@@ -41,37 +40,37 @@ class Bench(QuestionBenchmark):
     def read(self):
         """Yields an item for each row."""
         path = self.file(f"{self.settings.split}.tsv")
-        rows = read_separated(path, "\t", FIELDS)
-        encoded = {row["index"]: row.pop("image") for row in rows}
-        for line, row in enumerate(rows, 2):
+        rows = [(row, where) for _, row, where in records(path, FIELDS)]
+        encoded = {row["index"]: row.pop("image") for row, _ in rows}
+        for row, where in rows:
             key = row["index"]
             if not key.isdecimal():
-                raise EvaluationError(f"{path}, line {line}, has no number: {key!r}.")
-            yield key, words_of(row), row, functools.partial(_images, encoded, key, str(path))
+                raise EvaluationError(f"{where} has no number: {key!r}.")
+            contents = encoded[key]
+            if len(contents) <= REFERENCE:
+                contents = encoded.get(contents.strip(), contents)
+            try:
+                image = base64.b64decode(contents, validate=True)
+            except binascii.Error as error:
+                raise EvaluationError(f"{where} has a damaged image ({error}).") from error
+            yield Item(key, words_of(row), row, (image,))
 
     def first(self, items):
         """Returns the rows of as many questions as the settings ask for, all their orders."""
-        if not self.settings.limit:
-            return items
-        numbers = {*[*dict.fromkeys(map(_question, items))][: self.settings.limit]}
+        items = list(items)
+        numbers = {*[*dict.fromkeys(map(_question, items))][: self.settings.limit or None]}
         return [item for item in items if _question(item) in numbers]
 
-    def export(self, answers, folder):
-        """Writes the table with a column of predictions, to be judged or handed in."""
-        names = list(self.items[0].record)
-        with (folder / f"{self.settings.split}.tsv").open("w", newline="") as file:
-            table = csv.writer(file, delimiter="\t")
-            table.writerow([*names, "prediction"])
-            for one in answers:
-                table.writerow([*(one.record[name] for name in names), one.text])
+    def export(self, answers):
+        """Returns the table with a column of predictions, to be judged or handed in."""
+        names, text = list(self.items[0].record), io.StringIO()
+        table = csv.writer(text, delimiter="\t")
+        table.writerow([*names, "prediction"])
+        table.writerows([*(one.record[name] for name in names), one.text] for one in answers)
+        return {f"{self.settings.split}.tsv": text.getvalue()}
 
     def scores(self, answers, folder):
-        """Returns how many questions are right in every order, and in the first.
-
-        Nothing for the test split, whose answers the site keeps.
-        """
-        if not self.items[0].record.get("answer", ""):
-            return []
+        """Returns how many questions are right in every order, and in the first."""
         by_question: dict[int, list[bool]] = {}
         first, categories, unread = [], {}, []
         for one in answers:
@@ -134,14 +133,3 @@ _MARKS = (
     ("", "."), ("", ","), ("", ":"), ("", ")"), ("", ")."), ("(", ")"), ("(", ")."), (":", ""),
     (":", ","), (":", "."), (":", ")"), (":", ")."),
 )  # fmt: skip
-
-
-def _images(encoded: dict[str, str], key: str, where: str) -> list[image_files.Pixels]:
-    contents = encoded[key]
-    if len(contents) <= REFERENCE:
-        contents = encoded.get(contents.strip(), contents)
-    try:
-        data = base64.b64decode(contents, validate=True)
-    except binascii.Error as error:
-        raise EvaluationError(f"{where}, {key}: its image is damaged ({error}).") from error
-    return [image_files.read_bytes(data, f"{where}, {key}", backdrop=False)]

@@ -6,12 +6,11 @@ github.com/BradyFU/Awesome-Multimodal-Large-Language-Models/tree/Evaluation. The
 question is that of lmms-eval, with which the base model was evaluated.
 """
 
-import functools
 import pathlib
 from typing import ClassVar
 
-from sparse_lavida_jax.evals.benchmark import QuestionBenchmark
-from sparse_lavida_jax.evals.files import EvaluationError, read_image, read_text
+from sparse_lavida_jax.evals.benchmark import Item, QuestionBenchmark
+from sparse_lavida_jax.evals.files import EvaluationError, read_text
 from sparse_lavida_jax.evals.scorers import Metric, grouped
 
 CATEGORIES = {
@@ -66,16 +65,16 @@ class Bench(QuestionBenchmark):
                 "answer": answer,
             }  # fmt: skip
             words = question.removesuffix(OFFICIAL_ENDING) + ENDING
-            load = functools.partial(read_image, image)
-            yield f"{category}/{path.stem}/{number}", words, record, load
+            yield Item(f"{category}/{path.stem}/{number}", words, record, (image,))
 
-    def export(self, answers, folder):
-        """Writes a file for each category, as `eval_tool/calculation.py` reads them."""
-        for category, members in grouped((one.record["category"], one) for one in answers).items():
-            with (folder / f"{category}.txt").open("w") as file:
-                for one in members:
-                    official = [one.record[name] for name in ("picture", "question", "answer")]
-                    print(*official, " ".join(one.text.split()), sep="\t", file=file)
+    def export(self, answers):
+        """Returns a file for each category, as `eval_tool/calculation.py` reads them."""
+        lines = []
+        for one in answers:
+            official = [one.record[name] for name in ("picture", "question", "answer")]
+            line = "\t".join([*official, " ".join(one.text.split())])
+            lines.append((f"{one.record['category']}.txt", f"{line}\n"))
+        return {file: "".join(part) for file, part in grouped(lines).items()}
 
     def scores(self, answers, folder):
         """Returns the points: of a category at most 200, its accuracy and its accuracy+."""

@@ -8,15 +8,13 @@ evaluated.
 
 import ast
 import contextlib
-import functools
 import random
 import re
 from collections.abc import Mapping
 from typing import ClassVar
 
-from sparse_lavida_jax.data.files import write_json
-from sparse_lavida_jax.evals.benchmark import QuestionBenchmark, has_solutions
-from sparse_lavida_jax.evals.files import EvaluationError, read_parquet
+from sparse_lavida_jax.evals.benchmark import Item, QuestionBenchmark
+from sparse_lavida_jax.evals.files import EvaluationError, check_fields, read_parquet
 from sparse_lavida_jax.evals.scorers import shares
 
 FIELDS = ("id", "question", "options", "question_type")
@@ -54,23 +52,22 @@ class Bench(QuestionBenchmark):
         paths = self.files(f"*/{self.settings.split}-*.parquet")
         for record, images in read_parquet(paths, FIELDS, OTHERS, IMAGES):
             words = words_of(record)
-            shown = sorted({int(number) for number in re.findall(r"<image (\d+)>", words)})
-            load = functools.partial(images, [f"image_{number}" for number in shown])
-            yield record["id"], words, record, load
+            numbers = sorted({int(number) for number in re.findall(r"<image (\d+)>", words)})
+            names = [f"image_{number}" for number in numbers]
+            check_fields(images, names, record["id"])
+            yield Item(record["id"], words, record, tuple(images[name] for name in names))
 
-    def export(self, answers, folder):
-        """Writes the answers as `eval/main_eval_only.py` reads them."""
+    def export(self, answers):
+        """Returns the answers as `eval/main_eval_only.py` reads them."""
         said = {}
         for one in answers:
             key, text = one.item.key, one.text
             choice = one.record["question_type"] == CHOICE
             said[key] = letter_of(text, options_of(one.record), key) if choice else text
-        write_json(folder / "total_val_output.json", said)
+        return {"total_val_output.json": said}
 
     def scores(self, answers, folder):
-        """Returns the share of right answers; nothing for the test split: the site judges it."""
-        if not has_solutions(answers):
-            return []
+        """Returns the share of right answers."""
         hits = []
         for one in answers:
             key = one.item.key

@@ -9,9 +9,8 @@ import pathlib
 import pickle
 from typing import Any, ClassVar
 
-from sparse_lavida_jax.data.files import write_json
-from sparse_lavida_jax.evals.benchmark import Benchmark
-from sparse_lavida_jax.evals.files import EvaluationError, check_fields, of_kind, read_json, records
+from sparse_lavida_jax.evals.benchmark import Benchmark, Item
+from sparse_lavida_jax.evals.files import EvaluationError, check_fields, read, records
 from sparse_lavida_jax.evals.scorers import mean, overlap, share
 
 LEAST_OVERLAP = 0.5
@@ -42,28 +41,25 @@ class Bench(Benchmark):
         """Yields an item for each phrase; a thing has several."""
         name, _, split = self.settings.split.partition("/")
         path = self.files(f"{name}/refs(u*).p".lstrip("/"))[0]
-        instances = check_fields(
-            read_json(self.file(name, "instances.json")),
-            ("annotations", "images"),
-            "instances.json",
-        )
+        listed = self.file(name, "instances.json")
+        instances = check_fields(read(listed), ("annotations", "images"), str(listed))
         boxes = {one["id"]: one["bbox"] for one in instances["annotations"]}
         files = {one["id"]: one["file_name"] for one in instances["images"]}
-        for _, ref, where in records(read_plain_pickle(path), FIELDS, path):
+        for _, ref, where in records(path, FIELDS, load=read_plain_pickle):
             if ref["split"] != split:
                 continue
             if ref["ann_id"] not in boxes or ref["image_id"] not in files:
                 raise EvaluationError(f"{where} has no box in instances.json. {self.source}")
             x, y, width, height = boxes[ref["ann_id"]]
             image = files[ref["image_id"]]
-            load = self.image(image, where, "train2014")
+            shown = self.image(image, where, "train2014")
             for sentence in ref["sentences"]:
                 record = {
                     "ref_id": ref["ref_id"], "sent_id": sentence["sent_id"],
                     "sent": sentence["sent"], "image": image,
                     "box": [x, y, x + width, y + height],
                 }  # fmt: skip
-                yield str(sentence["sent_id"]), sentence["sent"], record, load
+                yield Item(str(sentence["sent_id"]), sentence["sent"], record, shown)
 
     def answer(self, pipe, items, folder):
         """Returns the box of each phrase in pixels of its image, None where there is none."""
@@ -80,10 +76,10 @@ class Bench(Benchmark):
             outputs.append({"box": box and [float(edge) for edge in box]})
         return outputs
 
-    def export(self, answers, folder):
-        """Writes each phrase with the right box and the one that was found."""
+    def export(self, answers):
+        """Returns each phrase with the right box and the one that was found."""
         entries = [{**one.record, "predicted": one.output["box"]} for one in answers]
-        write_json(folder / f"{self.settings.split.replace('/', '_')}.json", entries)
+        return {f"{self.settings.split.replace('/', '_')}.json": entries}
 
     def scores(self, answers, folder):
         """Returns P@0.5, the share of boxes that overlap the right one by half or more."""
@@ -107,18 +103,17 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module_name}.{global_name}, which is no data")
 
 
-def read_plain_pickle(path: pathlib.Path) -> list[Any]:
-    """Returns the list in a pickle that holds data and no program.
+def read_plain_pickle(path: pathlib.Path) -> Any:
+    """Returns what is in a pickle that holds data and no program.
 
     Raises:
         EvaluationError: it is damaged, or holds anything else.
     """
     try:
         with path.open("rb") as file:
-            found = _PlainUnpickler(file, encoding="latin-1").load()
+            return _PlainUnpickler(file, encoding="latin-1").load()
     except (pickle.UnpicklingError, ArithmeticError, LookupError, MemoryError, TypeError,
             ValueError, AttributeError, EOFError) as error:  # fmt: skip
         raise EvaluationError(
             f"{path} is no list of references as they were released: {error}. Download it again."
         ) from error
-    return of_kind(found, list, str(path))

@@ -14,8 +14,8 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.data import markdown
-from sparse_lavida_jax.evals import exact
+from sparse_lavida_jax.data import image_files, markdown
+from sparse_lavida_jax.evals import exact, scorers
 from sparse_lavida_jax.inference.engine import tokens_passed
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.scenes import digits, grammar, tasks, world
@@ -144,13 +144,13 @@ def write(pipe: SparseLaViDa, folder: pathlib.Path, *, step: int, seconds: float
 
 def _losses(path: pathlib.Path) -> str:
     """Returns a table of the mean losses of each tenth of a run."""
-    rows = [row for row in metrics.read_metrics(path) if row.get("loss") is not None]
-    if not rows:
+    logged = [row for row in metrics.read_metrics(path) if row.get("loss") is not None]
+    if not logged:
         return "No loss was logged (train.log_every)."
-    names = [n for n in ("loss", "text_nll", "image_nll") if any(n in row for row in rows)]
+    names = [n for n in ("loss", "text_nll", "image_nll") if any(n in row for row in logged)]
     lines = []
-    for tenth in np.array_split(np.arange(len(rows)), min(LOSS_ROWS, len(rows))):
-        part = [rows[i] for i in tenth]
+    for tenth in np.array_split(np.arange(len(logged)), min(LOSS_ROWS, len(logged))):
+        part = [logged[i] for i in tenth]
         found = [[row[name] for row in part if row.get(name) is not None] for name in names]
         means = (f"{np.mean(values):.4f}" if values else "" for values in found)
         lines.append((part[-1]["step"], *means))
@@ -168,33 +168,34 @@ def _newest_sheet(folder: pathlib.Path) -> list[str]:
 
 def _scene_sections(pipe: SparseLaViDa, folder: pathlib.Path) -> list[str]:
     """Returns exact scores of every task that was trained, and examples of some."""
-    results, parts = [], []
+    found, parts = [], []
     prompts = pipe.settings.train.eval_prompts
     for task in [task for task in pipe.settings.data.tasks if task in tasks.TASKS]:
         samples = [tasks.sample(task, exact.EVAL_SEED, i, "test") for i in range(prompts)]
         outputs = exact.answer(pipe, samples)
-        results.append(exact.tally(task, samples, outputs))
-        parts.append(_examples(task, samples[:12], outputs[:12], folder))
-    return ["## Exact scores", exact.table(results), *filter(None, parts)]
+        found += exact.tally(task, samples, outputs).metrics
+        if title := tasks.TABLE[task].label:
+            tiles = [
+                tile
+                for sample, output in zip(samples[:12], outputs[:12], strict=True)
+                for tile in _tiles(sample, output)
+            ]
+            name = title.lower()
+            _save(sheet(tiles), folder / f"images/{name}.png")
+            parts.append(f"## {title}\n\n![{name}](images/{name}.png)")
+    return ["## Exact scores", scorers.table(found), *parts]
 
 
-def _examples(task, samples, outputs, folder: pathlib.Path) -> str:
-    judged = [tasks.score(s, o) for s, o in zip(samples, outputs, strict=True)]
-    title = tasks.TABLE[task].label
-    if title is None:
-        return ""
-    tiles = []
-    for s, o, j in zip(samples, outputs, judged, strict=True):
-        if isinstance(o, str):
-            shown = _with_box(world.render(s.image or world.EMPTY_SCENE), o)
-            tiles.append(Tile(shown, f"{s.prompt} {o.strip()}", j.ok))
-        elif s.image is None:
-            tiles.append(Tile(o, s.prompt, j.ok))
-        else:
-            tiles += [Tile(world.render(s.image), s.prompt), Tile(o, "->", j.ok)]
-    name = f"images/{title.lower()}.png"
-    _save(sheet(tiles), folder / name)
-    return f"## {title}\n\n![{title.lower()}]({name})"
+def _tiles(sample: tasks.Sample, output: exact.Output) -> list[Tile]:
+    """Returns what was shown and what was made of it."""
+    ok = tasks.score(sample, output).ok
+    shown = None if sample.image is None else world.render(sample.image)
+    if isinstance(output, str):
+        blank = world.render(world.EMPTY_SCENE) if shown is None else shown
+        return [Tile(_with_box(blank, output), f"{sample.prompt} {output.strip()}", ok)]
+    if shown is None:
+        return [Tile(output, sample.prompt, ok)]
+    return [Tile(shown, sample.prompt), Tile(output, "->", ok)]
 
 
 def _curve(path: pathlib.Path) -> str:
@@ -243,13 +244,11 @@ def _enlarged(pixels: np.ndarray) -> np.ndarray:
 
 def _with_box(pixels: np.ndarray, text: str) -> np.ndarray:
     try:
-        x0, y0, x1, y1 = (edge * pixels.shape[0] // 24 for edge in grammar.parse_box(text.strip()))
+        edges = [edge * pixels.shape[0] // 24 for edge in grammar.parse_box(text.strip())]
     except grammar.GrammarError:
         return pixels
-    image = Image.fromarray(pixels)
-    corners = (min(x0, x1), min(y0, y1), max(x0, x1), max(y0, y1))
-    ImageDraw.Draw(image).rectangle(corners, outline="black")
-    return np.asarray(image)
+    (left, right), (top, bottom) = sorted(edges[::2]), sorted(edges[1::2])
+    return image_files.with_boxes(pixels, [(left, top, right, bottom)])
 
 
 def _wrap(text: str, font, width: int) -> list[str]:

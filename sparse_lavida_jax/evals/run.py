@@ -16,14 +16,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from sparse_lavida_jax import config
+from sparse_lavida_jax import config, schema
 from sparse_lavida_jax.checkpoints import manifest, model_folder
-from sparse_lavida_jax.data import files, markdown
-from sparse_lavida_jax.evals import benchmark
+from sparse_lavida_jax.data import files
+from sparse_lavida_jax.evals import benchmark, scorers
 from sparse_lavida_jax.evals.benchmark import EXPORT, JUDGED, Answer, Benchmark
 from sparse_lavida_jax.evals.circumstances import circumstances, commit
 from sparse_lavida_jax.evals.files import EvaluationError
-from sparse_lavida_jax.evals.scorers import Metric
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.training import runs
 
@@ -212,8 +211,10 @@ def _finish(
     """Writes the export, `results.json` and `table.md`, and returns the table."""
     _made(folder / JUDGED)
     files.remove_unfinished(folder / EXPORT)
-    bench.export(answers, _made(folder / EXPORT))
-    scores = bench.scores(answers, folder)
+    for name, content in bench.export(answers).items():
+        text = content if isinstance(content, str) else json.dumps(content, indent=1) + "\n"
+        files.write_text(folder / EXPORT / name, text)
+    metrics = bench.metrics(answers, folder)
     made_with = sorted(folder.glob(f"shards/*/{MADE_WITH}"))
     results = {
         "schema": SCHEMA,
@@ -226,41 +227,30 @@ def _finish(
         "seed": bench.config.seed,
         **_settings(bench),
         "seconds": round(sum(answer.seconds for answer in answers), 2),
-        "scores": [score.as_json() for score in scores],
+        "scores": [metric.as_json() for metric in metrics],
     }
     files.write_json(folder / "results.json", results)
-    text = _table(bench, scores, results, folder)
+    parts = [f"# {bench.title}", _description(bench, results)]
+    if metrics:
+        parts.append(scorers.table(metrics))
+    if bench.judge and not any((folder / JUDGED).iterdir()):
+        parts.append(f"To judge {folder / EXPORT}: {bench.judge} Then run this command again.")
+    text = "\n\n".join(parts)
     files.write_text(folder / "table.md", text + "\n")
     return text
 
 
-def _table(bench: Benchmark, scores: Sequence[Metric], results: dict, folder: pathlib.Path) -> str:
-    lines = [f"# {bench.title}", "", _description(results), ""]
-    rows = []
-    for score in scores:
-        right, interval = score.correct, score.interval
-        right = "" if right is None else right
-        interval = "{:.3f} to {:.3f}".format(*interval) if interval else ""
-        rows.append((score.name, f"{score.value:.5g}", right, score.count, interval))
-    if rows:
-        lines.append(markdown.table(("score", "value", "right", "of", "95 % interval"), rows))
-    if bench.judge and not any((folder / JUDGED).iterdir()):
-        lines += ["", f"To judge {folder / EXPORT}: {bench.judge} Then run this command again."]
-    return "\n".join(lines)
-
-
-def _description(results: dict[str, Any]) -> str:
+def _description(bench: Benchmark, results: dict[str, Any]) -> str:
     """Returns what was evaluated, where, and which settings are not the defaults."""
     machines = dict.fromkeys(
         f"commit {(made['commit'] + '+' * made['dirty']) or 'unknown'}, {made['device']['count']} x"
         f" {made['device']['kind']}, jax {made['software']['jax']}"
         for made in results["made_with"]
     )
-    defaults = config.to_dict(config.Evaluate()) | config.to_dict(config.Sampling())
-    given = results["evaluate"] | results["sampling"]
-    changed = [f"{name} {value}" for name, value in given.items() if value != defaults[name]]
+    changed = schema.changes(bench.settings) | schema.changes(bench.sampling)
     return (
         f"{results['items']} items, {results['checkpoint']['name']} (SHA-256"
         f" {results['checkpoint']['sha256'][:12]}), seed {results['seed']}; {'; '.join(machines)};"
-        f" {results['seconds']:.0f} s. Other than the defaults: {', '.join(changed)}."
+        f" {results['seconds']:.0f} s. Other than the defaults:"
+        f" {', '.join(f'{name} {value}' for name, value in changed.items())}."
     )

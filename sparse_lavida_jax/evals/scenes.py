@@ -38,7 +38,7 @@ class Bench(Benchmark):
             for number in range(self.settings.limit or max(self.config.train.eval_prompts, 1)):
                 words = tasks.sample(task, EVAL_SEED, number, split).prompt
                 record = {"task": task, "split": split, "number": number}
-                yield f"{task}/{split}/{number:05}", words, record, list
+                yield Item(f"{task}/{split}/{number:05}", words, record)
 
     def first(self, items):
         """Returns all: `limit` is of each task."""

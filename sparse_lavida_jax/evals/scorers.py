@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import numpy as np
 from jaxtyping import Float
 
+from sparse_lavida_jax.data import markdown
+
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 Box = Sequence[int | float]  # x1, y1, x2, y2
@@ -41,6 +43,15 @@ class Metric:
     def as_json(self) -> dict[str, Any]:
         """Returns the entry of `results.json`."""
         return {**dataclasses.asdict(self), "interval_95": self.interval}
+
+
+def table(metrics: Iterable[Metric]) -> str:
+    """Returns a Markdown table of values with their 95 % intervals."""
+    rows = []
+    for one in metrics:
+        interval = one.interval and "{:.3f} to {:.3f}".format(*one.interval)
+        rows.append((one.name, f"{one.value:.5g}", one.correct, one.count, interval))
+    return markdown.table(("score", "value", "right", "of", "95 % interval"), rows)
 
 
 def share(name: str, hits: Sequence[bool]) -> Metric:
@@ -164,26 +175,3 @@ def frechet_distance(one: Float[np.ndarray, "n d"], other: Float[np.ndarray, "m 
     gap = one.mean(axis=0) - other.mean(axis=0)
     trace = np.trace(first) + np.trace(second) - 2 * np.sqrt(np.maximum(shared, 0)).sum()
     return float(gap @ gap + trace)
-
-
-def cosine_scores(
-    images: Float[np.ndarray, "n d"], texts: Float[np.ndarray, "m e"], scale: float = 1.0
-) -> Float[np.ndarray, " n"]:
-    """Returns `scale` times the cosine of each image's features with those of its text.
-
-    CLIP score and HPS v2 are this with scale 1, PickScore with the exponential of its model's
-    logit scale, about 100.
-
-    Raises:
-        ValueError: the shapes differ, or features are 0.
-    """
-    if images.shape != texts.shape:
-        raise ValueError(
-            f"features of images have shape {images.shape} and those of texts {texts.shape}:"
-            " they must be one an image, of one width."
-        )
-    images, texts = images.astype(np.float64), texts.astype(np.float64)
-    lengths = np.linalg.norm(images, axis=1) * np.linalg.norm(texts, axis=1)
-    if not (lengths > 0).all():
-        raise ValueError("features of an image or a text are all 0, which no encoder gives.")
-    return scale * np.einsum("nd,nd->n", images, texts) / lengths

@@ -1,145 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step-causal attention: the one entry that training, prefill and decoding call."""
+"""Step-causal attention: the one entry that training, prefill and decoding call.
 
+`reference` defines it, with the mask written out. A kernel is a module with three functions, of
+which `run_kernel` makes one that is differentiable:
+
+* `prepare(q, k, v, tags, sizes)` returns the first four as the kernel reads them.
+* `forward(q, k, v, layer, tags, tables, shape)` returns the output [b s (h d)] and its log-sum-exp;
+  `k` and `v` are stacked, [n b t (h d)].
+* `backward(q, k, v, tags, tables, out, lse, cotangents, shape)` returns those of q, k and v, given
+  those of the output and of its log-sum-exp.
+"""
+
+import contextlib
 import functools
 import logging
 from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
-from sparse_lavida_jax.kernels import blockwise, devices, pallas_tpu, reference, sharded
-from sparse_lavida_jax.kernels.common import Shape, Tags
+from sparse_lavida_jax.kernels import blockwise, devices, pallas_tpu, sharded
+from sparse_lavida_jax.kernels import tables as tiles
+from sparse_lavida_jax.kernels.common import NOTHING_SEEN_LSE, Shape, Tags
 from sparse_lavida_jax.kernels.sharded import Deal
-from sparse_lavida_jax.kernels.tables import GPU_ROWS, GpuSizes, GpuTables, Tables, TileSizes
-from sparse_lavida_jax.kernels.tables import make_tables as tile_tables
-from sparse_lavida_jax.visibility import AnyArray
+from sparse_lavida_jax.kernels.tables import GpuTables, Tables
+from sparse_lavida_jax.visibility import AnyArray, is_padding, visible
 
 IMPLEMENTATIONS = ("reference", "blockwise", "pallas_tpu", "pallas_gpu")
 KERNELS = ("pallas_tpu", "pallas_gpu")
 
 log = logging.getLogger(__name__)
 
-
-@functools.cache
-def default_implementation() -> str:
-    """Returns what this machine's first device runs fastest; says so where that is no kernel.
-
-    A call that the GPU's kernel does not take, or a small one, may get another (`make_tables`).
-    """
-    platform = jax.default_backend()
-    if platform == "tpu":
-        return "pallas_tpu"
-    if platform == "gpu":
-        if (lacks := _lacks_for_gpu()) is None:
-            return "pallas_gpu"
-        _announce(lacks)
-        return "blockwise"
-    return "reference"
-
-
-def _lacks_for_gpu() -> str | None:
-    """Returns why the GPU kernel cannot run here, or None."""
-    if not _has_mosaic_gpu():
-        return f"the GPU kernel needs jax 0.11 (Python 3.12), this is jax {jax.__version__}"
-    capability = getattr(jax.devices()[0], "compute_capability", "0.0")
-    if not capability.startswith(devices.HOPPER):
-        return f"the GPU kernel is for Hopper (9.0), this GPU has compute capability {capability}"
-    return None
-
-
-def _has_mosaic_gpu() -> bool:
-    return jax.__version_info__ >= (0, 11)
-
-
-def _fits_gpu(dtype: DTypeLike, head_dim: int) -> bool:
-    """Whether wgmma takes these numbers."""
-    return dtype in (jnp.bfloat16, jnp.float16) and head_dim in (64, 128)
-
-
-@functools.cache
-def _announce(why: str) -> None:
-    """Says once that there is no kernel."""
-    log.warning("attention runs without a kernel, in blocks of tokens, and slower: %s.", why)
-
-
-def _chosen(
-    implementation: str | None, query_len: int, key_len: int, head_dim: int, dtype: DTypeLike
-) -> str:
-    """Returns what computes a call: what was asked for, or the best for its numbers."""
-    if implementation is not None:
-        return implementation
-    best = default_implementation()
-    if best == "pallas_gpu" and not _fits_gpu(dtype, head_dim):
-        _announce(f"the GPU kernel takes no {jnp.dtype(dtype)} with {head_dim=}")
-        best = "blockwise"
-    if best == "blockwise" and query_len * key_len <= devices.FEW_PAIRS:
-        return "reference"
-    return best
-
-
-def takes_tables(implementation: str | None = None) -> bool:
-    """Whether attention runs over listed tiles, under a mesh on each device its own."""
-    return (implementation or default_implementation()) != "reference"
-
-
-def slot_multiple(implementation: str | None = None) -> int:
-    """Returns what the slots of a cache are a multiple of: a kernel would copy it to fill it up."""
-    chosen = implementation or default_implementation()
-    return {"pallas_tpu": devices.SLOTS, "pallas_gpu": GPU_ROWS}.get(chosen, 1)
-
-
-def query_tile(length: int, implementation: str | None = None) -> int:
-    """Returns the queries of a tile, of a call of so many."""
-    chosen = implementation or default_implementation()
-    if chosen == "pallas_gpu":
-        return GPU_ROWS
-    return (devices.blockwise_sizes if chosen == "blockwise" else devices.rule)(
-        length, length
-    ).queries
-
-
-def make_tables(
-    query_block: Int[AnyArray, "b s"],
-    query_horizon: Int[AnyArray, "b s"],
-    key_block: Int[AnyArray, "b t"],
-    query_segment: Int[AnyArray, "b s"] | None = None,
-    key_segment: Int[AnyArray, "b t"] | None = None,
-    *,
-    head_dim: int = devices.RELEASE_HEAD_DIM,
-    dtype: DTypeLike = jnp.bfloat16,
-    implementation: str | None = None,
-    key_deals: Sequence[Deal] = (),
-) -> Tables | GpuTables | None:
-    """Returns the tile tables of one set of tags, for all layers; None where none are needed.
-
-    Under a mesh they have another first axis, which counts devices (`kernels.sharded`).
-
-    Args:
-        head_dim, dtype: of the queries, by which the call chooses too.
-        implementation, key_deals: of the call.
-    """
-    lengths = query_block.shape[1], key_block.shape[1]
-    chosen = _chosen(implementation, *lengths, head_dim, dtype)
-    if chosen == "reference":
-        return None
-    tags = (query_block, query_horizon, key_block, query_segment, key_segment)
-
-    def make(*tags) -> Tables | GpuTables:
-        lengths = tags[0].shape[1], tags[2].shape[1]
-        return tile_tables(*tags, sizes=_sizes(chosen, *lengths, head_dim))
-
-    split = sharded.split_of(*query_block.shape)
-    return make(*tags) if split is None else sharded.make_tables(make, tags, key_deals, split)
-
-
-def _sizes(chosen: str, query_len: int, key_len: int, head_dim: int) -> TileSizes | GpuSizes:
-    if chosen == "blockwise":
-        return devices.blockwise_sizes(query_len, key_len)
-    measured = devices.gpu_sizes if chosen == "pallas_gpu" else devices.tile_sizes
-    return measured(query_len, key_len, head_dim)
+Attended = tuple[Float[Array, "b s hd"], Float[Array, "b h s"]]  # and the log-sum-exp
 
 
 def step_causal_attention(
@@ -160,7 +58,7 @@ def step_causal_attention(
     implementation: str | None = None,
     return_lse: bool = False,
     key_deals: Sequence[Deal] = (),
-) -> Float[Array, "b s hd"] | tuple[Float[Array, "b s hd"], Float[Array, "b h s"]]:
+) -> Float[Array, "b s hd"] | Attended:
     """Attends under the step-causal rule of `visibility.visible`; no mask is ever an argument.
 
     Heads are merged in the last axis, the layout in which a projection leaves them and in which
@@ -204,6 +102,221 @@ def step_causal_attention(
     return (out, lse) if return_lse else out
 
 
+def make_tables(
+    query_block: Int[AnyArray, "b s"],
+    query_horizon: Int[AnyArray, "b s"],
+    key_block: Int[AnyArray, "b t"],
+    query_segment: Int[AnyArray, "b s"] | None = None,
+    key_segment: Int[AnyArray, "b t"] | None = None,
+    *,
+    head_dim: int = devices.RELEASE_HEAD_DIM,
+    dtype: DTypeLike = jnp.bfloat16,
+    implementation: str | None = None,
+    key_deals: Sequence[Deal] = (),
+) -> Tables | GpuTables | None:
+    """Returns the tile tables of one set of tags, for all layers; None where none are needed.
+
+    Under a mesh they have another first axis, which counts devices (`kernels.sharded`).
+
+    Args:
+        head_dim, dtype: of the queries, by which the call chooses too.
+        implementation, key_deals: of the call.
+    """
+    lengths = query_block.shape[1], key_block.shape[1]
+    chosen = _chosen(implementation, *lengths, head_dim, dtype)
+    if chosen == "reference":
+        return None
+    tags = (query_block, query_horizon, key_block, query_segment, key_segment)
+
+    def make(*tags) -> Tables | GpuTables:
+        lengths = tags[0].shape[1], tags[2].shape[1]
+        return tiles.make_tables(*tags, sizes=devices.sizes_of(chosen, *lengths, head_dim))
+
+    split = sharded.split_of(*query_block.shape)
+    return make(*tags) if split is None else sharded.make_tables(make, tags, key_deals, split)
+
+
+def reference(
+    q: Float[Array, "b s hd"],
+    k: Float[Array, "b t hkd"] | Float[Array, "n b t hkd"],
+    v: Float[Array, "b t hkd"] | Float[Array, "n b t hkd"],
+    tags: Tags,
+    shape: Shape,
+    layer: Int[Array, ""] | int | None = None,
+) -> Attended:
+    """Attends with the mask written out: slow, obvious, what kernels must agree with.
+
+    In float32 inside. A padding query, and a query that sees no key, get exactly 0 and
+    `NOTHING_SEEN_LSE`.
+    """
+    if layer is not None:
+        k, v = (jax.lax.dynamic_index_in_dim(x, layer, axis=0, keepdims=False) for x in (k, v))
+    q, k, v = (x.reshape(*x.shape[:2], -1, shape.head_dim) for x in (q, k, v))
+    if shape.group > 1:  # grouped queries: each key head serves a run of query heads
+        k, v = (jnp.repeat(x, shape.group, axis=2) for x in (k, v))
+
+    # Tags as [b 1 s 1] for queries and [b 1 1 t] for keys, next to logits [b h s t].
+    query_block, query_horizon, key_block, query_segment, key_segment = tags
+    query_tag = query_block[:, None, :, None]
+    mask = visible(
+        query_tag,
+        query_horizon[:, None, :, None],
+        key_block[:, None, None, :],
+        None if query_segment is None else query_segment[:, None, :, None],
+        None if key_segment is None else key_segment[:, None, None, :],
+    ) & ~is_padding(query_tag)
+    logits = jnp.einsum("bshd,bthd->bhst", q, k, preferred_element_type=jnp.float32) * shape.scale
+    maximum = jnp.where(mask, logits, -jnp.inf).max(axis=-1, keepdims=True)
+    # A row that sees nothing has no maximum, and inf - inf would be NaN (in its gradient too).
+    shift = jax.lax.stop_gradient(jnp.where(jnp.isneginf(maximum), 0.0, maximum))
+    weights = jnp.where(mask, jnp.exp(jnp.where(mask, logits - shift, 0.0)), 0.0)
+    total = weights.sum(axis=-1, keepdims=True)
+    seen = total > 0
+    weights = weights / jnp.where(seen, total, 1.0)
+    out = jnp.einsum("bhst,bthd->bshd", weights.astype(v.dtype), v).astype(q.dtype)
+    lse = jnp.where(seen, jnp.log(jnp.where(seen, total, 1.0)) + shift, NOTHING_SEEN_LSE)
+    return out.reshape(*out.shape[:2], -1), lse[..., 0]
+
+
+def run_kernel(
+    kernel: ModuleType,
+    q: Float[Array, "b s hd"],
+    k: Float[Array, "b t hkd"] | Float[Array, "n b t hkd"],
+    v: Float[Array, "b t hkd"] | Float[Array, "n b t hkd"],
+    tags: Tags,
+    shape: Shape,
+    layer: Int[Array, ""] | int | None = None,
+    tables: Tables | GpuTables | None = None,
+) -> Attended:
+    """Runs a kernel; differentiable in q, k and v, except for a stacked cache.
+
+    Args:
+        tables: of the same tags and sizes; made where there are none.
+    """
+    tables = tables or tiles.make_tables(*tags, sizes=shape.sizes)
+    length = q.shape[1]
+    q, k, v, tags = kernel.prepare(q, k, v, tags, shape.sizes)
+    if layer is None:
+        # Tags go in as leaves: JAX differentiates integers by what no annotated class holds.
+        leaves, structure = jax.tree.flatten((tags, tables))
+        out, lse = _differentiable(kernel, shape, structure, q, k, v, leaves)
+    else:
+        out, lse = kernel.forward(q, k, v, layer, tags, tables, shape)
+    return out[:, :length], lse.reshape(*lse.shape[:2], -1)[:, :, :length]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _differentiable(kernel, shape, structure, q, k, v, leaves):
+    tags, tables = jax.tree.unflatten(structure, leaves)
+    return tuple(kernel.forward(q, k[None], v[None], 0, tags, tables, shape))
+
+
+def _run_and_save(kernel, shape, structure, q, k, v, leaves):
+    out, lse = _differentiable(kernel, shape, structure, q, k, v, leaves)
+    # Named, so that a rematerialisation policy may keep them and not run the kernel again.
+    out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
+    return (out, lse), (q, k, v, leaves, out, lse)
+
+
+def _gradients(kernel, shape, structure, saved, cotangents):
+    q, k, v, leaves, out, lse = saved
+    tags, tables = jax.tree.unflatten(structure, leaves)
+    return (*kernel.backward(q, k, v, tags, tables, out, lse, cotangents, shape), None)
+
+
+_differentiable.defvjp(_run_and_save, _gradients)
+
+
+# ---------------------------------------------------------------------------------------------
+# What computes a call.
+
+
+@functools.cache
+def default_implementation() -> str:
+    """Returns what this machine's first device runs fastest; says so where that is no kernel.
+
+    A call that the GPU's kernel does not take, or a small one, may get another (`make_tables`).
+    """
+    platform = jax.default_backend()
+    if platform == "tpu":
+        return "pallas_tpu"
+    if platform == "gpu":
+        if (lacks := _lacks_for_gpu()) is None:
+            return "pallas_gpu"
+        _announce(lacks)
+        return "blockwise"
+    return "reference"
+
+
+def takes_tables(implementation: str | None = None) -> bool:
+    """Whether attention runs over listed tiles, under a mesh on each device its own."""
+    return (implementation or default_implementation()) != "reference"
+
+
+def slot_multiple(implementation: str | None = None) -> int:
+    """Returns what the slots of a cache are a multiple of: a kernel would copy it to fill it up."""
+    chosen = implementation or default_implementation()
+    return {"pallas_tpu": devices.SLOTS, "pallas_gpu": tiles.GPU_ROWS}.get(chosen, 1)
+
+
+def query_tile(length: int, implementation: str | None = None) -> int:
+    """Returns the queries of a tile, of a call of so many."""
+    return devices.sizes_of(implementation or default_implementation(), length, length).queries
+
+
+def mesh_in_use(params: PyTree) -> contextlib.AbstractContextManager:
+    """Returns the context in which programs see the mesh that parameters lie on, if they do.
+
+    Without it a kernel does not know that it has to be split, and the compiler cannot split it.
+    """
+    for leaf in jax.tree.leaves(params):
+        if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
+            mesh = leaf.sharding.mesh
+            if isinstance(mesh, Mesh) and mesh.size > 1:
+                return jax.set_mesh(mesh)
+    return contextlib.nullcontext()
+
+
+def _lacks_for_gpu() -> str | None:
+    """Returns why the GPU kernel cannot run here, or None."""
+    if not _has_mosaic_gpu():
+        return f"the GPU kernel needs jax 0.11 (Python 3.12), this is jax {jax.__version__}"
+    capability = getattr(jax.devices()[0], "compute_capability", "0.0")
+    if not capability.startswith(devices.HOPPER):
+        return f"the GPU kernel is for Hopper (9.0), this GPU has compute capability {capability}"
+    return None
+
+
+def _has_mosaic_gpu() -> bool:
+    return jax.__version_info__ >= (0, 11)
+
+
+def _fits_gpu(dtype: DTypeLike, head_dim: int) -> bool:
+    """Whether wgmma takes these numbers."""
+    return dtype in (jnp.bfloat16, jnp.float16) and head_dim in (64, 128)
+
+
+@functools.cache
+def _announce(why: str) -> None:
+    """Says once that there is no kernel."""
+    log.warning("attention runs without a kernel, in blocks of tokens, and slower: %s.", why)
+
+
+def _chosen(
+    implementation: str | None, query_len: int, key_len: int, head_dim: int, dtype: DTypeLike
+) -> str:
+    """Returns what computes a call: what was asked for, or the best for its numbers."""
+    if implementation is not None:
+        return implementation
+    best = default_implementation()
+    if best == "pallas_gpu" and not _fits_gpu(dtype, head_dim):
+        _announce(f"the GPU kernel takes no {jnp.dtype(dtype)} with {head_dim=}")
+        best = "blockwise"
+    if best == "blockwise" and query_len * key_len <= devices.FEW_PAIRS:
+        return "reference"
+    return best
+
+
 def _check_call(q, k, num_heads: int, num_kv_heads: int, layer, implementation) -> None:
     if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(
@@ -222,42 +335,31 @@ def _check_call(q, k, num_heads: int, num_kv_heads: int, layer, implementation) 
 
 
 def _run(
-    chosen: str,
-    head_dim: int,
-    scale: float,
-    q: Float[Array, "b s hd"],
-    k: Float[Array, "b t hkd"] | Float[Array, "n b t hkd"],
-    v: Float[Array, "b t hkd"] | Float[Array, "n b t hkd"],
-    tags: Tags,
-    heads: tuple[int, int],
-    layer: Int[Array, ""] | int | None,
+    chosen: str, head_dim: int, scale: float, q, k, v, tags: Tags, heads: tuple[int, int], layer,
     tables: Tables | GpuTables | None,
-) -> tuple[Float[Array, "b s hd"], Float[Array, "b h s"]]:
+) -> Attended:  # fmt: skip
     """Runs an implementation on one device."""
     if chosen == "reference":
-        return reference.attention(
-            q, k, v, *tags, shape=Shape(*heads, head_dim, scale), layer=layer
-        )
+        return reference(q, k, v, tags, Shape(*heads, head_dim, scale), layer)
     if isinstance(tables, GpuTables) and chosen != "pallas_gpu":
         raise ValueError(
             f"the tables are of the GPU kernel, which takes no {q.dtype} with {head_dim=}: give"
             " make_tables dtype and head_dim of the queries, and the same implementation."
         )
-    sizes = tables.sizes if tables else _sizes(chosen, q.shape[1], k.shape[-2], head_dim)
-    asked = (*heads, head_dim, scale, sizes)
-    if chosen == "pallas_gpu":
-        pallas_gpu = _gpu_kernel(q.dtype, head_dim)
-        interpret = pallas_gpu.interpreted() if _is_elsewhere("gpu", "nvidia") else False
-        attend, shape = pallas_gpu.attention, pallas_gpu.GpuShape(*asked, interpret)
-    elif chosen == "pallas_tpu":
-        attend, shape = pallas_tpu.attention, pallas_tpu.TpuShape(*asked, _is_elsewhere("tpu"))
-    else:
-        attend, shape = blockwise.attention, blockwise.BlockShape(*asked)
-    return attend(q, k, v, *tags, shape=shape, layer=layer, tables=tables)
+    lengths = q.shape[1], k.shape[-2]
+    sizes = tables.sizes if tables else devices.sizes_of(chosen, *lengths, head_dim)
+    kernel, interpret = _kernel(chosen, q.dtype, head_dim)
+    return run_kernel(
+        kernel, q, k, v, tags, Shape(*heads, head_dim, scale, sizes, interpret), layer, tables
+    )
 
 
-def _gpu_kernel(dtype: DTypeLike, head_dim: int):
-    """Returns the module of the GPU kernel, which older versions of jax cannot import."""
+def _kernel(chosen: str, dtype: DTypeLike, head_dim: int) -> tuple[ModuleType, Any]:
+    """Returns the module that computes a call, and how it is interpreted, or False."""
+    if chosen == "blockwise":
+        return blockwise, False
+    if chosen == "pallas_tpu":
+        return pallas_tpu, _is_elsewhere("tpu", "tpu")
     if not _has_mosaic_gpu():
         raise ValueError(f"the GPU kernel needs jax 0.11, this is jax {jax.__version__}.")
     if not _fits_gpu(dtype, head_dim):
@@ -265,13 +367,13 @@ def _gpu_kernel(dtype: DTypeLike, head_dim: int):
             f"the GPU kernel takes bfloat16 or float16 and heads of 64 or 128, got {dtype} and"
             f" {head_dim=}: use implementation='blockwise', or None."
         )
+    # Older versions of jax cannot import it.
     from sparse_lavida_jax.kernels import pallas_gpu
 
-    return pallas_gpu
+    return pallas_gpu, _is_elsewhere("gpu", "nvidia") and pallas_gpu.interpreted()
 
 
-def _is_elsewhere(platform: str, vendor: str = "") -> bool:
+def _is_elsewhere(platform: str, vendor: str) -> bool:
     """Whether programs are compiled for another platform than a kernel's."""
-    return jax.default_backend() != platform and not devices.device_kind().lower().startswith(
-        vendor or platform
-    )
+    kind = devices.device_kind().lower()
+    return jax.default_backend() != platform and not kind.startswith(vendor)

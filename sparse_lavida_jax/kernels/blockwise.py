@@ -23,27 +23,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from sparse_lavida_jax.kernels.common import NOTHING_SEEN_LSE, Shape, Tags, entry, row_sums
-from sparse_lavida_jax.kernels.tables import Tables, TileList, TileSizes
+from sparse_lavida_jax.kernels.common import NOTHING_SEEN_LSE, Shape, Tags, row_sums
+from sparse_lavida_jax.kernels.tables import Tables, TileSizes
 from sparse_lavida_jax.visibility import AnyArray, is_padding, visible
 
 Carry = TypeVar("Carry")
 
 # Of the running maximum: not infinite, so that no difference is NaN in a row that sees nothing.
 START = float(jnp.finfo(jnp.float32).min)
-
-
-class BlockShape(Shape):
-    """A call in blocks; the parts of its tiles are not used."""
-
-    sizes: TileSizes
-
-    def query_heads(self, x: Float[Array, "*s hd"]) -> Float[Array, "*s hk g d"]:
-        """Splits the heads of queries: by the key head that they share, and among its group."""
-        return x.reshape(*x.shape[:-1], self.num_kv_heads, self.group, self.head_dim)
-
-    def key_heads(self, x: Float[Array, "*t hkd"]) -> Float[Array, "*t hk d"]:
-        return x.reshape(*x.shape[:-1], self.num_kv_heads, self.head_dim)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,10 +64,10 @@ class _Span:
         sizes = [self.size if i == axis else n for i, n in enumerate(x.shape)]
         return lax.dynamic_slice(x, self._at(x, axis), [1, *sizes[1:]])[0]
 
-    def read_layer(self, x: Float[Array, "n b t hkd"], layer) -> Float[Array, "s hkd"]:
+    def read_layer(self, x: Float[Array, "n b t hk d"], layer) -> Float[Array, "s hk d"]:
         """Returns this span of one layer of a stack; the rest of the stack is not touched."""
-        at = (layer, self.row, self.start, 0)
-        return lax.dynamic_slice(x, at, (1, 1, self.size, x.shape[-1]))[0, 0]
+        at = (layer, self.row, self.start, 0, 0)
+        return lax.dynamic_slice(x, at, (1, 1, self.size, *x.shape[3:]))[0, 0]
 
     def write(self, x: Float[Array, "b *n"], part: Float[Array, "*m"], axis: int = 1) -> Array:
         return lax.dynamic_update_slice(x, part[None], self._at(x, axis))
@@ -105,46 +92,37 @@ def _mask(tags: Tags, queries: _Span, keys: _Span) -> Bool[Array, "1 1 s t"]:
 
 
 def _each_tile(
-    compute: Callable[[_Span, _Span, Carry], Carry],
-    start: Carry,
-    tile_list: TileList,
-    lengths: tuple[int, int],
-    sizes: TileSizes,
+    compute: Callable[[_Span, _Span, Carry], Carry], start: Carry, tables: Tables, q, k
 ) -> Carry:
-    """Runs `compute(queries, keys, carry)` over the tiles of a list.
-
-    Args:
-        lengths: of all queries and of all keys.
-    """
+    """Runs `compute(queries, keys, carry)` over the listed tiles of q [b s *n] and k [b t *m]."""
+    tiles, sizes = tables.by_query, tables.sizes
 
     def visit(i, carry):
-        row, query, key = (x[i] for x in (tile_list.batch, tile_list.row, tile_list.col))
-        queries = _Span.of(row, query, sizes.queries, lengths[0])
-        return compute(queries, _Span.of(row, key, sizes.keys, lengths[1]), carry)
+        queries = _Span.of(tiles.batch[i], tiles.row[i], sizes.queries, q.shape[1])
+        keys = _Span.of(tiles.batch[i], tiles.col[i], sizes.keys, k.shape[1])
+        return compute(queries, keys, carry)
 
-    return lax.fori_loop(0, tile_list.count, visit, start)
+    return lax.fori_loop(0, tiles.count, visit, start)
 
 
 _product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
-def forward(
-    q: Float[Array, "b s hd"],
-    k: Float[Array, "n b t hkd"],
-    v: Float[Array, "n b t hkd"],
-    layer: Int[Array, ""] | int,
-    tags: Tags,
-    tables: Tables,
-    shape: BlockShape,
-) -> tuple[Float[Array, "b s hd"], Float[Array, "b h s"]]:
-    """Returns the output and its log-sum-exp."""
-    batch, length, _ = q.shape
+def _by_head(q, shape: Shape, *others) -> tuple[Array, ...]:
+    """Splits the heads: of queries by the key head that they share, [b s hk g d]; [... t hk d]."""
+    heads = (shape.num_kv_heads, shape.head_dim)
+    own = q.reshape(*q.shape[:-1], shape.num_kv_heads, shape.group, shape.head_dim)
+    return own, *(x.reshape(*x.shape[:-1], *heads) for x in others)
+
+
+def forward(q, k, v, layer, tags: Tags, tables: Tables, shape: Shape):
+    """Returns the output [b s (h d)] and its log-sum-exp [b h s]; k and v are [n b t (h d)]."""
+    q, k, v = _by_head(q, shape, k, v)
 
     def compute(queries: _Span, keys: _Span, carry):
         accumulator, maximum, total = carry
-        own_q = shape.query_heads(queries.read(q))
-        own_k, own_v = (shape.key_heads(keys.read_layer(x, layer)) for x in (k, v))
-        logits = _product("sngd,tnd->ngst", own_q, own_k) * shape.scale
+        own_k, own_v = (keys.read_layer(x, layer) for x in (k, v))
+        logits = _product("sngd,tnd->ngst", queries.read(q), own_k) * shape.scale
         logits = jnp.where(_mask(tags, queries, keys), logits, -jnp.inf)
         before = queries.read(maximum, axis=3)
         after = jnp.maximum(before, logits.max(axis=-1))
@@ -159,32 +137,29 @@ def forward(
             queries.write(total, own_total, axis=3),
         )
 
-    rows = (batch, shape.num_kv_heads, shape.group, length)
-    start = (
-        jnp.zeros(shape.query_heads(q).shape, jnp.float32),
-        jnp.full(rows, START, jnp.float32),
-        jnp.zeros(rows, jnp.float32),
-    )
-    lengths = (length, k.shape[2])
-    accumulator, maximum, total = _each_tile(compute, start, tables.by_query, lengths, shape.sizes)
+    batch, length, *heads, _ = q.shape
+    maximum = jnp.full((batch, *heads, length), START, jnp.float32)
+    start = (jnp.zeros(q.shape, jnp.float32), maximum, jnp.zeros_like(maximum))
+    accumulator, maximum, total = _each_tile(compute, start, tables, q, k[0])
     seen = total > 0
     safe = jnp.where(seen, total, 1.0)
     out = accumulator / jnp.moveaxis(safe, -1, 1)[..., None]
     lse = jnp.where(seen, maximum + jnp.log(safe), NOTHING_SEEN_LSE)
-    return out.astype(q.dtype).reshape(q.shape), lse.reshape(batch, shape.num_heads, length)
+    return out.astype(q.dtype).reshape(batch, length, -1), lse.reshape(batch, -1, length)
 
 
-def backward(q, k, v, tags: Tags, tables: Tables, out, lse, cotangents, shape: BlockShape):
+def backward(q, k, v, tags: Tags, tables: Tables, out, lse, cotangents, shape: Shape):
     """Returns the gradients of q [b s (h d)], k and v [b t (hk d)], all from one loop."""
-    dout, _ = cotangents
+    given = (q, k, v)
     rows = (q.shape[0], shape.num_kv_heads, shape.group, q.shape[1])
     delta = row_sums(out, cotangents, shape.num_heads).reshape(rows)
     lse = lse.reshape(rows)
+    (dout,) = _by_head(cotangents[0], shape)
+    q, k, v = _by_head(q, shape, k, v)
 
     def compute(queries: _Span, keys: _Span, carry):
         dq, dk, dv = carry
-        own_q, own_dout = (shape.query_heads(queries.read(x)) for x in (q, dout))
-        own_k, own_v = (shape.key_heads(keys.read(x)) for x in (k, v))
+        own_q, own_dout, own_k, own_v = *map(queries.read, (q, dout)), *map(keys.read, (k, v))
         mask = _mask(tags, queries, keys)
         logits = _product("sngd,tnd->ngst", own_q, own_k) * shape.scale
         weights = jnp.exp(logits - queries.read(lse, axis=3)[..., None])
@@ -199,23 +174,14 @@ def backward(q, k, v, tags: Tags, tables: Tables, out, lse, cotangents, shape: B
             keys.add(dv, _product("ngst,sngd->tnd", weights.astype(q.dtype), own_dout)),
         )
 
-    start = (
-        jnp.zeros(shape.query_heads(q).shape, jnp.float32),
-        jnp.zeros(shape.key_heads(k).shape, jnp.float32),
-        jnp.zeros(shape.key_heads(v).shape, jnp.float32),
-    )
-    lengths = (q.shape[1], k.shape[1])
-    gradients = _each_tile(compute, start, tables.by_query, lengths, shape.sizes)
+    start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
+    gradients = _each_tile(compute, start, tables, q, k)
     return tuple(
-        x.astype(given.dtype).reshape(given.shape)
-        for x, given in zip(gradients, (q, k, v), strict=True)
+        x.astype(like.dtype).reshape(like.shape) for x, like in zip(gradients, given, strict=True)
     )
 
 
 def prepare(q, k, v, tags: Tags, sizes: TileSizes):
-    """Tags on the device; no length needs to be filled up."""
+    """Returns tags on the device; no length needs to be filled up."""
     del sizes
     return q, k, v, tuple(None if tag is None else jnp.asarray(tag) for tag in tags)
-
-
-attention = entry(prepare, forward, backward)

@@ -1,25 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the implementations share: the shape of a call, and the entry around their two passes.
-
-An implementation is three functions of one signature each, which `entry` makes one function of:
-
-* `prepare(q, k, v, tags, sizes)` returns the first four as the kernels read them.
-* `forward(q, k, v, layer, tags, tables, shape)` returns the output [b s (h d)] and its log-sum-exp;
-  `k` and `v` are stacked, [n b t (h d)].
-* `backward(q, k, v, tags, tables, out, lse, cotangents, shape)` returns those of q, k and v, given
-  those of the output and of its log-sum-exp.
-"""
+"""What the implementations of attention share: the shape of a call, and some of its numbers."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
-
-from sparse_lavida_jax.kernels.tables import GpuSizes, TileSizes, make_tables
 
 LOWEST = -1e30  # a logit under the mask: not infinite, so that differences stay numbers
 LOG2_E = 1.4426950408889634
@@ -46,57 +32,13 @@ class Shape:
     num_kv_heads: int
     head_dim: int
     scale: float
-    sizes: TileSizes | GpuSizes | None = None
+    sizes: Any = None
     interpret: Any = False
 
     @property
     def group(self) -> int:
         """Query heads that share a key head."""
         return self.num_heads // self.num_kv_heads
-
-
-def entry(prepare: Callable, forward: Callable, backward: Callable) -> Callable:
-    """Returns `attention(q, k, v, *tags, shape, layer=None, tables=None)` of an implementation.
-
-    It returns the output and log-sum-exp of `kernels.attention.step_causal_attention`, and is
-    differentiable in q, k and v, except for a stacked cache. Tables are those of the same tags and
-    sizes, and made where there are none; it refuses tables of other tiles.
-    """
-
-    def run(shape, structure, q, k, v, leaves):
-        tags, tables = jax.tree.unflatten(structure, leaves)
-        return tuple(forward(q, k[None], v[None], 0, tags, tables, shape))
-
-    def run_and_save(shape, structure, q, k, v, leaves):
-        out, lse = run(shape, structure, q, k, v, leaves)
-        # Named, so that a rematerialisation policy may keep them and not run the kernel again.
-        out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
-        return (out, lse), (q, k, v, leaves, out, lse)
-
-    def gradients(shape, structure, saved, cotangents):
-        q, k, v, leaves, out, lse = saved
-        tags, tables = jax.tree.unflatten(structure, leaves)
-        return (*backward(q, k, v, tags, tables, out, lse, cotangents, shape), None)
-
-    differentiable = jax.custom_vjp(run, nondiff_argnums=(0, 1))
-    differentiable.defvjp(run_and_save, gradients)
-
-    def attention(q, k, v, *given, shape, layer=None, tables=None):
-        tags: Tags = (*given, *[None] * (5 - len(given)))
-        tables = tables or make_tables(*tags, sizes=shape.sizes)
-        if tables.sizes != shape.sizes:
-            raise ValueError(f"the tables are of {tables.sizes}, the call is of {shape.sizes}.")
-        length = q.shape[1]
-        q, k, v, tags = prepare(q, k, v, tags, shape.sizes)
-        if layer is None:
-            # Tags go in as leaves: JAX differentiates integers by what no annotated class holds.
-            leaves, structure = jax.tree.flatten((tags, tables))
-            out, lse = differentiable(shape, structure, q, k, v, leaves)
-        else:
-            out, lse = forward(q, k, v, layer, tags, tables, shape)
-        return out[:, :length], lse.reshape(*lse.shape[:2], -1)[:, :, :length]
-
-    return attention
 
 
 def whole_tiles(x: Float[Array, "*n t hd"], multiple: int) -> Float[Array, "*n t2 hd"]:

@@ -26,9 +26,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from sparse_lavida_jax.kernels import common
-from sparse_lavida_jax.kernels import tables as tiles
 from sparse_lavida_jax.kernels.common import LOG2_E, LOWEST, NOTHING_SEEN_LSE, Shape
-from sparse_lavida_jax.kernels.tables import GpuSizes, GpuTables, RowLists
+from sparse_lavida_jax.kernels.tables import GpuSizes, GpuTables, RowLists, padded_tags
 from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON, visible
 
 START = -5e29  # of the running maximum: exp2(LOWEST - START) is 0, so no row needs care
@@ -37,19 +36,6 @@ HALF = 64  # rows of each: what one wgmma takes
 COMPUTE_REGISTERS, COPY_REGISTERS = 240, 24
 SEGMENT_SHIFT = 16  # of a word that holds segment and block
 PACKED_PADDING = 2**SEGMENT_SHIFT - 1  # the block of padding in such a word
-
-
-class GpuShape(Shape):
-    """A call on a GPU; for `interpret` see `interpreted`."""
-
-    sizes: GpuSizes
-
-    def lanes(self, head):
-        return pl.ds(head * self.head_dim, self.head_dim)
-
-    def key_lanes(self, head):
-        """Lanes of the key head that a query head reads."""
-        return self.lanes(lax.div(head, jnp.array(self.group, head.dtype)))
 
 
 @flax.struct.dataclass
@@ -68,19 +54,6 @@ class GpuTags:
     key_block: Any
     packed: bool = flax.struct.field(pytree_node=False)
 
-    @classmethod
-    def of(cls, query_block, query_horizon, key_block, query_segment, key_segment) -> "GpuTags":
-        """Fills tags up and packs them; blocks of packed rows end before `PACKED_PADDING`."""
-        whole = functools.partial(tiles.padded_tags, multiple=HALVES * HALF)
-        words = [whole(block, fill=PAD_BLOCK) for block in (query_block, key_block)]
-        if packed := query_segment is not None:
-            segments = [whole(segment, fill=0) for segment in (query_segment, key_segment)]
-            words = [
-                segment << SEGMENT_SHIFT | jnp.minimum(block, PACKED_PADDING)
-                for segment, block in zip(segments, words, strict=True)
-            ]
-        return cls(words[0], whole(query_horizon, fill=PAD_HORIZON), words[1], packed)
-
     def mask(self, batch, queries, keys, *, keys_down: bool):
         """Returns who sees whom in a tile, [queries, keys], or the other way round."""
         down, across = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
@@ -93,31 +66,35 @@ class GpuTags:
         def spread(values, layout):
             return lax.broadcast_in_dim(values, shape, [0 if layout is down else 1])
 
-        def spread_apart(words, at, layout):
-            return [spread(x, layout) for x in self._apart(load(words, at, layout))]
+        def apart(words, at, layout):
+            """Returns the blocks of words and, where rows are packed, the segments."""
+            words = load(words, at, layout)
+            if not self.packed:
+                return [spread(words, layout)]
+            blocks, segments = words & PACKED_PADDING, words >> SEGMENT_SHIFT
+            return [spread(blocks, layout), spread(segments, layout)]
 
-        block, *segment = spread_apart(self.query_block, queries, query_layout)
+        block, *segment = apart(self.query_block, queries, query_layout)
         horizon = spread(load(self.query_horizon, queries, query_layout), query_layout)
-        key_block, *key_segment = spread_apart(self.key_block, keys, key_layout)
+        key_block, *key_segment = apart(self.key_block, keys, key_layout)
         padding = PACKED_PADDING if self.packed else PAD_BLOCK
         # `~` of a vector of booleans does not lower.
         return visible(block, horizon, key_block, *segment, *key_segment) & (block != padding)
 
-    def _apart(self, words) -> tuple:
-        """Returns the blocks of words and, where rows are packed, the segments."""
-        return (words & PACKED_PADDING, words >> SEGMENT_SHIFT) if self.packed else (words,)
-
 
 def interpreted(*, detect_races: bool = False) -> Any:
-    """Returns what `GpuShape.interpret` takes to run the kernels in Python, on any machine."""
+    """Returns what `Shape.interpret` takes to run the kernels in Python, on any machine."""
     parameters: Any = plgpu
     return parameters.InterpretGPUParams(detect_races=detect_races)
 
 
-def tiled(shape: tuple[int, ...], dtype):
-    """Shared memory as wgmma reads it."""
-    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
+def _lanes(shape: Shape, head):
+    return pl.ds(head * shape.head_dim, shape.head_dim)
+
+
+def _key_lanes(shape: Shape, head):
+    """Lanes of the key head that a query head reads."""
+    return _lanes(shape, lax.div(head, jnp.array(shape.group, head.dtype)))
 
 
 def _zeros(rows: int, cols: int):
@@ -132,7 +109,7 @@ def _read(between, product):
     return product
 
 
-def _product(a, b, shape: GpuShape, size: tuple[int, int], between=lambda: None):
+def _product(a, b, shape: Shape, size: tuple[int, int], between=lambda: None):
     """Returns a @ b of two tiles in shared memory, float32 [rows cols]."""
     if shape.interpret:
         return _read(between, jnp.dot(a[...], b[...], preferred_element_type=jnp.float32))
@@ -145,7 +122,7 @@ def _product(a, b, shape: GpuShape, size: tuple[int, int], between=lambda: None)
     return pl.run_scoped(compute, plgpu.ACC(size, jnp.float32))
 
 
-def _added(accumulator, a, b, shape: GpuShape, between=lambda: None) -> Any:
+def _added(accumulator, a, b, shape: Shape, between=lambda: None) -> Any:
     """Returns accumulator + a @ b, with `a` in registers or shared memory and `b` in the latter."""
     if shape.interpret:
         product = jnp.dot(a[...], b[...], preferred_element_type=jnp.float32)
@@ -158,7 +135,7 @@ def _added(accumulator, a, b, shape: GpuShape, between=lambda: None) -> Any:
     return pl.run_state(compute)(plgpu.ACC.init(accumulator))
 
 
-def _transposed(ref, shape: GpuShape):
+def _transposed(ref, shape: Shape):
     return ref[...].T if shape.interpret else ref.transpose((1, 0))
 
 
@@ -203,8 +180,9 @@ class _Row:
     def active(self):
         return self.num_active[self.batch, self.row]
 
-    def col(self, step):
-        return self.cols[self.batch, self.row, step]
+    def tile(self, step, size: int):
+        """Tokens of a tile of the list."""
+        return pl.ds(self.cols[self.batch, self.row, step] * size, size)
 
 
 def _each_tile(row: _Row, compute, carry):
@@ -242,10 +220,6 @@ class _Tiles(NamedTuple):
     ready: Any
     consumed: Any
 
-    @classmethod
-    def of(cls, smem, stages: int) -> "_Tiles":
-        return cls(smem, _barriers(stages), _barriers(stages, HALVES))
-
 
 def _copy_tiles(row: _Row, size: int, stages: int, *arrays: tuple[Any, _Tiles]) -> None:
     """The third warpgroup: copies every tile of the row when its place is free.
@@ -259,7 +233,7 @@ def _copy_tiles(row: _Row, size: int, stages: int, *arrays: tuple[Any, _Tiles]) 
 
     @pl.loop(0, row.active)
     def _(step):
-        slot, tile = _slot(step, stages), pl.ds(row.col(step) * size, size)
+        slot, tile = _slot(step, stages), row.tile(step, size)
         for source, places in arrays:
             used = places.consumed.at[slot]
             pl.when(step >= stages)(functools.partial(plgpu.barrier_wait, used))
@@ -298,7 +272,7 @@ def _take_row(tiles: _Tiles, slot):
 
 def _forward_kernel(
     q, k, v, layer, tags, lists, out, lse,
-    q_smem, lse_smem, k_tiles, v_tiles, ready, turn, *, shape: GpuShape,
+    q_smem, lse_smem, k_tiles, v_tiles, ready, turn, *, shape: Shape,
 ):  # fmt: skip
     work = _Row.mine(*lists)
     batch, head, half, dtype = work.batch, work.head, work.half, q.dtype
@@ -312,7 +286,7 @@ def _forward_kernel(
     def _():
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
         queries, own = work.tokens, q_smem.at[half]
-        _load_own(work, ready, (q.at[batch, queries, shape.lanes(head)], own))
+        _load_own(work, ready, (q.at[batch, queries, _lanes(shape, head)], own))
         down = plgpu.Layout.WGMMA.reduce(1)
         maximum = plgpu.layout_cast(jnp.full((HALF,), START, jnp.float32), down)
         total = plgpu.layout_cast(jnp.full((HALF,), 0, jnp.float32), down)
@@ -327,8 +301,7 @@ def _forward_kernel(
             plgpu.barrier_arrive(k_tiles.consumed.at[slot])
             logits *= shape.scale * LOG2_E
             if masked:
-                at = pl.ds(work.col(step) * keys, keys)
-                mask = tags.mask(batch, queries, at, keys_down=False)
+                mask = tags.mask(batch, queries, work.tile(step, keys), keys_down=False)
                 logits = jnp.where(mask, logits, LOWEST)
             accumulator, total, after, weights = _softmax_step(logits, carry, dtype)
             plgpu.barrier_arrive(turn)
@@ -346,20 +319,20 @@ def _forward_kernel(
         own[...] = accumulator.astype(dtype)
         lse_smem.at[half][...] = jnp.where(seen, maximum / LOG2_E + jnp.log(safe), NOTHING_SEEN_LSE)
         _write_own(
-            (own, out.at[batch, queries, shape.lanes(head)]),
+            (own, out.at[batch, queries, _lanes(shape, head)]),
             (lse_smem.at[half], lse.at[batch, head, queries]),
         )
 
     @pl.when(half == HALVES)
     def _():
-        lanes = shape.key_lanes(head)
+        lanes = _key_lanes(shape, head)
         own_k, own_v = (x.at[layer[0], batch, :, lanes] for x in (k, v))
         _copy_tiles(work, keys, stages, (own_k, k_tiles), (own_v, v_tiles))
 
 
 def _query_gradient_kernel(
     q, k, v, dout, lse, delta, tags, lists, dq,
-    q_smem, dout_smem, lse_smem, delta_smem, k_tiles, v_tiles, ready, *, shape: GpuShape,
+    q_smem, dout_smem, lse_smem, delta_smem, k_tiles, v_tiles, ready, *, shape: Shape,
 ):  # fmt: skip
     work = _Row.mine(*lists)
     batch, head, half, dtype = work.batch, work.head, work.half, q.dtype
@@ -372,8 +345,8 @@ def _query_gradient_kernel(
         _load_own(
             work,
             ready,
-            (q.at[batch, queries, shape.lanes(head)], own),
-            (dout.at[batch, queries, shape.lanes(head)], own_dout),
+            (q.at[batch, queries, _lanes(shape, head)], own),
+            (dout.at[batch, queries, _lanes(shape, head)], own_dout),
             (lse.at[batch, head, queries], lse_smem.at[half]),
             (delta.at[batch, head, queries], delta_smem.at[half]),
         )
@@ -389,8 +362,7 @@ def _query_gradient_kernel(
             logits = logits * (shape.scale * LOG2_E) - lax.broadcast_in_dim(own_lse, size, [0])
             weights = jnp.exp2(logits)
             if masked:
-                at = pl.ds(work.col(step) * keys, keys)
-                mask = tags.mask(batch, queries, at, keys_down=False)
+                mask = tags.mask(batch, queries, work.tile(step, keys), keys_down=False)
                 weights = jnp.where(mask, weights, 0.0)
             plgpu.barrier_wait(v_tiles.ready.at[slot])
             dp = _product(own_dout, _transposed(v_tiles.smem.at[slot], shape), shape, size)
@@ -402,18 +374,18 @@ def _query_gradient_kernel(
 
         accumulator = _each_tile(work, compute, _zeros(HALF, shape.head_dim))
         own[...] = accumulator.astype(dtype)
-        _write_own((own, dq.at[batch, queries, shape.lanes(head)]))
+        _write_own((own, dq.at[batch, queries, _lanes(shape, head)]))
 
     @pl.when(half == HALVES)
     def _():
-        lanes = shape.key_lanes(head)
+        lanes = _key_lanes(shape, head)
         own_k, own_v = (x.at[batch, :, lanes] for x in (k, v))
         _copy_tiles(work, keys, stages, (own_k, k_tiles), (own_v, v_tiles))
 
 
 def _key_gradient_kernel(
     q, k, v, dout, lse, delta, tags, lists, dk, dv,
-    k_smem, v_smem, q_tiles, dout_tiles, lse_tiles, delta_tiles, ready, *, shape: GpuShape,
+    k_smem, v_smem, q_tiles, dout_tiles, lse_tiles, delta_tiles, ready, *, shape: Shape,
 ):  # fmt: skip
     """For every query head: the heads of a group are added up outside."""
     work = _Row.mine(*lists)
@@ -424,7 +396,7 @@ def _key_gradient_kernel(
     def _():
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
         own_k, own_v = k_smem.at[half], v_smem.at[half]
-        theirs = (batch, work.tokens, shape.key_lanes(head))
+        theirs = (batch, work.tokens, _key_lanes(shape, head))
         _load_own(work, ready, (k.at[theirs], own_k), (v.at[theirs], own_v))
         size = (HALF, queries)
 
@@ -432,8 +404,7 @@ def _key_gradient_kernel(
             dk_sum, dv_sum = carry
             slot = _slot(step, stages)
             if masked:  # before the copies have come, and while few registers are taken
-                at = pl.ds(work.col(step) * queries, queries)
-                mask = tags.mask(batch, at, work.tokens, keys_down=True)
+                mask = tags.mask(batch, work.tile(step, queries), work.tokens, keys_down=True)
             plgpu.barrier_wait(q_tiles.ready.at[slot])
             logits = _product(own_k, _transposed(q_tiles.smem.at[slot], shape), shape, size)
             row_lse = _take_row(lse_tiles, slot) * LOG2_E
@@ -456,12 +427,12 @@ def _key_gradient_kernel(
         dk_sum, dv_sum = _each_tile(work, compute, start)
         own_k[...] = dk_sum.astype(dtype)
         own_v[...] = dv_sum.astype(dtype)
-        mine = (batch, work.tokens, shape.lanes(head))
+        mine = (batch, work.tokens, _lanes(shape, head))
         _write_own((own_k, dk.at[mine]), (own_v, dv.at[mine]))
 
     @pl.when(half == HALVES)
     def _():
-        lanes = shape.lanes(head)
+        lanes = _lanes(shape, head)
         _copy_tiles(
             work,
             queries,
@@ -477,11 +448,11 @@ def _key_gradient_kernel(
 # Calls.
 
 
-def _call(kernel, shape: GpuShape, lists: RowLists, inputs, outputs, scratch, name: str):
+def _call(kernel, name: str, shape: Shape, lists: RowLists, inputs, outputs, scratch):
     batch, rows, _ = lists.cols.shape
     order = () if lists.order is None else (lists.order,)
     return plgpu.kernel(
-        kernel,
+        functools.partial(kernel, shape=shape),
         out_type=outputs,
         scratch_types=scratch,
         grid=(shape.num_heads, rows, batch),
@@ -498,12 +469,33 @@ def _barriers(number: int, arrivals: int = 1):
     return plgpu.Barrier(num_barriers=number, num_arrivals=arrivals)
 
 
-def forward(q, k, v, layer, tags: GpuTags, tables: GpuTables, shape: GpuShape):
+def _places(dtype, shape: Shape, size: int, stages: int):
+    """Returns shared memory for one array of each kind that a program reads.
+
+    They are its own rows of features and of numbers, and tiles of features and of numbers.
+    """
+
+    def features(*lead: int):  # as wgmma reads them
+        transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+        return plgpu.SMEM((*lead, shape.head_dim), dtype, transforms=transforms)
+
+    def numbers(*lead: int):
+        return plgpu.SMEM(lead, jnp.float32)
+
+    def arriving(smem):
+        return _Tiles(smem, _barriers(stages), _barriers(stages, HALVES))
+
+    own = features(HALVES, HALF), numbers(HALVES, HALF)
+    return *own, arriving(features(stages, size)), arriving(numbers(stages, size))
+
+
+def forward(q, k, v, layer, tags: GpuTags, tables: GpuTables, shape: Shape):
     """Returns the output [b s (h d)] and its log-sum-exp [b h s]; lengths are whole tiles."""
-    keys, stages = shape.sizes.forward_keys, shape.sizes.forward_stages
-    batch, length, _ = q.shape
+    sizes, (batch, length, _) = shape.sizes, q.shape
+    own, numbers, tiles, _ = _places(q.dtype, shape, sizes.forward_keys, sizes.forward_stages)
     return _call(
-        functools.partial(_forward_kernel, shape=shape),
+        _forward_kernel,
+        "step_causal_attention",
         shape,
         tables.forward,
         (q, k, v, jnp.asarray(layer, jnp.int32).reshape(1), tags),
@@ -511,58 +503,40 @@ def forward(q, k, v, layer, tags: GpuTags, tables: GpuTables, shape: GpuShape):
             jax.ShapeDtypeStruct(q.shape, q.dtype),
             jax.ShapeDtypeStruct((batch, shape.num_heads, length), jnp.float32),
         ],
-        [
-            tiled((HALVES, HALF, shape.head_dim), q.dtype),
-            plgpu.SMEM((HALVES, HALF), jnp.float32),
-            *[_Tiles.of(tiled((stages, keys, shape.head_dim), q.dtype), stages)] * 2,
-            _barriers(HALVES),
-            plgpu.Barrier(num_arrivals=HALVES),
-        ],
-        "step_causal_attention",
+        [own, numbers, tiles, tiles, _barriers(HALVES), plgpu.Barrier(num_arrivals=HALVES)],
     )
 
 
-def backward(q, k, v, tags: GpuTags, tables: GpuTables, out, lse, cotangents, shape: GpuShape):
+def backward(q, k, v, tags: GpuTags, tables: GpuTables, out, lse, cotangents, shape: Shape):
     """Returns the gradients of q [b s (h d)], k and v [b t (hk d)]."""
-    dout, _ = cotangents
+    sizes, (dout, _) = shape.sizes, cotangents
     delta = common.row_sums(out, cotangents, shape.num_heads)  # [b h s]
     inputs = (q, k, v, dout, lse, delta, tags)
-    wide = (HALVES, HALF, shape.head_dim)
-    keys, stages = shape.sizes.dq_keys, shape.sizes.dq_stages
+    own, numbers, tiles, _ = _places(q.dtype, shape, sizes.dq_keys, sizes.dq_stages)
     (dq,) = _call(
-        functools.partial(_query_gradient_kernel, shape=shape),
+        _query_gradient_kernel,
+        "step_causal_attention_dq",
         shape,
         tables.for_dq,
         inputs,
         [jax.ShapeDtypeStruct(q.shape, q.dtype)],
-        [
-            *[tiled(wide, q.dtype)] * 2,
-            *[plgpu.SMEM((HALVES, HALF), jnp.float32)] * 2,
-            *[_Tiles.of(tiled((stages, keys, shape.head_dim), q.dtype), stages)] * 2,
-            _barriers(4 * HALVES),
-        ],
-        "step_causal_attention_dq",
+        [own, own, numbers, numbers, tiles, tiles, _barriers(4 * HALVES)],
     )
-    queries, stages = shape.sizes.dkv_queries, shape.sizes.dkv_stages
+    own, _, tiles, rows = _places(q.dtype, shape, sizes.dkv_queries, sizes.dkv_stages)
     every_head = (*k.shape[:2], shape.num_heads * shape.head_dim)
-    dk, dv = _call(
-        functools.partial(_key_gradient_kernel, shape=shape),
+    gradients = _call(
+        _key_gradient_kernel,
+        "step_causal_attention_dkv",
         shape,
         tables.for_dkv,
         inputs,
         [jax.ShapeDtypeStruct(every_head, q.dtype)] * 2,
-        [
-            *[tiled(wide, q.dtype)] * 2,
-            *[_Tiles.of(tiled((stages, queries, shape.head_dim), q.dtype), stages)] * 2,
-            *[_Tiles.of(plgpu.SMEM((stages, queries), jnp.float32), stages)] * 2,
-            _barriers(2 * HALVES),
-        ],
-        "step_causal_attention_dkv",
+        [own, own, tiles, tiles, rows, rows, _barriers(2 * HALVES)],
     )
-    return dq, _sum_of_groups(dk, shape), _sum_of_groups(dv, shape)
+    return dq, *(_sum_of_groups(x, shape) for x in gradients)
 
 
-def _sum_of_groups(x: Float[Array, "b t hd"], shape: GpuShape) -> Float[Array, "b t hkd"]:
+def _sum_of_groups(x: Float[Array, "b t hd"], shape: Shape) -> Float[Array, "b t hkd"]:
     if shape.group == 1:
         return x
     apart = x.reshape(*x.shape[:2], shape.num_kv_heads, shape.group, shape.head_dim)
@@ -570,10 +544,20 @@ def _sum_of_groups(x: Float[Array, "b t hd"], shape: GpuShape) -> Float[Array, "
 
 
 def prepare(q, k, v, tags: common.Tags, sizes: GpuSizes):
-    """Fills everything up to whole tiles."""
+    """Fills everything up to whole tiles, and packs the tags.
+
+    Blocks of packed rows end before `PACKED_PADDING`.
+    """
     del sizes
-    q, k, v = (common.whole_tiles(x, HALVES * HALF) for x in (q, k, v))
-    return q, k, v, GpuTags.of(*tags)
-
-
-attention = common.entry(prepare, forward, backward)
+    query_block, query_horizon, key_block, query_segment, key_segment = tags
+    rows = HALVES * HALF
+    words = [padded_tags(block, rows, PAD_BLOCK) for block in (query_block, key_block)]
+    if packed := query_segment is not None:
+        segments = [padded_tags(segment, rows, 0) for segment in (query_segment, key_segment)]
+        words = [
+            segment << SEGMENT_SHIFT | jnp.minimum(block, PACKED_PADDING)
+            for segment, block in zip(segments, words, strict=True)
+        ]
+    q, k, v = (common.whole_tiles(x, rows) for x in (q, k, v))
+    horizon = padded_tags(query_horizon, rows, PAD_HORIZON)
+    return q, k, v, GpuTags(words[0], horizon, words[1], packed)

@@ -11,16 +11,17 @@ so that all devices of `sequence` get early and late ones and have as much to co
 are put back in order, which leaves their tiles as tight as on one device.
 """
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+import einops
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int, PyTree, Shaped
+import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int, Shaped
 
 from sparse_lavida_jax.kernels.common import Tags
 from sparse_lavida_jax.kernels.tables import GpuTables, Tables
@@ -35,15 +36,14 @@ Name = TypeVar("Name")
 class Deal:
     """How the tokens of a stream are dealt out to the devices of `sequence`: in turn, by stripes.
 
-    On each device they keep their order. What is left of whole stripes is dealt out in shorter
-    ones. 14 tokens over 2 devices in stripes of 3:
+    On each device they keep their order. 12 tokens over 2 devices in stripes of 3:
 
-        0 1 2 3 4 5 6 7 8 9 10 11 12 13  ->  0 1 2 6 7 8 12 | 3 4 5 9 10 11 13
+        0 1 2 3 4 5 6 7 8 9 10 11  ->  0 1 2 6 7 8 | 3 4 5 9 10 11
 
     Attributes:
-        devices: as many; 1 where the tokens stay as they are.
-        length: of the stream, a multiple of `devices`.
-        stripe: tokens; a tile of queries, so that no tile holds tokens from far apart.
+        devices: as many.
+        length: of the stream, a whole number of stripes for every device.
+        stripe: tokens; at most a tile of queries, so that no tile holds tokens from far apart.
     """
 
     devices: int
@@ -52,65 +52,36 @@ class Deal:
 
     def out(self, x: Shaped[AnyArray, "b s *e"]) -> Array:
         """Deals the tokens out: those of the first device come first."""
-        if self.devices == 1:
-            return jnp.asarray(x)
-        b, _, *e = x.shape
-        dealt, start = [], 0
-        for own, stripe in self._stripes:
-            part = jnp.asarray(x[:, start : start + self.devices * own])
-            part = part.reshape(b, -1, self.devices, stripe, *e)
-            dealt.append(part.swapaxes(1, 2).reshape(b, self.devices, own, *e))
-            start += self.devices * own
-        return jnp.concatenate(dealt, axis=2).reshape(x.shape)
+        by_device = "b (n d stripe) ... -> b (d n stripe) ..."
+        return einops.rearrange(jnp.asarray(x), by_device, d=self.devices, stripe=self.stripe)
 
     def back(self, x: Shaped[AnyArray, "b s *e"]) -> Array:
         """Undoes `out`."""
-        if self.devices == 1:
-            return jnp.asarray(x)
-        b, _, *e = x.shape
-        x, taken, start = jnp.asarray(x).reshape(b, self.devices, -1, *e), [], 0
-        for own, stripe in self._stripes:
-            part = x[:, :, start : start + own].reshape(b, self.devices, -1, stripe, *e)
-            taken.append(part.swapaxes(1, 2).reshape(b, -1, *e))
-            start += own
-        return jnp.concatenate(taken, axis=1)
-
-    @property
-    def _stripes(self) -> list[tuple[int, int]]:
-        """Pairs: tokens of a device, and of each of their stripes."""
-        own = self.length // self.devices
-        rest = own % self.stripe
-        pairs = [(own - rest, self.stripe), (rest, rest)]
-        return [pair for pair in pairs if pair[0]]
+        in_order = "b (d n stripe) ... -> b (n d stripe) ..."
+        return einops.rearrange(jnp.asarray(x), in_order, d=self.devices, stripe=self.stripe)
 
 
 def joined(streams: Sequence[Shaped[AnyArray, "b _s *e"]], deals: Sequence[Deal]) -> Array:
     """Concatenates streams [b _s *e] along their tokens: on every device its own, moving none."""
     devices = deals[0].devices
-    if devices == 1:
-        return jnp.concatenate(streams, axis=1)
-    b, _, *e = streams[0].shape
-    own = [x.reshape(b, devices, -1, *e) for x in streams]
-    return jnp.concatenate(own, axis=2).reshape(b, -1, *e)
+    own = [einops.rearrange(jnp.asarray(x), "b (d s) ... -> b d s ...", d=devices) for x in streams]
+    return einops.rearrange(jnp.concatenate(own, axis=2), "b d s ... -> b (d s) ...")
 
 
 def parted(x: Shaped[AnyArray, "b s *e"], deals: Sequence[Deal]) -> list[Array]:
     """Undoes `joined`."""
-    b, _, *e = x.shape
-    x, parts, start = jnp.asarray(x).reshape(b, deals[0].devices, -1, *e), [], 0
-    for deal in deals:
-        stop = start + deal.length // deal.devices
-        parts.append(x[:, :, start:stop].reshape(b, deal.length, *e))
-        start = stop
-    return parts
+    own = einops.rearrange(jnp.asarray(x), "b (d s) ... -> b d s ...", d=deals[0].devices)
+    ends = np.cumsum([deal.length // deal.devices for deal in deals])[:-1]
+    parts = jnp.split(own, ends, axis=2)
+    return [einops.rearrange(part, "b d s ... -> b (d s) ...") for part in parts]
 
 
 def in_order(x: Shaped[AnyArray, "b t *e"], deals: Sequence[Deal]) -> Array:
     """Puts the tokens of joined streams in the order that they had before."""
-    if not deals or deals[0].devices == 1:
+    if not deals:
         return jnp.asarray(x)
-    parts = parted(x, deals)
-    return jnp.concatenate([d.back(part) for d, part in zip(deals, parts, strict=True)], axis=1)
+    parts = zip(deals, parted(x, deals), strict=True)
+    return jnp.concatenate([deal.back(part) for deal, part in parts], axis=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,17 +93,17 @@ class Split:
     """
 
     rows: tuple[str, ...] | None
-    queries: str | None
+    queries: tuple[str, ...] | None
     axes: frozenset[str]
 
-    def tags(self, keys: str | None) -> tuple[PartitionSpec, ...]:
+    def tags(self, keys: tuple[str, ...] | None) -> tuple[PartitionSpec, ...]:
         query, key = PartitionSpec(self.rows, self.queries), PartitionSpec(self.rows, keys)
         return query, query, key, query, key
 
     @property
     def tables(self) -> PartitionSpec:
         """Of the first axis of every table, which counts devices."""
-        return PartitionSpec((*(self.rows or ()), *([self.queries] if self.queries else [])))
+        return PartitionSpec((*(self.rows or ()), *(self.queries or ())))
 
     def run(self, local: Callable, in_specs, out_specs) -> Callable:
         # A kernel says nothing of what varies over which axis, so that cannot be checked.
@@ -156,7 +127,8 @@ def split_of(rows: int, queries: int) -> Split | None:
             f"the mesh has explicit axes {sorted(explicit)}, attention splits over automatic ones:"
             " make it with jax.sharding.Mesh(devices, names), or with axis_types=AxisType.Auto."
         )
-    return Split(_rows_axes(rows, free), _divides(TOKENS_AXIS, free, queries), frozenset(free))
+    tokens = _dividing((TOKENS_AXIS,), free, queries)
+    return Split(_dividing(BATCH_AXES, free, rows), tokens, frozenset(free))
 
 
 def make_tables(
@@ -193,9 +165,10 @@ def attend(
         key_deals: how the streams that the keys were joined from are dealt out; none if not.
     """
     free = _free_axes()
-    axis = _divides(HEADS_AXIS, free, *heads)
-    own_heads = tuple(number // free[axis] for number in heads) if axis else heads
-    keys = _divides(TOKENS_AXIS, free, k.shape[1]) if layer is None and split.queries else None
+    axis = _dividing((HEADS_AXIS,), free, *heads)
+    own_heads = tuple(number // free[HEADS_AXIS] for number in heads) if axis else heads
+    whole = layer is not None or not split.queries
+    keys = None if whole else _dividing((TOKENS_AXIS,), free, k.shape[1])
 
     def gathered(x):
         if x is None or keys is None:
@@ -224,52 +197,26 @@ def attend(
     return split.run(local, in_specs, out_specs)(q, k, v, tags, layer, tables)
 
 
-def mesh_in_use(params: PyTree) -> contextlib.AbstractContextManager:
-    """Returns the context in which programs see the mesh that parameters lie on, if they do.
-
-    Without it a kernel does not know that it has to be split, and the compiler cannot split it.
-    """
-    for leaf in jax.tree.leaves(params):
-        if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
-            mesh = leaf.sharding.mesh
-            if isinstance(mesh, Mesh) and mesh.size > 1:
-                return jax.set_mesh(mesh)
-    return contextlib.nullcontext()
-
-
 # ---------------------------------------------------------------------------------------------
 # Where the arrays of a forward pass lie.
 
 
-def deals_of(
-    lengths: Mapping[Name, int], stripe_of: Callable[[int], int] | None
-) -> dict[Name, Deal]:
-    """Returns how streams of these lengths are dealt out; not at all if one does not divide.
+def deals_of(lengths: Mapping[Name, int], tile_of: Callable[[int], int]) -> dict[Name, Deal]:
+    """Returns how streams of these lengths are dealt out; none is where one does not divide.
 
     Args:
-        stripe_of: the tile of queries of a call of so many tokens; None to leave all as they are.
+        tile_of: the tile of queries of a call of so many tokens.
     """
     devices = _free_axes().get(TOKENS_AXIS, 1)
-    if stripe_of is None or any(length % devices for length in lengths.values()):
-        return {name: Deal(1, length, length) for name, length in lengths.items()}
-    return {
-        name: Deal(devices, length, stripe_of(length // devices))
-        for name, length in lengths.items()
-    }
-
-
-def dealt_out(
-    streams: Mapping[Name, Float[Array, "b _s _e"]], deals: Mapping[Name, Deal]
-) -> dict[Name, Array]:
-    """Deals the tokens of every stream out."""
-    return {name: _over_tokens(deals[name].out(x), deals[name]) for name, x in streams.items()}
-
-
-def taken_back(
-    streams: Mapping[Name, Float[Array, "b _s _e"]], deals: Mapping[Name, Deal]
-) -> dict[Name, Array]:
-    """Undoes `dealt_out`; the tokens stay split over `sequence`."""
-    return {name: _over_tokens(deals[name].back(x), deals[name]) for name, x in streams.items()}
+    if devices == 1 or any(length % devices for length in lengths.values()):
+        return {}
+    deals = {}
+    for name, length in lengths.items():
+        own = length // devices
+        largest = min(tile_of(own), own)
+        stripe = next(size for size in range(largest, 0, -1) if own % size == 0)
+        deals[name] = Deal(devices, length, stripe)
+    return deals
 
 
 def over_rows(x: Float[Array, "b s e"]) -> Float[Array, "b s e"]:
@@ -279,10 +226,12 @@ def over_rows(x: Float[Array, "b s e"]) -> Float[Array, "b s e"]:
     what it takes for the smaller; this says that it is the matrix. The width is left to it.
     """
     free = _free_axes()
-    rows = _rows_axes(x.shape[0], free)
-    if math.prod(free.values()) == 1 or rows is None:
+    rows, tokens = (
+        _dividing(BATCH_AXES, free, x.shape[0]),
+        _dividing((TOKENS_AXIS,), free, x.shape[1]),
+    )
+    if rows is None and tokens is None:
         return x
-    tokens = _divides(TOKENS_AXIS, free, x.shape[1])
     spec = PartitionSpec(rows, tokens, PartitionSpec.UNCONSTRAINED)
     return jax.lax.with_sharding_constraint(x, spec)
 
@@ -292,16 +241,11 @@ def place_cache(stored: Float[Array, "n b t hd"], num_heads: int) -> Float[Array
     free = _free_axes()
     if math.prod(free.values()) == 1:
         return stored
-    heads = _divides(HEADS_AXIS, free, num_heads)
-    spec = PartitionSpec(None, _rows_axes(stored.shape[1], free), None, heads)
-    return jax.lax.with_sharding_constraint(stored, spec)
-
-
-def _over_tokens(x: Array, deal: Deal) -> Array:
-    if deal.devices == 1:
-        return x
-    spec = PartitionSpec(_rows_axes(x.shape[0], _free_axes()), TOKENS_AXIS)
-    return jax.lax.with_sharding_constraint(x, spec)
+    rows, heads = (
+        _dividing(BATCH_AXES, free, stored.shape[1]),
+        _dividing((HEADS_AXIS,), free, num_heads),
+    )
+    return jax.lax.with_sharding_constraint(stored, PartitionSpec(None, rows, None, heads))
 
 
 def _free_axes() -> dict[str, int]:
@@ -312,15 +256,12 @@ def _free_axes() -> dict[str, int]:
     return {axis: size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes}
 
 
-def _rows_axes(rows: int, free: dict[str, int]) -> tuple[str, ...] | None:
+def _dividing(axes: Sequence[str], free: dict[str, int], *sizes: int) -> tuple[str, ...] | None:
+    """Returns those of the axes that together divide all the sizes; None without any."""
     taken, parts = [], 1
-    for axis in BATCH_AXES:
-        if free.get(axis, 1) > 1 and rows % (parts * free[axis]) == 0:
+    for axis in axes:
+        more = parts * free.get(axis, 1)
+        if more > parts and not any(size % more for size in sizes):
             taken.append(axis)
-            parts *= free[axis]
+            parts = more
     return tuple(taken) or None
-
-
-def _divides(axis: str, free: dict[str, int], *sizes: int) -> str | None:
-    size = free.get(axis, 1)
-    return axis if size > 1 and not any(other % size for other in sizes) else None

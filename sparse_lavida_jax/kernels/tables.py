@@ -196,6 +196,10 @@ class GpuSizes:
                 raise ValueError(f"{name}={stages}: one tile is read while another arrives.")
 
     @property
+    def queries(self) -> int:
+        return GPU_ROWS
+
+    @property
     def forward(self) -> TileSizes:
         return TileSizes(GPU_ROWS, self.forward_keys, self.forward_keys)
 

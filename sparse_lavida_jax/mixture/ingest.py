@@ -11,6 +11,7 @@ import dataclasses
 import json
 import math
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -62,9 +63,11 @@ class Draft:
     targets: tuple[Square, ...] = ()
     sources: tuple[Square, ...] = ()
 
-    def finished(self, codes: Int[np.ndarray, "n y x"]) -> Record:
-        given = zip(("target", "sources"), np.split(codes, [len(self.targets)]), strict=True)
-        return dataclasses.replace(self.record, **{name: made for name, made in given if len(made)})
+    def finished(self, codes: Iterator[Int[np.ndarray, "y x"]]) -> Record:
+        """Returns the record with the next of the codes."""
+        squares = {"target": self.targets, "sources": self.sources}
+        made = {name: [next(codes) for _ in of] for name, of in squares.items() if of}
+        return dataclasses.replace(self.record, **{name: np.stack(of) for name, of in made.items()})
 
 
 def draft(

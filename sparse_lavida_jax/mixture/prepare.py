@@ -7,26 +7,22 @@ The prepared folder:
     <dataset>/00003-of-00010.json         what became of those rows; where it is there, the shard
                                           is whole
     mixture.json                          what training reads; written when everything is done
-    report.json, report.md                every bad record by name
+    report.md                             every bad record by name
 
 A shard is one task. It depends on its rows, the settings and the image tokenizer and on nothing
 else, so it has the same bytes whichever process makes it; one that is there is not made again.
-Tasks run in this process, in several, or over many machines (`prepare_ray.py`).
+Tasks run in this process, in several, or over many machines (`workers.py`).
 """
 
 import collections
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import hashlib
 import itertools
 import json
-import multiprocessing
 import pathlib
-import signal
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures.process import BrokenProcessPool
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -35,14 +31,14 @@ from jaxtyping import Int, UInt8
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import files, markdown
 from sparse_lavida_jax.data.image_files import ImageError
-from sparse_lavida_jax.mixture import ingest, recipe, records, tables
+from sparse_lavida_jax.mixture import ingest, recipe, records, tables, workers
 from sparse_lavida_jax.mixture.ingest import Draft, LeftOut
 from sparse_lavida_jax.mixture.recipe import Dataset, PrepareError, Recipe
 
 FORMAT = "sparse-lavida-data/1"
 INDEX = "mixture.json"
-REPORT, READABLE = "report.json", "report.md"
-MOST_NAMED = 50  # bad records that the readable report names, of each dataset
+READABLE = "report.md"
+LEFT = {INDEX, READABLE, "report.json", ".lock"}  # what preparations write; the third, older ones
 
 
 @runtime_checkable
@@ -100,7 +96,7 @@ class Shard:
 
     dataset: Dataset
     stem: str
-    tables: tuple[tables.Table, ...]
+    tables: tuple[pathlib.Path, ...]
     rows: Int[np.ndarray, "r 3"]
     fingerprint: str
 
@@ -217,25 +213,25 @@ def _plan(
     job = Job(folder, to, settings.prepare.encode_batch, load_encoder)
     shards = []
     for dataset in mixture.datasets:
-        found = [tables.locate(path) for path in tables.find(dataset.json_path)]
-        chosen = dataset.chosen(sum(table.num_rows for table in found))
+        paths = tables.find(dataset.json_path)
+        counts = [tables.num_rows(path) for path in paths]
+        chosen = dataset.chosen(sum(counts))
         if not len(chosen):
             raise PrepareError(
                 f"the dataset {dataset.name} has no rows: {dataset.json_path} is empty, or"
                 f" sampling_strategy={dataset.sampling_strategy} takes none."
             )
-        shards += _shards(dataset, found, chosen, settings.prepare.shard_rows, to, encoder)
+        ends = np.cumsum(counts)
+        which = np.searchsorted(ends, chosen, side="right")
+        # The strategy may take the rows more than once, always in the same order.
+        copies = np.arange(len(chosen)) // len(np.unique(chosen))
+        rows = np.stack([which, chosen - (ends - counts)[which], copies], axis=1)
+        size = settings.prepare.shard_rows
+        shards += _shards(dataset, paths, rows.astype(np.int64), size, to, encoder)
     return job, encoder, shards
 
 
-def _shards(dataset, found, chosen, size: int, to, encoder) -> list[Shard]:
-    ends = np.cumsum([table.num_rows for table in found])
-    which = np.searchsorted(ends, chosen, side="right")
-    numbers = chosen - (ends - [table.num_rows for table in found])[which]
-    # The strategy may take the rows more than once, always in the same order.
-    copies = np.arange(len(chosen)) // len(np.unique(chosen))
-    rows = np.stack([which, numbers, copies], axis=1).astype(np.int64)
-    count = -(-len(rows) // size)
+def _shards(dataset, paths, rows, size: int, to, encoder) -> list[Shard]:
     described = dataclasses.asdict(dataset)
     # What moves rows and changes none, and where things lie.
     for name in ("length_group", "sampling_strategy", "json_path"):
@@ -244,16 +240,15 @@ def _shards(dataset, found, chosen, size: int, to, encoder) -> list[Shard]:
     common = json.dumps(
         [records.VERSION, records.WRITER_OPTIONS, described, dataclasses.asdict(to), encoder.digest]
     )
-    shards = []
+    shards, count = [], -(-len(rows) // size)
     for i in range(count):
         part = rows[i * size : (i + 1) * size]
-        used = sorted(set(part[:, 0].tolist()))
-        held = tuple(found[j].part(part[part[:, 0] == j, 1].tolist()) for j in used)
-        part = np.concatenate([np.searchsorted(used, part[:, :1]), part[:, 1:]], axis=1)
+        used, part[:, 0] = np.unique(part[:, 0], return_inverse=True)
+        held = tuple(paths[j] for j in used)
         mark = hashlib.sha256(common.encode())
-        for table in held:
-            about = table.path.stat()
-            mark.update(f"{table.path.name} {about.st_size} {about.st_mtime_ns}\n".encode())
+        for path in held:
+            about = path.stat()
+            mark.update(f"{path.name} {about.st_size} {about.st_mtime_ns}\n".encode())
         mark.update(part.tobytes())
         stem = f"{dataset.name}/{i:05d}-of-{count:05d}"
         shards.append(Shard(dataset, stem, held, part, mark.hexdigest()))
@@ -307,10 +302,10 @@ def _drafts(job: Job, shard: Shard, left_out, bad) -> Iterator[Draft]:
     columns = dataset.columns if isinstance(dataset.columns, tuple) else ()
     with tables.Reader(dataset.image_root, columns) as reader:
         for which, number, copy in shard.rows.tolist():
-            table = shard.tables[which]
-            name = f"{table.path.name}:{number + 1}"
+            path = shard.tables[which]
+            name = f"{path.name}:{number + 1}"
             try:
-                row = reader.row(table, number)
+                row = reader.row(path, number)
                 yield ingest.draft(row, name, number, copy, dataset, reader, job.to)
             except LeftOut as rule:
                 left_out[str(rule)] += 1
@@ -321,31 +316,18 @@ def _drafts(job: Job, shard: Shard, left_out, bad) -> Iterator[Draft]:
 def _encoded(
     drafts: Iterable[Draft], encoder: ImageEncoder, batch: int
 ) -> Iterator[records.Record]:
-    """Yields records in their order, encoding `batch` images at a time."""
-    waiting: list[Draft] = []
-    squares: list[np.ndarray] = []
-
-    def flush() -> Iterator[records.Record]:
+    """Yields records in their order, encoding the images of `batch` of them at a time."""
+    drafts = iter(drafts)
+    while held := [*itertools.islice(drafts, batch)]:
+        squares = [square for one in held for square in (*one.targets, *one.sources)]
         # Whole batches: the tokenizer is compiled for one size.
-        blank = [np.zeros_like(squares[0])] * (-len(squares) % batch) if squares else []
-        pixels = [*squares, *blank]
-        codes = [
-            encoder.encode(np.stack(pixels[i : i + batch])) for i in range(0, len(pixels), batch)
-        ]
-        flat, at = np.concatenate(codes) if codes else np.zeros((0, 0, 0), np.int32), 0
-        for one in waiting:
-            stop = at + len(one.targets) + len(one.sources)
-            yield one.finished(flat[at:stop].astype(np.int32))
-            at = stop
-        waiting.clear()
-        squares.clear()
-
-    for one in drafts:
-        waiting.append(one)
-        squares += [*one.targets, *one.sources]
-        if len(squares) >= batch or len(waiting) >= 64 * batch:
-            yield from flush()
-    yield from flush()
+        squares += [np.zeros_like(squares[0])] * (-len(squares) % batch) if squares else []
+        codes: list[np.ndarray] = []
+        for start in range(0, len(squares), batch):
+            codes += [*encoder.encode(np.stack(squares[start : start + batch])).astype(np.int32)]
+        in_order = iter(codes)
+        for one in held:
+            yield one.finished(in_order)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -356,22 +338,19 @@ def _outcomes(
     job: Job, encoder: ImageEncoder, shards: list[Shard], settings: config.Prepare
 ) -> Generator[tuple[Shard, Outcome], None, None]:
     """Yields what became of shards as they are finished, in any order."""
-    if settings.engine == "ray":
-        from sparse_lavida_jax.mixture import prepare_ray
-
-        elsewhere = dataclasses.replace(job, folder=job.folder.resolve())
-        load = functools.partial(_maker, elsewhere, shards)
-        for row in prepare_ray.outcomes(load, len(shards), settings.workers):
-            yield shards[row["number"]], Outcome(**json.loads(row["outcome"]))
-    elif settings.workers and shards:
-        yield from _in_processes(job, shards, min(settings.workers, len(shards)))
-    else:
+    if settings.engine == "processes" and not settings.workers:
         for shard in shards:
             yield shard, make(job, encoder, shard)
+    elif shards:
+        elsewhere = dataclasses.replace(job, folder=job.folder.resolve())
+        load = functools.partial(_maker, elsewhere, shards)
+        over = workers.ray if settings.engine == "ray" else workers.processes
+        for row in over(load, len(shards), settings.workers):
+            yield shards[row["number"]], Outcome(**json.loads(row["outcome"]))
 
 
 def _maker(job: Job, shards: list[Shard]) -> Callable[[int], dict[str, Any]]:
-    """Returns, on another machine, a function that makes a shard by its number."""
+    """Returns, in another process, a function that makes a shard by its number."""
     encoder = job.load_encoder()
 
     def made(number: int) -> dict[str, Any]:
@@ -381,44 +360,6 @@ def _maker(job: Job, shards: list[Shard]) -> Callable[[int], dict[str, Any]]:
     return made
 
 
-_encoder: ImageEncoder  # of a worker process
-
-
-def _start_worker(load_encoder: LoadEncoder) -> None:
-    global _encoder
-    # Ctrl-C reaches every process of a terminal; the first one ends the others.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _encoder = load_encoder()
-
-
-def _in_worker(job: Job, shard: Shard) -> Outcome:
-    return make(job, _encoder, shard)
-
-
-def _in_processes(job: Job, shards: list[Shard], workers: int) -> Iterator[tuple[Shard, Outcome]]:
-    others = set(multiprocessing.active_children())
-    pool = concurrent.futures.ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn"), _start_worker, (job.load_encoder,)
-    )
-    try:
-        waiting = {pool.submit(_in_worker, job, shard): shard for shard in shards}
-        for future in concurrent.futures.as_completed(waiting):
-            yield waiting.pop(future), future.result()
-    except BrokenProcessPool as error:
-        raise PrepareError(
-            "a worker process died, perhaps for want of memory: lower prepare.workers or"
-            " prepare.encode_batch and run the same command again. What is finished stays."
-        ) from error
-    finally:
-        # Shards that are still being made will not be used.
-        pool.shutdown(wait=False, cancel_futures=True)
-        if waiting:
-            for child in set(multiprocessing.active_children()) - others:
-                child.terminate()
-        pool.shutdown(wait=True)
-        files.remove_unfinished(job.folder)
-
-
 @contextlib.contextmanager
 def _only_one(folder: pathlib.Path) -> Iterator[None]:
     """Keeps a second preparation out of the folder; the lock of a process that dies is dropped."""
@@ -426,7 +367,7 @@ def _only_one(folder: pathlib.Path) -> Iterator[None]:
         raise PrepareError(f"{folder} is a file: name another folder for the shards.")
     folder.mkdir(parents=True, exist_ok=True)
     there = {p.name for p in folder.iterdir() if p.is_file() and p.suffix != files.UNFINISHED}
-    if there - {INDEX, REPORT, READABLE, ".lock"}:
+    if there - LEFT:
         raise PrepareError(f"{folder} holds something else: name another folder for the shards.")
     try:
         held = files.lock(folder / ".lock")
@@ -438,6 +379,7 @@ def _only_one(folder: pathlib.Path) -> Iterator[None]:
         files.remove_unfinished(folder)
         yield
     finally:
+        files.remove_unfinished(folder)
         held.release()
 
 
@@ -446,38 +388,20 @@ def _only_one(folder: pathlib.Path) -> Iterator[None]:
 
 
 def _write_report(folder: pathlib.Path, shards: list[Shard], done: dict[str, Outcome]) -> None:
-    report: dict[str, Any] = {}
+    rows, bad = [], []
     for name, grouped in itertools.groupby(shards, lambda shard: shard.dataset.name):
         of = [*grouped]
         there = [done[shard.stem] for shard in of if shard.stem in done]
         left_out = sum((collections.Counter(one.left_out) for one in there), collections.Counter())
-        report[name] = {
-            "shards": len(of),
-            "shards_finished": len(there),
-            "rows": sum(len(shard.rows) for shard in of),
-            "records": sum(outcome.records for outcome in there),
-            "left_out": dict(sorted(left_out.items())),
-            "bad": [one for outcome in there for one in outcome.bad],
-        }
-    files.write_json(folder / REPORT, {"format": FORMAT, "datasets": report})
-    files.write_text(folder / READABLE, _readable(report))
-
-
-def _readable(report: dict[str, Any]) -> str:
-    rows = []
-    for name, of in report.items():
-        shards = f"{of['shards_finished']} of {of['shards']}"
-        left = ", ".join(f"{rule}: {count}" for rule, count in of["left_out"].items()) or "0"
-        rows.append((name, shards, of["rows"], of["records"], left, len(of["bad"])))
-    columns = ("dataset", "shards", "rows", "records", "left out", "bad")
-    lines = ["# Prepared data", "", markdown.table(columns, rows)]
-    for name, of in report.items():
-        if of["bad"]:
-            lines += ["", f"## Bad records of {name}", ""]
-            lines += [f"- {row}: {' '.join(why.split())}" for row, why in of["bad"][:MOST_NAMED]]
-            if len(of["bad"]) > MOST_NAMED:
-                lines.append(f"- and {len(of['bad']) - MOST_NAMED} more: see {REPORT}")
-    return "\n".join(lines) + "\n"
+        rules = ", ".join(f"{rule}: {count}" for rule, count in sorted(left_out.items()))
+        named = [f"- {row}: {' '.join(why.split())}" for one in there for row, why in one.bad]
+        num_rows = sum(len(shard.rows) for shard in of)
+        num_records = sum(outcome.records for outcome in there)
+        shown = f"{len(there)} of {len(of)}"
+        rows.append((name, shown, num_rows, num_records, rules or "0", len(named)))
+        bad += ["", f"## Bad records of {name}", "", *named] if named else []
+    table = markdown.table(("dataset", "shards", "rows", "records", "left out", "bad"), rows)
+    files.write_text(folder / READABLE, "\n".join(["# Prepared data", "", table, *bad]) + "\n")
 
 
 def _index(

@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables that people have: Parquet, JSON lines, JSON, CSV, and tar files of samples.
 
-A table says where its rows are, and is small enough to send to a worker; a `Reader` holds the
-files open and returns rows and images. A sample of a tar file is what shares a name up to the
-first dot: `7.json` its fields, `7.txt` its caption, `7.jpg` its `image`, `7.source_images.png` its
-`source_images`.
+Rows go by the path of their file and their number. A file is looked through once in a process; a
+`Reader` holds files open and returns rows and images. A sample of a tar file is what shares a name
+up to the first dot: `7.json` its fields, `7.txt` its caption, `7.jpg` its `image`,
+`7.source_images.png` its `source_images`.
 """
 
-import codecs
 import contextlib
 import csv
-import dataclasses
 import functools
 import glob
 import itertools
@@ -27,50 +25,17 @@ from jaxtyping import Int
 from sparse_lavida_jax.mixture.records import RecordError
 
 Row = dict[str, Any]
-Span = tuple[int, int]  # of bytes of a file: where it begins, and how many
+Places = Any  # what leads to each row of a table, by its number
+Span = tuple[int, int] | Int[np.ndarray, "2"]  # of bytes of a file: where it begins, and how many
 
 MOST_BYTES = 2**27  # of one row or image; more is taken for damage
 IMAGE_SUFFIXES = ("png", "jpg", "jpeg", "webp")
 FORMATS = (".parquet", ".jsonl", ".json", ".csv", ".tar")
+LOOKED_THROUGH = 16  # files of which a process remembers where their rows are
 
 
 class TableError(Exception):
     """A table that cannot be read at all; the message says which and why."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Table:
-    """Where the rows of one file are.
-
-    Attributes:
-        path: the file.
-        num_rows: how many it has.
-        spans: of lines and of CSV rows.
-        header: of CSV: its columns.
-        samples: of a tar file: the fields of each sample and where they are.
-        kept: the rows that `spans` and `samples` are of, sorted; None: all.
-    """
-
-    path: pathlib.Path
-    num_rows: int
-    spans: Int[np.ndarray, "r 2"] | None = None
-    header: tuple[str, ...] = ()
-    samples: tuple[dict[str, Span], ...] = ()
-    kept: Int[np.ndarray, " r"] | None = None
-
-    def part(self, rows: Iterable[int]) -> "Table":
-        """Returns the same table without what is not needed for some of its rows."""
-        kept = np.unique(np.asarray([*rows], np.int64))
-        return dataclasses.replace(
-            self,
-            spans=None if self.spans is None else self.spans[kept],
-            samples=tuple(self.samples[i] for i in kept) if self.samples else (),
-            kept=kept,
-        )
-
-    def place(self, number: int) -> int:
-        """Returns where a row stands in `spans` and `samples`."""
-        return number if self.kept is None else int(np.searchsorted(self.kept, number))
 
 
 def find(pattern: str) -> list[pathlib.Path]:
@@ -89,36 +54,50 @@ def find(pattern: str) -> list[pathlib.Path]:
     return files
 
 
-def locate(path: pathlib.Path) -> Table:
-    """Looks through a file for its rows.
+def num_rows(path: pathlib.Path) -> int:
+    """Returns how many rows a table has.
+
+    Raises:
+        TableError: it cannot be read.
+    """
+    return len(_places(path)) - (path.suffix == ".csv")
+
+
+def _places(path: pathlib.Path) -> Places:
+    """Returns what leads to each row of a table.
+
+    Of JSON the row itself; of JSON lines and CSV its bytes, those of the header first; of a tar
+    file those of each field; of Parquet the number.
 
     Raises:
         TableError: it cannot be read.
     """
     try:
-        match path.suffix:
-            case ".parquet":
-                return Table(path, _parquet(path).metadata.num_rows)
-            case ".jsonl":
-                return _with_spans(path, _lines(path))
-            case ".json":
-                return Table(path, len(_json_list(path)))
-            case ".csv":
-                rows = _csv_rows(path)
-                if (first := next(rows, None)) is None:
-                    raise ValueError("it has no line of column names")
-                names = first[1][0].removeprefix(codecs.BOM_UTF8.decode()), *first[1][1:]
-                return _with_spans(path, (span for span, _ in rows), names)
-        samples = _tar_samples(path)
-        return Table(path, len(samples), samples=samples)
+        about = path.stat()
+        return _looked_through(path, about.st_size, about.st_mtime_ns)
     # `pyarrow` has errors of its own, derived from these two.
     except (OSError, ValueError, csv.Error, tarfile.TarError) as error:
         raise TableError(f"the table {path} cannot be read: {error}") from error
 
 
-def _with_spans(path: pathlib.Path, spans: Iterable[Span], header: tuple[str, ...] = ()) -> Table:
+@functools.lru_cache(LOOKED_THROUGH)
+def _looked_through(path: pathlib.Path, *_version: int) -> Places:
+    match path.suffix:
+        case ".parquet":
+            with _parquet(path) as file:
+                return range(file.metadata.num_rows)
+        case ".json":
+            rows = json.loads(path.read_text(encoding="utf-8-sig"))
+            if not isinstance(rows, list):
+                raise ValueError("it holds no list of rows; is it one row a line? Name it .jsonl")
+            return rows
+        case ".tar":
+            return _tar_samples(path)
+    spans = _csv_spans(path) if path.suffix == ".csv" else _lines(path)
     pairs = np.fromiter(itertools.chain.from_iterable(spans), np.int64).reshape(-1, 2)
-    return Table(path, len(pairs), pairs, header)
+    if path.suffix == ".csv" and not len(pairs):
+        raise ValueError("it has no line of column names")
+    return pairs
 
 
 def _parquet(path: pathlib.Path):
@@ -140,15 +119,8 @@ def _lines(path: pathlib.Path) -> Iterator[Span]:
             at += len(line)
 
 
-def _json_list(path: pathlib.Path) -> list[Any]:
-    rows = json.loads(path.read_text(encoding="utf-8-sig"))
-    if not isinstance(rows, list):
-        raise ValueError("it holds no list of rows; is it one row a line? Then name it .jsonl")
-    return rows
-
-
-def _csv_rows(path: pathlib.Path) -> Iterator[tuple[Span, list[str]]]:
-    """Yields rows and where they are: one may have line breaks inside its quotes."""
+def _csv_spans(path: pathlib.Path) -> Iterator[Span]:
+    """Yields where rows are: one may have line breaks inside its quotes."""
     at = before = 0
 
     def lines() -> Iterator[str]:
@@ -160,7 +132,7 @@ def _csv_rows(path: pathlib.Path) -> Iterator[tuple[Span, list[str]]]:
     with path.open("rb") as file:
         for row in csv.reader(lines()):
             if row:
-                yield (before, at - before), row
+                yield before, at - before
             before = at
 
 
@@ -171,13 +143,13 @@ def _tar_members(path: pathlib.Path) -> Iterator[tuple[str, Span]]:
                 yield member.name, (member.offset_data, member.size)
 
 
-def _tar_samples(path: pathlib.Path) -> tuple[dict[str, Span], ...]:
+def _tar_samples(path: pathlib.Path) -> list[dict[str, Span]]:
     samples: dict[str, dict[str, Span]] = {}
     for name, span in _tar_members(path):
         folder, _, file = name.rpartition("/")
         stem, _, field = file.partition(".")
         samples.setdefault(f"{folder}/{stem}", {})[field.lower()] = span
-    return tuple(samples.values())
+    return list(samples.values())
 
 
 class Reader(contextlib.ExitStack):
@@ -193,35 +165,32 @@ class Reader(contextlib.ExitStack):
         self._root = image_root
         self._columns = list(columns)
         self._opened: dict[pathlib.Path, Any] = {}
+        self._rows: dict[pathlib.Path, Places] = {}
         self._group: tuple[Any, int, list[Row]] | None = None
 
-    def row(self, table: Table, number: int) -> Row:
-        """Returns a row by its number.
+    def row(self, path: pathlib.Path, number: int) -> Row:
+        """Returns a row of a table by its number.
 
         Raises:
             RecordError: it is damaged.
+            TableError: the table cannot be read.
         """
-        match table.path.suffix:
+        if path not in self._rows:
+            self._rows[path] = _places(path)
+        places = self._rows[path]
+        match path.suffix:
             case ".parquet":
-                return self._parquet_row(table.path, number)
+                return self._parquet_row(path, number)
             case ".json":
-                return _checked(self._held(table.path, lambda: _json_list(table.path))[number])
+                return _checked(places[number])
             case ".tar":
-                return self._sample(table, number)
-        assert table.spans is not None
-        start, size = table.spans[table.place(number)].tolist()
-        try:
-            text = self._read(table.path, (start, size)).decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise RecordError(f"it is no UTF-8 ({error})") from error
-        if not table.header:
-            return _parsed(text)
-        (cells,) = csv.reader(text.splitlines(keepends=True))
-        if len(cells) != len(table.header):
-            raise RecordError(
-                f"it has {len(cells)} cells, and the table {len(table.header)} columns"
-            )
-        return {name: cell for name, cell in zip(table.header, cells, strict=True) if cell != ""}
+                return self._sample(path, places[number])
+            case ".jsonl":
+                return _parsed(self._text(path, places[number]))
+        names, cells = (_cells(self._text(path, places[i])) for i in (0, number + 1))
+        if len(cells) != len(names):
+            raise RecordError(f"it has {len(cells)} cells, and the table {len(names)} columns")
+        return {name: cell for name, cell in zip(names, cells, strict=True) if cell != ""}
 
     def image(self, value: Any) -> bytes:
         """Returns an encoded image: its bytes, or what lies under the name given.
@@ -260,7 +229,7 @@ class Reader(contextlib.ExitStack):
         return {name.removeprefix("./"): span for name, span in found}
 
     def _parquet_row(self, path: pathlib.Path, number: int) -> Row:
-        file = self._held(path, lambda: self.enter_context(_parquet(path)))
+        file = self._held(path, lambda: _parquet(path))
         sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
         ends = list(itertools.accumulate(sizes))
         group = int(np.searchsorted(ends, number, side="right"))
@@ -273,34 +242,44 @@ class Reader(contextlib.ExitStack):
                 raise TableError(f"the table {path} cannot be read: {error}") from error
         return _without_none(self._group[2][number - (ends[group] - sizes[group])])
 
-    def _sample(self, table: Table, number: int) -> Row:
+    def _sample(self, path: pathlib.Path, spans: dict[str, Span]) -> Row:
         row: Row = {}
-        for field, span in table.samples[table.place(number)].items():
+        for field, span in spans.items():
             name, _, suffix = field.rpartition(".")
             if suffix == "json":
-                row |= _parsed(self._read(table.path, span).decode("utf-8", "replace"))
+                row |= _parsed(self._text(path, span, "replace"))
             elif suffix == "txt":
-                text = self._read(table.path, span).decode("utf-8", "replace")
-                row[name or "caption"] = text.strip()
+                row[name or "caption"] = self._text(path, span, "replace").strip()
             elif suffix in IMAGE_SUFFIXES:
-                row[name or "image"] = self._read(table.path, span)
+                row[name or "image"] = self._read(path, span)
         return row
 
     def _held(self, path: pathlib.Path, opened: Callable[[], Any]) -> Any:
         if path not in self._opened:
-            self._opened[path] = opened()
+            self._opened[path] = self.enter_context(opened())
         return self._opened[path]
 
+    def _text(self, path: pathlib.Path, span: Span, errors: str = "strict") -> str:
+        try:
+            return self._read(path, span).decode("utf-8-sig", errors)
+        except UnicodeDecodeError as error:
+            raise RecordError(f"it is no UTF-8 ({error})") from error
+
     def _read(self, path: pathlib.Path, span: Span) -> bytes:
-        start, size = span
+        start, size = map(int, span)
         if size > MOST_BYTES:
             raise RecordError(f"{size} bytes in one piece are taken for damage")
-        file = self._held(path, lambda: self.enter_context(path.open("rb")))
+        file = self._held(path, lambda: path.open("rb"))
         file.seek(start)
         data = file.read(size)
         if len(data) != size:
             raise RecordError(f"{path} ends in the middle of it")
         return data
+
+
+def _cells(text: str) -> list[str]:
+    (cells,) = csv.reader(text.splitlines(keepends=True))
+    return cells
 
 
 def _parsed(text: str) -> Row:

@@ -14,6 +14,7 @@ from typing import Literal
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from sparse_lavida_jax import config
@@ -24,7 +25,7 @@ from sparse_lavida_jax.kernels.attention import (
     step_causal_attention,
     takes_tables,
 )
-from sparse_lavida_jax.kernels.sharded import Deal, joined, parted
+from sparse_lavida_jax.kernels.sharded import Deal
 from sparse_lavida_jax.kernels.tables import GpuTables, Tables
 from sparse_lavida_jax.layout import TokenLayout
 from sparse_lavida_jax.models.cache import KVCache, StreamName
@@ -59,8 +60,7 @@ def step_tables(
         cache: as it is before the pass; only its tags are read.
     """
     cache = cache.begin(name, layout.block)
-    deals: Deals = sharded.deals_of({name: layout.block.shape[1]}, None)
-    one = _Pass(settings, {name: layout}, deals, cache)
+    one = _Pass(settings, {name: layout}, {}, cache)
     attentions = one.joint([name]), one.split(name)
     return StepTables(*(attention.keywords["tables"] for attention in attentions))
 
@@ -100,16 +100,16 @@ def run_layers(
             cache = cache.begin(name, layouts[name].block)
         if takes_tables(implementation):
             cache = cache.placed(settings.num_heads)
-    # The slots of a cache are in the order of its steps, and the reference needs no balance.
-    in_turn = cache is None and takes_tables(implementation)
-    deals: Deals = sharded.deals_of(
-        {name: x[name].shape[1] for name in present},
-        functools.partial(query_tile, implementation=implementation) if in_turn else None,
-    )
-    x = sharded.dealt_out(x, deals)
+    deals: Deals = {}
     if cache is None:
-        x = {name: sharded.over_rows(x[name]) for name in x}
-    layouts = {name: jax.tree.map(deals[name].out, layouts[name]) for name in present}
+        # The slots of a cache are in the order of its steps, and the reference needs no balance.
+        if takes_tables(implementation):
+            tile_of = functools.partial(query_tile, implementation=implementation)
+            deals = sharded.deals_of({name: x[name].shape[1] for name in present}, tile_of)
+        if deals:
+            x = {name: deals[name].out(x[name]) for name in present}
+            layouts = {name: jax.tree.map(deals[name].out, layouts[name]) for name in present}
+        x = {name: sharded.over_rows(x[name]) for name in present}
     one = _Pass(settings, layouts, deals, cache if attend_cache else None)
     ahead = tables or StepTables()
     x, cache = _run_joint(one, joint, x, cache, wanted, ahead.joint)
@@ -117,7 +117,9 @@ def run_layers(
         attentions = {name: one.split(name, ahead.split) for name in x}
         body = functools.partial(_split_layer, one=one, attentions=attentions)
         x, cache = _run(settings, body, split, settings.num_split_layers, x, cache)
-    return sharded.taken_back(x, deals), cache
+    if deals:
+        x = {name: sharded.over_rows(deals[name].back(x[name])) for name in x}
+    return x, cache
 
 
 def _run_joint(
@@ -177,7 +179,7 @@ class _Pass:
     Attributes:
         settings: of the model.
         layouts: tags of the streams that are present.
-        deals: how their tokens are dealt out over a mesh.
+        deals: how their tokens are dealt out over a mesh; empty where they are not.
         cache: whose tags the keys have; None where tokens attend to this pass only.
     """
 
@@ -199,9 +201,24 @@ class _Pass:
         stored = None if cache is None or cache.decodes != name else cache.split_block
         return self._attention(self.layouts[name], [name], stored, tables)
 
+    def join(self, streams: Sequence[Array], names: Sequence[StreamName]) -> Array:
+        """Concatenates streams along their tokens: on every device its own."""
+        if self.deals:
+            return sharded.joined(streams, [self.deals[name] for name in names])
+        return jnp.concatenate(streams, axis=1)
+
+    def part(self, x: Array, names: Sequence[StreamName]) -> dict[StreamName, Array]:
+        """Undoes `join`."""
+        if self.deals:
+            parts = sharded.parted(x, [self.deals[name] for name in names])
+        else:
+            ends = np.cumsum([self.layouts[name].block.shape[1] for name in names])
+            parts = jnp.split(x, ends[:-1], axis=1)
+        return dict(zip(names, parts, strict=True))
+
     def _joined(self, names: Sequence[StreamName]) -> TokenLayout:
-        streams, own = (self.layouts[name] for name in names), [self.deals[name] for name in names]
-        return jax.tree.map(lambda *tags: joined(tags, own), *streams)
+        layouts = [self.layouts[name] for name in names]
+        return jax.tree.map(lambda *tags: self.join(tags, names), *layouts)
 
     def _attention(
         self, queries: TokenLayout, names: Sequence[StreamName], stored, tables
@@ -217,7 +234,7 @@ class _Pass:
         }
         how = {
             "implementation": self.settings.attention_implementation or None,
-            "key_deals": [self.deals[name] for name in names],
+            "key_deals": [self.deals[name] for name in names if self.deals],
         }
         head_dim, dtype = self.settings.head_dim, jnp.dtype(self.settings.compute_dtype)
         tables = tables or make_tables(**tags, **how, head_dim=head_dim, dtype=dtype)
@@ -251,16 +268,11 @@ def _joint_layer(carry, layer_and_index, *, one, keep, attend):
     if cache is not None and one.cache is not None:
         keys, values = cache.joint_keys, cache.joint_values
     else:
-        deals = [one.deals[name] for name in names]
-        keys, values = (joined([qkv[name][i] for name in names], deals) for i in (1, 2))
+        keys, values = (one.join([qkv[name][i] for name in names], names) for i in (1, 2))
         index = None
-    own = [one.deals[name] for name in keep]
-    queries = joined([qkv[name][0] for name in keep], own)
-    attended = attend(queries, keys, values, layer=index)
-    result = {
-        name: layer.finish(_branch(layer, name), x[name], part)
-        for name, part in zip(keep, parted(attended, own), strict=True)
-    }
+    queries = one.join([qkv[name][0] for name in keep], keep)
+    attended = one.part(attend(queries, keys, values, layer=index), keep)
+    result = {name: layer.finish(_branch(layer, name), x[name], attended[name]) for name in keep}
     if cache is None:
         result = {name: sharded.over_rows(result[name]) for name in result}
     return (result, cache), None

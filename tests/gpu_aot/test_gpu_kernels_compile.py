@@ -107,6 +107,8 @@ KERNELS = DEVICE + textwrap.dedent("""
     import jax.numpy as jnp
 
     from sparse_lavida_jax.kernels import devices, pallas_gpu
+    from sparse_lavida_jax.kernels.attention import run_kernel
+    from sparse_lavida_jax.kernels.common import Shape
     from sparse_lavida_jax.kernels.tables import GpuSizes
 
     heads, length = 32, 4096
@@ -122,7 +124,7 @@ KERNELS = DEVICE + textwrap.dedent("""
 
     def attend(q, k, v, tags, pulled, shape):
         def kernel(q, k, v):
-            return pallas_gpu.attention(q, k, v, *tags, *[None] * (5 - num_tags), shape=shape)
+            return run_kernel(pallas_gpu, q, k, v, (*tags, *[None] * (5 - num_tags)), shape)
 
         (out, lse), pull_back = jax.vjp(kernel, q, k, v)
         return out, pull_back((pulled, jnp.zeros_like(lse)))
@@ -137,7 +139,7 @@ KERNELS = DEVICE + textwrap.dedent("""
         kernels = [{}], [{}], [{}]
     for forward, dq, dkv in itertools.zip_longest(*kernels, fillvalue={}):
         tiles = GpuSizes(**forward, **dq, **dkv)
-        shape = pallas_gpu.GpuShape(heads, kv_heads, head_dim, head_dim**-0.5, sizes=tiles)
+        shape = Shape(heads, kv_heads, head_dim, head_dim**-0.5, sizes=tiles)
         program = jax.jit(attend, static_argnames="shape")
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             traced = program.trace(wide, keys, keys, (tag,) * num_tags, wide, shape=shape)

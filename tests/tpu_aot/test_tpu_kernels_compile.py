@@ -11,6 +11,8 @@ import pytest
 import segment_programs
 
 from sparse_lavida_jax.kernels import attention, pallas_tpu, shapes
+from sparse_lavida_jax.kernels.attention import run_kernel
+from sparse_lavida_jax.kernels.common import Shape
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
@@ -33,11 +35,11 @@ def described(topology: str):
 def compiled(sharding, length: int, num_tags: int):
     """Forward and backward of a row at the shipped tiles; five tags have segments."""
     sizes = attention.devices.tile_sizes(length, length)
-    shape = pallas_tpu.TpuShape(HEADS, HEADS, HEAD_DIM, HEAD_DIM**-0.5, sizes)
+    shape = Shape(HEADS, HEADS, HEAD_DIM, HEAD_DIM**-0.5, sizes)
 
     def attend(q, k, v, tags, pulled):
         def kernel(q, k, v):
-            return pallas_tpu.attention(q, k, v, *tags, *[None] * (5 - num_tags), shape=shape)
+            return run_kernel(pallas_tpu, q, k, v, (*tags, *[None] * (5 - num_tags)), shape)
 
         (out, lse), pull_back = jax.vjp(kernel, q, k, v)
         return out, pull_back((pulled, jnp.zeros_like(lse)))
@@ -73,12 +75,12 @@ def test_frozen_rows_fit_a_v5e_at_the_shipped_tiles(name):
 def test_a_decode_step_reads_its_layer_of_the_cache_in_place():
     """No copy, and no slice, of the keys of a layer: the kernel is given the stacked cache."""
     layers, slots, queries, sharding = 4, 1536, 256, described("v5p:2x2x1")
-    shape = pallas_tpu.TpuShape(
+    shape = Shape(
         HEADS, HEADS, HEAD_DIM, HEAD_DIM**-0.5, attention.devices.tile_sizes(queries, slots)
     )
 
     def attend(q, k, v, tags, layer):
-        return pallas_tpu.attention(q, k, v, *tags, None, None, shape=shape, layer=layer)[0]
+        return run_kernel(pallas_tpu, q, k, v, (*tags, None, None), shape, layer)[0]
 
     def given(size, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(size, dtype, sharding=sharding)

@@ -30,19 +30,20 @@ from kernel_cases import (
 )  # fmt: skip
 
 from sparse_lavida_jax.kernels import blockwise, devices, tables
-from sparse_lavida_jax.kernels.attention import make_tables, step_causal_attention
+from sparse_lavida_jax.kernels.attention import make_tables, run_kernel, step_causal_attention
+from sparse_lavida_jax.kernels.common import Shape
 
 SIZES = tables.TileSizes(queries=16, keys=32, part=32)
 
 
 def shape_of(heads, kv_heads, head_dim, tiles=SIZES):
-    return blockwise.BlockShape(heads, kv_heads, head_dim, head_dim**-0.5, tiles)
+    return Shape(heads, kv_heads, head_dim, head_dim**-0.5, tiles)
 
 
 @functools.partial(tiny.quick_jit, static_argnames="shape")
 def blocks_and_gradients(q, k, v, pulled, pulled_lse, tags, shape):
     def attend(q, k, v):
-        return blockwise.attention(q, k, v, *tags, shape=shape)
+        return run_kernel(blockwise, q, k, v, tags, shape)
 
     found, pull_back = jax.vjp(attend, q, k, v)
     return found, pull_back((pulled, pulled_lse))
@@ -104,14 +105,11 @@ def test_the_entry_reads_a_layer_of_a_stacked_cache_and_copies_none():
         assert ((2, 1024, 16) in shapes_in(jaxpr.jaxpr)) == copied
 
 
-def test_tables_of_other_tiles_are_refused():
+def test_tables_of_another_kind_are_refused():
     rng = np.random.default_rng(0)
     tags = as_arrays(sorted_tags(rng))
     *qkv, _ = draw(rng, 1, 1, 8)
     make = tiny.quick_jit(tables.make_tables, static_argnames="sizes")
-    other = make(*tags, sizes=tables.TileSizes(8, 8, 8))
-    with pytest.raises(ValueError, match="the tables are of"):
-        blockwise.attention(*qkv, *tags, shape=shape_of(1, 1, 8), tables=other)
     other = make(*tags, sizes=tables.GpuSizes())
     with pytest.raises(ValueError, match="of the queries"):
         step_causal_attention(

@@ -2,6 +2,7 @@
 """Official files in, official layouts out, and scores of answers that are known."""
 
 import csv
+import io
 import json
 import pathlib
 import pickle
@@ -15,8 +16,6 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.evals import (
     benchmark,
-    dpg,
-    files,
     imgedit,
     mathvista,
     mmbench,
@@ -34,6 +33,7 @@ SPLITS = {
     "mmmu": "validation", "refcoco": "refcoco/val",
 }  # fmt: skip
 PARQUET = {"mathvista", "mmmu"}
+SHARES = (0.0, 1e-05, 0.5, 1.0, 1 / 3)  # of right answers, for DPG-Bench
 NAMES = sorted({*benchmark.names()} - {"scenes"})
 
 
@@ -53,21 +53,20 @@ def answers(bench, outputs):
 
 
 def scored(bench, outputs, folder):
-    """The value and the count of each score by its name, after an export."""
-    (folder / "export").mkdir(exist_ok=True)
-    bench.export(answers(bench, outputs), folder / "export")
-    found = bench.scores(answers(bench, outputs), folder)
+    """The value and the count of each score by its name."""
+    found = bench.metrics(answers(bench, outputs), folder)
     return {score.name: (score.value, score.count) for score in found}
+
+
+def exported(bench, outputs, name):
+    """A file of the export; of JSON what is in it."""
+    return bench.export(answers(bench, outputs))[name]
 
 
 def judged(folder, name, contents):
     (folder / JUDGED).mkdir(exist_ok=True)
     path = folder / JUDGED / name
     path.write_text(contents if isinstance(contents, str) else json.dumps(contents))
-
-
-def read_json(path):
-    return json.loads(path.read_text())
 
 
 # ---------------------------------------------------------------------------------------------
@@ -120,16 +119,19 @@ def test_seeds_of_items_do_not_overlap():
     ("name", "file", "change", "told"),
     [
         ("geneval", "evaluation_metadata.jsonl", ('"tag"', '"group"'), "has no tag; it has group"),
-        ("geneval", "evaluation_metadata.jsonl", ("{", "["), "line 1, is no JSON"),
+        ("geneval", "evaluation_metadata.jsonl", ("{", "["), "is no JSONL"),
         ("geneval", "evaluation_metadata.jsonl", ("prompt", "\udcff"), "is no text in UTF-8"),
         ("dpg", "prompts/0.txt", ("a", "\udcff"), "0.txt is no text in UTF-8"),
         ("mme", "color/0000.txt", ("Yes", "\udcff"), "0000.txt is no text in UTF-8"),
         ("mjhq", "meta_data.json", ('"art"', '"../../art"'), "which is no file inside it"),
         ("imgedit", "basic_edit.json", ('"72"', '"../72"'), "which is no file inside it"),
-        ("chartqa", "test/test_human.json", ('"imgname": "', '"imgname": 7, "n": "'), "holds int"),
+        (
+            "chartqa",
+            "test/test_human.json",
+            ('"imgname": "', '"imgname": 7, "n": "'),
+            "names the image 7",
+        ),
         ("mmbench", "MMBench_DEV_EN.tsv", ("\n252\t", "\ntwo\t"), "has no number: 'two'"),
-        ("dpg", "dpg_bench.csv", ("proposition_id", "number"), "has no proposition_id"),
-        ("dpg", "dpg_bench.csv", ("\n0,", "\n9,"), "asks nothing of"),
         ("mjhq", "meta_data.json", ('"prompt"', '"text"'), "has no prompt"),
         ("imgedit", "basic_edit.json", ("plain/", "../"), "is no file inside it"),
         ("imgedit", "basic_edit.json", ("000000", "999999"), "999999.png. Take Benchmark/Basic"),
@@ -154,16 +156,12 @@ def test_wrong_files_are_named(tmp_path, name, file, change, told):
 
 
 @pytest.mark.parametrize(
-    ("name", "file", "kind"),
-    [
-        ("mjhq", "meta_data.json", "dict"), ("imgedit", "basic_edit.json", "dict"),
-        ("mathverse", "testmini.json", "list"),
-    ],
-)  # fmt: skip
-def test_json_of_another_kind_is_named(tmp_path, name, file, kind):
+    ("name", "file"), [("mjhq", "meta_data.json"), ("mathverse", "testmini.json")]
+)
+def test_json_of_another_kind_is_named(tmp_path, name, file):
     data = shutil.copytree(SAMPLES / name, tmp_path / name)
     (data / file).write_text("7")
-    with pytest.raises(EvaluationError, match=rf"{file} holds int where {kind} belongs: 7"):
+    with pytest.raises(EvaluationError, match=rf"{file} holds 7, where records belong"):
         load(name, data)
 
 
@@ -178,7 +176,7 @@ def test_a_mark_of_byte_order_is_no_word(tmp_path):
 def test_hidden_colours_are_shown_as_lmms_eval_shows_them(tmp_path):
     path = tmp_path / "0.png"
     Image.new("RGBA", (2, 1), (9, 8, 7, 0)).save(path)
-    (shown,) = files.read_image(path)
+    (shown,) = benchmark.Item("0", "", {}, (path,)).load()
     assert shown[0, 0].tolist() == [9, 8, 7]
     assert image_files.read(path)[0, 0].tolist() == [255, 255, 255]
 
@@ -193,10 +191,8 @@ def test_geneval_is_the_mean_of_its_groups(tmp_path):
     drawn = [np.zeros((2, 2, 3), np.uint8)] * 2
     outputs = [{"files": [*bench.keep(item, drawn)]} for item in bench.items]
     assert outputs[3] == {"files": ["00003/samples/00000.png", "00003/samples/00001.png"]}
-    for item in bench.items:
-        (tmp_path / "export" / item.key).mkdir(parents=True)
     assert scored(bench, outputs, tmp_path) == {}
-    metadata = read_json(tmp_path / "export" / "00001" / "metadata.jsonl")
+    metadata = json.loads(exported(bench, outputs, "00001/metadata.jsonl"))
     assert metadata["exclude"] == [{"class": "square", "count": 3}]
     right = {"00000": 2, "00001": 1, "00002": 0, "00003": 0, "00004": 2}
     lines = [
@@ -229,54 +225,23 @@ def test_dpg_draws_four_images_on_a_sheet(tmp_path):
         load("dpg", num_images=5)
 
 
-def dpg_share(questions, said):
-    """The share of questions (number, words, parent) that answers "words: yes" give."""
-    asked = [dpg.Question(number, words, (parent,)) for number, words, parent in questions]
-    return dpg.score(asked, [tuple(one.split(": ")) for one in said.split(", ")], "here")
-
-
-def test_a_question_of_dpg_counts_if_those_before_it_do():
-    questions = [(1, "a", 0), (2, "b", 1), (3, "c", 2), (4, "d", 0)]
-    assert dpg_share(questions, "a: yes, b: yes, c: yes, d: yes") == 1.0
-    assert dpg_share(questions, "a: no, b: yes, c: yes, d: yes") == 0.25  # b and c fall with a
-    assert dpg_share(questions, "a: yes, b: yes, c: no, d: yes") == 0.75
-    # The official script leaves out the first question of all.
-    assert dpg_share(questions, "b: yes, c: yes, d: no") == pytest.approx(2 / 3)
-
-
-def test_dpg_follows_the_official_order():
-    """The same words may be asked twice, a parent may come later, and the last judgement counts."""
-    twice = [(1, "a", 0), (2, "b", 0), (3, "a", 2)]
-    assert dpg_share(twice, "a: yes, b: no, a: yes") == pytest.approx(1 / 3)
-    assert dpg_share([(1, "a", 2), (2, "b", 0)], "a: yes, b: no") == 0.0
-    assert dpg_share([(1, "a", 0), (2, "b", 0)], "a: no, b: no, a: yes, b: yes") == 1.0
-    for said in ("a: yes, b: yes", "a: yes, b: yes, c: yes", "b: yes, a: yes, a: no"):
-        with pytest.raises(EvaluationError, match=r"here has \d answers, and not one for each"):
-            dpg_share(twice, said)
-
-
 def test_dpg_reads_what_the_official_script_wrote(tmp_path):
     bench = load("dpg", num_images=2)
-    colours = [item.words.split()[1] for item in bench.items]
-    lines = []
-    for number, colour in enumerate(colours):
-        asked = ("Is there a square?", f"Is the square {colour}, and flat?", "Is there paper?")
-        for part in ("(0, 0, 24, 24)", "(24, 0, 48, 24)"):
-            no = number == 1 and part.startswith("(24")
-            lines += [
-                f"/x, y/{number}.png, {part}, {question}, {'no' if no and i == 0 else 'yes'}"
-                for i, question in enumerate(asked)
-            ]
     outputs = [{"files": [f"{item.key}.png"]} for item in bench.items]
-    judged(tmp_path, "dpg_detail.txt", "\n".join(lines) + "\n")
-    value = 100 * (4 + (1 + 1 / 3) / 2) / 5
+    lines = [f"/x, y/{i}.png, 1.0, {share}, {(1 + share) / 2}" for i, share in enumerate(SHARES)]
+    end = ["L1 category scores:", "\tother: 50.8", "Image path: /x, y", "DPG-Bench score: 7.5"]
+    judged(tmp_path, "dpg.txt", "\n".join([*lines, *end]))
+    value = 100 * (5 + sum(SHARES)) / 10
     assert scored(bench, outputs, tmp_path) == {"DPG-Bench score": (pytest.approx(value), 5)}
+    # The script fails on the prompt whose first question it leaves out.
+    judged(tmp_path, "dpg.txt", "\n".join([*lines[1:], *end]))
+    value = 100 * (4 + sum(SHARES[1:])) / 8
+    assert scored(bench, outputs, tmp_path) == {"DPG-Bench score": (pytest.approx(value), 4)}
     for left, told in (
-        (lines[6:], r"says nothing of 1 images, 0\.png"),
-        (lines[3:], r"judges 1 images of 0\.png, and 2 were drawn"),
-        (lines[:-2], r"4\.png, part \(24, 0, 48, 24\), has 1 answers"),
+        (lines[2:], r"says nothing of 2 images, 0\.png"),
+        ([*lines[:4], "/x, y/4.png, 1.0, 1.0"], r"judges 1 images of 4\.png, and 2 were drawn"),
     ):
-        judged(tmp_path, "dpg_detail.txt", "\n".join(left))
+        judged(tmp_path, "dpg.txt", "\n".join(left))
         with pytest.raises(EvaluationError, match=told):
             scored(bench, outputs, tmp_path)
 
@@ -287,7 +252,7 @@ def test_mjhq_scores_features(tmp_path):
         {"files": [*bench.keep(item, [np.zeros((1, 1, 3), np.uint8)])]} for item in bench.items
     ]
     assert scored(bench, outputs, tmp_path) == {}
-    lines = (tmp_path / "export" / "prompts.jsonl").read_text().splitlines()
+    lines = exported(bench, outputs, "prompts.jsonl").splitlines()
     assert json.loads(lines[1]) == {
         "name": "2e", "file": "art/2e.png", "category": "art",
         "prompt": "a green square on paper",
@@ -297,17 +262,13 @@ def test_mjhq_scores_features(tmp_path):
     drawn, real = rng.normal(size=(5, 3)), rng.normal(size=(7, 3))
     np.savez(folder / "fid.npz", drawn=drawn, real=real)
     names = ["5b", "1f", "2e", "4c", "3d"]
-    images, texts = rng.normal(size=(2, 5, 4)).astype(np.float32)
-    np.savez(folder / "pickscore.npz", names=names, images=images, texts=texts, scale=100.0)
+    np.savez(folder / "pickscore.npz", names=names, scores=np.arange(5.0) / 8)
     np.savez(folder / "hps_v3.npz", names=names, scores=np.arange(5.0))
     found = scored(bench, outputs, tmp_path)
     assert found["FID"] == (pytest.approx(scorers.frechet_distance(drawn, real)), 5)
-    cosines = scorers.cosine_scores(images, texts, 100.0)
-    assert found["pickscore"] == (pytest.approx(cosines.mean()), 5)
+    assert found["pickscore"] == (0.25, 5)
     assert found["hps_v3"] == (2.0, 5)
-    np.savez(folder / "pickscore.npz", names=names, pictures=images, texts=texts, scale=100.0)
-    assert scored(bench, outputs, tmp_path) == found  # an older name of the array
-    last = bench.scores(answers(bench, outputs), tmp_path)[1:5]  # of hps_v3, after FID
+    last = bench.metrics(answers(bench, outputs), tmp_path)[1:5]  # of hps_v3, after FID
     assert [(one.name, one.value) for one in last] == [
         ("hps_v3", 2.0), ("- animals", 2.5), ("- art", 1.0), ("- food", 3.0),
     ]  # fmt: skip
@@ -318,9 +279,13 @@ def test_mjhq_scores_features(tmp_path):
         np.savez(folder / "hps_v3.npz", names=names, scores=wrong)
         with pytest.raises(EvaluationError, match="must give each of its 5 names one finite"):
             scored(bench, outputs, tmp_path)
-    np.savez(folder / "hps_v3.npz", names=names, images=images, texts=texts, scale=[1.0, 2.0])
-    with pytest.raises(EvaluationError, match="scale must be a number"):
+    np.savez(folder / "hps_v3.npz", names=names)
+    with pytest.raises(EvaluationError, match=r"hps_v3\.npz has no scores; it has names"):
         scored(bench, outputs, tmp_path)
+    np.savez(folder / "fid.npz", drawn=drawn[:4], real=real)
+    with pytest.raises(EvaluationError, match="features of the 5 drawn images; it has 4 rows"):
+        scored(bench, outputs, tmp_path)
+    (folder / "fid.npz").unlink()
     np.savez(folder / "hps_v3.npz", names=np.array([{}], object))
     with pytest.raises(EvaluationError, match=r"no \.npz of plain arrays"):
         scored(bench, outputs, tmp_path)
@@ -367,7 +332,7 @@ def test_mme_adds_accuracy_and_accuracy_plus(tmp_path):
     assert "cognition" not in "".join(found)
     always = scored(bench, ["Yes, it is."] * 10, tmp_path)
     assert always["- color"] == (50.0, 4)  # half of them right, no image in both
-    lines = (tmp_path / "export" / "color.txt").read_text().splitlines()
+    lines = exported(bench, ["Yes, it is."] * 10, "color.txt").splitlines()
     assert lines[1] == "0000.png\tIs the square green? Please answer yes or no.\tNo\tYes, it is."
     mixed = [*right[:2], "Yes", "yes", "Yes", "No", *right[6:]]
     assert scored(bench, mixed, tmp_path)["- color"] == (75.0 + 50.0, 4)
@@ -397,8 +362,8 @@ def test_mmmu_asks_and_scores(tmp_path):
     right = ["B", "It is purple.", "(A)", "B.", "There are 3 squares, so 3"]
     found = scored(bench, right, tmp_path)
     assert found == {"accuracy": (1.0, 5), "- Art_Theory": (1.0, 2), "- Math": (1.0, 3)}
-    exported = read_json(tmp_path / "export" / "total_val_output.json")
-    assert exported["validation_Math_1"] == "A" and exported["validation_Math_3"] == right[4]
+    said = exported(bench, right, "total_val_output.json")
+    assert said["validation_Math_1"] == "A" and said["validation_Math_3"] == right[4]
     wrong = ["A", "red", "B", "A", "4"]
     assert scored(bench, wrong, tmp_path)["accuracy"] == (0.0, 5)
     for item in bench.items:  # as the test split has them
@@ -455,13 +420,14 @@ def test_mmbench_wants_every_order_right(tmp_path):
     found = scored(bench, right, tmp_path)
     assert found["accuracy, right in every order"] == (1.0, 2)
     assert found["- colour"] == (1.0, 2)
-    found = scored(bench, [*right[:4], "no idea"], tmp_path)
+    said = [*right[:4], "no idea"]
+    found = scored(bench, said, tmp_path)
     assert found["accuracy, right in every order"] == (0.5, 2)
     assert found["accuracy, first order"] == (1.0, 2)
     assert found["answers without a letter, counted wrong"] == (0.2, 5)
-    with (tmp_path / "export" / "MMBench_DEV_EN.tsv").open(newline="") as file:
-        lines = list(csv.DictReader(file, delimiter="\t"))
-    assert [line["prediction"] for line in lines] == [*right[:4], "no idea"]
+    table = io.StringIO(exported(bench, said, "MMBench_DEV_EN.tsv"), newline="")
+    lines = list(csv.DictReader(table, delimiter="\t"))
+    assert [line["prediction"] for line in lines] == said
     assert lines[4]["index"] == "2000252" and "image" not in lines[0]
 
 
@@ -469,8 +435,9 @@ def test_mmbench_without_answers_is_handed_in(tmp_path):
     data = shutil.copytree(SAMPLES / "mmbench", tmp_path / "data")
     path = data / "MMBench_DEV_EN.tsv"
     path.write_text(path.read_text().replace("\tanswer\t", "\tkept\t"))
-    assert scored(load("mmbench", data), ["A"] * 5, tmp_path) == {}
-    assert (tmp_path / "export" / "MMBench_DEV_EN.tsv").exists()
+    bench = load("mmbench", data)
+    assert scored(bench, ["A"] * 5, tmp_path) == {}
+    assert exported(bench, ["A"] * 5, "MMBench_DEV_EN.tsv")
 
 
 @pytest.mark.parametrize(
@@ -490,16 +457,16 @@ def test_mathvista_uses_rules_and_what_the_judge_found(tmp_path):
     found = scored(bench, said, tmp_path)
     assert found["accuracy, answers found by rules"] == (0.8, 5)
     assert found["answers that no rule finds, counted wrong"] == (0.2, 5)
-    exported = read_json(tmp_path / "export" / "output.json")
-    assert exported["5"]["response"] == said[4] and exported["5"]["choices"] is None
-    assert exported["3"]["precision"] == 1.0 and "decoded_image" not in exported["3"]
+    entries = exported(bench, said, "output.json")
+    assert entries["5"]["response"] == said[4] and entries["5"]["choices"] is None
+    assert entries["3"]["precision"] == 1.0 and "decoded_image" not in entries["3"]
     extracted = ("1.0", "(B) two", "1.52", "8", "[1, 2]")
-    for entry, answer in zip(exported.values(), extracted, strict=True):
+    for entry, answer in zip(entries.values(), extracted, strict=True):
         entry["extraction"] = answer
-    judged(tmp_path, "output.json", exported)
+    judged(tmp_path, "output.json", entries)
     assert scored(bench, said, tmp_path)["accuracy"] == (1.0, 5)
-    del exported["2"]["extraction"]
-    judged(tmp_path, "output.json", exported)
+    del entries["2"]["extraction"]
+    judged(tmp_path, "output.json", entries)
     with pytest.raises(EvaluationError, match="2, has no extraction"):
         scored(bench, said, tmp_path)
     for item in bench.items:  # as the test split has them
@@ -529,14 +496,14 @@ def test_mathverse_takes_the_judgement(tmp_path):
     bench = load("mathverse")
     said = ["3", "The answer is 3.", "4", "3", "three"]
     assert scored(bench, said, tmp_path) == {"equal text, a lower bound": (0.4, 5)}
-    exported = read_json(tmp_path / "export" / "output_testmini.json")
-    assert exported[1]["model_answer"] == said[1] and exported[1]["sample_index"] == "2"
-    for entry, right in zip(exported, (1, 1, 0, 1, 1), strict=True):
+    entries = exported(bench, said, "output_testmini.json")
+    assert entries[1]["model_answer"] == said[1] and entries[1]["sample_index"] == "2"
+    for entry, right in zip(entries, (1, 1, 0, 1, 1), strict=True):
         entry["judgement"] = right
-    judged(tmp_path, "scores_testmini.json", exported)
+    judged(tmp_path, "scores_testmini.json", entries)
     found = scored(bench, said, tmp_path)
     assert found["accuracy"] == (0.8, 5) and found["- Vision Intensive"] == (0.0, 1)
-    judged(tmp_path, "scores_testmini.json", exported[:4])
+    judged(tmp_path, "scores_testmini.json", entries[:4])
     with pytest.raises(EvaluationError, match="no judgement of 1 answers, 5 among them"):
         scored(bench, said, tmp_path)
 
@@ -553,10 +520,10 @@ def test_images_of_mathverse_may_lie_next_to_its_questions(tmp_path):
 
 def test_chartqa_is_relaxed(tmp_path):
     bench = load("chartqa")
-    found = scored(bench, ["1.04", "green", "3", "4.3", "97%"], tmp_path)
+    said = ["1.04", "green", "3", "4.3", "97%"]
+    found = scored(bench, said, tmp_path)
     assert found == {"relaxed accuracy": (0.8, 5), "- human": (1.0, 2), "- augmented": (2 / 3, 3)}
-    exported = read_json(tmp_path / "export" / "test_human.json")
-    assert exported[1] == {
+    assert exported(bench, said, "test_human.json")[1] == {
         "imgname": "1.png", "query": "Which colour is it?", "label": "Green",
         "prediction": "green",
     }  # fmt: skip
@@ -564,10 +531,13 @@ def test_chartqa_is_relaxed(tmp_path):
 
 def test_docvqa_is_anls_and_a_submission(tmp_path):
     bench = load("docvqa")
-    found = scored(bench, ["red", "Green Squares", "blau", "?", "purple"], tmp_path)
+    said = ["red", "Green Squares", "blau", "?", "purple"]
+    found = scored(bench, said, tmp_path)
     assert found == {"ANLS": (pytest.approx((1 + 1 + 0.5 + 0 + 1) / 5), 5)}
-    exported = read_json(tmp_path / "export" / "val_submission.json")
-    assert exported[2] == {"questionId": 49102, "answer": "blau"}
+    assert exported(bench, said, "val_submission.json")[2] == {
+        "questionId": 49102,
+        "answer": "blau",
+    }
 
 
 @pytest.mark.parametrize(
@@ -584,12 +554,13 @@ def test_refcoco_counts_boxes_that_overlap_by_half(tmp_path, name, second, other
     assert [item.words for item in bench.items] == ["red square", second, "green square"]
     assert bench.items[0].record["box"] == [1, 8, 7.0, 15.0]
     boxes = [[1.0, 8.0, 7.0, 15.0], [1.0, 8.0, 4.0, 15.0], None]
-    found = scored(bench, [{"box": box} for box in boxes], tmp_path)
+    outputs = [{"box": box} for box in boxes]
+    found = scored(bench, outputs, tmp_path)
     assert found["P@0.5"] == (pytest.approx(2 / 3), 3)
     assert found["mean overlap"] == (pytest.approx(0.5), 3)
     assert found["phrases without a box"] == (pytest.approx(1 / 3), 3)
-    exported = read_json(tmp_path / "export" / f"{name}_val.json")
-    assert [entry["predicted"] for entry in exported] == boxes
+    entries = exported(bench, outputs, f"{name}_val.json")
+    assert [entry["predicted"] for entry in entries] == boxes
     items = load("refcoco", split=f"{name}/{other}").items
     assert [item.words for item in items] == others
     with pytest.raises(EvaluationError, match="has no item"):

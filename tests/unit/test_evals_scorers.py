@@ -99,14 +99,3 @@ def test_the_frechet_distance_of_one_feature_is_of_mean_and_deviation():
 def test_features_that_do_not_go_together_are_told():
     with pytest.raises(ValueError, match="two rows or more"):
         scorers.frechet_distance(np.ones((1, 3)), np.ones((5, 3)))
-    with pytest.raises(ValueError, match="one an image"):
-        scorers.cosine_scores(np.ones((2, 3)), np.ones((3, 3)))
-    with pytest.raises(ValueError, match="all 0"):
-        scorers.cosine_scores(np.zeros((2, 3)), np.ones((2, 3)))
-
-
-def test_clip_scores_are_scaled_cosines():
-    images = np.array([[3.0, 4.0], [1.0, 0.0]])
-    texts = np.array([[3.0, 4.0], [-1.0, 1.0]])
-    found = scorers.cosine_scores(images, texts, 100.0)
-    np.testing.assert_allclose(found, [100, -100 / 2**0.5])

@@ -25,8 +25,8 @@ from kernel_cases import (
 )  # fmt: skip
 
 from sparse_lavida_jax.kernels import tables
-from sparse_lavida_jax.kernels.attention import step_causal_attention
-from sparse_lavida_jax.kernels.common import NOTHING_SEEN_LSE
+from sparse_lavida_jax.kernels.attention import run_kernel, step_causal_attention
+from sparse_lavida_jax.kernels.common import NOTHING_SEEN_LSE, Shape
 
 HAS_KERNEL = jax.__version_info__ >= (0, 11)
 if HAS_KERNEL:
@@ -42,7 +42,7 @@ OTHER_SIZES = tables.GpuSizes(64, 3, 128, 2, 128, 2)
 def shape_of(heads, kv_heads, head_dim=HEAD_DIM, **interpreted):
     interpret = pallas_gpu.interpreted(**interpreted)
     sizes = tables.GpuSizes()
-    return pallas_gpu.GpuShape(heads, kv_heads, head_dim, head_dim**-0.5, sizes, interpret)
+    return Shape(heads, kv_heads, head_dim, head_dim**-0.5, sizes, interpret)
 
 
 def longer(tags, times=4):
@@ -65,7 +65,7 @@ def numbers_of(tags, heads, kv_heads, head_dim):
 
 def kernel_and_gradients(q, k, v, pulled, pulled_lse, tags, shape):
     def attend(q, k, v):
-        return pallas_gpu.attention(q, k, v, *tags, shape=shape)
+        return run_kernel(pallas_gpu, q, k, v, tags, shape)
 
     found, pull_back = jax.vjp(attend, q, k, v)
     return found, pull_back((pulled, pulled_lse))
@@ -144,13 +144,13 @@ def test_it_lowers_for_a_hopper_gpu_forward_and_backward():
     from jax.sharding import AbstractDevice, AbstractMesh
 
     heads, length = 4, 1024
-    shape = pallas_gpu.GpuShape(heads, heads, 128, 128**-0.5, tables.GpuSizes())
+    shape = Shape(heads, heads, 128, 128**-0.5, tables.GpuSizes())
     wide = jax.ShapeDtypeStruct((1, length, heads * 128), jnp.bfloat16)
     tag = jax.ShapeDtypeStruct((1, length), jnp.int32)
 
     def attend(q, k, v, tags, pulled):
         def kernel(q, k, v):
-            return pallas_gpu.attention(q, k, v, *tags, shape=shape)
+            return run_kernel(pallas_gpu, q, k, v, tags, shape)
 
         (out, lse), pull_back = jax.vjp(kernel, q, k, v)
         return out, pull_back((pulled, jnp.zeros_like(lse)))
@@ -167,13 +167,13 @@ def test_gradients_go_through_a_loop_over_layers():
     """JAX traces a loop's body on its own, and then compares the kernel with its rule."""
     from jax.sharding import AbstractDevice, AbstractMesh
 
-    shape = pallas_gpu.GpuShape(2, 2, 128, 128**-0.5, tables.GpuSizes())
+    shape = Shape(2, 2, 128, 128**-0.5, tables.GpuSizes())
     wide = jax.ShapeDtypeStruct((1, 256, 256), jnp.bfloat16)
     tag = jax.ShapeDtypeStruct((1, 256), jnp.int32)
 
     def loss(x, tags):
         def layer(x, _):
-            return pallas_gpu.attention(x, x, x, *tags, None, None, shape=shape)[0], None
+            return run_kernel(pallas_gpu, x, x, x, (*tags, None, None), shape)[0], None
 
         return jax.lax.scan(layer, x, None, length=3)[0].astype(jnp.float32).sum()
 

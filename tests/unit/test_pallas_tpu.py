@@ -31,20 +31,21 @@ from kernel_cases import (
 )  # fmt: skip
 
 from sparse_lavida_jax.kernels import pallas_tpu, tables
-from sparse_lavida_jax.kernels.attention import step_causal_attention
+from sparse_lavida_jax.kernels.attention import run_kernel, step_causal_attention
+from sparse_lavida_jax.kernels.common import Shape
 from sparse_lavida_jax.visibility import is_padding, visible
 
 SIZES = tables.TileSizes(queries=16, keys=32, part=16)
 
 
 def shape_of(heads, kv_heads, head_dim, sizes=SIZES, interpret=True):
-    return pallas_tpu.TpuShape(heads, kv_heads, head_dim, head_dim**-0.5, sizes, interpret)
+    return Shape(heads, kv_heads, head_dim, head_dim**-0.5, sizes, interpret)
 
 
 @functools.partial(jax.jit, static_argnames="shape")
 def kernel_and_gradients(q, k, v, pulled, pulled_lse, tags, shape):
     def attend(q, k, v):
-        return pallas_tpu.attention(q, k, v, *tags, shape=shape)
+        return run_kernel(pallas_tpu, q, k, v, tags, shape)
 
     found, pull_back = jax.vjp(attend, q, k, v)
     return found, pull_back((pulled, pulled_lse))

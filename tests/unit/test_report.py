@@ -79,7 +79,7 @@ def test_a_check_of_digits_asks_their_own_judge(tmp_path, monkeypatch):
 def written(tmp_path_factory):
     """The report of a model that knows everything, and its folder."""
     folder = tmp_path_factory.mktemp("run")
-    with metrics.MetricsFile(folder / "metrics.jsonl") as log:
+    with metrics.Reporter(config.Config(), folder, 0) as log:
         log.write(20, {"loss": 3.0})
         for step, score in ((50, 0.25), (90, 0.5)):
             log.write(
@@ -112,7 +112,7 @@ def test_the_report_has_the_curve_of_the_run(written):
 
 def test_the_report_has_a_score_for_every_task(written):
     for task in ("draw", "edit", "answer", "point", "infill"):
-        assert f"| {task} | 14 | 14 | 1.00 |" in written[0]
+        assert f"| {task} | 1 | 14 | 14 | 0.785 to 1.000 |" in written[0]
 
 
 def test_the_images_of_the_report_are_there(written):

@@ -14,7 +14,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, Partition
 from kernel_cases import as_arrays, horizons
 
 from sparse_lavida_jax import layout
-from sparse_lavida_jax.kernels import shapes, sharded, tables
+from sparse_lavida_jax.kernels import attention, shapes, sharded, tables
 from sparse_lavida_jax.kernels.attention import make_tables, query_tile, step_causal_attention
 from sparse_lavida_jax.kernels.sharded import Deal, in_order, joined, parted
 from sparse_lavida_jax.models import sharding, stack
@@ -200,13 +200,13 @@ def test_the_gpu_kernel_lowers_for_four_chips():
 
 
 def test_tokens_are_dealt_out_in_turn():
-    dealt = Deal(2, 14, 3).out(np.arange(14)[None])
-    np.testing.assert_array_equal(dealt[0], [0, 1, 2, 6, 7, 8, 12, 3, 4, 5, 9, 10, 11, 13])
+    dealt = Deal(2, 12, 3).out(np.arange(12)[None])
+    np.testing.assert_array_equal(dealt[0], [0, 1, 2, 6, 7, 8, 3, 4, 5, 9, 10, 11])
 
 
-@pytest.mark.parametrize(("length", "stripe"), [(8, 2), (24, 512), (2 * 1031, 128), (4096, 512)])
+@pytest.mark.parametrize(("length", "stripe"), [(8, 2), (24, 12), (2 * 1031, 1031), (4096, 512)])
 def test_dealing_out_and_joining_are_undone(length, stripe):
-    deals = [Deal(2, length, stripe), Deal(2, 10, 2)]
+    deals = [Deal(2, length, stripe), Deal(2, 10, 5)]
     streams = [np.arange(2 * deal.length * 3).reshape(2, -1, 3) for deal in deals]
     dealt = [deal.out(x) for deal, x in zip(deals, streams, strict=True)]
     both = joined(dealt, deals)
@@ -226,20 +226,28 @@ def test_lengths_that_do_not_divide_are_not_dealt_out():
 
     with jax.set_mesh(mesh_of(sequence=4)):
         assert devices(8, 12) == [4, 4]
-        assert devices(8, 10) == [1, 1]
-    assert devices(8, 12) == [1, 1]
+        assert devices(8, 10) == []
+    assert devices(8, 12) == []
+
+
+def test_stripes_are_the_longest_that_make_up_the_tokens_of_a_device():
+    with jax.set_mesh(mesh_of(sequence=2)):
+        deals = sharded.deals_of({"text": 2 * 96, "image": 2 * 1536}, lambda own: 512)
+        assert [deal.stripe for deal in deals.values()] == [96, 512]
+        assert sharded.deals_of({"text": 2 * 600}, lambda own: 256)["text"].stripe == 200
 
 
 def shares_of_devices(tags, devices: int, *, in_turn: bool) -> np.ndarray:
     """Share of all logits that each device computes, whole tiles, of its queries."""
     length = tags[0].shape[1]
-    deal = Deal(devices if in_turn else 1, length, query_tile(length // devices, "pallas_tpu"))
+    deals = [Deal(devices, length, query_tile(length // devices, "pallas_tpu"))] * in_turn
     with jax.set_mesh(mesh_of(sequence=devices)):
 
         @jax.jit
         def shares(tags):
-            dealt = [None if tag is None else deal.out(tag) for tag in tags]
-            made = make_tables(*dealt, implementation="pallas_tpu", key_deals=[deal])
+            for deal in deals:
+                tags = [None if tag is None else deal.out(tag) for tag in tags]
+            made = make_tables(*tags, implementation="pallas_tpu", key_deals=deals)
             return jax.vmap(tables.active_share)(made)
 
         return np.asarray(shares(tags))
@@ -348,9 +356,9 @@ def test_a_model_over_a_mesh_samples_what_it_samples_on_one_device(monkeypatch):
 
 
 def test_parameters_on_one_device_are_on_no_mesh():
-    with sharded.mesh_in_use({"kernel": jnp.zeros(2)}):
+    with attention.mesh_in_use({"kernel": jnp.zeros(2)}):
         assert jax.sharding.get_abstract_mesh().empty
     mesh = mesh_of(fsdp=2)
     whole = jax.device_put(jnp.zeros(2), jax.sharding.NamedSharding(mesh, PartitionSpec()))
-    with sharded.mesh_in_use({"kernel": whole}):
+    with attention.mesh_in_use({"kernel": whole}):
         assert jax.sharding.get_abstract_mesh().shape == {"fsdp": 2}
