@@ -240,8 +240,7 @@ class Data(Section):
     folder: str = "prepared"  # what `--mode=prepare` wrote, of source "prepared"
     # Weight of each task; a batch holds tasks of one shape group.
     tasks: Weights = dataclasses.field(default_factory=lambda: {"draw": 1.0})
-    # The first batches of a run are of other tasks, one lesson after another. A small model learns
-    # to look things up in an image from nothing else or not at all.
+    # The first batches of a run are of other tasks, one lesson after another.
     lessons: dict[str, Lesson] = dataclasses.field(default_factory=dict)
     image_codec: str = "scenes_g1"  # a folder of `assets/vq`, a path, or "grey" (digits)
     text_block_len: Positive = 8  # S: tokens decoded together in a text answer

@@ -12,6 +12,7 @@ that and forgotten; what is kept of it are a few numbers a token:
 Of these follow the draw, its probability, the margin between the two most probable and the entropy.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 import flax.struct
@@ -130,7 +131,7 @@ def _with_tile(drawn: Drawn, logits, scores, start) -> Drawn:
     # The smaller of the two largest is one of the rest.
     loser = moved(jnp.minimum(drawn.first, first), jnp.ones_like(first), jnp.zeros_like(first))
     sums = moved(drawn.first, drawn.rest, drawn.weighted), moved(first, *own), loser
-    rest, weighted = (sum(parts) for parts in zip(*sums, strict=True))
+    rest, weighted = jax.tree.map(lambda *parts: functools.reduce(jnp.add, parts), *sums)
     return Drawn(
         token=jnp.where(better, start + best, drawn.token).astype(jnp.int32),
         logit=jnp.where(better, logit, drawn.logit),
