@@ -157,7 +157,7 @@ def compiled(
             lowering_platforms=(platform,)
         )
         done = lowered.compile()
-    shapes = {x.shape for x in (state.cache.joint_keys, state.cache.split_keys)}
+    shapes = {x.shape for x in (state.cache.joint[0], state.cache.split[0])}
     layers = {shape[1:] for shape in shapes}
     stored_shapes = {x.shape for x in jax.tree.leaves(model_shapes)}
     assert not (shapes | layers) & stored_shapes, "a matrix would be taken for the cache"

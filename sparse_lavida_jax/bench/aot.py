@@ -89,7 +89,7 @@ class AotProgram:
         Of a program whose second argument is a `SamplerState`.
         """
         cache = self.inputs[1].cache
-        keys = (cache.joint_keys, cache.split_keys)
+        keys = (cache.joint[0], cache.split[0])
         shapes = {shape for x in keys for shape in (x.shape, x.sharding.shard_shape(x.shape))}
         layers = {shape[1:] for shape in shapes}
         return frozenset(shapes | layers | {(1, *shape) for shape in layers})
