@@ -7,9 +7,9 @@ Config files are Python programs that return settings. Run only your own.
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import pathlib
 import re
+import runpy
 import sys
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -274,16 +274,12 @@ def run(path: pathlib.Path, function: str) -> Any:
     path, arguments = _split(path)
     if not path.is_file() or path.suffix != ".py":
         raise ConfigError(f"there is no config file {path}. {listed(path.parent)}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{path} is no Python file.")
-    module = importlib.util.module_from_spec(spec)
     try:
         with _importable(path.parent):
-            spec.loader.exec_module(module)
-            if not hasattr(module, function):
+            made = runpy.run_path(str(path))
+            if function not in made:
                 raise ConfigError(f"{path} has no function {function}.")
-            return getattr(module, function)(*arguments)
+            return made[function](*arguments)
     except ConfigError:
         raise
     except Exception as error:  # the file may do anything

@@ -76,7 +76,7 @@ class _Loop:
         _check_rows(self._source.batches.sizes, settings.data.packing, mesh)
 
         self.state, self.seconds, note = init_state(settings, self._source.model, mesh), 0.0, {}
-        if (kept := run.restore(self._saved())) is not None:
+        if (kept := run.states.restore(self._saved())) is not None:
             self.state = kept[1]["state"].replace(frozen=self.state.frozen)
             self.seconds, note = float(kept[1]["seconds"]), run.states.note(kept[0])
         self.step = int(self.state.step)
@@ -84,7 +84,7 @@ class _Loop:
         self._clock = time.monotonic() - self.seconds
         self._last_saved = self._last_drawn = time.monotonic()
         self._unrecorded: tuple[int, dict[str, Any], float] | None = None
-        self.reporter = metrics.Reporter(settings, run.folder, self.step, self.seconds, _peak())
+        self.reporter = metrics.Reporter(settings, run.folder, self.step, _peak())
         self.feed = Feed(
             self._source.batches.dataset(), self.step, settings.data.workers, note.get("data")
         )
@@ -170,7 +170,8 @@ class _Loop:
 
     def _save(self, score: float | None = None) -> None:
         self._record()  # raises before a diverged state could replace a good one
-        self._run.save(self.step, self._saved(), {"data": self.feed.position}, score)
+        note = {"data": self.feed.position}
+        self._run.states.save(self.step, self._saved(), note=note, score=score)
 
     def _draw(self) -> float | None:
         """Draws in the first process; returns the score in all of them, None where there is none.
@@ -214,7 +215,7 @@ class _Loop:
         if skipped:
             self.reporter.say(f"step {step}: the gradient is not finite, so the step was left out")
         elif step % (every or self._settings.train.log_every) == 0:
-            self.reporter.log_step(step, values | {"learning_rate": rate})
+            self.reporter.log_step(step, self.progress(), values | {"learning_rate": rate})
 
     def write_results(self) -> None:
         """Writes the model folder, the adapters and the report, in the first process."""

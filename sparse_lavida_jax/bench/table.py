@@ -94,6 +94,14 @@ VALUES: dict[str, Callable[[View], Any]] = {
     "mean_difference": lambda row: row["logits"]["mean_difference"] / row["logits"]["largest"],
     "quantized_steps": lambda row: len(row["logits"]["by_step"]["argmax_agreement"]),
     "worst_agreement": lambda row: min(row["logits"]["by_step"]["argmax_agreement"]),
+    # Of quality: a row, or a task with a row of the sparse model and of its dense twin.
+    "interval": lambda row: wilson_interval(row["correct"], row["total"]),
+    "bar": lambda row: bars()["quality"][row["task"]],
+    "held": lambda row: _verdict(row["share"] >= row["bar"]),
+    "sparse_held": lambda row: row["sparse"]["held"] if "sparse" in row else _verdict(False),
+    "difference": lambda row: row["sparse"]["share"] - row["dense"]["share"],
+    "within": lambda row: bars()["twins"]["within"],
+    "as_good": lambda row: _verdict(row["difference"] >= -row["within"]),
     # Of attention.
     "at_most_us": lambda row: row["median_s"] * 1e6,
     "at_most_growth": lambda row: row["growth"],
@@ -112,6 +120,10 @@ VALUES: dict[str, Callable[[View], Any]] = {
     "exchanged": lambda row: sum(row["exchanged_bytes"].values()),
     "mfu": lambda row: row["projected"] if row["flops"]["useful"] else None,
 }
+
+
+def _verdict(is_met: bool) -> str:
+    return "met" if is_met else "not met"
 
 
 class _Cells(string.Formatter):
@@ -190,24 +202,13 @@ def requests_table(rows: Rows) -> str:
     return table("requests", found)
 
 
-def _scored(rows: Rows) -> list[dict[str, Any]]:
-    """Returns a row for every task, and for every part of one, with its interval and its bar."""
-    found = []
+def _scored(rows: Rows) -> Iterator[View]:
+    """Yields a row for every task, and for every part of one."""
     for row in rows:
         parts = {f"{row['task']}: {name}": pair for name, pair in row["columns"].items()}
-        for task, pair in {row["task"]: (row["correct"], row["total"]), **parts}.items():
-            right, total = pair
-            low, high = wilson_interval(right, total)
-            told: dict[str, Any] = {"task": task, "total": total, "share": right / total}
-            told |= {"low": low, "high": high, "order": (row["task"], task != row["task"])}
-            if bar := bars()["quality"].get(task):
-                told |= {"bar": bar, "held": _verdict(right / total >= bar)}
-            found.append({"model": row["model"], "method": row["method"], **told})
-    return found
-
-
-def _verdict(is_met: bool) -> str:
-    return "met" if is_met else "not met"
+        for task, (right, total) in ({row["task"]: (row["correct"], row["total"])} | parts).items():
+            told = {"task": task, "correct": right, "total": total, "share": right / total}
+            yield View({**row, **told, "order": (row["task"], task != row["task"])})
 
 
 def quality_table(rows: Rows) -> str:
@@ -220,31 +221,21 @@ def _twins(rows: Rows) -> dict[str, dict[str, Any]]:
     twins = bars()["twins"]
     steps = {row["train_steps"] for row in rows if row["model"] == twins["sparse"]}
     found: dict[str, dict[str, Any]] = {}
-    for row in _scored([row for row in rows if row["train_steps"] in steps]):
-        if row["model"] == twins.get(row["method"]):
+    for row in _scored(rows):
+        if row["model"] == twins.get(row["method"]) and row["train_steps"] in steps:
             found.setdefault(row["task"], {"task": row["task"]})[row["method"]] = row
     return found
 
 
 def twins_table(rows: Rows) -> str:
     """Returns the sparse model against its dense twin: same size, data, steps and seed."""
-    found, within = [], bars()["twins"]["within"]
-    for row in _twins(rows).values():
-        if ": " not in row["task"] and {"sparse", "dense"} <= {*row}:
-            difference = row["sparse"]["share"] - row["dense"]["share"]
-            told = {"difference": difference, "within": within}
-            found.append(row | told | {"held": _verdict(difference >= -within)})
-    return table("twins", found)
+    return table("twins", [row for row in _twins(rows).values() if ": " not in row["task"]])
 
 
 def bundled_table(rows: Rows) -> str:
     """Returns what the bundled model and its dense twin get right of all that has a bar."""
-    twins, found = _twins(rows), []
-    for task, bar in bars()["quality"].items():
-        row = twins.get(task, {"task": task})
-        held = row["sparse"]["held"] if "sparse" in row else _verdict(False)
-        found.append(row | {"bar": bar, "held": held})
-    return table("bundled", found)
+    twins = _twins(rows)
+    return table("bundled", [twins.get(task, {"task": task}) for task in bars()["quality"]])
 
 
 # ---------------------------------------------------------------------------------------------
@@ -353,25 +344,14 @@ def _calls(rows: list[View], kind: str, pattern: str) -> Findings:
 
 
 def _roofline(row: View) -> str:
-    """Returns how long the work takes at the rates that this run reached at best.
-
-    And how many programs of the forward kernel there are for a core of the device, one of which a
-    core runs at a time: what a last, partly filled turn leaves idle no tile can use.
-    """
+    """Returns how long the work takes at the rates that this run reached at best."""
     useful, tile = (row["flops"][of] / _matmul_rate(row) * 1e6 for of in ("useful", "tile"))
     moved = row["bytes"]["least"] / row["calibration"]["copy_gbps"] / 1e3
-    told = (
+    return (
         f"* {row['task']}, {row['batch']} rows: ours {row['median_s'] * 1e6:.1f} us. At the rate of"
         f" a matrix product {useful:.1f} us for the pairs that see each other, {tile:.1f} us for"
         f" their tiles; {moved:.1f} us to move q, k, v and the results once."
     )
-    programs = row["programs"]
-    if cores := row["device"].get("cores"):
-        turns = -(-programs // cores)
-        share = 100 * programs / (turns * cores)
-        told += f" {programs} programs forward on {cores} cores: {share:.0f} % of {turns} turns,"
-        told += " were they all alike."
-    return told
 
 
 # ---------------------------------------------------------------------------------------------

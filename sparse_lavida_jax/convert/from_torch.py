@@ -23,7 +23,7 @@ from flax import nnx
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import arrays, model_folder
 from sparse_lavida_jax.convert import names, tensors
-from sparse_lavida_jax.convert.settings import RELEASED_VQ, has_generation_branch, settings_from
+from sparse_lavida_jax.convert.settings import has_generation_branch, settings_from
 from sparse_lavida_jax.convert.tensors import ConvertError
 from sparse_lavida_jax.data import files
 from sparse_lavida_jax.models import vq as image_tokenizer
@@ -317,38 +317,12 @@ def _pickled(found: list[str]) -> str:
 
 
 def _settings(released: _Released, dtype: str | None) -> config.Config:
-    vq = released.vq_config or released.config.get("vq_config") or _vq_from(released.stored)
-    settings = settings_from(released.config, vq)
+    settings = settings_from(released.config, released.vq_config)
     words = released.stored.get(WORDS)
     if dtype is None and words is not None:
         dtype = {"BF16": "bfloat16"}.get(words.dtype)
     model = dataclasses.replace(settings.model, compute_dtype=dtype or "float32")
     return dataclasses.replace(settings, model=model)
-
-
-def _vq_from(stored: Mapping[str, tensors.Tensor]) -> dict[str, Any]:
-    """Describes an image tokenizer by its shapes, where no file describes it."""
-    vq = {
-        name.removeprefix(names.VQ_PREFIX): tensor.shape
-        for name, tensor in stored.items()
-        if name.startswith(names.VQ_PREFIX)
-    }
-
-    def count(pattern: str) -> int:
-        return next(i for i in range(len(vq) + 1) if pattern.format(i) not in vq)
-
-    block = "encoder.down_blocks.{}.resnets.0.conv1.weight"
-    needed = (block.format(0), "quantize.embedding.weight")
-    if any(len(vq.get(name, ())) < 2 for name in needed):
-        return RELEASED_VQ
-    codes, latent = vq["quantize.embedding.weight"]
-    return RELEASED_VQ | {
-        "block_out_channels": [vq[block.format(i)][0] for i in range(count(block))],
-        "latent_channels": latent,
-        "layers_per_block": count("encoder.down_blocks.0.resnets.{}.conv1.weight"),
-        "mid_block_add_attention": any(".attentions." in name for name in vq),
-        "num_vq_embeddings": codes,
-    }
 
 
 def _match(released: _Released, dtype: str | None) -> tuple[config.Config, list[names.Name]]:

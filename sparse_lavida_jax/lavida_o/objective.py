@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.data.batch import GroupShape, RowShape, stack, with_blanks
+from sparse_lavida_jax.data.batch import GroupShape, Row, RowShape, stack, with_blanks
 from sparse_lavida_jax.diffusion import (
     MIN_TIME,
     Corrupted,
@@ -21,7 +21,6 @@ from sparse_lavida_jax.diffusion import (
     time_and_slope,
 )
 from sparse_lavida_jax.sequence import (
-    Kind,
     LearnedText,
     Part,
     Source,
@@ -65,48 +64,42 @@ class Sequence:
 
 
 @dataclasses.dataclass(frozen=True)
-class SequenceRow:
-    """A sequence, and the generator that masks it once it is padded. A `data.batch.Row`."""
+class SequenceRow(Row):
+    """A sequence, and the generator that masks it once it is padded."""
 
     sequence: Sequence
     rng: np.random.Generator
 
-    @property
-    def length(self) -> RowShape:
-        """How many tokens it may have in each stream: a source cell that is dropped is text."""
-        sequence = self.sequence
-        return RowShape(sequence.length - len(sequence.codes), sequence.num_cells)
-
-    @property
-    def views(self) -> tuple[Views, ...]:
-        return self.sequence.views
-
-    @property
-    def kinds(self) -> frozenset[Kind]:
-        """What it predicts."""
-        return frozenset({"text", "image"} if len(self.sequence.codes) else {"text"})
+    @staticmethod
+    def of(sequence: Sequence, rng: np.random.Generator) -> "SequenceRow":
+        """Returns the row of a sequence, as long as it may get: a dropped source cell is text."""
+        cells = len(sequence.codes)
+        length = RowShape(sequence.length - cells, sequence.num_cells)
+        predicts: Predicts = "both" if cells else "understanding"
+        return SequenceRow(length, sequence.views, predicts, sequence, rng)
 
     @staticmethod
     def batch(rows: "list[SequenceRow]", shape: GroupShape, settings: config.Config) -> Corrupted:
-        """Returns rows as one batch, each padded with end-of-text to the length of the group.
-
-        Padding is learned where the row's text is (spec Sec. 9.1).
-        """
-        sequences, draws = [], []
-        for row in rows:
-            sequence, missing = row.sequence, shape.example.understanding - row.length.understanding
-            learned = any(isinstance(part, LearnedText) for part in sequence.parts)
-            ids = np.full(missing, settings.model.end_of_text_id)
-            padding = LearnedText(ids) if learned else Text(ids, keep=True)
-            padded = dataclasses.replace(
-                sequence,
-                parts=(*sequence.parts, padding),
-                views=with_blanks(sequence.views, shape.views, settings.model.vision),
+        """Returns rows as one batch, each padded with end-of-text to the length of the group."""
+        vision = settings.model.vision
+        sequences = [
+            dataclasses.replace(
+                row.sequence,
+                parts=(*row.sequence.parts, _padding(row, shape, settings.model.end_of_text_id)),
+                views=with_blanks(row.views, shape.views, vision),
             )
-            sequences.append(padded)
-            draws.append(draw(row.rng, padded))
+            for row in rows
+        ]
+        draws = [draw(row.rng, padded) for row, padded in zip(rows, sequences, strict=True)]
         batch = batch_sequences(sequences, draws, shape.example, settings)
         return dataclasses.replace(batch, predicts=shape.predicts)
+
+
+def _padding(row: SequenceRow, shape: GroupShape, end_of_text_id: int) -> Part:
+    """Returns what fills a row up, learned where the row's text is (spec Sec. 9.1)."""
+    ids = np.full(shape.example.understanding - row.length.understanding, end_of_text_id)
+    learned = any(isinstance(part, LearnedText) for part in row.sequence.parts)
+    return LearnedText(ids) if learned else Text(ids, keep=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,6 +205,7 @@ def _corrupt(
         tokens=np.where(masked, model.text_mask_id, prompt.ids),
         target=prompt.ids,
         weight=masked.astype(float),
+        total=float(masked.sum()),
     )
     hidden = mask_below(policy, drawn.image_time, drawn.image_noise) != inverse
     weight = hidden.astype(float)
@@ -219,16 +213,17 @@ def _corrupt(
         weight = hidden * sequence.code_weight
         weight *= hidden.sum() / max(weight.sum(), 1e-9)
     cell = np.arange(len(sequence.codes))
-    drawn_cells = dataclasses.replace(
+    image = dataclasses.replace(
         Tokens.of_prompt(sequence.codes, cell, prompt.response_position + cell),
         tokens=np.where(hidden, model.image_mask_id, sequence.codes),
         target=sequence.codes,
         weight=weight,
+        total=float(weight.sum() / model.codes_per_token),
     )
-    source = Tokens.of_prompt(prompt.codes, prompt.cell, prompt.source_position)
-    image = dataclasses.replace(source, weight=np.zeros(source.tokens.shape)) + drawn_cells
-    totals = text.weight.sum(), image.weight.sum() / model.codes_per_token
-    return CorruptedRow(text, image, *totals, "both")
+    source = Tokens.of_prompt(
+        prompt.codes, prompt.cell, prompt.source_position, weight_by_code=True
+    )
+    return CorruptedRow(text, source + image, "both")
 
 
 def mask_below(policy: str, time: float, noise: Float[np.ndarray, "*s"]) -> Bool[np.ndarray, "*s"]:
@@ -241,6 +236,6 @@ def mask_below(policy: str, time: float, noise: Float[np.ndarray, "*s"]) -> Bool
     return noise <= max(mask_probability(policy, time), noise.min(initial=np.inf))
 
 
-def mask_probability(policy: str, u: float) -> float:
+def mask_probability(policy: str, uniform: float) -> float:
     """Returns with which probability the release masks, for a uniform u: 1e-3 + (1 - 1e-3) t."""
-    return MIN_TIME + (1 - MIN_TIME) * time_and_slope(policy, u)[0]
+    return MIN_TIME + (1 - MIN_TIME) * time_and_slope(policy, uniform)[0]

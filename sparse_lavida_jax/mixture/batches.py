@@ -18,7 +18,7 @@ import numpy as np
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.batch import Row, make_row
-from sparse_lavida_jax.data.batches import Batches, check_shared
+from sparse_lavida_jax.data.batches import Batches
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
 from sparse_lavida_jax.lavida_o.objective import SequenceRow
 from sparse_lavida_jax.mixture import prepare
@@ -76,8 +76,6 @@ class MixtureBatches(Batches):
         for group in shards:
             factor = index["batch_sizes"][group]
             sizes[group] = max(1, round(batch_size * factor))
-            what = f"a batch of group {group} (train.batch_size={batch_size} times {factor:g})"
-            check_shared(what, sizes[group], process_count, settings.data)
         self.orders = {
             group: grain.MapDataset.range(len(found)).shuffle(_seed(settings.seed, group)).repeat()
             for group, found in self.records.items()
@@ -119,7 +117,7 @@ class MixtureBatches(Batches):
         """
         try:
             if self.released:
-                return SequenceRow(self.mixer.sequence(record, rng), rng)
+                return SequenceRow.of(self.mixer.sequence(record, rng), rng)
             return make_row(self.mixer.example(record, rng), self.settings, rng)
         except ValueError as error:
             raise RecordError(f"{record.source} {record.name}: {error}") from error

@@ -9,7 +9,7 @@ import numpy as np
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.batch import Row, make_row
-from sparse_lavida_jax.data.batches import Batches, check_shared
+from sparse_lavida_jax.data.batches import Batches
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.lavida_o.objective import SequenceRow
 from sparse_lavida_jax.scenes import digits, tasks
@@ -37,7 +37,7 @@ class SceneBatches(Batches):
         ConfigError: an unknown task, tasks with nothing to learn, or a batch that does not divide.
     """
 
-    remedy = "LENGTH_PROBE examples do not represent the group."
+    remedy = "raise data.max_sequence_len, or leave the tasks with long examples out of data.tasks."
     multiple = 8
 
     def __init__(
@@ -60,7 +60,6 @@ class SceneBatches(Batches):
             for group, members in GROUPS.items()
         }
         self.groups = {group: members for group, members in groups.items() if members}
-        check_shared(f"train.batch_size={size}", size, process_count, settings.data)
         mute = [name for group in TEXT_GROUPS for name in self.groups.get(group, ())]
         if mute and not settings.diffusion.text_loss:
             raise config.ConfigError(
@@ -101,7 +100,7 @@ class SceneBatches(Batches):
         task = members[rng.choice(len(members), p=weights / weights.sum())]
         example = self._example(task, int(rng.integers(2**40)), rng)
         if self.released:
-            return SequenceRow(self.encoder.sequence(example), rng)
+            return SequenceRow.of(self.encoder.sequence(example), rng)
         return make_row(example, self.settings, rng)
 
     def _example(self, task: str, index: int, rng: np.random.Generator) -> Example:

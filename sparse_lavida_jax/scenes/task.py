@@ -35,6 +35,11 @@ class Sample:
         return None if self.known is None else np.array(self.known).reshape(GRID, GRID)
 
 
+def planned(sample: Sample) -> Sample:
+    """Returns an example of an image task with its plan as what is asked for."""
+    return dataclasses.replace(sample, answer=sample.plan, target=None, plan=None)
+
+
 @dataclasses.dataclass(frozen=True)
 class Judgement:
     """The judgement of one response.

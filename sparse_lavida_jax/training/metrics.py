@@ -2,6 +2,7 @@
 """What a run reports: a line of JSON every few steps, progress for people, and traces."""
 
 import contextlib
+import datetime
 import importlib.util
 import json
 import math
@@ -19,77 +20,26 @@ from sparse_lavida_jax.data import files
 from sparse_lavida_jax.training.flops import Work
 
 PLAIN_SECONDS = 10.0  # between lines of progress where there is no terminal
+SPEED_SECONDS = 3600.0  # that the estimate of the time left looks back
 # What a clock has measured: it differs between two runs that are otherwise the same.
 TIMED = ("tokens_per_second", "mfu", "data_wait")
-
-
-class MetricsFile:
-    """JSON lines, one a call, in the order of the steps.
-
-    Args:
-        path: appended to; made where there is none.
-        resume_at: the step that the run goes on from. Lines of later steps, which will be written
-            again, and a last line that was cut off are dropped.
-        tensorboard: a folder that gets the numbers too, where tensorboardX is installed.
-    """
-
-    def __init__(
-        self, path: pathlib.Path, *, resume_at: int = 0, tensorboard: pathlib.Path | None = None
-    ):
-        self._board: Any = None
-        if tensorboard is not None and importlib.util.find_spec("tensorboardX"):
-            import tensorboardX  # type: ignore
-
-            # Its files are called after the second they are opened in, which may be the same.
-            self._board = tensorboardX.SummaryWriter(
-                str(tensorboard), purge_step=resume_at + 1, filename_suffix=f".{resume_at}"
-            )
-        if path.exists():
-            kept = [line for line in read_metrics(path) if line["step"] <= resume_at]
-            files.write_text(path, "".join(_line(line) for line in kept))
-        self._file = path.open("a")
-
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Writes numbers (anything `float` takes) and strings; a number without value is null."""
-        plain = {k: v if isinstance(v, str) else _number(v) for k, v in values.items()}
-        self._file.write(_line({"step": step, **plain}))
-        self._file.flush()
-        if self._board is not None:
-            for name, value in plain.items():
-                if isinstance(value, int | float):
-                    self._board.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._file.close()
-        if self._board is not None:
-            self._board.close()
-
-    def __enter__(self) -> "MetricsFile":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
 
 
 def read_metrics(path: pathlib.Path | str) -> list[dict[str, Any]]:
     """Returns the lines of a metrics file; lines that are no JSON object are left out."""
     lines = []
     for text in pathlib.Path(path).read_text().splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict) and "step" in line:
-            lines.append(line)
-    return lines
+        with contextlib.suppress(ValueError):
+            lines.append(json.loads(text))
+    return [line for line in lines if isinstance(line, dict) and "step" in line]
 
 
 def _line(values: dict[str, Any]) -> str:
     return json.dumps(values, allow_nan=False) + "\n"
 
 
-def _number(value: Any) -> float | int | None:
-    if isinstance(value, int):
+def _plain(value: Any) -> float | int | str | None:
+    if isinstance(value, int | str):
         return value
     number = float(value)
     return number if math.isfinite(number) else None
@@ -139,152 +89,125 @@ class Meter:
         return values
 
 
-class ProgressBar:
+class ProgressBar(rich.progress.Progress):
     """A bar with the loss and the time left; without a terminal, a line every ten seconds.
 
     Args:
         title: what is going on, in a word or two.
-        total: steps.
-        done: steps done before, of a run that resumes.
-        seconds: from now, after which the work ends in any case; 0: it does not.
+        steps: how many there are.
         console: where to; standard error by default.
     """
 
-    def __init__(
-        self,
-        title: str,
-        total: int,
-        *,
-        done: int = 0,
-        seconds: float = 0.0,
-        console: rich.console.Console | None = None,
-    ):
-        self.title, self.total, self.seconds = title, total, seconds
-        self._done = done / total  # share of the run
-        self._console = console or rich.console.Console(stderr=True)
-        self._bar = rich.progress.Progress(
+    def __init__(self, title: str, steps: int, *, console: rich.console.Console | None = None):
+        console = console or rich.console.Console(stderr=True)
+        super().__init__(
             rich.progress.TextColumn("{task.description}"),
             rich.progress.BarColumn(),
             rich.progress.TextColumn("{task.fields[text]}"),
-            console=self._console,
-            disable=not self._console.is_terminal,
+            console=console,
+            disable=not console.is_terminal,
+            get_time=time.monotonic,
+            speed_estimate_period=SPEED_SECONDS,
         )
-        self._task = self._bar.add_task(title, total=1.0, text="the first step compiles")
-        self._began = time.monotonic()
-        self._first: tuple[float, int] | None = None  # time and step of the first update
+        self.steps = steps
+        self.add_task(title, total=1.0, text="the first step compiles")
         self._last_line = -math.inf
 
-    def update(self, step: int, **values: float) -> None:
-        """Shows the step, the time left and the given numbers."""
-        now = time.monotonic()
-        self._first = self._first or (now, step)
-        shown = [f"step {step}/{self.total}"]
+    def reach(self, step: int, share: float, **values: float) -> None:
+        """Shows the step, the time left and the given numbers.
+
+        Args:
+            share: of the run that is done.
+        """
+        (task,) = self.tasks
+        self.update(task.id, completed=share)
+        shown = [f"step {step}/{self.steps}"]
         shown += [f"{name.replace('_', ' ')} {value:.4g}" for name, value in values.items()]
-        left = self._seconds_left(now, step)
-        if left is not None:
-            shown.append(f"{_clock(left)} left")
-            elapsed = now - self._began
-            share = self._done + (1 - self._done) * elapsed / max(elapsed + left, 1e-9)
-            self._bar.update(self._task, completed=share)
-        text = ", ".join(shown)
-        self._bar.update(self._task, text=text)
-        over = now - self._last_line >= PLAIN_SECONDS or step >= self.total
-        if self._bar.disable and over:
+        if task.time_remaining is not None:
+            shown.append(f"{datetime.timedelta(seconds=round(task.time_remaining))} left")
+        self.update(task.id, text=", ".join(shown))
+        now = time.monotonic()
+        if self.disable and (share >= 1 or now - self._last_line >= PLAIN_SECONDS):
             self._last_line = now
-            self.say(f"{self.title}: {text}")
+            self.say(f"{task.description}: {', '.join(shown)}")
 
     def say(self, message: str) -> None:
         """Prints a line, above the bar where there is one."""
-        self._bar.console.print(message, highlight=False, soft_wrap=True, markup=False)
-
-    def _seconds_left(self, now: float, step: int) -> float | None:
-        """Returns an estimate from the speed since the first update, after the compilation."""
-        estimates = []
-        if self.seconds:
-            estimates.append(max(self.seconds - (now - self._began), 0.0))
-        began, before = self._first or (now, step)
-        if step > before:
-            estimates.append((now - began) * (self.total - step) / (step - before))
-        return min(estimates, default=None)
-
-    def __enter__(self) -> "ProgressBar":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._bar.stop()
+        self.console.print(message, highlight=False, soft_wrap=True, markup=False)
 
 
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+class Reporter(contextlib.ExitStack):
+    """Tells how a run goes, in `metrics.jsonl` and on the terminal: in the first process alone.
 
-
-class Reporter:
-    """Tells how a run goes, on disk and on the terminal: in the first process alone.
+    TensorBoard gets the numbers too, where tensorboardX is installed.
 
     Args:
         folder: the run directory.
-        start: the step that the run goes on from.
-        seconds: of training until then.
+        start: the step that the run goes on from. Lines of later steps, which will be written
+            again, and a last line that was cut off are dropped.
         peak: as of `Meter`.
     """
 
     def __init__(
-        self,
-        settings: config.Config,
-        folder: pathlib.Path,
-        start: int,
-        seconds: float,
-        peak: float | None,
+        self, settings: config.Config, folder: pathlib.Path, start: int, peak: float | None = None
     ):
+        super().__init__()
         self.meter = Meter(peak)
-        self._file, console = None, None
+        self._file: Any = None
+        self._board: Any = None
+        console = None if runtime.is_first() else rich.console.Console(quiet=True)
+        self._bar = ProgressBar(settings.name, settings.train.train_steps, console=console)
         if runtime.is_first():
-            path, board = folder / "metrics.jsonl", folder / "tensorboard"
-            self._file = MetricsFile(path, resume_at=start, tensorboard=board)
-        else:
-            console = rich.console.Console(quiet=True)
-        left = max(settings.train.seconds - seconds, 0.0)
-        self._bar = ProgressBar(
-            settings.name, settings.train.train_steps, done=start, seconds=left, console=console
-        )
+            path = folder / "metrics.jsonl"
+            if path.exists():
+                kept = [line for line in read_metrics(path) if line["step"] <= start]
+                files.write_text(path, "".join(map(_line, kept)))
+            self._file = self.enter_context(path.open("a"))
+            if importlib.util.find_spec("tensorboardX"):
+                import tensorboardX  # type: ignore
+
+                # Its files are called after the second they are opened in, which may be the same.
+                self._board = tensorboardX.SummaryWriter(
+                    str(folder / "tensorboard"), purge_step=start + 1, filename_suffix=f".{start}"
+                )
+                self.callback(self._board.close)
 
     def __enter__(self) -> "Reporter":
-        self._bar.__enter__()
+        self.enter_context(self._bar)
         return self
 
-    def __exit__(self, *_) -> None:
-        self._bar.__exit__()
-        if self._file is not None:
-            self._file.close()
-
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Writes a line of metrics."""
-        if self._file is not None:
-            self._file.write(step, values)
+        """Writes a line: numbers (anything `float` takes; null if not finite) and strings."""
+        if self._file is None:
+            return
+        plain = {name: _plain(value) for name, value in values.items()}
+        self._file.write(_line({"step": step, **plain}))
+        self._file.flush()
+        for name, value in plain.items():
+            if self._board is not None and isinstance(value, int | float):
+                self._board.add_scalar(name, value, step)
 
     def say(self, message: str) -> None:
         """Prints a line."""
         self._bar.say(message)
 
-    def log_step(self, step: int, values: dict[str, float]) -> None:
-        """Writes and shows the numbers of a step, and the speed since the last one logged."""
+    def log_step(self, step: int, share: float, values: dict[str, float]) -> None:
+        """Writes and shows the numbers of a step, and the speed since the last one logged.
+
+        Args:
+            share: of the run that is done.
+        """
         speed = self.meter.values()
         self.write(step, values | speed)
         shown = {name: value for name, value in speed.items() if name in TIMED}
-        self._bar.update(step, loss=values["loss"], **shown)
+        self._bar.reach(step, share, loss=values["loss"], **shown)
 
 
-class Profile:
+class Profile(contextlib.AbstractContextManager):
     """Writes a trace of some steps, for xprof or TensorBoard."""
 
     def __init__(self, folder: pathlib.Path, steps: range):
         self._folder, self._steps, self._is_on = folder, steps, False
-
-    def __enter__(self) -> "Profile":
-        return self
 
     def reach(self, step: int) -> None:
         """Begins before the first of the steps, and ends before the one after the last."""

@@ -13,7 +13,7 @@ import signal
 import threading
 import types
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from flax import traverse_util
 
@@ -21,8 +21,6 @@ from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.data import files
 from sparse_lavida_jax.training import states
-
-T = TypeVar("T")
 
 # What may differ from the config a run was started with: its length, what it reports, and how
 # images are sampled. Anything else would make the resumed run another experiment.
@@ -105,27 +103,6 @@ class Run:
     def __exit__(self, kind, error, traceback) -> None:
         self._closing.close()
 
-    def restore(self, template: T) -> tuple[int, T] | None:
-        """Returns the newest readable state and its step; None at the start of a run."""
-        return self.states.restore(template)
-
-    def save(
-        self,
-        step: int,
-        state: Any,
-        note: dict[str, Any] | None = None,
-        score: float | None = None,
-    ) -> None:
-        """Saves a state in the background, unless that of this step is saved already.
-
-        See `states.States.save`.
-
-        Raises:
-            CheckpointError: the disk is too full, or saving the state before this one failed.
-        """
-        if step not in self.states.steps:
-            self.states.save(step, state, note=note, score=score)
-
     def is_asked_to_stop(self, step: int) -> bool:
         """Whether a signal came; asked after every step, the same in all processes."""
         if runtime.is_asked_to_stop(step):
@@ -139,19 +116,12 @@ class Run:
             Interrupted: a signal came.
         """
         if self.stop_signal is not None:
-            self.save(step, state, note)
+            self.states.save(step, state, note=note)
             self.states.wait()
             raise Interrupted(self.stop_signal, step)
 
     def _claim(self) -> Callable[[], None]:
         """Makes the folder ours; returns a function that releases it."""
-        self._claim_folder()
-        with contextlib.ExitStack() as undo:
-            undo.callback(lock(self.folder))
-            self._check_config()
-            return undo.pop_all().close
-
-    def _claim_folder(self) -> None:
         if self.folder.exists() and not self.folder.is_dir():
             raise RunError(f"{self.folder} is a file. Choose another --workdir.")
         try:
@@ -165,6 +135,10 @@ class Run:
                 f"{self.folder} holds files but no config.json, so it is no run directory. Choose"
                 " another --workdir."
             )
+        with contextlib.ExitStack() as undo:
+            undo.callback(lock(self.folder))
+            self._check_config()
+            return undo.pop_all().close
 
     def _check_config(self) -> None:
         if (self.folder / "config.json").exists() and self._holds_work():

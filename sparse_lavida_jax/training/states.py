@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import hashlib
 import logging
-import math
 import operator
 import pathlib
 import shutil
@@ -29,6 +28,8 @@ SUM_FACTORS = (0x9E3779B1, 0x85EBCA77)  # primes near 2**32 over the golden rati
 # Words of errors of the machine: its memory, its network, its permissions.
 OF_THE_MACHINE = ("RESOURCE_EXHAUSTED", "UNAVAILABLE", "PERMISSION_DENIED", "os_error_code")
 NO_SUCH_FILE = "os_error_code='2'"
+# Where in the state of a run its model stands: the average, if one is kept, comes first.
+MODELS = ("state/ema/", "state/params/")
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ def load_unfinished(
     run_folder = pathlib.Path(run_folder)
     settings = model_folder.read_config(run_folder)
     with contextlib.closing(States(run_folder / "state", read_only=True)) as states:
-        found = states.restore_model(jax.eval_shape(lambda: make_model(settings)))
+        found = states.restore(jax.eval_shape(lambda: make_model(settings)), only=MODELS)
     if found is None:
         raise model_folder.CheckpointError(f"the run in {run_folder} has saved nothing yet.")
     return found[1]
@@ -60,7 +61,7 @@ def is_unfinished(folder: pathlib.Path | str) -> bool:
 
 @dataclasses.dataclass
 class States:
-    """The saved training states of a run: any pytree of arrays, numbers and random keys.
+    """The saved training states of a run: any pytree of arrays and numbers.
 
     Where several processes train together all of them call the same methods with the same
     arguments, and the folder is one that all of them see.
@@ -114,7 +115,7 @@ class States:
         note: dict[str, Any] | None = None,
         score: float | None = None,
     ) -> None:
-        """Copies the state and writes it in the background.
+        """Copies the state and writes it in the background, unless that of this step is there.
 
         Args:
             note: what JSON can hold, to be saved with it.
@@ -124,6 +125,8 @@ class States:
             CheckpointError: the disk is too full, or writing the state before this one failed.
         """
         self.wait()
+        if step in self.steps:
+            return
         # The store refuses arrays without elements, such as a stack of no layers.
         leaves: Any = {
             name: leaf for name, leaf in parameters.by_name(state).items() if np.size(leaf)
@@ -131,7 +134,7 @@ class States:
         if runtime.are_several():
             leaves = _shared_arrays(leaves)
         else:  # copies, for the next step donates its buffers
-            leaves = {name: np.array(_key_data(leaf)) for name, leaf in leaves.items()}
+            leaves = {name: np.array(leaf) for name, leaf in leaves.items()}
         size = sum(leaf.nbytes for leaf in leaves.values())
         runtime.first_does(lambda: model_folder.check_free_space(self.folder, size))
         metadata: Any = {"sha256": _known(leaves), "note": note}
@@ -144,7 +147,7 @@ class States:
                 custom_metadata=metadata,
             )
 
-    def restore(self, template: T) -> tuple[int, T] | None:
+    def restore(self, template: T, only: tuple[str, ...] = ()) -> tuple[int, T] | None:
         """Returns the newest readable state and its step; None where nothing was saved.
 
         One that is damaged (its checksums are wrong, or bytes of it are missing) is passed over
@@ -154,26 +157,13 @@ class States:
         Args:
             template: a state of the same shapes; it says where the arrays go, which need not be
                 where they were when they were saved.
+            only: beginnings of names. What begins with the first of them that any name has is
+                read alone; the template then holds this part, whose names begin after it.
 
         Raises:
             CheckpointError: none of the states is readable, or they are of another model, or the
                 newest one cannot be read on this machine just now.
         """
-        return self._newest(template)
-
-    def restore_model(self, template: T) -> tuple[int, T] | None:
-        """Returns the parameters of the newest readable state, the average where one was kept.
-
-        Only they are read. See `restore`; under "state" must stand a `training.step.TrainState`.
-        """
-        return self._newest(template, only=("state/ema/", "state/params/"))
-
-    def note(self, step: int) -> dict[str, Any]:
-        """Returns the note that was saved with a state; an empty one where there was none."""
-        found: Any = self._checkpointer.checkpointables_metadata(step).custom_metadata
-        return (found or {}).get("note") or {}
-
-    def _newest(self, template: T, only: tuple[str, ...] = ()) -> tuple[int, T] | None:
         self.wait()
         steps, damaged = self.steps, []
         for step in reversed(steps):
@@ -212,6 +202,11 @@ class States:
                 f" it again, or delete {self.folder.parent} to start again."
             )
         return None
+
+    def note(self, step: int) -> dict[str, Any]:
+        """Returns the note that was saved with a state; an empty one where there was none."""
+        found: Any = self._checkpointer.checkpointables_metadata(step).custom_metadata
+        return (found or {}).get("note") or {}
 
     @property
     def _aside(self) -> pathlib.Path:
@@ -259,9 +254,11 @@ class States:
         names = parameters.by_name(saved)
         prefix = next((p for p in only if any(name.startswith(p) for name in names)), "")
         given = {
-            name: leaf for name, leaf in parameters.by_name(template).items() if _size_of(leaf)
+            prefix + name: leaf
+            for name, leaf in parameters.by_name(template).items()
+            if np.size(leaf)
         }
-        wanted = {prefix + n: jax.eval_shape(_key_data, leaf) for n, leaf in given.items()}
+        wanted = {name: jax.eval_shape(lambda x: x, leaf) for name, leaf in given.items()}
         there = {name: leaf for name, leaf in names.items() if name.startswith(prefix)}
         if problems := parameters.differences(wanted, there):
             raise model_folder.CheckpointError(
@@ -278,7 +275,7 @@ class States:
             name = parameters.leaf_name(path)
             if name not in wanted:
                 return ocp.PLACEHOLDER
-            where = getattr(given[name.removeprefix(prefix)], "sharding", None) or anywhere
+            where = getattr(given[name], "sharding", None) or anywhere
             return jax.ShapeDtypeStruct(found.shape, found.dtype, sharding=where)
 
         abstract = jax.tree_util.tree_map_with_path(target, saved)
@@ -325,11 +322,6 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _size_of(leaf: Any) -> int:
-    """Returns how many numbers an array, a number, or the shape of an array holds."""
-    return math.prod(leaf.shape) if isinstance(leaf, jax.ShapeDtypeStruct) else np.size(leaf)
-
-
 def _shared_arrays(leaves: dict[str, Any]) -> dict[str, jax.Array]:
     """Returns arrays that lie over several processes, where they lie.
 
@@ -359,15 +351,6 @@ def _anywhere(leaves: Mapping[str, Any]) -> jax.sharding.Sharding:
         if isinstance(where, jax.sharding.NamedSharding):
             return where.update(spec=jax.sharding.PartitionSpec())
     return jax.sharding.SingleDeviceSharding(jax.devices()[0])
-
-
-def _key_data(leaf: Any) -> Any:
-    """Returns the numbers of a random key, and anything else as it is."""
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
-
-
-def _is_key(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -454,14 +437,12 @@ def _filled(template: T, leaves: Mapping[str, Any]) -> T:
     """Returns the template with these leaves in the place of its own."""
 
     def place(path: tuple, leaf: Any) -> Any:
-        if not _size_of(leaf):
+        if not np.size(leaf):
             is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
             return jnp.zeros(leaf.shape, leaf.dtype) if is_shape else leaf
         saved = leaves[parameters.leaf_name(path)]
         if isinstance(leaf, bool | int | float):
             return type(leaf)(np.asarray(saved))
-        if _is_key(leaf):
-            return jax.random.wrap_key_data(jnp.asarray(saved), impl=jax.random.key_impl(leaf))
         if isinstance(leaf, np.ndarray):
             return saved
         if isinstance(saved, jax.Array):

@@ -74,7 +74,7 @@ def train(settings: config.Config, workdir: pathlib.Path) -> None:
             run = warm_up if step < placed_at else with_codes
             model, opt_state, terms = run(model, opt_state, owner, images, key)
             if step % settings.train.log_every == 0 or step == steps - 1:
-                bar.update(step + 1, pixel_error=float(terms["pixels"]))
+                bar.reach(step + 1, (step + 1) / steps, pixel_error=float(terms["pixels"]))
 
     vq.save(workdir / "vq", model)
     _report(model, seed, workdir, console)

@@ -18,7 +18,13 @@ from flax import nnx
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import arrays, manifest, model_folder
 from sparse_lavida_jax.models import layers
-from sparse_lavida_jax.training.states import States, _sum_digests, is_unfinished, load_unfinished
+from sparse_lavida_jax.training.states import (
+    MODELS,
+    States,
+    _sum_digests,
+    is_unfinished,
+    load_unfinished,
+)
 
 
 class Layer(nnx.Module):
@@ -254,7 +260,6 @@ def make_state(seed=0):
         "params": model,
         "ema": None,
         "opt_state": optax.adamw(1e-3).init(model),
-        "key": jax.random.key(seed),
         "step": jnp.int32(seed),
         "epoch": seed,
         "half": jnp.full(3, seed, jnp.bfloat16),
@@ -460,11 +465,11 @@ def test_parameters_are_read_without_the_rest(states):
     for step, ema in ((1, None), (2, average)):
         state = {"params": model, "ema": ema, "opt_state": moments}
         states.save(step, {"state": state, "seconds": 1.0})
-        found, params = states.restore_model(jax.eval_shape(make_model))
+        found, params = states.restore(jax.eval_shape(make_model), only=MODELS)
         assert found == step
         same(params, model if ema is None else average)
     with pytest.raises(model_folder.CheckpointError, match=r"head: missing"):
-        states.restore_model(WiderModel(rngs=nnx.Rngs(0)))
+        states.restore(WiderModel(rngs=nnx.Rngs(0)), only=MODELS)
     assert states.steps == [1, 2]
 
 

@@ -141,19 +141,6 @@ def test_an_image_tokenizer_in_its_own_folder_stays_there(tmp_path):
     assert bits(back) == bits(alone)
 
 
-def test_an_image_tokenizer_that_nothing_describes_is_known_by_its_shapes(tmp_path):
-    made = dataclasses.replace(
-        torch_folder.SETTINGS,
-        vq=dataclasses.replace(
-            torch_folder.VQ, channels=(32, 32, 64), norm_groups=32, mid_attention=True
-        ),
-    )
-    folder = torch_folder.write(tmp_path / "released", torch_folder.arbitrary(made), made)
-    (folder / "vqvae" / "config.json").unlink()
-    from_torch.convert(folder, tmp_path / "model")
-    assert model_folder.read_config(tmp_path / "model").vq == made.vq
-
-
 @pytest.mark.slow
 def test_a_model_trained_sparsely_is_exported_with_its_registers(tmp_path):
     """What training writes has none of the small files of the release."""

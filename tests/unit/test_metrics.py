@@ -4,7 +4,6 @@
 import io
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 import rich.console
 
@@ -13,31 +12,30 @@ from sparse_lavida_jax.training import flops, metrics
 
 
 def test_numbers_of_any_kind_become_lines(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    with metrics.MetricsFile(path) as file:
+    with metrics.Reporter(config.Config(), tmp_path, 0) as file:
         file.write(1, {"loss": jnp.float32(0.5), "task": "draw", "rows": 16})
         file.write(2, {"loss": float("nan")})
-    assert metrics.read_metrics(path) == [
+    assert metrics.read_metrics(tmp_path / "metrics.jsonl") == [
         {"step": 1, "loss": 0.5, "task": "draw", "rows": 16},
         {"step": 2, "loss": None},
     ]
 
 
 def test_resuming_drops_the_lines_that_will_be_written_again(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    with metrics.MetricsFile(path) as file:
+    with metrics.Reporter(config.Config(), tmp_path, 0) as file:
         for step in (10, 20, 30):
             file.write(step, {"loss": 1.0})
-    with metrics.MetricsFile(path, resume_at=20) as file:
+    with metrics.Reporter(config.Config(), tmp_path, 20) as file:
         file.write(30, {"loss": 2.0})
-    losses = [(line["step"], line["loss"]) for line in metrics.read_metrics(path)]
+    lines = metrics.read_metrics(tmp_path / "metrics.jsonl")
+    losses = [(line["step"], line["loss"]) for line in lines]
     assert losses == [(10, 1.0), (20, 1.0), (30, 2.0)]
 
 
 def test_a_line_cut_off_by_a_kill_is_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "lo')
-    with metrics.MetricsFile(path, resume_at=5) as file:
+    with metrics.Reporter(config.Config(), tmp_path, 5) as file:
         file.write(6, {"loss": 0.5})
     assert [line["step"] for line in metrics.read_metrics(path)] == [1, 6]
 
@@ -45,7 +43,7 @@ def test_a_line_cut_off_by_a_kill_is_dropped(tmp_path):
 def test_a_new_run_starts_with_an_empty_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 7, "loss": 1.0}\n')
-    metrics.MetricsFile(path).close()
+    metrics.Reporter(config.Config(), tmp_path, 0).close()
     assert path.read_text() == ""
 
 
@@ -53,69 +51,64 @@ def console(**settings):
     return rich.console.Console(file=io.StringIO(), width=100, **settings)
 
 
-def lines_of_two_updates(monkeypatch, seconds=0.0):
-    """A run begins at 0 s; from 10 s, after the compilation, to 40 s it goes from 10 to 55."""
-    clock = iter((0.0, 10.0, 40.0))
-    monkeypatch.setattr(metrics.time, "monotonic", lambda: next(clock))
+@pytest.fixture
+def clock(monkeypatch):
+    """The time, in a list of one number."""
+    now = [100.0]
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_without_a_terminal_progress_is_plain_lines_with_the_time_left(clock):
+    """The compilation, before the first of them, does not count; the share of the run does."""
     where = console(force_terminal=False)
-    bar = metrics.ProgressBar("toy", 100, seconds=seconds, console=where)
-    bar.update(10, loss=3.0)
-    bar.update(55, loss=2.0)
-    return where.file.getvalue().splitlines()
-
-
-def test_without_a_terminal_progress_is_plain_lines(monkeypatch):
-    assert lines_of_two_updates(monkeypatch) == [
+    bar = metrics.ProgressBar("toy", 100, console=where)
+    for step, share, seconds in ((10, 0.1, 10), (55, 0.55, 30), (60, 0.8, 15)):
+        clock[0] += seconds
+        bar.reach(step, share, loss=3.0)
+    assert where.file.getvalue().splitlines() == [
         "toy: step 10/100, loss 3",
-        "toy: step 55/100, loss 2, 0:30 left",
+        "toy: step 55/100, loss 3, 0:00:30 left",
+        "toy: step 60/100, loss 3, 0:00:13 left",
     ]
 
 
-def test_time_left_does_not_exceed_what_the_run_may_take(monkeypatch):
-    lines = lines_of_two_updates(monkeypatch, seconds=65.0)
-    assert lines[0].endswith("0:55 left")
-    assert lines[1].endswith("0:25 left")
-
-
-def test_plain_lines_are_ten_seconds_apart(monkeypatch):
-    clock = iter(np.arange(0.0, 100.0, 4.0).tolist())
-    monkeypatch.setattr(metrics.time, "monotonic", lambda: next(clock))
+def test_plain_lines_are_ten_seconds_apart(clock):
     where = console(force_terminal=False)
     bar = metrics.ProgressBar("toy", 100, console=where)
     for step in range(1, 8):
-        bar.update(step)
+        bar.reach(step, step / 100)
+        clock[0] += 4.0
     shown = [line.split(",")[0] for line in where.file.getvalue().splitlines()]
     assert shown == ["toy: step 1/100", "toy: step 4/100", "toy: step 7/100"]
 
 
 def test_on_a_terminal_progress_is_a_bar():
     where = console(force_terminal=True)
-    with metrics.ProgressBar("toy", 10, done=4, console=where) as bar:
-        bar.update(5, loss=2.0)
+    with metrics.ProgressBar("toy", 10, console=where) as bar:
+        bar.reach(5, 0.5, loss=2.0)
         bar.say("a sheet of images is in images/000005.png")
     shown = where.file.getvalue()
     assert "step 5/10, loss 2" in shown
     assert "a sheet of images" in shown
 
 
-def test_a_meter_tells_how_fast_a_run_is(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
+def test_a_meter_tells_how_fast_a_run_is(clock):
     meter = metrics.Meter(peak=1000.0)
     work = flops.Work(tokens=60, slots=100, with_loss=25, flops=800.0)
     meter.count(work)
     assert meter.values() == {"loss_fraction": 0.25}  # the first step compiles
     for _ in range(2):
         with meter.waiting():
-            now[0] += 1.0
-        now[0] += 3.0
+            clock[0] += 1.0
+        clock[0] += 3.0
         meter.count(work)
     assert meter.values() == {
         "loss_fraction": 0.25, "tokens_per_second": 15.0, "data_wait": 0.25, "mfu": 0.2,
     }  # fmt: skip
     unknown = metrics.Meter()
     unknown.values()
-    now[0] += 1.0
+    clock[0] += 1.0
     unknown.count(work)
     assert "mfu" not in unknown.values()
     assert set(metrics.TIMED) <= {"tokens_per_second", "data_wait", "mfu"}
@@ -127,9 +120,7 @@ def test_tensorboard_gets_the_numbers_and_forgets_what_is_written_again(tmp_path
 
     board = tmp_path / "tensorboard"
     for resume_at in (0, 1):
-        with metrics.MetricsFile(
-            tmp_path / "m.jsonl", resume_at=resume_at, tensorboard=board
-        ) as file:
+        with metrics.Reporter(config.Config(), tmp_path, resume_at) as file:
             for step in (resume_at + 1, resume_at + 2):
                 file.write(step, {"loss": 0.5 * step, "task": "draw", "nothing": float("nan")})
     found = []
@@ -146,7 +137,7 @@ def test_tensorboard_gets_the_numbers_and_forgets_what_is_written_again(tmp_path
 
 def test_other_processes_write_no_metrics(monkeypatch, tmp_path):
     monkeypatch.setattr(metrics.runtime, "is_first", lambda: False)
-    with metrics.Reporter(config.Config(), tmp_path, 0, 0.0, None) as reporter:
-        reporter.log_step(1, {"loss": 1.0})
+    with metrics.Reporter(config.Config(), tmp_path, 0) as reporter:
+        reporter.log_step(1, 0.5, {"loss": 1.0})
         reporter.say("nothing")
     assert not [*tmp_path.iterdir()]

@@ -79,7 +79,7 @@ def test_a_check_of_digits_asks_their_own_judge(tmp_path, monkeypatch):
 def written(tmp_path_factory):
     """The report of a model that knows everything, and its folder."""
     folder = tmp_path_factory.mktemp("run")
-    with metrics.MetricsFile(folder / "metrics.jsonl") as log:
+    with metrics.Reporter(config.Config(), folder, 0) as log:
         log.write(20, {"loss": 3.0})
         for step, score in ((50, 0.25), (90, 0.5)):
             log.write(

@@ -25,11 +25,11 @@ def with_train(**settings):
 
 def test_a_run_goes_on_where_it_stopped(tmp_path):
     with runs.Run(tmp_path / "a", config.Config()) as run:
-        assert run.restore({"x": jnp.zeros(3)}) is None
-        run.save(4, {"x": jnp.arange(3.0)})
-        run.save(4, {"x": jnp.zeros(3)})  # already saved
+        assert run.states.restore({"x": jnp.zeros(3)}) is None
+        run.states.save(4, {"x": jnp.arange(3.0)})
+        run.states.save(4, {"x": jnp.zeros(3)})  # already saved
     with runs.Run(tmp_path / "a", config.Config()) as run:
-        step, state = run.restore({"x": jnp.zeros(3)})
+        step, state = run.states.restore({"x": jnp.zeros(3)})
     assert step == 4
     np.testing.assert_array_equal(state["x"], np.arange(3.0))
 
@@ -133,9 +133,9 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.training import runs
 
 run = runs.Run(sys.argv[1], config.Config()).__enter__()
-run.save(1, {"x": np.full(2_000_000, 1.0)})
+run.states.save(1, {"x": np.full(2_000_000, 1.0)})
 run.states.wait()
-run.save(2, {"x": np.full(2_000_000, 2.0)})
+run.states.save(2, {"x": np.full(2_000_000, 2.0)})
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -145,9 +145,9 @@ def test_a_writer_that_is_killed_leaves_whole_states_and_no_lock(tmp_path):
     killed = subprocess.run(command, env={**os.environ, "JAX_PLATFORMS": "cpu"}, check=False)
     assert killed.returncode == -signal.SIGKILL
     with runs.Run(tmp_path / "a", config.Config()) as run:
-        step, state = run.restore({"x": np.zeros(2_000_000)})
+        step, state = run.states.restore({"x": np.zeros(2_000_000)})
         assert step in (1, 2)
         assert (state["x"] == step).all()
-        run.save(3, state)
+        run.states.save(3, state)
         run.states.wait()
         assert run.states.steps[-1] == 3
