@@ -240,8 +240,7 @@ class Data(Section):
     folder: str = "prepared"  # what `--mode=prepare` wrote, of source "prepared"
     # Weight of each task; a batch holds tasks of one shape group.
     tasks: Weights = dataclasses.field(default_factory=lambda: {"draw": 1.0})
-    # The first batches of a run are of other tasks, one lesson after another.
-    lessons: dict[str, Lesson] = dataclasses.field(default_factory=dict)
+    lessons: dict[str, Lesson] = dataclasses.field(default_factory=dict)  # first, one by one
     image_codec: str = "scenes_g1"  # a folder of `assets/vq`, a path, or "grey" (digits)
     text_block_len: Positive = 8  # S: tokens decoded together in a text answer
     max_prompt_len: Positive = 96  # understanding tokens of the longest prompt, vision included
@@ -518,6 +517,7 @@ class Evaluate(Section):
     batch_size: Positive = 8  # rows decoded together
     num_images: Positive = 1  # images drawn of each prompt
     prefix: str = ""  # in front of every prompt of an image
+    sampler: str = ""  # a published one or a preset (`sampling/options.py`); "": of the checkpoint
     max_new_tokens: Positive = 32  # room for an answer, rounded up to whole text blocks
 
 

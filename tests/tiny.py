@@ -8,13 +8,13 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from sparse_lavida_jax import config, diffusion, sequence
 from sparse_lavida_jax.data.batch import RowShape, stack
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.inference.requests import Request
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.models.denoiser import shapes as denoiser_shapes
 from sparse_lavida_jax.sampling import draw, presets, prompts
 from sparse_lavida_jax.sampling.state import StepTokens, take
 
@@ -64,7 +64,7 @@ def denoiser(settings: config.Model) -> Denoiser:
     So no norm weight is 1, no register equals the mask that it stands in for, and every branch
     matters to the logits.
     """
-    shapes = jax.eval_shape(lambda: Denoiser(settings, rngs=nnx.Rngs(0)))
+    shapes = denoiser_shapes(settings)
     rng = np.random.default_rng(0)
 
     def arbitrary(path, leaf):

@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sparse_lavida_jax import config, sample
@@ -24,7 +23,7 @@ from sparse_lavida_jax.bench import hlo, memory, suites
 from sparse_lavida_jax.kernels import devices
 from sparse_lavida_jax.kernels.attention import slot_multiple
 from sparse_lavida_jax.models import parameters, sharding
-from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.models.denoiser import shapes as denoiser_shapes
 from sparse_lavida_jax.sampling.state import program_of
 from sparse_lavida_jax.sequence import Response, Text
 
@@ -265,7 +264,7 @@ def expected_bytes(
     """
     model, chunk = settings.model, settings.train.loss_chunk
     d, f, t = (axes.get(axis, 1) for axis in ("data", "fsdp", "tensor"))
-    shapes = jax.eval_shape(lambda: Denoiser(model, rngs=nnx.Rngs(0)))
+    shapes = denoiser_shapes(model)
     sizes = {name: x.size for name, x in parameters.by_name(shapes).items()}
     layers = sum(n for name, n in sizes.items() if "_layers/" in name and name.endswith("/kernel"))
     c = jnp.dtype(model.compute_dtype).itemsize
@@ -310,7 +309,7 @@ def sampling(
     names = (field.name for field in dataclasses.fields(sample.StepTokens))
     step = sample.StepTokens(*(getattr(longest, name) for name in names))
     program = program_of(chosen, greedy=False)
-    shapes = jax.eval_shape(lambda: Denoiser(model, rngs=nnx.Rngs(0)))
+    shapes = denoiser_shapes(model)
     own = jax.tree_util.tree_map_with_path(parameter, shapes)
     canvas, known = (
         np.stack([x] * images).astype(np.int32) for x in (example.response, example.given)

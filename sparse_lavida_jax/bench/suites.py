@@ -16,6 +16,7 @@ from sparse_lavida_jax.inference.requests import Request
 from sparse_lavida_jax.kernels import attention
 from sparse_lavida_jax.models import fuse, text_head
 from sparse_lavida_jax.sampling import plans, presets, prompts
+from sparse_lavida_jax.sampling.options import SAMPLERS
 from sparse_lavida_jax.sequence import Kind, Response, Source, Text
 
 PRESETS_SUITE = "sampling"  # every preset of one model: `by_preset`
@@ -131,12 +132,14 @@ def by_preset(
 
     Args:
         steps: of an image and of a text block; 0: those of the config.
-        names: of the presets; by default all.
+        names: of the presets, or of texts by published samplers (`sampling/options.py`); by default
+            all presets.
 
     Raises:
         ConfigError: there is no such preset.
     """
-    known = (*config.PRESETS, *config.TEXT_PRESETS)
+    of_text = (*config.PRESETS, *config.TEXT_PRESETS, *(name for name in SAMPLERS if name in names))
+    known = (*config.PRESETS, *config.TEXT_PRESETS, *SAMPLERS)
     if unknown := [name for name in names if name not in known]:
         raise config.ConfigError(f"there is no preset {unknown[0]!r}: {', '.join(known)}.")
     found = []
@@ -144,8 +147,9 @@ def by_preset(
         draws = task == "draw"
         kind, field = ("preset", "num_steps") if draws else ("text_preset", "text_steps")
         count = steps or getattr(settings.sampling, field)
-        for name in config.PRESETS if draws else known:
-            sampling = dataclasses.replace(settings.sampling, **{kind: name, field: count})
+        for name in config.PRESETS if draws else of_text:
+            changes = SAMPLERS.get(name, {kind: name, field: count})
+            sampling = dataclasses.replace(settings.sampling, **changes)
             rows = presets.step_settings(sampling, settings.model, example.kind).guidance_rows
             case = RequestCase(
                 id=f"{task}/{name}/b{batch}/k{count}/g{rows}",

@@ -21,6 +21,7 @@ from sparse_lavida_jax.evals.files import EvaluationError, Record, image_name
 from sparse_lavida_jax.evals.scorers import Metric
 from sparse_lavida_jax.inference.requests import LARGEST_SEED
 from sparse_lavida_jax.pipeline import SparseLaViDa
+from sparse_lavida_jax.sampling.options import changed
 
 MACHINERY = ("benchmark", "circumstances", "exact", "files", "lmms", "report", "run", "scorers")
 EXPORT, JUDGED = "export", "judged"  # folders: what scorers read, and what they leave
@@ -133,7 +134,9 @@ class Benchmark(abc.ABC):
 
     def __init__(self, settings: config.Config):
         self.config, self.settings = settings, settings.evaluate
-        self.sampling = settings.sampling
+        self.sampling = changed(
+            settings.sampling, draws=False, sampler=settings.evaluate.sampler or None
+        )
         chosen = enumerate(self.first(self.read()))
         self.items = [dataclasses.replace(item, index=index) for index, item in chosen]
         if not self.items:

@@ -144,7 +144,8 @@ def prepare(
             finished before stays, and the report says what was found.
         OSError: the folder cannot be written to: the disk is full, for example.
     """
-    mixture, folder, wanted = recipe.read(pathlib.Path(path)), pathlib.Path(folder), settings.prepare
+    mixture, folder = recipe.read(pathlib.Path(path)), pathlib.Path(folder)
+    wanted = settings.prepare
     encoder = load_encoder()
     to = ingest.Settings(encoder.side, encoder.factor, wanted.crops, settings.seed)
     job = Job(folder, to, wanted.encode_batch, load_encoder)

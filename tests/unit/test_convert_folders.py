@@ -373,14 +373,12 @@ def test_a_header_that_claims_to_be_huge(folder, complaint):
     assert f"{SHARD} is cut short or damaged" in complaint(folder)
 
 
-def test_an_index_that_disagrees_with_the_files(folder, complaint):
+def test_a_tensor_may_lie_in_another_file_than_the_index_says(tmp_path, folder):
     index = json.loads((folder / torch_folder.INDEX).read_text())
-    (name, file), *_ = index["weight_map"].items()
+    name = next(iter(index["weight_map"]))
     index["weight_map"][name] = SHARD
     (folder / torch_folder.INDEX).write_text(json.dumps(index))
-    sentence = complaint(folder)
-    assert f"{name} is in {file}, {torch_folder.INDEX} places it in {SHARD}." in sentence
-    assert f"{name} is not in {SHARD}, where {torch_folder.INDEX} places it." in sentence
+    assert from_torch.convert(folder, tmp_path / "model").num_tensors == len(index["weight_map"])
 
 
 def test_every_tensor_that_does_not_fit_is_listed_at_once(tmp_path, complaint):
