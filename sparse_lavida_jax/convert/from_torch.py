@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors
-from flax import nnx
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import arrays, model_folder
@@ -26,6 +25,7 @@ from sparse_lavida_jax.convert import names, tensors
 from sparse_lavida_jax.convert.settings import RELEASED_VQ, has_generation_branch, settings_from
 from sparse_lavida_jax.convert.tensors import ConvertError
 from sparse_lavida_jax.data import files
+from sparse_lavida_jax.models import parameters
 from sparse_lavida_jax.models import vq as image_tokenizer
 from sparse_lavida_jax.models.denoiser import ImageEmbedding
 
@@ -173,7 +173,7 @@ def _first_registers(
     file = released.folder / released.stored[WORDS].file
     registers = {"register_understanding": tensors.read(file, WORDS, row=model.text_mask_id)}
     if not model.understanding_only:
-        embed = arrays.module_of(lambda: ImageEmbedding(model, rngs=nnx.Rngs(0)), embedding)
+        embed = arrays.module_of(parameters.shapes(ImageEmbedding, model), embedding)
         masked = jnp.full((1, 1, model.codes_per_token), model.image_mask_id)
         with jax.default_matmul_precision("highest"):
             cell = embed(masked, jnp.dtype("float32"))[0, 0]

@@ -12,9 +12,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 import einops
-import jax
 import numpy as np
-from flax import nnx
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import arrays
@@ -120,7 +118,7 @@ def _to_official(layout: Layout, ours: np.ndarray, side: int) -> np.ndarray:
 
 def vq_names(settings: config.VQ) -> list[Name]:
     """Returns the tensors of an image tokenizer."""
-    model = jax.eval_shape(lambda: vq.VQModel(settings, rngs=nnx.Rngs(0)))
+    model = parameters.shapes(vq.VQModel, settings)
     return [
         _name(VQ_PREFIX + _official_vq(ours), ours, leaf.shape, home="vq")
         for ours, leaf in parameters.by_name(model).items()
@@ -128,7 +126,7 @@ def vq_names(settings: config.VQ) -> list[Name]:
 
 
 def _params(model: config.Model) -> Iterator[Name]:
-    leaves = arrays.by_layer(jax.eval_shape(lambda: Denoiser(model, rngs=nnx.Rngs(0))))
+    leaves = arrays.by_layer(parameters.shapes(Denoiser, model))
     for ours, leaf in leaves.items():
         yield _name(_official(ours, model), ours, leaf.shape, side=model.codes_side)
 

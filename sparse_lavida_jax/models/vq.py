@@ -378,7 +378,7 @@ def load(folder_or_name: str | os.PathLike) -> tuple[VQModel, config.VQ]:
         given = safetensors.numpy.load_file(path)
     except (OSError, safetensors.SafetensorError) as error:
         raise _unreadable(path, error) from error
-    model = jax.eval_shape(lambda: VQModel(settings, rngs=nnx.Rngs(0)))
+    model = parameters.shapes(VQModel, settings)
     expected = parameters.by_name(model)
     if faults := parameters.differences(expected, given):
         raise VQError(
