@@ -172,7 +172,7 @@ def compiled(
 
 def shapes_of(cache) -> frozenset[tuple[int, ...]]:
     """Returns dimensions of keys and values, of those of a layer, and with a leading 1."""
-    keys = (cache.joint_keys, cache.split_keys)
+    keys = (cache.joint[0], cache.split[0])
     whole = {shape for x in keys for shape in (x.shape, x.sharding.shard_shape(x.shape))}
     layers = {shape[1:] for shape in whole}
     return frozenset(whole | layers | {(1, *shape) for shape in layers})

@@ -2,8 +2,7 @@
 """Training and sampling at full size compiled for TPUs that are only described.
 
 No hardware and no array: `libtpu` compiles from shapes on any Linux machine. What a chip holds and
-what chips send each other is then a fact of the program; how long it takes is not, and everything
-called projected here is the compiler's estimate or a quotient of numbers of vendors.
+what chips send each other is then a fact of the program; how long it takes nobody knows.
 """
 
 import dataclasses
@@ -17,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sparse_lavida_jax import config, sample
@@ -25,16 +23,14 @@ from sparse_lavida_jax.bench import hlo, memory, suites
 from sparse_lavida_jax.kernels import devices
 from sparse_lavida_jax.kernels.attention import slot_multiple
 from sparse_lavida_jax.models import parameters, sharding
-from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.models.denoiser import shapes as denoiser_shapes
 from sparse_lavida_jax.sampling.state import program_of
 from sparse_lavida_jax.sequence import Response, Text
-from sparse_lavida_jax.training import flops
 
 MARGIN = 0.9  # of a chip's memory that a program may take (ours)
 # Without it the compiler for v6e may make a loop of every product with a split matrix, a part of
 # the matrix a round, and takes minutes longer. `launch/` sets it too.
 OPTIONS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
-KERNEL_SHARE = 0.5  # of its peak that attention is taken to reach: the compiler cannot tell (ours)
 PROMPT_LEN = 250  # words of a prompt to draw from
 # 64 chips for training, of configs that name no mesh; 8 or 4 to sample.
 TRAINING: dict[str, dict[str, int]] = {
@@ -102,33 +98,7 @@ class AotProgram:
             found[one.kind] = found.get(one.kind, 0) + one.bytes
         return found
 
-    def projected(self, useful_flops: float) -> dict[str, float]:
-        """Returns seconds of a call, of which nothing was measured, and what follows from them.
-
-        The compiler's estimate of what it schedules, attention at `KERNEL_SHARE` of the peak, and
-        exchanges at the full rate of all links. Overlapped: exchanges cost nothing where there is
-        something to compute; apart: they are waited for.
-
-        Args:
-            useful_flops: that the task needs, on all chips.
-        """
-        compute = hlo.cycles(self.text) / self.chip.hertz
-        attention = hlo.kernel_flops(self.text) / (KERNEL_SHARE * self.chip.flops)
-        exchange = sum(self.exchanged().values()) / self.chip.link
-        overlapped = max(compute + attention, exchange)
-        apart = compute + attention + exchange
-        ideal = useful_flops / math.prod(self.axes.values()) / self.chip.flops
-        return {
-            "compute_s": compute,
-            "attention_s": attention,
-            "exchange_s": exchange,
-            "overlapped_s": overlapped,
-            "apart_s": apart,
-            "mfu_overlapped": ideal / overlapped,
-            "mfu_apart": ideal / apart,
-        }
-
-    def row(self, settings: config.Config, useful_flops: float = 0.0, **values: Any) -> dict:
+    def row(self, settings: config.Config, **values: Any) -> dict[str, Any]:
         """Returns the values of a row."""
         memory_bytes = self.chip.memory
         return {
@@ -146,9 +116,7 @@ class AotProgram:
             "compile_s": self.seconds,
             "bytes": self.memory() | {"allowed": MARGIN * memory_bytes},
             "exchanged_bytes": self.exchanged(),
-            "flops": {"useful": useful_flops},
-            "projected": self.projected(useful_flops),
-            "note": "compiled, never run: what is projected was not measured",
+            "note": "compiled, never run",
             **values,
         }
 
@@ -209,13 +177,10 @@ def _training_row(
 ) -> dict[str, Any]:
     axes = training_axes(settings, topology)
     step = training(settings, topology, axes, batch)
-    # As if every token had a loss and saw all others: at most what a real batch needs.
-    useful = flops.work_of(memory.rows(settings.model, batch), settings.model).flops
     expected = expected_bytes(settings, axes, batch)
     dtype = settings.model.grad_reduce_dtype
     return step.row(
         settings,
-        useful,
         task="train_step",
         method=f"gradients summed in {'bfloat16' if dtype == 'compute' else dtype}",
         batch=batch.rows,
@@ -243,7 +208,7 @@ def training(
     """Compiles one step of training: `train.train_step`, as `train.train` calls it.
 
     `JAX_EXEC_TIME_OPTIMIZATION_EFFORT=-1` halves the time that it takes. That hardly changes what a
-    chip holds and sends; the estimate of its time it changes tenfold.
+    chip holds and sends.
     """
     return step_on(settings, described(topology, axes), batch, topology, OPTIONS)
 
@@ -299,7 +264,7 @@ def expected_bytes(
     """
     model, chunk = settings.model, settings.train.loss_chunk
     d, f, t = (axes.get(axis, 1) for axis in ("data", "fsdp", "tensor"))
-    shapes = jax.eval_shape(lambda: Denoiser(model, rngs=nnx.Rngs(0)))
+    shapes = denoiser_shapes(model)
     sizes = {name: x.size for name, x in parameters.by_name(shapes).items()}
     layers = sum(n for name, n in sizes.items() if "_layers/" in name and name.endswith("/kernel"))
     c = jnp.dtype(model.compute_dtype).itemsize
@@ -344,7 +309,7 @@ def sampling(
     names = (field.name for field in dataclasses.fields(sample.StepTokens))
     step = sample.StepTokens(*(getattr(longest, name) for name in names))
     program = program_of(chosen, greedy=False)
-    shapes = jax.eval_shape(lambda: Denoiser(model, rngs=nnx.Rngs(0)))
+    shapes = denoiser_shapes(model)
     own = jax.tree_util.tree_map_with_path(parameter, shapes)
     canvas, known = (
         np.stack([x] * images).astype(np.int32) for x in (example.response, example.given)

@@ -18,14 +18,14 @@ import numpy as np
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.bench import memory, timing
-from sparse_lavida_jax.data.batch import corrupt, longest_of, make_row, stack
+from sparse_lavida_jax.data.batch import GroupShape, TrainingRow, longest_of, make_row
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.kernels import attention
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.scenes import tasks
 from sparse_lavida_jax.scenes.prompts import Encoder
-from sparse_lavida_jax.sequence import Response, Text, stack_images
+from sparse_lavida_jax.sequence import Response, Text
 from sparse_lavida_jax.training import flops
 from sparse_lavida_jax.training.loss import linear_cross_entropy, weighted_cross_entropy
 
@@ -46,7 +46,8 @@ def methods(settings: config.Config) -> dict[str, config.Config]:
     def way(implementation: str, **changes: Any) -> config.Config:
         model = {"attention_implementation": implementation}
         diffusion = {"weighting": "1/t", **changes}
-        return config.changed(settings, {"model": model, "diffusion": diffusion})
+        changes = {"model": model, "diffusion": diffusion, "data": {"packing": 1}}
+        return config.changed(settings, changes)
 
     sparse = {"attention": "step_causal", "corruption": "blocks"}
     return {
@@ -83,15 +84,10 @@ def batches(
         make_row(make_example(index), settings, np.random.default_rng(index))
         for index in range(count * rows)
     ]
-    shape = longest_of([row.length for row in made], LENGTH_MULTIPLE)
-    model, is_full = settings.model, settings.diffusion.attention != "step_causal"
-    found = []
-    for start in range(0, len(made), rows):
-        own = made[start : start + rows]
-        pixels = stack_images([row.example.pixels for row in own])
-        corrupted = [corrupt(row, model) for row in own]
-        found.append(stack(corrupted, shape, model, full_attention=is_full, pixels=pixels))
-    return found
+    room = longest_of([row.length for row in made], LENGTH_MULTIPLE)
+    shape = GroupShape(room, views=0, predicts="generation", rows=(room,))
+    each = [made[start : start + rows] for start in range(0, len(made), rows)]
+    return [batch for own in each if (batch := TrainingRow.batch(own, shape, settings))]
 
 
 def counted(found: list[Corrupted], model: config.Model) -> dict[str, dict[str, float]]:

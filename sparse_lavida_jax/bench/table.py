@@ -118,7 +118,6 @@ VALUES: dict[str, Callable[[View], Any]] = {
     "topology": lambda row: row["device"]["topology"],
     "mesh_sizes": lambda row: " ".join(f"{axis}={size}" for axis, size in row["mesh"].items()),
     "exchanged": lambda row: sum(row["exchanged_bytes"].values()),
-    "mfu": lambda row: row["projected"] if row["flops"]["useful"] else None,
 }
 
 
@@ -246,39 +245,6 @@ AT_MOST = {"at_most_s", "at_most_us", "at_most_growth", "loop_over_floor", "padd
 AT_MOST |= {"compilations", "longest_compile_s"}
 RATIOS = {"times_faster", "times_faster_than", "times_faster_an_image", "share_of_token_ratio"}
 RATIOS |= {"tile_rate"}
-Findings = Iterator[dict[str, Any]]
-
-
-def _held(asked: Mapping[str, Any], find: Callable[[str, str], Findings]) -> Findings:
-    """Returns a line for every bar, and for each row that it is about.
-
-    Args:
-        find: returns `bar`, its name; `value`; `told`, sentences for a bar that is missed; and
-            `counts`, False where the dense side is too slow, of each row of a kind and a pattern.
-    """
-    for kind, patterns in asked.items():
-        name, at_most = kind.replace("_", " "), kind in AT_MOST
-        for pattern, wanted in patterns.items():
-            bounds = wanted if isinstance(wanted, list) else [wanted]
-            asked_for = ("<= " if at_most else ">= ") + ", stretch ".join(f"{x:g}" for x in bounds)
-            for one in [*find(kind, pattern)] or [{"bar": pattern.replace(" ", " over ")}]:
-                line = one | {"bar": f"{name}: {one['bar']}", "wanted": asked_for}
-                if "value" not in one:
-                    yield line | {"held": "not measured"}
-                    continue
-                reached = [one["value"] <= x if at_most else one["value"] >= x for x in bounds]
-                held = _verdict(reached[0]) + ", stretch met" * (len(reached) > 1 and all(reached))
-                if not one.get("counts", True):
-                    yield line | {"held": "does not count: the dense side is slow"}
-                else:
-                    yield line | {"held": held, "told": () if reached[0] else one["told"]}
-
-
-def _page(name: str, lines: Iterable[dict[str, Any]]) -> str:
-    """Returns a table of bars, and below it what is told of those that are missed."""
-    lines = [*lines]
-    told = [*dict.fromkeys(sentence for line in lines for sentence in line.get("told", ()))]
-    return "\n".join([table(name, lines), *([""] if told else []), *told])
 
 
 def speed_bars(rows: Rows) -> str:
@@ -286,32 +252,88 @@ def speed_bars(rows: Rows) -> str:
 
     Below them, what the time of rows that miss one goes to.
     """
-    lines = []
+    lines: list[dict[str, Any]] = []
     for asked in (bars()["speed"], bars()["speed_cpu"]):
         own = [View(row) for row in rows if row["model"] in asked["models"]]
-        find = functools.partial(_whole_requests, own, asked["dense_side"])
-        lines += _held({kind: of for kind, of in asked.items() if isinstance(of, dict)}, find)
+        kinds = {kind: of for kind, of in asked.items() if isinstance(of, dict)}
+        lines += _held(kinds, own, _spent, asked["dense_side"])
     return _page("speed_bars", lines)
 
 
-def _whole_requests(rows: list[View], dense_side: float, kind: str, pattern: str) -> Findings:
-    if kind in RATIOS:
-        first, second = pattern.split()
-        for ours, theirs in itertools.product(rows, rows):
-            if (ours["id"], theirs["id"]) == (first, second) and theirs["run"] == ours["run"]:
-                is_slow = theirs["loop_share_of_matmul"] < dense_side
-                yield {
-                    "bar": f"{first} over {second}",
-                    "value": View(ours | {"other": theirs})[kind],
-                    "counts": kind != "times_faster" or not is_slow,
-                    "told": (_spent(ours), _spent(theirs)),
-                }
+def attention_bars(rows: Rows) -> str:
+    """Returns every bar next to what was measured; a missed one with the floor of its work."""
+    ordered = sorted(map(View, rows), key=lambda row: (row["run"], row["id"]))
+    return _page("attention_bars", _held(bars()["attention"], ordered, _roofline))
+
+
+def _page(name: str, lines: Iterable[dict[str, Any]]) -> str:
+    """Returns a table of bars, and below it what is told of those that are missed."""
+    lines = [*lines]
+    told = [*dict.fromkeys(sentence for line in lines for sentence in line["told"])]
+    return "\n".join([table(name, lines), *([""] if told else []), *told])
+
+
+def _held(
+    asked: Mapping[str, Any], rows: list[View], tell: Callable[[View], str], dense_side: float = 0.0
+) -> Iterator[dict[str, Any]]:
+    """Yields a line for every bar, and for each measurement that it is about.
+
+    Args:
+        tell: what is told of each row of a bar that is missed.
+        dense_side: share of the matmul rate that a dense row has to reach, or a ratio to it does
+            not count.
+    """
+    for kind, patterns in asked.items():
+        name, at_most = kind.replace("_", " "), kind in AT_MOST
+        for pattern, wanted in patterns.items():
+            bounds = wanted if isinstance(wanted, list) else [wanted]
+            asked_for = ("<= " if at_most else ">= ") + ", stretch ".join(f"{x:g}" for x in bounds)
+            found = [*_measured(rows, kind, pattern)]
+            if not found:
+                bar = f"{name}: {pattern.replace(' ', ' over ')}"
+                yield {"bar": bar, "wanted": asked_for, "held": "not measured", "told": ()}
+            for of, value, both in found:
+                line = {"bar": f"{name}: {of}", "rows": both[-1]["batch"], "value": value}
+                line |= {"wanted": asked_for, "told": ()}
+                reached = [value <= x if at_most else value >= x for x in bounds]
+                held = _verdict(reached[0]) + ", stretch met" * (len(reached) > 1 and all(reached))
+                slow = dense_side and kind == "times_faster"
+                slow = slow and both[-1]["loop_share_of_matmul"] < dense_side
+                if slow or not reached[0]:
+                    line["told"] = [*filter(None, map(tell, both))]
+                told = "does not count: the dense side is slow" if slow else held
+                yield line | {"held": told}
+
+
+def _measured(rows: list[View], kind: str, pattern: str) -> Iterator[tuple[str, float, list[View]]]:
+    """Yields the name, the value and the rows of what a bar is about.
+
+    A ratio is between two rows of one run: the pattern names both, or, of attention, the other one
+    alone, and ours is the kernel on the same case.
+    """
+    if kind not in RATIOS:
+        for row in rows:
+            # A program that was found compiled says nothing of compilation.
+            counts = kind != "longest_compile_s" or row.get("compilations_kept") == 0
+            if counts and fnmatch.fnmatchcase(_name(row), pattern):
+                suite = f"{row['suite']} " if "split_s" in row else ""
+                yield suite + _name(row), float(row[kind]), [row]
         return
-    for row in rows:
-        compiled = kind != "longest_compile_s" or row.get("compilations_kept") == 0
-        if compiled and fnmatch.fnmatchcase(row["id"], pattern):
-            name = f"{row['suite']} {row['id']}"
-            yield {"bar": name, "value": float(row[kind]), "told": (_spent(row),)}
+    first, _, second = pattern.rpartition(" ")
+    for theirs, ours in itertools.product(rows, rows):
+        case = ("run",) if first else ("run", "task", "batch")
+        is_ours = _name(ours) == first if first else ours["method"] == "kernel"
+        same = is_ours and all(ours[part] == theirs[part] for part in case)
+        if same and fnmatch.fnmatchcase(_name(theirs), second):
+            name = f"{first} over {second}" if first else _name(theirs)
+            yield name, View(ours | {"other": theirs})[kind], [ours, theirs]
+
+
+def _name(row: View) -> str:
+    """Returns what bars call a row: the id of a whole request, or task and method of attention."""
+    if "split_s" in row:
+        return row["id"]
+    return f"{row['task']}/{row['method']}" if "flops" in row else row["task"]
 
 
 def _spent(row: View) -> str:
@@ -326,25 +348,10 @@ def _spent(row: View) -> str:
     )
 
 
-def attention_bars(rows: Rows) -> str:
-    """Returns every bar next to what was measured; a missed one with the floor of its work."""
-    lines = _held(bars()["attention"], functools.partial(_calls, [*map(View, rows)]))
-    return _page("attention_bars", lines)
-
-
-def _calls(rows: list[View], kind: str, pattern: str) -> Findings:
-    for row in sorted(rows, key=lambda row: (row["run"], row["id"])):
-        name = f"{row['task']}/{row['method']}" if "flops" in row else row["task"]
-        ours = row_of(rows, row, "kernel")
-        if not fnmatch.fnmatchcase(name, pattern) or (kind in RATIOS and ours is None):
-            continue
-        of = View(ours | {"other": row}) if ours and kind in RATIOS else row
-        told = (_roofline(ours),) if ours and "flops" in ours else ()
-        yield {"bar": name, "rows": row["batch"], "value": of[kind], "told": told}
-
-
 def _roofline(row: View) -> str:
-    """Returns how long the work takes at the rates that this run reached at best."""
+    """Returns how long the work of our kernel takes at the rates that this run reached at best."""
+    if row["method"] != "kernel" or "flops" not in row:
+        return ""
     useful, tile = (row["flops"][of] / _matmul_rate(row) * 1e6 for of in ("useful", "tile"))
     moved = row["bytes"]["least"] / row["calibration"]["copy_gbps"] / 1e3
     return (

@@ -28,7 +28,7 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import arrays, manifest
 from sparse_lavida_jax.checkpoints.arrays import CheckpointError, ChooseDtype
 from sparse_lavida_jax.data import files
-from sparse_lavida_jax.models import lora, parameters
+from sparse_lavida_jax.models import denoiser, lora
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.parameters import ChooseSharding
 
@@ -76,7 +76,7 @@ def load_model(
     manifest.verify(folder)
     settings = read_config(folder)
     if make_model is None:
-        module = parameters.shapes(Denoiser, settings.model)
+        module = denoiser.shapes(settings.model)
     else:
         module = jax.eval_shape(lambda: make_model(settings))
     model = arrays.load_params(folder / arrays.PARAMS, module, sharding=sharding, dtype=dtype)

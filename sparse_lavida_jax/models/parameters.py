@@ -5,31 +5,19 @@ A model of which some parameters are frozen is held as two models of the same st
 None where the other has an array. JAX sees no leaf there: no gradient, no moments, no average.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx, traverse_util
+from flax import traverse_util
 
 M = TypeVar("M")
 
 # Where a parameter goes, by its path in the model (`joint_layers/attn_out/kernel`, all layers in
 # one array) and its shape.
 ChooseSharding = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
-
-
-def shapes(kind: type[M], settings: Any) -> M:
-    """Returns a model of shapes, as `jax.eval_shape` makes it, traced once for given settings."""
-    leaves, structure = _traced(kind, settings)
-    return jax.tree.unflatten(structure, leaves)
-
-
-@functools.lru_cache(maxsize=32)
-def _traced(kind: type, settings: Any) -> tuple[list, Any]:
-    return jax.tree.flatten(jax.eval_shape(lambda: kind(settings, rngs=nnx.Rngs(0))))
 
 
 def leaf_name(path: tuple) -> str:

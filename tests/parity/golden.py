@@ -21,7 +21,6 @@ from flax import nnx
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import arrays, model_folder
 from sparse_lavida_jax.convert import from_torch, names, settings
-from sparse_lavida_jax.models import parameters
 from sparse_lavida_jax.models import vq as image_tokenizer
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.vision import Tower
@@ -106,7 +105,7 @@ class Case:
         made = self.settings.vq
         prefix = self.config["vq_config"]["weights_prefix"]
         found = self._ours(names.vq_names(made), names.VQ_PREFIX, prefix)
-        return arrays.module_of(parameters.shapes(image_tokenizer.VQModel, made), found)
+        return arrays.module_of(image_tokenizer.shapes(made), found)
 
     def vq(self) -> image_tokenizer.VQModel:
         """The image tokenizer in float32."""

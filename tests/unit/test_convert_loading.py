@@ -11,8 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from sparse_lavida_jax.checkpoints import arrays, model_folder
 from sparse_lavida_jax.convert import from_torch
-from sparse_lavida_jax.models import parameters
-from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.models import denoiser
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +92,7 @@ def test_a_run_gives_its_parameters_without_its_training_state(converted, tmp_pa
 def test_a_module_is_filled_by_names_on_disk(converted):
     loaded = model_folder.load_model(converted)
     store = arrays.ParamsReader(converted / "params")
-    module = parameters.shapes(Denoiser, loaded.config.model)
+    module = denoiser.shapes(loaded.config.model)
     filled = arrays.module_of(module, store.read(store.leaves))
     assert jax.tree.all(jax.tree.map(np.array_equal, filled, loaded.model))
     leaves = store.read(store.leaves)
