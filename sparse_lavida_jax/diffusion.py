@@ -53,7 +53,7 @@ ABSENT = -1  # block of a masked token that is left out of the sequence
 # Time.
 
 
-def time_from_uniform(policy: str, u: float) -> tuple[float, float]:
+def time_from_uniform(policy: str, uniform: float) -> tuple[float, float]:
     """Returns the time t in [1e-3, 1] for a uniform u, and the density p(t) of the policy.
 
     uniform: t = u. cosine: t = cos(pi u / 2), p = 2 / (pi sqrt(1 - t^2)). logit_normal:
@@ -62,40 +62,40 @@ def time_from_uniform(policy: str, u: float) -> tuple[float, float]:
     Raises:
         ValueError: an unknown policy.
     """
-    t, slope = time_and_slope(policy, u)
-    return max(t, MIN_TIME), 1 / max(slope, 1e-9)
+    time, slope = time_and_slope(policy, uniform)
+    return max(time, MIN_TIME), 1 / max(slope, 1e-9)
 
 
-def time_and_slope(policy: str, u: float) -> tuple[float, float]:
+def time_and_slope(policy: str, uniform: float) -> tuple[float, float]:
     """Returns t, not floored, and |dt/du|."""
-    u = min(max(u, 1e-6), 1 - 1e-6)
-    if policy == "uniform":
-        t, slope = u, 1.0
-    elif policy == "cosine":
-        t, slope = math.cos(math.pi * u / 2), math.pi / 2 * math.sin(math.pi * u / 2)
-    elif policy == "logit_normal":
-        normal = _normal_quantile(u)
-        t = 1 / (1 + math.exp(-normal))
-        slope = t * (1 - t) * math.sqrt(2 * math.pi) * math.exp(normal * normal / 2)
-    elif policy == "mode":
-        scale = 1.29
-        t = 1 - u - scale * (math.cos(math.pi * u / 2) ** 2 - 1 + u)
-        slope = abs(-1 - scale * (1 - math.pi / 2 * math.sin(math.pi * u)))
-    else:
-        raise ValueError(
-            f"time policy {policy!r} is unknown: use uniform, cosine, logit_normal or mode."
-        )
-    return t, slope
+    u = min(max(uniform, 1e-6), 1 - 1e-6)
+    match policy:
+        case "uniform":
+            return u, 1.0
+        case "cosine":
+            return math.cos(math.pi * u / 2), math.pi / 2 * math.sin(math.pi * u / 2)
+        case "logit_normal":
+            normal = _normal_quantile(u)
+            t = 1 / (1 + math.exp(-normal))
+            return t, t * (1 - t) * math.sqrt(2 * math.pi) * math.exp(normal * normal / 2)
+        case "mode":
+            scale = 1.29
+            t = 1 - u - scale * (math.cos(math.pi * u / 2) ** 2 - 1 + u)
+            return t, abs(-1 - scale * (1 - math.pi / 2 * math.sin(math.pi * u)))
+    raise ValueError(
+        f"time policy {policy!r} is unknown: use uniform, cosine, logit_normal or mode."
+    )
 
 
-def _normal_quantile(u: float) -> float:
+def _normal_quantile(share: float) -> float:
     """Inverse of the normal distribution function, by bisection on `math.erf` (1e-12)."""
     low, high = -8.0, 8.0
     while high - low > 1e-12:
         middle = (low + high) / 2
-        low, high = (
-            (middle, high) if (1 + math.erf(middle / math.sqrt(2))) / 2 < u else (low, middle)
-        )
+        if (1 + math.erf(middle / math.sqrt(2))) / 2 < share:
+            low = middle
+        else:
+            high = middle
     return (low + high) / 2
 
 
@@ -159,19 +159,12 @@ def uniform_blocks(
     clean_block = np.where(given, GIVEN_BLOCK, clean_block)
     masked_block = rng.integers(num_clean + 1, num_clean + num_masked + 1, len(given))
     block = np.where(masked, masked_block, clean_block)
+    weight, total = masked.astype(float), float(masked.sum())
     if settings.weighting == "1/t":
         # A token that is masked only so that there is one has no part in Eq. 1.
-        weight = np.where(draw <= t, 1 / (t * density), 0.0)
-    else:
-        weight = masked.astype(float)
-    return Blocks(
-        block.astype(np.int32),
-        masked,
-        num_clean,
-        tuple(int(b) for b in np.unique(block[masked])),
-        weight,
-        float((~given).sum() if settings.weighting == "1/t" else masked.sum()),
-    )
+        weight, total = np.where(draw <= t, 1 / (t * density), 0.0), float((~given).sum())
+    masked_blocks = tuple(np.unique(block[masked]).tolist())
+    return Blocks(block.astype(np.int32), masked, num_clean, masked_blocks, weight, total)
 
 
 def schedule_blocks(
@@ -207,10 +200,9 @@ def schedule_blocks(
         masked[order[start:stop]] = True
         masked_blocks.append(number)
         start = stop
+    weight, total = masked.astype(float), float(masked.sum())
     if settings.weighting == "1/t":
         weight, total = masked * (len(order) / masked.sum()), float(len(order))
-    else:
-        weight, total = masked.astype(float), float(masked.sum())
     return Blocks(block, masked, first + step - 1, tuple(masked_blocks), weight, total)
 
 
@@ -235,35 +227,62 @@ def text_schedule_blocks(
         length: tokens that the sampler may reach (whole text blocks; after the first end-of-text
             it never decodes). Tokens of `given` after it are absent.
     """
-    orders, sizes = [], []
-    for start in range(0, length, block_len):
-        inside = start + np.flatnonzero(~given[start : start + block_len])
-        if len(inside):
-            orders.append(rng.permutation(inside))
-            sizes.append(even_split(len(inside), steps_per_block))
-    steps, times = _text_steps(rng, sizes, settings.text_masked_blocks)
-    order, size = np.concatenate(orders), np.concatenate(sizes)
-    end, text_end = np.cumsum(size), np.cumsum([len(inside) for inside in orders])
-    text_end = np.repeat(text_end, [len(inside) for inside in sizes])  # of the step's text block
-    predicted = [order[end[step] - size[step] : text_end[step]] for step in steps]
-    block, first = _decoded_before(order, end, steps[-1], given)
-    num_clean = int(first + steps[-1] - 1)
+    plan = _text_plan(rng, length, block_len, steps_per_block, given)
+    steps, times = _text_steps(rng, plan.sizes, settings.text_masked_blocks)
+    predicted = [plan.order[plan.begin[step] : plan.text_end[step]] for step in steps]
+    block, first = _decoded_before(plan.order, plan.end, steps[-1], given)
+    last_clean = (first + steps - 1).tolist()
+    num_clean = last_clean[-1]
     masked_blocks = tuple(range(num_clean + 1, num_clean + 1 + len(steps)))
     block[predicted[-1]] = masked_blocks[-1]
     copies = np.concatenate([np.zeros(0, np.int64), *predicted[:-1]])
     of_copies = np.repeat(masked_blocks[:-1], [len(tokens) for tokens in predicted[:-1]])
     block = np.append(block, of_copies).astype(np.int32)
     masked = block > num_clean
+    weight, total = masked.astype(float), float(masked.sum())
     if settings.weighting == "1/t":
-        weight, total = np.zeros(len(block)), float(len(order))
+        total = float(len(plan.order))
         for number, tokens, often in zip(masked_blocks, predicted, times, strict=True):
             weight[block == number] = total * often / (times.sum() * len(tokens))
-    else:
-        weight, total = masked.astype(float), float(masked.sum())
-    sees = {
-        number: int(first + step - 1) for number, step in zip(masked_blocks, steps, strict=True)
-    }
+    sees = dict(zip(masked_blocks, last_clean, strict=True))
     return Blocks(block, masked, num_clean, masked_blocks, weight, total, copies=copies, sees=sees)
+
+
+@dataclasses.dataclass(frozen=True)
+class _TextPlan:
+    """A sampler's plan over a text response.
+
+    Attributes:
+        order: positions in the order in which they are decoded.
+        sizes: tokens of each step of each text block; the steps are numbered across text blocks.
+        begin, end: where in `order` each step begins and ends.
+        text_end: where in `order` the text block of each step ends.
+    """
+
+    order: Int[np.ndarray, " r"]
+    sizes: list[Int[np.ndarray, " _k"]]
+    begin: Int[np.ndarray, " k"]
+    end: Int[np.ndarray, " k"]
+    text_end: Int[np.ndarray, " k"]
+
+
+def _text_plan(
+    rng: np.random.Generator,
+    length: int,
+    block_len: int,
+    steps_per_block: int,
+    given: Bool[np.ndarray, " l"],
+) -> _TextPlan:
+    """Draws an order inside each text block with tokens to decode, split into even steps."""
+    text_blocks = [
+        start + np.flatnonzero(~given[start : start + block_len])
+        for start in range(0, length, block_len)
+    ]
+    orders = [rng.permutation(inside) for inside in text_blocks if len(inside)]
+    sizes = [even_split(len(inside), steps_per_block) for inside in orders]
+    size, num_steps = np.concatenate(sizes), [len(own) for own in sizes]
+    end, text_end = np.cumsum(size), np.cumsum([len(inside) for inside in orders])
+    return _TextPlan(np.concatenate(orders), sizes, end - size, end, np.repeat(text_end, num_steps))
 
 
 def _text_steps(
@@ -372,6 +391,7 @@ class Tokens:
         position, block: tags.
         last_clean: the last clean block that each token sees, next to its own block.
         target, weight: what is predicted, and with which weight in the loss.
+        total: what the weighted sum of their losses is divided by.
     """
 
     tokens: Int[np.ndarray, "s *g"]
@@ -381,17 +401,19 @@ class Tokens:
     last_clean: Int[np.ndarray, " s"]
     target: Int[np.ndarray, "s *g"]
     weight: Float[np.ndarray, "s *_g"]
+    total: float = 0.0
 
     def __add__(self, other: "Tokens") -> "Tokens":
-        names = [field.name for field in dataclasses.fields(self)]
-        return Tokens(*(np.concatenate([getattr(self, n), getattr(other, n)]) for n in names))
+        ours, theirs = vars(self).copy(), vars(other)
+        total = ours.pop("total") + other.total
+        return Tokens(**{n: np.concatenate([ours[n], theirs[n]]) for n in ours}, total=total)
 
     @classmethod
-    def of_prompt(cls, tokens, index, position) -> "Tokens":
+    def of_prompt(cls, tokens, index, position, *, weight_by_code: bool = False) -> "Tokens":
         """Returns tokens of block 0 that nothing is predicted of."""
-        zeros = np.zeros_like(index)
-        block, no_weight = zeros + PROMPT_BLOCK, zeros.astype(float)
-        return cls(tokens, index, position, block, block, np.zeros_like(tokens), no_weight)
+        block = np.zeros_like(index) + PROMPT_BLOCK
+        weight = np.zeros(tokens.shape if weight_by_code else index.shape)
+        return cls(tokens, index, position, block, block, np.zeros_like(tokens), weight)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -399,15 +421,12 @@ class CorruptedRow:
     """One example in one training pass, neither sorted nor padded.
 
     Attributes:
-        text, image: tokens of the understanding and of the generation stream.
-        text_total, image_total: what the weighted sums of its losses are divided by.
+        understanding, generation: the tokens of both streams.
         predicts: the streams that hold a response.
     """
 
-    text: Tokens
-    image: Tokens
-    text_total: float
-    image_total: float
+    understanding: Tokens
+    generation: Tokens
     predicts: Predicts
 
 
@@ -428,47 +447,69 @@ def corrupt(
         full_attention: every token in block 0 and no registers (LaViDa-O).
     """
     by_code = blocks.known is not None or blocks.code_weight is not None
-    text = Tokens.of_prompt(prompt.ids, prompt.feature, prompt.position)
-    image = Tokens.of_prompt(prompt.codes, prompt.cell, prompt.source_position)
-    if by_code:
-        image = dataclasses.replace(image, weight=np.zeros(image.tokens.shape))
+    understanding = Tokens.of_prompt(prompt.ids, prompt.feature, prompt.position)
+    generation = Tokens.of_prompt(
+        prompt.codes, prompt.cell, prompt.source_position, weight_by_code=by_code
+    )
     is_text = kind == "text"
-    mask_id = model.text_mask_id if is_text else model.image_mask_id
-    register_id = model.text_register_id if is_text else model.image_register_id
+    mask_id, register_id = (
+        (model.text_mask_id, model.text_register_id)
+        if is_text
+        else (model.image_mask_id, model.image_register_id)
+    )
+    answer = _answer(prompt, response, blocks, mask_id, is_text=is_text)
+    for number in () if full_attention else blocks.masked_blocks:
+        answer += _registers(prompt, blocks, number, register_id, answer, model.num_registers)
+    if is_text:
+        ids = {"tokens": answer.tokens[:, 0], "target": answer.target[:, 0]}
+        answer = dataclasses.replace(answer, **ids)
+        return CorruptedRow(understanding + answer, generation, "understanding")
+    return CorruptedRow(understanding, generation + answer, "generation")
+
+
+def _answer(
+    prompt: PromptRow,
+    response: Int[np.ndarray, "l g"],
+    blocks: Blocks,
+    mask_id: int,
+    *,
+    is_text: bool,
+) -> Tokens:
+    """Returns the tokens of a response that are not left out, [s g] also of a text."""
     hidden, weight = blocks.masked[:, None], blocks.weight
-    if by_code and not is_text:
-        hidden, weight = _by_code(blocks, model.codes_per_token)
+    if not is_text and (blocks.known is not None or blocks.code_weight is not None):
+        hidden, weight = _by_code(blocks, response.shape[1])
     present = blocks.block != ABSENT
     here, block = blocks.token[present], blocks.block[present]
     last_clean = np.full(len(block), blocks.num_clean)
     for number, last in blocks.sees.items():
         last_clean[block == number] = last
-    tokens = np.where(hidden[present], mask_id, response[here])
-    answer = Tokens(
-        tokens[:, 0] if is_text else tokens,
-        np.full(len(here), NO_FEATURE) if is_text else here,
-        prompt.response_position + here,
-        block,
-        last_clean,
-        response[here, 0] if is_text else response[here],
-        weight[present],
+    return Tokens(
+        tokens=np.where(hidden[present], mask_id, response[here]),
+        index=np.full(len(here), NO_FEATURE) if is_text else here,
+        position=prompt.response_position + here,
+        block=block,
+        last_clean=last_clean,
+        target=response[here],
+        weight=weight[present],
+        total=blocks.total,
     )
-    if not full_attention:
-        m = model.num_registers
-        for number in blocks.masked_blocks:
-            shape = (m,) if is_text else (m, model.codes_per_token)
-            answer += Tokens(
-                np.full(shape, register_id),
-                np.full(m, NO_FEATURE if is_text else NO_CELL),
-                register_positions(prompt.length, m),
-                np.full(m, number),
-                np.full(m, blocks.sees.get(number, blocks.num_clean)),
-                np.zeros(shape, np.int32),
-                np.zeros(shape if by_code else m),
-            )
-    if is_text:
-        return CorruptedRow(text + answer, image, blocks.total, 0.0, "understanding")
-    return CorruptedRow(text, image + answer, 0.0, blocks.total, "generation")
+
+
+def _registers(
+    prompt: PromptRow, blocks: Blocks, number: int, register_id: int, answer: Tokens, count: int
+) -> Tokens:
+    """Returns the registers of a masked block, of the shape of the tokens of `answer`."""
+    shape = count, *answer.tokens.shape[1:]
+    return Tokens(
+        tokens=np.full(shape, register_id),
+        index=np.full(count, NO_CELL),  # or `NO_FEATURE`, the same number
+        position=register_positions(prompt.length, count),
+        block=np.full(count, number),
+        last_clean=np.full(count, blocks.sees.get(number, blocks.num_clean)),
+        target=np.zeros(shape, np.int32),
+        weight=np.zeros((count, *answer.weight.shape[1:])),
+    )
 
 
 def _by_code(

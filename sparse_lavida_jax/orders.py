@@ -23,10 +23,12 @@ def _registered(table: Mapping[str, Any], name: str, what: str) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------
-# Orders: a permutation of the cells of a grid of `h` rows and `w` columns, raster indices.
+# Orders: a permutation of the cells of a grid, raster indices.
 
 
-def stratified(h: int, w: int, seed: int, *, shuffle: bool = True) -> Int[np.ndarray, " l"]:
+def stratified(
+    height: int, width: int, seed: int, *, shuffle: bool = True
+) -> Int[np.ndarray, " l"]:
     """Returns the base model's order: one random cell of every quadrant, then of theirs, ...
 
     After 4^k cells of a 2^n square every cell of its 2^k x 2^k tiling holds exactly one. Bit-equal
@@ -37,9 +39,9 @@ def stratified(h: int, w: int, seed: int, *, shuffle: bool = True) -> Int[np.nda
         shuffle: visit the quadrants of a size in random order, as the released sampler does;
             otherwise row by row inside each larger one.
     """
-    x, y = _stratified_square(1 << (max(h, w) - 1).bit_length(), seed, shuffle).T
-    inside = (y < h) & (x < w)
-    return y[inside] * w + x[inside]
+    x, y = _stratified_square(1 << (max(height, width) - 1).bit_length(), seed, shuffle).T
+    inside = (y < height) & (x < width)
+    return y[inside] * width + x[inside]
 
 
 @functools.lru_cache(maxsize=64)
@@ -68,19 +70,19 @@ def _stratified_square(side: int, seed: int, shuffle: bool) -> Int[np.ndarray, "
     return np.array(cells, np.int32)
 
 
-def halton(h: int, w: int, seed: int = 0) -> Int[np.ndarray, " l"]:
+def halton(height: int, width: int, seed: int = 0) -> Int[np.ndarray, " l"]:
     """Returns the cells as the 2-D Halton sequence first hits them: x in base 2, y in base 3.
 
     Args:
         seed: has no effect.
     """
-    num_points = 4 * h * w
+    num_points = 4 * height * width
     while True:
         # Point 0 is the corner; the sequence proper starts at 1.
         index = np.arange(1, num_points + 1)
-        hits = _radical_inverse(index, 3, h) * w + _radical_inverse(index, 2, w)
+        hits = _radical_inverse(index, 3, height) * width + _radical_inverse(index, 2, width)
         cells, first = np.unique(hits, return_index=True)
-        if len(cells) == h * w:
+        if len(cells) == height * width:
             return cells[np.argsort(first)].astype(np.int32)
         num_points *= 2
 
@@ -95,14 +97,14 @@ def _radical_inverse(index: Int[np.ndarray, " n"], base: int, scale: int) -> Int
     return numerator * scale // denominator
 
 
-def random_order(h: int, w: int, seed: int) -> Int[np.ndarray, " l"]:
+def random_order(height: int, width: int, seed: int) -> Int[np.ndarray, " l"]:
     """Returns a uniformly random permutation."""
-    return np.random.default_rng(seed).permutation(h * w).astype(np.int32)
+    return np.random.default_rng(seed).permutation(height * width).astype(np.int32)
 
 
-def raster(h: int, w: int, seed: int = 0) -> Int[np.ndarray, " l"]:
+def raster(height: int, width: int, seed: int = 0) -> Int[np.ndarray, " l"]:
     """Returns reading order, whatever the seed: left to right, then top to bottom."""
-    return np.arange(h * w, dtype=np.int32)
+    return np.arange(height * width, dtype=np.int32)
 
 
 ORDERS: dict[str, Callable[[int, int, int], Int[np.ndarray, " l"]]] = {
@@ -114,16 +116,16 @@ ORDERS: dict[str, Callable[[int, int, int], Int[np.ndarray, " l"]]] = {
 
 
 @functools.lru_cache(maxsize=256)
-def order(name: str, h: int, w: int, seed: int) -> Int[np.ndarray, " l"]:
-    """Returns the order called `name` over a grid of h x w cells, read-only.
+def order(name: str, height: int, width: int, seed: int) -> Int[np.ndarray, " l"]:
+    """Returns the order called `name` over a grid of cells, read-only.
 
     Raises:
         ValueError: an unknown name, or an empty grid.
     """
     function = _registered(ORDERS, name, "there is no order")
-    if h < 1 or w < 1:
-        raise ValueError(f"an order needs at least one cell, got a grid of {h} x {w}.")
-    cells = function(h, w, seed)
+    if height < 1 or width < 1:
+        raise ValueError(f"an order needs at least one cell, got a grid of {height} x {width}.")
+    cells = function(height, width, seed)
     cells.setflags(write=False)  # every caller gets the same cached array
     return cells
 

@@ -245,6 +245,7 @@ def stacked_features(
     per_view: int,
     *,
     newline: bool,
+    before: int = 0,
 ) -> Int[np.ndarray, " u"]:
     """Returns the features of a row as `Denoiser.see` numbers them for stacked views.
 
@@ -257,6 +258,7 @@ def stacked_features(
         most: views of a row of the batch, blanks included.
         per_view: features of a view.
         newline: whether there are newlines.
+        before: views of the row of the batch that are of other examples and come first.
     """
     if not views:
         return feature
@@ -265,5 +267,5 @@ def stacked_features(
     image = np.maximum(np.searchsorted(start, feature, side="right") - 1, 0)
     inside = feature - start[image]
     is_newline = inside == np.asarray(views)[image] * per_view
-    moved = np.where(is_newline, most * per_view, first[image] * per_view + inside)
+    moved = np.where(is_newline, most * per_view, (before + first[image]) * per_view + inside)
     return np.where(feature < 0, feature, moved)

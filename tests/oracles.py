@@ -41,7 +41,13 @@ def attention_row(q, keys, values, sees, scale: float):
 
 
 def plain_forward(model, ids, codes, cells, is_image, position, mask):
-    """Returns text logits [s v] and image logits [s g c] of one sequence.
+    """Returns text logits [s v] and image logits [s g c] of one sequence (`plain_hidden`)."""
+    hidden = plain_hidden(model, ids, codes, cells, is_image, position, mask)
+    return text_logits(model, hidden), np.stack([cell_logits(model, x) for x in hidden])
+
+
+def plain_hidden(model, ids, codes, cells, is_image, position, mask, seen=None):
+    """Returns the final hidden states [s e] of one sequence, zero-padded as released.
 
     Args:
         ids: text ids [s]; -1 stands for an understanding register.
@@ -49,6 +55,7 @@ def plain_forward(model, ids, codes, cells, is_image, position, mask):
         cells: raster index of each image token, -1 for none.
         is_image: the modality mask [s].
         mask: who sees whom [s s].
+        seen: vision features that stand in for text ids, by index of their token.
     """
     settings = model.settings
     wide, narrow = settings.width, settings.generation_width
@@ -61,6 +68,8 @@ def plain_forward(model, ids, codes, cells, is_image, position, mask):
             if settings.cell_positions and cells[i] >= 0:
                 row, column = divmod(int(cells[i]), settings.grid_size)
                 x[i, :narrow] += _array(model.cell_row)[row] + _array(model.cell_column)[column]
+        elif seen and i in seen:
+            x[i] = seen[i]
         elif ids[i] < 0:
             x[i] = _array(model.register_understanding)
         else:
@@ -72,10 +81,12 @@ def plain_forward(model, ids, codes, cells, is_image, position, mask):
         sees = mask if is_joint else mask & (is_image[:, None] == is_image[None, :])
         x = _plain_layer(settings, stack, layer, x, is_image, position, sees)
     # The released model norms the zero-padded vector of an image token at full width.
-    x = _rms(x, _array(model.final_norm.weight), settings.norm_eps)
-    text = x @ _array(model.text_head.kernel)
-    image = np.stack([_cell_logits(model, row[:narrow]) for row in x])
-    return text, image
+    return _rms(x, _array(model.final_norm.weight), settings.norm_eps)
+
+
+def text_logits(model, hidden):
+    """Returns logits [s v] of final hidden states [s e]."""
+    return hidden @ _array(model.text_head.kernel)
 
 
 def _plain_layer(settings, stack, layer, x, is_image, position, sees):
@@ -92,8 +103,9 @@ def _plain_layer(settings, stack, layer, x, is_image, position, sees):
     for h in range(heads):
         part = slice(h * wide, (h + 1) * wide)
         queries, keys = (_rotate(t[:, part], position, settings.rope_theta) for t in (q, k))
-        for i in range(len(x)):
-            attended[i, part], _ = attention_row(queries[i], keys, v[:, part], sees[i], wide**-0.5)
+        scores = np.where(sees, queries @ keys.T * wide**-0.5, -np.inf)
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        attended[:, part] = weights / weights.sum(axis=1, keepdims=True) @ v[:, part]
     out = attended @ _array(stack.attn_out.kernel)[layer]
     result = np.zeros_like(x)
     for chosen, branch, width in branches:
@@ -136,8 +148,10 @@ def _embed_cell(model, codes):
     return x @ _array(embedding.cell.kernel)
 
 
-def _cell_logits(model, x):
+def cell_logits(model, hidden):
+    """Returns logits [g c] of the codes of one cell from its final hidden state [e]."""
     head, eps, g = model.image_head, 1e-6, model.settings.codes_per_token
+    x = hidden[: model.settings.generation_width]
     if g > 1:
         x = _rms(x, _array(head.spread_norm.weight), eps) @ _array(head.spread.kernel)
     logits = []

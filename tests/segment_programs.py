@@ -157,18 +157,25 @@ def compiled(
             lowering_platforms=(platform,)
         )
         done = lowered.compile()
-    shapes = {x.shape for x in (state.cache.joint_keys, state.cache.split_keys)}
-    layers = {shape[1:] for shape in shapes}
+    shapes = shapes_of(given(state).cache)
     stored_shapes = {x.shape for x in jax.tree.leaves(model_shapes)}
-    assert not (shapes | layers) & stored_shapes, "a matrix would be taken for the cache"
+    assert not shapes & stored_shapes, "a matrix would be taken for the cache"
     own = {x.shape[-2:] for x in jax.tree.leaves(model_shapes.split_layers) if x.ndim >= 2}
     weights = {shape for shape in own if min(shape) >= 1024}
     return Program(
         done.as_text(),
-        frozenset(shapes | layers | {(1, *shape) for shape in layers}),
+        shapes,
         frozenset(weights | {shape[::-1] for shape in weights}),
         done.memory_analysis(),
     )
+
+
+def shapes_of(cache) -> frozenset[tuple[int, ...]]:
+    """Returns dimensions of keys and values, of those of a layer, and with a leading 1."""
+    keys = (cache.joint[0], cache.split[0])
+    whole = {shape for x in keys for shape in (x.shape, x.sharding.shard_shape(x.shape))}
+    layers = {shape[1:] for shape in whole}
+    return frozenset(whole | layers | {(1, *shape) for shape in layers})
 
 
 def _requests(kind: sequence.Kind, model: config.Model, number: int) -> list[Example]:

@@ -8,13 +8,13 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from sparse_lavida_jax import config, diffusion, sequence
 from sparse_lavida_jax.data.batch import RowShape, stack
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.inference.requests import Request
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.models.denoiser import shapes as denoiser_shapes
 from sparse_lavida_jax.sampling import draw, presets, prompts
 from sparse_lavida_jax.sampling.state import take
 
@@ -27,7 +27,6 @@ if jax.__version_info__ < (0, 11):  # two thirds of the time that is left; gone 
     _QUICK_TO_COMPILE["xla_cpu_use_fusion_emitters"] = False
 quick_jit = functools.partial(jax.jit, compiler_options=_QUICK_TO_COMPILE)
 
-STREAMS = ("text", "image")  # of a row that is not stacked yet
 FIRST_WORD = 8  # ids below it are special tokens
 VISION = config.Vision(
     image_size=8, patch_size=2, width=16, num_layers=1, num_heads=2, mlp_hidden=24, pool=2
@@ -65,7 +64,7 @@ def denoiser(settings: config.Model) -> Denoiser:
     So no norm weight is 1, no register equals the mask that it stands in for, and every branch
     matters to the logits.
     """
-    shapes = jax.eval_shape(lambda: Denoiser(settings, rngs=nnx.Rngs(0)))
+    shapes = denoiser_shapes(settings)
     rng = np.random.default_rng(0)
 
     def arbitrary(path, leaf):
@@ -223,8 +222,8 @@ def batch(kinds: list[sequence.Kind], settings: config.Model) -> diffusion.Corru
 
 def shape_of(rows: list[diffusion.CorruptedRow]) -> RowShape:
     """Returns the shape of the longest row."""
-    text, image = (max(len(getattr(row, name).block) for row in rows) for name in STREAMS)
-    return RowShape(text, image)
+    sides = ("understanding", "generation")
+    return RowShape(*(max(len(getattr(row, side).block) for row in rows) for side in sides))
 
 
 def stacked(rows: list[diffusion.CorruptedRow], settings: config.Model, shape=None, **more):

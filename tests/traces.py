@@ -159,7 +159,7 @@ def assert_room(before, after, now, prompt, settings):
     if (settings.refreshing or not settings.preset.cache_prompt) and own is not None:
         written += own.index.shape[1]
         kept += own.index.shape[1] * settings.refreshing
-    assert start + written <= before.split_keys.shape[2]
+    assert start + written <= before.split[0].shape[2]
     assert int(after.offset) == start + kept
 
 

@@ -2,8 +2,7 @@
 """Training and sampling at full size compiled for TPUs that are only described.
 
 No hardware and no array: `libtpu` compiles from shapes on any Linux machine. What a chip holds and
-what chips send each other is then a fact of the program; how long it takes is not, and everything
-called projected here is the compiler's estimate or a quotient of numbers of vendors.
+what chips send each other is then a fact of the program; how long it takes nobody knows.
 """
 
 import dataclasses
@@ -17,24 +16,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sparse_lavida_jax import config, sample, train
+from sparse_lavida_jax import config, sample
 from sparse_lavida_jax.bench import hlo, memory, suites
 from sparse_lavida_jax.kernels import devices
 from sparse_lavida_jax.kernels.attention import slot_multiple
 from sparse_lavida_jax.models import parameters, sharding
-from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.models.denoiser import shapes as denoiser_shapes
 from sparse_lavida_jax.sampling.state import program_of
 from sparse_lavida_jax.sequence import Response, Text
-from sparse_lavida_jax.training import flops
 
 MARGIN = 0.9  # of a chip's memory that a program may take (ours)
 # Without it the compiler for v6e may make a loop of every product with a split matrix, a part of
 # the matrix a round, and takes minutes longer. `launch/` sets it too.
 OPTIONS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
-KERNEL_SHARE = 0.5  # of its peak that attention is taken to reach: the compiler cannot tell (ours)
 PROMPT_LEN = 250  # words of a prompt to draw from
 # 64 chips for training, of configs that name no mesh; 8 or 4 to sample.
 TRAINING: dict[str, dict[str, int]] = {
@@ -83,21 +79,6 @@ class AotProgram:
         }
         return parts | {"total": sum(parts.values())}
 
-    def cache_shapes(self) -> frozenset[tuple[int, ...]]:
-        """Returns the dimensions of a chip's keys and values, and of those of a layer.
-
-        Of a program whose second argument is a `SamplerState`.
-        """
-        cache = self.inputs[1].cache
-        keys = (cache.joint_keys, cache.split_keys)
-        shapes = {shape for x in keys for shape in (x.shape, x.sharding.shard_shape(x.shape))}
-        layers = {shape[1:] for shape in shapes}
-        return frozenset(shapes | layers | {(1, *shape) for shape in layers})
-
-    def fits(self) -> bool:
-        """Whether a chip has this memory, with room to spare."""
-        return self.memory()["total"] <= MARGIN * self.chip.memory
-
     def whole(self, least: int) -> list[str]:
         """Returns leaves of the state of at least so many elements that too few chips share.
 
@@ -112,34 +93,31 @@ class AotProgram:
 
     def exchanged(self) -> dict[str, int]:
         """Returns bytes of each kind of exchange in one call, by `hlo.collectives`."""
-        found = hlo.collectives(self.text)
-        kinds = dict.fromkeys(row.kind for row in found)
-        return {kind: sum(row.bytes for row in found if row.kind == kind) for kind in kinds}
+        found: dict[str, int] = {}
+        for one in hlo.collectives(self.text):
+            found[one.kind] = found.get(one.kind, 0) + one.bytes
+        return found
 
-    def projected(self, useful_flops: float) -> dict[str, float]:
-        """Returns seconds of a call, of which nothing was measured, and what follows from them.
-
-        The compiler's estimate of what it schedules, attention at `KERNEL_SHARE` of the peak, and
-        exchanges at the full rate of all links. Overlapped: exchanges cost nothing where there is
-        something to compute; apart: they are waited for.
-
-        Args:
-            useful_flops: that the task needs, on all chips.
-        """
-        compute = hlo.cycles(self.text) / self.chip.hertz
-        attention = hlo.kernel_flops(self.text) / (KERNEL_SHARE * self.chip.flops)
-        exchange = sum(self.exchanged().values()) / self.chip.link
-        overlapped = max(compute + attention, exchange)
-        apart = compute + attention + exchange
-        ideal = useful_flops / math.prod(self.axes.values()) / self.chip.flops
+    def row(self, settings: config.Config, **values: Any) -> dict[str, Any]:
+        """Returns the values of a row."""
+        memory_bytes = self.chip.memory
         return {
-            "compute_s": compute,
-            "attention_s": attention,
-            "exchange_s": exchange,
-            "overlapped_s": overlapped,
-            "apart_s": apart,
-            "mfu_overlapped": ideal / overlapped,
-            "mfu_apart": ideal / apart,
+            "status": "compiled",
+            "model": settings.name,
+            "dtype": settings.model.compute_dtype,
+            "device": {
+                "kind": f"TPU {self.topology.partition(':')[0]}",
+                "count": math.prod(self.axes.values()),
+                "memory_bytes": memory_bytes,
+                "topology": self.topology,
+                "described": True,
+            },
+            "mesh": self.axes,
+            "compile_s": self.seconds,
+            "bytes": self.memory() | {"allowed": MARGIN * memory_bytes},
+            "exchanged_bytes": self.exchanged(),
+            "note": "compiled, never run",
+            **values,
         }
 
 
@@ -150,16 +128,6 @@ def full_run(settings: config.Config) -> config.Config:
     """
     changes = {"remat": "layer", "attention_implementation": "pallas_tpu"}
     return config.changed(settings, {"model": changes})
-
-
-def training_axes(settings: config.Config, topology: str) -> dict[str, int]:
-    """Returns the sizes of the mesh that a config asks for, or ours, over chips for training.
-
-    Raises:
-        ConfigError: `train.mesh` does not make up the chips.
-    """
-    ours = TRAINING[topology]
-    return memory.axes_of(settings.train.mesh or ours, math.prod(ours.values()))
 
 
 def described(topology: str, axes: Mapping[str, int]) -> Mesh:
@@ -176,16 +144,71 @@ def described(topology: str, axes: Mapping[str, int]) -> Mesh:
     return Mesh(np.array(chips).reshape(*axes.values()), tuple(axes))
 
 
+def rows(
+    settings: config.Config, topologies: Sequence[str], batch: memory.BatchSize
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Compiles the step of training or the programs of sampling; yields an id and values of each.
+
+    Raises:
+        ConfigError: a topology is unknown.
+    """
+    settings = full_run(settings)
+    for topology in topologies:
+        chips = topology.replace(":", "-")
+        if topology in TRAINING:
+            row_id = f"{settings.name}/train/{chips}/{settings.model.grad_reduce_dtype}"
+            yield row_id, _training_row(settings, topology, batch)
+        elif topology in SAMPLING:
+            values = {"method": "sparse", "batch": 1, "guidance_rows": 2}
+            prefill, segment = sampling(settings, topology, SAMPLING[topology])
+            yield (
+                f"{settings.name}/prefill/{chips}",
+                prefill.row(settings, task="prefill", **values),
+            )
+            values |= {"task": "segment", "steps": len(segment.inputs[2].block)}
+            yield f"{settings.name}/segment/{chips}", segment.row(settings, **values)
+        else:
+            known = ", ".join([*TRAINING, *SAMPLING])
+            raise config.ConfigError(f"--targets={topology} is unknown: choose among {known}.")
+
+
+def _training_row(
+    settings: config.Config, topology: str, batch: memory.BatchSize
+) -> dict[str, Any]:
+    axes = training_axes(settings, topology)
+    step = training(settings, topology, axes, batch)
+    expected = expected_bytes(settings, axes, batch)
+    dtype = settings.model.grad_reduce_dtype
+    return step.row(
+        settings,
+        task="train_step",
+        method=f"gradients summed in {'bfloat16' if dtype == 'compute' else dtype}",
+        batch=batch.rows,
+        expected_bytes=expected | {"total": sum(expected.values())},
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# A step of training.
+
+
+def training_axes(settings: config.Config, topology: str) -> dict[str, int]:
+    """Returns the sizes of the mesh that a config asks for, or ours, over chips for training.
+
+    Raises:
+        ConfigError: `train.mesh` does not make up the chips.
+    """
+    ours = TRAINING[topology]
+    return memory.axes_of(settings.train.mesh or ours, math.prod(ours.values()))
+
+
 def training(
-    settings: config.Config,
-    topology: str,
-    axes: Mapping[str, int],
-    batch: memory.BatchSize,
+    settings: config.Config, topology: str, axes: Mapping[str, int], batch: memory.BatchSize
 ) -> AotProgram:
     """Compiles one step of training: `train.train_step`, as `train.train` calls it.
 
     `JAX_EXEC_TIME_OPTIMIZATION_EFFORT=-1` halves the time that it takes. That hardly changes what a
-    chip holds and sends; the estimate of its time it changes tenfold.
+    chip holds and sends.
     """
     return step_on(settings, described(topology, axes), batch, topology, OPTIONS)
 
@@ -195,7 +218,7 @@ def step_on(
     mesh: Mesh,
     batch: memory.BatchSize,
     topology: str = "",
-    options: Mapping[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
 ) -> AotProgram:
     """Compiles one step of training for the devices of a mesh, from shapes alone.
 
@@ -213,77 +236,8 @@ def step_on(
     )
     begin = time.perf_counter()
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        traced = train.train_step.trace(
-            *given,
-            settings=settings.optimizer,
-            microbatches=settings.train.microbatches,
-            loss_chunk=settings.train.loss_chunk,
-        )
-        program = traced.lower().compile(compiler_options=dict(options or {}))
-    seconds = time.perf_counter() - begin
-    return AotProgram(topology, dict(mesh.shape), program, given, seconds)
-
-
-def sampling(
-    settings: config.Config, topology: str, axes: Mapping[str, int], images: int = 1
-) -> tuple[AotProgram, AotProgram]:
-    """Compiles the two programs of an image: prefill, and the longest run of alike steps."""
-    mesh, model = described(topology, axes), settings.model
-    choose = sharding.over(mesh)
-
-    def parameter(path, x):
-        place = choose(parameters.leaf_name(path), x.shape)
-        return jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=place)
-
-    case = suites.cases("headline", settings)[0]
-    parts = (Text(np.arange(PROMPT_LEN)), Response(model.num_cells))
-    example = dataclasses.replace(case.example, parts=parts)
-    case = dataclasses.replace(case, example=example, batch=images)
-    chosen, steps, prompt = case.settings(model), case.plan(model), case.prompt(model)
-    room = sample.capacity(prompt, steps, chosen, slot_multiple(model.attention_implementation))
-    longest = max(steps, key=lambda part: len(part.block))
-    names = (field.name for field in dataclasses.fields(sample.StepTokens))
-    step = sample.StepTokens(*(getattr(longest, name) for name in names))
-    program = program_of(chosen, greedy=False)
-    shapes = jax.eval_shape(lambda: Denoiser(model, rngs=nnx.Rngs(0)))
-    own = jax.tree_util.tree_map_with_path(parameter, shapes)
-    canvas, known = (
-        np.stack([x] * images).astype(np.int32) for x in (example.response, example.given)
-    )
-    requests = sample.rows_of(case.requests(range(images)), chosen)
-    rest = _whole((canvas, known, requests, prompt), mesh)
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        begin = time.perf_counter()
-        traced = sample.prefill.trace(own, *rest, settings=program, capacity=room)
-        prefilled = traced.lower(lowering_platforms=("tpu",)).compile()
-        middle = time.perf_counter()
-        state = _laid(traced.out_info, prefilled.output_shardings)
-        now = dataclasses.replace(program, guided=bool(longest.guided[0]))
-        given = (own, state, _whole(step, mesh), rest[-1])
-        segment = sample.run_segment.trace(*given, settings=now)
-        segment = segment.lower(lowering_platforms=("tpu",)).compile()
-    end, sizes = time.perf_counter(), dict(axes)
-    return (
-        AotProgram(topology, sizes, prefilled, (own, *rest), middle - begin),
-        AotProgram(topology, sizes, segment, given, end - middle),
-    )
-
-
-def _laid(tree: Any, shardings: Any) -> Any:
-    return jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree, shardings
-    )
-
-
-def _whole(tree: Any, mesh: Mesh) -> Any:
-    """Shapes of arrays that every chip holds."""
-    shapes = jax.eval_shape(lambda tree: tree, tree)
-    place = NamedSharding(mesh, PartitionSpec())
-    return _laid(shapes, jax.tree.map(lambda _: place, shapes))
-
-
-# ---------------------------------------------------------------------------------------------
-# What there should be.
+        program = memory.lowered_step(settings, *given).compile(compiler_options=options)
+    return AotProgram(topology, dict(mesh.shape), program, given, time.perf_counter() - begin)
 
 
 def expected_bytes(
@@ -310,7 +264,7 @@ def expected_bytes(
     """
     model, chunk = settings.model, settings.train.loss_chunk
     d, f, t = (axes.get(axis, 1) for axis in ("data", "fsdp", "tensor"))
-    shapes = jax.eval_shape(lambda: Denoiser(model, rngs=nnx.Rngs(0)))
+    shapes = denoiser_shapes(model)
     sizes = {name: x.size for name, x in parameters.by_name(shapes).items()}
     layers = sum(n for name, n in sizes.items() if "_layers/" in name and name.endswith("/kernel"))
     c = jnp.dtype(model.compute_dtype).itemsize
@@ -331,80 +285,60 @@ def expected_bytes(
 
 
 # ---------------------------------------------------------------------------------------------
-# Rows.
+# Sampling.
 
 
-def rows(
-    settings: config.Config,
-    topologies: Sequence[str],
-    batch: memory.BatchSize,
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Compiles the step of training or the programs of sampling; yields an id and values of each.
+def sampling(
+    settings: config.Config, topology: str, axes: Mapping[str, int], images: int = 1
+) -> tuple[AotProgram, AotProgram]:
+    """Compiles the two programs of an image: prefill, and the longest run of alike steps."""
+    mesh, model = described(topology, axes), settings.model
+    choose = sharding.over(mesh)
 
-    Raises:
-        ConfigError: a topology is unknown.
-    """
-    settings = full_run(settings)
-    for topology in topologies:
-        chips = topology.replace(":", "-")
-        if topology in TRAINING:
-            row_id = f"{settings.name}/train/{chips}/{settings.model.grad_reduce_dtype}"
-            yield row_id, _training_row(settings, topology, batch)
-        elif topology in SAMPLING:
-            made = sampling(settings, topology, SAMPLING[topology])
-            for task, program in zip(("prefill", "segment"), made, strict=True):
-                values = {"task": task, "method": "sparse", "batch": 1, "guidance_rows": 2}
-                if task == "segment":
-                    values["steps"] = len(program.inputs[2].block)
-                yield f"{settings.name}/{task}/{chips}", _row(settings, program, 0.0) | values
-        else:
-            known = ", ".join([*TRAINING, *SAMPLING])
-            raise config.ConfigError(f"--targets={topology} is unknown: choose among {known}.")
+    def parameter(path, x):
+        place = choose(parameters.leaf_name(path), x.shape)
+        return jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=place)
 
+    case = suites.cases("headline", settings)[0]
+    parts = (Text(np.arange(PROMPT_LEN)), Response(model.num_cells))
+    example = dataclasses.replace(case.example, parts=parts)
+    case = dataclasses.replace(case, example=example, batch=images)
+    chosen, steps, prompt = case.settings(model), case.plan(model), case.prompt(model)
+    room = sample.capacity(prompt, steps, chosen, slot_multiple(model.attention_implementation))
+    longest = max(steps, key=lambda part: len(part.block))
+    names = (field.name for field in dataclasses.fields(sample.StepTokens))
+    step = sample.StepTokens(*(getattr(longest, name) for name in names))
+    program = program_of(chosen, greedy=False)
+    shapes = denoiser_shapes(model)
+    own = jax.tree_util.tree_map_with_path(parameter, shapes)
+    canvas, known = (
+        np.stack([x] * images).astype(np.int32) for x in (example.response, example.given)
+    )
+    requests = sample.rows_of(case.requests(range(images)), chosen)
+    rest = _whole((canvas, known, requests, prompt), mesh)
 
-def _training_row(
-    settings: config.Config, topology: str, batch: memory.BatchSize
-) -> dict[str, Any]:
-    axes = training_axes(settings, topology)
-    step = training(settings, topology, axes, batch)
-    # As if every token had a loss and saw all others: at most what a real batch needs.
-    useful = flops.work_of(memory.rows(settings.model, batch), settings.model).flops
-    expected = expected_bytes(settings, axes, batch)
-    dtype = settings.model.grad_reduce_dtype
-    return _row(settings, step, useful) | {
-        "task": "train_step",
-        "method": f"gradients summed in {'bfloat16' if dtype == 'compute' else dtype}",
-        "batch": batch.rows,
-        "tokens": {"useful": batch.rows * (batch.understanding + batch.generation)},
-        "expected_bytes": expected | {"total": sum(expected.values())},
-        "loss_chunk": settings.train.loss_chunk,
-        "remat": settings.model.remat,
-    }
+    def compiled(traced, *given) -> AotProgram:
+        begin = time.perf_counter()
+        made = traced.lower(lowering_platforms=("tpu",)).compile()
+        return AotProgram(topology, dict(axes), made, given, time.perf_counter() - begin)
+
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        traced = sample.prefill.trace(own, *rest, settings=program, capacity=room)
+        prefilled = compiled(traced, own, *rest)
+        state = _laid(traced.out_info, prefilled.program.output_shardings)
+        given = (own, state, _whole(step, mesh), rest[-1])
+        now = dataclasses.replace(program, guided=bool(longest.guided[0]))
+        return prefilled, compiled(sample.run_segment.trace(*given, settings=now), *given)
 
 
-def _row(settings: config.Config, program: AotProgram, useful_flops: float) -> dict[str, Any]:
-    cost, memory_bytes = program.program.cost_analysis(), program.chip.memory
-    return {
-        "status": "compiled",
-        "model": settings.name,
-        "dtype": settings.model.compute_dtype,
-        "device": {
-            "kind": f"TPU {program.topology.partition(':')[0]}",
-            "count": math.prod(program.axes.values()),
-            "memory_bytes": memory_bytes,
-            "topology": program.topology,
-            "described": True,
-        },
-        "mesh": program.axes,
-        "compile_s": program.seconds,
-        "bytes": program.memory() | {"allowed": MARGIN * memory_bytes},
-        "exchanged_bytes": program.exchanged(),
-        "flops": {
-            "useful": useful_flops,
-            "compiler_loops_once": cost.get("flops"),
-            "kernels_chip": hlo.kernel_flops(program.text),
-        },
-        "compiler_bytes_accessed_loops_once": cost.get("bytes accessed"),
-        "projected": program.projected(useful_flops),
-        "note": "compiled, never run: what is projected was not measured",
-    }
+def _laid(tree: Any, shardings: Any) -> Any:
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree, shardings
+    )
+
+
+def _whole(tree: Any, mesh: Mesh) -> Any:
+    """Shapes of arrays that every chip holds."""
+    shapes = jax.eval_shape(lambda tree: tree, tree)
+    place = NamedSharding(mesh, PartitionSpec())
+    return _laid(shapes, jax.tree.map(lambda _: place, shapes))

@@ -25,18 +25,16 @@ import jax
 import numpy as np
 from absl import app, flags, logging
 
-from sparse_lavida_jax.bench import cases, methods, table, timing, tune
-from sparse_lavida_jax.bench.cases import Case
-from sparse_lavida_jax.bench.methods import Program
+from sparse_lavida_jax.bench import methods, table, timing, tune
+from sparse_lavida_jax.bench.methods import Case, Program
 from sparse_lavida_jax.bench.record import Bench
-from sparse_lavida_jax.bench.timing import calibrate
 from sparse_lavida_jax.kernels import attention, shapes
 
 SHAPES = flags.DEFINE_list("shapes", list(shapes.names()), "Of kernels/shapes.py.")
 BATCHES = flags.DEFINE_list("batches", ["1", "2"], "Rows of each shape, all with the same tags.")
 FLAGS = flags.FLAGS
 RUNS = flags.DEFINE_integer("runs", 20, "Timed runs of each method.", lower_bound=5)
-MINUTES = flags.DEFINE_float("minutes", 8.0, "No further case is begun after this long.")
+MINUTES = flags.DEFINE_float("minutes", 8.0, "No further case is begun that would end later.")
 DRY = flags.DEFINE_boolean("dry-run", False, "Two heads, the kernel interpreted, nothing timed.")
 TUNE = flags.DEFINE_boolean("tune", False, "Measure tiles, and rewrite kernels/tile_sizes.json.")
 
@@ -54,40 +52,34 @@ def main(argv: list[str]) -> None:
         return
     if DRY.value:
         for case in _cases(heads=2, timed=False):
-            _check(case)
+            numbers = case.numbers()
+            wanted = methods.reference(case, numbers)
+            for method, make in methods.methods(case, dry=True).items():
+                off = methods.difference(make(numbers).outputs(), wanted, case)
+                print(f"{_id(case, method)}: off by {off:.4f}")
         return
     if attention.default_implementation() not in attention.KERNELS:
         sys.exit(
             "bench.attention: there is no kernel for this device, so nothing to measure;"
             " --dry-run checks on small shapes that everything agrees."
         )
-    begin, bench = time.perf_counter(), Bench("attention")
-    calibration = calibrate()
+    bench, calibration = Bench("attention"), timing.calibrate()
     print(f"this device: {calibration}", flush=True)
-    shared = {"calibration": calibration}
-    _or_left_out("tables", lambda: _measure_tables(bench, shared))
-    _or_left_out("memory", lambda: _measure_memory(bench, shared))
-    left = _cases(heads=cases.HEADS)
-    for at, case in enumerate(left):
-        minutes = (time.perf_counter() - begin) / 60
-        if minutes > MINUTES.value:
-            names = ", ".join(f"{case.task}/b{case.batch}" for case in left[at:])
-            print(f"left out after {minutes:.1f} minutes (--minutes): {names}")
-            break
-        print(
-            f"[{minutes:.1f} min, {at} of {len(left)}] {case.task}, {case.batch} rows", flush=True
-        )
-        _or_left_out(case.task, lambda case=case: _measure(bench, case, shared))
+    what: dict[str, Callable[[Callable], None]] = {"tables": _tables, "memory": _memory}
+    for case in _cases(heads=methods.HEADS):
+        what[f"{case.task}/b{case.batch}"] = functools.partial(_measure, case)
+
+    def write(row_id: str, row: dict[str, Any]) -> None:
+        bench.write(row_id, {"calibration": calibration, **row})
+
+    for name in timing.in_time([*what], MINUTES.value):
+        print(name, flush=True)
+        try:
+            what[name](write)
+        except Exception as error:  # the others are worth having
+            _left_out(name, error)
     rows = bench.rows()
     print(f"\n{table.table('attention', rows)}\n\n{table.attention_bars(rows)}")
-
-
-def _or_left_out(what: str, measure: Callable[[], None]) -> None:
-    """Goes on where one measurement fails: the others are worth having."""
-    try:
-        measure()
-    except Exception as error:
-        print(f"{what}: left out, {type(error).__name__}: {error}"[:300], flush=True)
 
 
 def _cases(heads: int, *, timed: bool = True) -> list[Case]:
@@ -101,60 +93,53 @@ def _cases(heads: int, *, timed: bool = True) -> list[Case]:
     ]
 
 
-def _check(case: Case) -> None:
-    """Prints how far every method is off, of those that run anywhere."""
-    numbers = case.numbers()
-    wanted = cases.reference(case, numbers)
-    for method, make in methods.methods(case, dry=True).items():
-        off = cases.difference(make(numbers).outputs(), wanted, case)
-        print(f"{case.name}/{method}/{case.task.split('/')[1]}/b{case.batch}: off by {off:.4f}")
+def _id(case: Case, method: str) -> str:
+    return f"{case.name}/{method}/{case.task.split('/')[1]}/b{case.batch}"
 
 
-def _measure(bench: Bench, case: Case, shared: dict[str, Any]) -> None:
+def _left_out(name: str, error: Exception) -> None:
+    print(f"  {name}: left out, {type(error).__name__}: {error}"[:300], flush=True)
+
+
+def _measure(case: Case, write: Callable) -> None:
     """Times one case by every method that runs here."""
     numbers = case.numbers()
-    wanted = cases.reference(case, numbers)
+    wanted = methods.reference(case, numbers)
     programs, seconds = {}, {}
     for method, make in methods.methods(case).items():
         begin = time.perf_counter()
         try:
             program = make(numbers)
             found = program.outputs()
+            same = method not in methods.UNMASKED or case.mask.all()
+            off = methods.difference(found, wanted, case) if same else 0.0
+            if not off <= AGREES:  # NaN too
+                raise ValueError(f"it is off by {off:.3f}")
         except Exception as error:  # what other packages raise where they do not run
-            print(f"  {method}: left out, {type(error).__name__}: {error}"[:300], flush=True)
+            _left_out(method, error)
             continue
-        seconds[method] = time.perf_counter() - begin
-        same = method not in methods.UNMASKED or case.mask.all()
-        off = cases.difference(found, wanted, case) if same else 0.0
-        if not off <= AGREES:  # NaN too
-            print(f"  {method}: left out, it is off by {off:.3f}", flush=True)
-            continue
-        programs[method] = program
+        programs[method], seconds[method] = program, time.perf_counter() - begin
     for method, taken in methods.timed(programs, RUNS.value).items():
-        row_id = f"{case.name}/{method}/{case.task.split('/')[1]}/b{case.batch}"
-        row = _row(case, method, taken, programs[method])
-        bench.write(row_id, shared | row | {"compile_s": seconds[method]})
-        print(f"  {row_id}: {statistics.median(taken) * 1e6:.1f} us", flush=True)
+        row = timing.times(taken) | {
+            "task": case.task,
+            "method": method,
+            "dtype": "bfloat16",
+            "batch": case.batch,
+            "ids_sha256": case.tags.sha256,
+            "tokens": dict(zip(("queries", "keys"), case.lengths, strict=True)),
+            "flops": case.flops,
+            "bytes": {"least": case.least_bytes, "temporary": programs[method].temp_bytes},
+            "compile_s": seconds[method],
+            "note": f"{methods.IN_FLIGHT} calls in flight; tables made before.",
+        }
+        write(_id(case, method), row)
+        print(f"  {_id(case, method)}: {statistics.median(taken) * 1e6:.1f} us", flush=True)
 
 
-def _row(case: Case, method: str, taken: list[float], program: Program) -> dict[str, Any]:
-    return timing.times(taken) | {
-        "task": case.task,
-        "method": method,
-        "dtype": "bfloat16",
-        "batch": case.batch,
-        "ids_sha256": case.tags.sha256,
-        "tokens": {"queries": len(case.tags.query_block), "keys": len(case.tags.key_block)},
-        "flops": case.flops,
-        "programs": case.programs,
-        "bytes": {"least": case.least_bytes, "temporary": program.temp_bytes},
-        "note": f"{methods.IN_FLIGHT} calls in flight; tables made before. {program.note}".strip(),
-    }
-
-
-def _measure_tables(bench: Bench, shared: dict[str, Any]) -> None:
+def _tables(write: Callable) -> None:
     """Times what a forward pass makes: tables of all tokens, and of the tokens of each stream."""
-    tags = Case(f"packed_{TABLES_LEN}", TABLES_ROWS, shapes.tags(f"packed_{TABLES_LEN}")).arrays()
+    name = f"packed_{TABLES_LEN}"
+    tags = Case(name, TABLES_ROWS, shapes.tags(name)).arrays()
     cut = TABLES_LEN // 4  # tokens of the one stream, in which nothing is special
     parts = (slice(None), slice(None, cut), slice(cut, None))
 
@@ -165,33 +150,25 @@ def _measure_tables(bench: Bench, shared: dict[str, Any]) -> None:
             tags, made = jax.lax.optimization_barrier((tags, made))
         return made
 
-    program = jax.jit(calls).lower(tags).compile()
-    run = functools.partial(program, tags)
-    taken = methods.timed(
-        {"tables": Program(run, jax.block_until_ready, methods.IN_FLIGHT, tuple)}, RUNS.value
-    )
-    row = timing.times(taken["tables"]) | {"task": f"tables_{TABLES_LEN}", "method": "kernel"}
+    run = functools.partial(jax.jit(calls).lower(tags).compile(), tags)
+    taken = methods.timed({"tables": Program(run, methods.IN_FLIGHT)}, RUNS.value)["tables"]
+    row = {"task": f"tables_{TABLES_LEN}", "method": "kernel", "batch": TABLES_ROWS}
     note = "joint tables and those of two streams, once a forward pass"
-    bench.write("tables", shared | row | {"batch": TABLES_ROWS, "note": note})
-    print(f"tables: {statistics.median(taken['tables']) * 1e6:.1f} us", flush=True)
+    write("tables", timing.times(taken) | row | {"note": note})
 
 
-def _measure_memory(bench: Bench, shared: dict[str, Any]) -> None:
+def _memory(write: Callable) -> None:
     """Temporary memory of the kernel, forward and backward, as the compiler counts it."""
-    sizes = {}
+    sizes = []
     for length in MEMORY_LENS:
         nothing = np.zeros(length, np.int32)
         case = Case(f"full_{length}", 1, shapes.RowTags(nothing, nothing, nothing), backward=True)
-        sizes[length] = methods.ours(case, case.numbers()).temp_bytes
-    if any(size is None for size in sizes.values()):
-        print("memory: left out, this compiler does not tell")
-        return
-    least, most = MEMORY_LENS
-    growth = sizes[most] / max(sizes[least], 1)
-    row = {"task": "memory", "method": "kernel", "batch": 1, "growth": growth}
-    temporary = {str(length): size for length, size in sizes.items()}
-    bench.write("memory", shared | row | {"bytes": {"temporary": temporary}})
-    print(f"memory: {most} tokens take {growth:.2f} times what {least} do", flush=True)
+        sizes.append(methods.ours(case, case.numbers()).temp_bytes)
+    if None in sizes:
+        raise ValueError("this compiler does not tell")
+    row = {"task": "memory", "method": "kernel", "batch": 1, "growth": sizes[1] / max(sizes[0], 1)}
+    temporary = dict(zip(map(str, MEMORY_LENS), sizes, strict=True))
+    write("memory", row | {"bytes": {"temporary": temporary}})
 
 
 if __name__ == "__main__":

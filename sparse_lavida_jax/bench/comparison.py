@@ -4,6 +4,7 @@
 import collections
 import dataclasses
 import hashlib
+import itertools
 import json
 import pathlib
 import re
@@ -14,7 +15,6 @@ from sparse_lavida_jax import config, sample, schema, train
 from sparse_lavida_jax.bench.record import Bench, differing, path_of
 from sparse_lavida_jax.evals import exact
 from sparse_lavida_jax.pipeline import SparseLaViDa
-from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.training import runs
 
 AFTER = 1000  # added to the seed of what starts from another way, which so sees other batches
@@ -106,12 +106,8 @@ class Study:
         way = self.ablation.ways[name]
         made = config.changed(self.shared, way.changes)
         base = self.settings(way.after, seed).name if way.after else ""
-        init_from = str(self.folder / base) if base else ""
-        made = dataclasses.replace(
-            made,
-            seed=seed + AFTER * bool(way.after),
-            train=dataclasses.replace(made.train, init_from=init_from),
-        )
+        train = dataclasses.replace(made.train, init_from=str(self.folder / base) if base else "")
+        made = dataclasses.replace(made, seed=seed + AFTER * bool(way.after), train=train)
         return dataclasses.replace(made, name=f"ablation_{digest(made, base)}_s{seed}")
 
     def trained(self, name: str, seed: int) -> str:
@@ -137,53 +133,55 @@ class Study:
         Yields:
             The rows, as they are written.
         """
-        pipe = None
-        for row_id, sampling, row in self._rows(name, seed):
-            expected = {key: row[key] for key in ("training", "sampling", "total")}
-            path = path_of(SUITE, row_id)
-            if path.exists() and not differing(_completed(path), as_read(expected)):
+        settings, way, pipe = self.settings(name, seed), self.ablation.ways[name], None
+        tasks = way.tasks or self.ablation.tasks
+        for sampled, task in itertools.product(way.sampled, tasks):
+            changes = {"sampling": way.sampled[sampled]}
+            sampling = config.changed(settings, changes).sampling
+            row_id = f"{self.shared.name}/{name}/{sampled}/{task}/s{seed}"
+            # What makes another row.
+            row = {
+                "training": settings.name,
+                "sampling": dataclasses.asdict(sampling),
+                "total": self.ablation.prompts,
+            }
+            if _is_there(row_id, row):
                 continue
             pipe = pipe or SparseLaViDa.from_pretrained(
                 self.trained(name, seed), self.ablation.batch_size
             )
-            passes = Passes()
-            task, _, split = row.pop("task").partition("/")
+            passes, (skill, _, split) = Passes(), task.partition("/")
             how = {"split": split or "test", "sampling": sampling, "callback": passes}
-            result = exact.evaluate(pipe, task, self.ablation.prompts, **how)
+            result = exact.evaluate(pipe, skill, self.ablation.prompts, **how)
             row |= {
+                "ablation": self.shared.name,
+                "question": self.ablation.question,
+                "way": name,
+                "group": way.group or name,
+                "sampled": sampled,
+                "place": [[*self.ablation.ways].index(name), [*way.sampled].index(sampled)],
+                "seed": seed,
+                "train_steps": settings.train.train_steps,
+                "after": way.after,
+                "curve": self.ablation.curve,
                 "passes": passes.of_a_batch,
-                "method": sampling.preset or presets.default_preset(pipe.settings.model),
                 **exact.as_json(result),
                 "note": "exact scorers on pixels and text; says nothing about speed",
             }
             bench.write(row_id, row)
             yield row
 
-    def _rows(self, name: str, seed: int) -> Iterator[tuple[str, config.Sampling, Row]]:
-        """Yields the id of every row of a way, how it samples, and what is known before it runs."""
-        settings, way = self.settings(name, seed), self.ablation.ways[name]
-        for nth, (sampled, changes) in enumerate(way.sampled.items()):
-            sampling = config.changed(settings, {"sampling": changes}).sampling
-            for task in way.tasks or self.ablation.tasks:
-                row = {
-                    "training": settings.name,
-                    "sampling": dataclasses.asdict(sampling),
-                    "total": self.ablation.prompts,
-                    "ablation": self.shared.name,
-                    "question": self.ablation.question,
-                    "way": name,
-                    "group": way.group or name,
-                    "sampled": sampled,
-                    "place": [[*self.ablation.ways].index(name), nth],
-                    "seed": seed,
-                    "task": task,
-                    "train_steps": settings.train.train_steps,
-                    "changes": way.changes,
-                    "after": way.after,
-                    "sampling_changes": changes,
-                    "curve": self.ablation.curve,
-                }
-                yield f"{self.shared.name}/{name}/{sampled}/{task}/s{seed}", sampling, row
+
+def _is_there(row_id: str, wanted: Row) -> bool:
+    """Whether a row has these values; of settings younger than it, the defaults are its own."""
+    path = path_of(SUITE, row_id)
+    if not path.exists():
+        return False
+    row = json.loads(path.read_text())
+    defaults, expected = (
+        json.loads(json.dumps(values)) for values in (dataclasses.asdict(config.Sampling()), wanted)
+    )
+    return not differing(row | {"sampling": defaults | row["sampling"]}, expected)
 
 
 def digest(settings: config.Config, base: str = "") -> str:
@@ -206,17 +204,6 @@ def digest(settings: config.Config, base: str = "") -> str:
     )
     text = json.dumps([DEFAULTS, schema.with_old_names(told)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:10]
-
-
-def _completed(path: pathlib.Path) -> Row:
-    """Returns a row; of settings that are younger than it, the default was what it sampled with."""
-    row = json.loads(path.read_text())
-    return row | {"sampling": as_read(config.to_dict(config.Sampling())) | row["sampling"]}
-
-
-def as_read(values: Row) -> Row:
-    """Returns values as they come back from a file of JSON."""
-    return json.loads(json.dumps(values))
 
 
 class Passes:

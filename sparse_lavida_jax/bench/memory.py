@@ -42,7 +42,6 @@ from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.training import optimizer
 
 GB = 1e9
-PARTS = ("parameters", "gradients", "moments", "average", "kept", "layer", "logits")
 HEADS = ("text_head/kernel", "image_head/logits/kernel")
 USABLE = 0.95  # of a device's memory (ours)
 # The generation branch, as stages s2-256 and s2-1024 of the release train it (spec Sec. 9.5), and
@@ -86,6 +85,9 @@ class MemoryPlan:
     def fits(self, device_bytes: int) -> bool:
         """Whether a device has this much memory, with room to spare."""
         return self.total <= USABLE * device_bytes
+
+
+PARTS = tuple(field.name for field in dataclasses.fields(MemoryPlan))[2:]
 
 
 def ways(settings: config.Config) -> dict[str, config.Config]:
@@ -202,6 +204,18 @@ def first_state(settings: config.Config, model: Denoiser | None = None) -> train
     return train.TrainState(jnp.int32(0), params, ema, opt_state, jnp.int32(0), frozen)
 
 
+def lowered_step(settings: config.Config, state, batch, learning_rate_scale) -> jax.stages.Lowered:
+    """Returns a step of training, to be compiled, as `train.train` calls it."""
+    return train.train_step.lower(
+        state,
+        batch,
+        learning_rate_scale,
+        settings=settings.optimizer,
+        microbatches=settings.train.microbatches,
+        loss_chunk=settings.train.loss_chunk,
+    )
+
+
 def kept(settings: config.Config, batch: BatchSize) -> int:
     """Returns the bytes that the loss keeps for its gradient, next to the parameters."""
     # Of a layer of which the input alone is kept, any attention keeps nothing.
@@ -226,29 +240,27 @@ def kept(settings: config.Config, batch: BatchSize) -> int:
 
 def rows(model: config.Model, batch: BatchSize) -> Corrupted:
     """Rows of which every token has a loss and sees all: take no memory while tracing."""
-    u, g, codes = batch.understanding, batch.generation, model.codes_per_token
+    u, g = (batch.rows, batch.understanding), (batch.rows, batch.generation)
+    codes = (*g, model.codes_per_token)
 
-    def ints(*shape: int):
-        return jnp.zeros((batch.rows, *shape), jnp.int32)
+    def of(shape: tuple[int, ...], fill=jnp.zeros, dtype=jnp.int32):
+        return fill(shape, dtype) if shape[1] else None
 
-    def weights(*shape: int):
-        return jnp.ones((batch.rows, *shape), jnp.float32)
-
-    def stream(length: int, *codes: int):
-        layout = TokenLayout(ints(length), ints(length), ints(length))
-        return Stream(ints(length, *codes), ints(length), layout) if length else None
+    def stream(length: tuple[int, int], tokens: tuple[int, ...]):
+        tags = [jnp.zeros(length, jnp.int32)] * 3
+        return Stream(of(tokens), of(length), TokenLayout(*tags)) if length[1] else None
 
     return Corrupted(
-        understanding=stream(u),
+        understanding=stream(u, u),
         generation=stream(g, codes),
         pixels=None,
-        text_target=ints(u) if u else None,
-        text_weight=weights(u) if u else None,
-        image_target=ints(g, codes) if g else None,
-        image_weight=weights(g) if g else None,
-        text_total=weights(),
-        image_total=weights(),
-        predicts="both" if u and g else "understanding" if u else "generation",
+        text_target=of(u),
+        text_weight=of(u, jnp.ones, jnp.float32),
+        image_target=of(codes),
+        image_weight=of(codes, jnp.ones, jnp.float32),
+        text_total=jnp.ones(batch.rows),
+        image_total=jnp.ones(batch.rows),
+        predicts="both" if u[1] and g[1] else "understanding" if u[1] else "generation",
     )
 
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that attention may be computed by, each as a compiled program of one case."""
+"""What attention is measured on, and everything it may be computed by, each a compiled program."""
 
 import dataclasses
 import functools
 import importlib
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -14,10 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparse_lavida_jax.bench import timing
-from sparse_lavida_jax.bench.cases import CHECKED_HEADS, HEAD_DIM, Case
-from sparse_lavida_jax.kernels import attention, tables
+from sparse_lavida_jax.kernels import attention, shapes, tables
 from sparse_lavida_jax.visibility import PAD_BLOCK, visible
 
+HEADS, HEAD_DIM = 32, 128
+TILE = tables.TileSizes(128, 128, 128)  # what "tile FLOPs" are counted in
+BACKWARD_WORK = 2.5  # products of the backward pass (5) over those of the forward pass (2)
+SHORT = 2048  # queries below which a call is too short to be timed alone
+CALLS = 8  # of a short shape, in one program, each on what the one before returned
+CHECKED_HEADS = (0, -1)  # heads do not know of each other, and a float32 reference is large
 IN_FLIGHT = 8  # calls started before waiting: what a launch costs the host is not attention
 LAYERS, LAYER = 3, 1  # of the stacked cache, and the one that is read
 # Another result: no mask at all, or none inside segments. Speed is all that is compared.
@@ -29,23 +34,149 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
+class Case:
+    """One shape at one batch size, all rows with the same tags.
+
+    Attributes:
+        backward: with the gradients.
+        timed: whether calls of a short shape are chained to be timed; otherwise there is one.
+    """
+
+    name: str
+    batch: int
+    tags: shapes.RowTags
+    heads: int = HEADS
+    backward: bool = False
+    timed: bool = True
+
+    @property
+    def task(self) -> str:
+        return f"{self.name}/{'forward_backward' if self.backward else 'forward'}"
+
+    @property
+    def decodes(self) -> bool:
+        """Whether keys and values are a layer of the stacked cache."""
+        return self.name.startswith("decode")
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """How many queries and keys."""
+        return len(self.tags.query_block), len(self.tags.key_block)
+
+    @property
+    def calls(self) -> int:
+        return CALLS if self.timed and self.lengths[0] < SHORT else 1
+
+    @property
+    def fields(self) -> tuple[np.ndarray | None, ...]:
+        """Tags in the order in which attention takes them."""
+        t = self.tags
+        return t.query_block, t.query_horizon, t.key_block, t.query_segment, t.key_segment
+
+    @functools.cached_property
+    def mask(self) -> np.ndarray:
+        """Who sees whom [s t]; padding sees nobody."""
+        queries, keys = (np.arange(length) for length in self.lengths)
+        return np.asarray(rule(self.fields)(0, 0, queries[:, None], keys[None]))
+
+    @functools.cached_property
+    def flops(self) -> dict[str, float]:
+        """Of pairs that see each other, of the tiles that hold any, and of all pairs."""
+        made = tables.make_tables(*self.arrays(1), sizes=TILE)
+        tiles = float(tables.active_share(made)) * made.by_query.flags.size
+        pairs = {
+            "useful": float(self.mask.sum()),
+            "tile": tiles * TILE.queries * TILE.keys,
+            "dense": float(self.mask.size),
+        }
+        work = 4.0 * HEAD_DIM * self.heads * self.batch * (1 + BACKWARD_WORK * self.backward)
+        return {name: work * number for name, number in pairs.items()}
+
+    @property
+    def least_bytes(self) -> int:
+        """q, k, v and the output once, and with gradients theirs and the output's."""
+        once = 2 * self.batch * self.heads * HEAD_DIM * 2 * sum(self.lengths)
+        return once * (2 if self.backward else 1)
+
+    def arrays(self, batch: int | None = None) -> tuple:
+        """Tags as the kernels take them [b s]."""
+        rows = batch or self.batch
+        return tuple(
+            x if x is None else jnp.asarray(np.repeat(x[None], rows, 0)) for x in self.fields
+        )
+
+    def numbers(self) -> Numbers:
+        """q, k, v and the gradient of the output, [b s h d], float32 values of bfloat16."""
+        rng, (s, t) = np.random.default_rng(0), self.lengths
+
+        def draw(length: int) -> np.ndarray:
+            shape = (self.batch, length, self.heads, HEAD_DIM)
+            rounded = jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16)
+            return np.asarray(rounded, np.float32)
+
+        return draw(s), draw(t), draw(t), draw(s)
+
+
+def rule(tags: tuple[Any, ...]) -> Callable[..., Any]:
+    """Returns the visibility rule as FlexAttention takes it: of indices, on tags [s]."""
+    query_block, query_horizon, key_block, query_segment, key_segment = tags
+
+    def sees(batch, head, query, key):
+        del batch, head
+        segments = () if query_segment is None else (query_segment[query], key_segment[key])
+        sees = visible(query_block[query], query_horizon[query], key_block[key], *segments)
+        return sees & (query_block[query] != PAD_BLOCK)
+
+    return sees
+
+
+def reference(case: Case, numbers: Numbers) -> Numbers:
+    """Returns output and gradients of `CHECKED_HEADS`, float32, mask written out."""
+    q, k, v, cotangent = (jnp.asarray(x[:, :, CHECKED_HEADS]) for x in numbers)
+    mask = jnp.asarray(case.mask)[None, None]
+
+    def attend(q, k, v, mask):
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation="xla")
+
+    with jax.default_matmul_precision("highest"):
+        out, gradients = jax.jit(_once, static_argnums=(0, 1))(
+            attend, case.backward, q, k, v, cotangent, mask
+        )
+    return tuple(map(np.asarray, (out, *gradients)))
+
+
+def difference(found: Numbers, wanted: Numbers, case: Case) -> float:
+    """The largest difference, of the output where a query sees anything and of all gradients.
+
+    Gradients that are larger than 1 count in proportion.
+    """
+    seen = case.mask.any(axis=1).reshape(1, -1, 1, 1)
+    (out, *gradients), (wanted_out, *wanted_gradients) = found, wanted
+    outs = np.where(seen, out, 0), np.where(seen, wanted_out, 0)
+    pairs = [outs, *zip(gradients, wanted_gradients, strict=True)]
+    return max(float(np.abs(x - y).max() / max(np.abs(y).max(), 1)) for x, y in pairs)
+
+
+# ---------------------------------------------------------------------------------------------
+# Programs.
+
+
+@dataclasses.dataclass(frozen=True)
 class Program:
     """A method, compiled.
 
     Attributes:
         run: starts all calls and returns what `wait` waits for.
         calls: calls of attention in one run.
-        outputs: output and gradients of the first call, of `CHECKED_HEADS`, float32.
+        outputs: returns output and gradients of the first call, of `CHECKED_HEADS`, float32.
         temp_bytes: memory in addition to arguments and results, by the compiler's account.
-        note: what else must be known of its times.
     """
 
     run: Callable[[], Any]
-    wait: Callable[[Any], Any]
-    calls: int
-    outputs: Callable[[], Numbers]
+    calls: int = 1
+    outputs: Callable[[], Numbers] = tuple
+    wait: Callable[[Any], Any] = jax.block_until_ready
     temp_bytes: int | None = None
-    note: str = ""
 
 
 def methods(case: Case, *, dry: bool = False) -> dict[str, Callable[[Numbers], Program]]:
@@ -65,9 +196,8 @@ def methods(case: Case, *, dry: bool = False) -> dict[str, Callable[[Numbers], P
         "tokamax_mask": library("mosaic", masked=True),
     }
     if case.batch == 1:  # its compiler takes longer than all the others together
-        kept: list[Callable[[bool], Program]] = []
-        found["flex"] = functools.partial(_flex, case, kept=kept, builds=False)
-        found["flex_with_mask"] = functools.partial(_flex, case, kept=kept, builds=True)
+        found["flex"] = functools.partial(by_flex, case)
+        found["flex_with_mask"] = functools.partial(by_flex, case, builds=True)
     if case.tags.query_segment is not None:
         found["cudnn_segments"] = functools.partial(by_segment, case)
         found["cudnn_packed"] = functools.partial(packed, case)
@@ -96,15 +226,16 @@ def ours(
     """
     tags = case.arrays()
     if sizes is None:
-        make = functools.partial(
-            attention.make_tables, head_dim=HEAD_DIM, implementation=implementation
-        )
+        how = {"head_dim": HEAD_DIM, "implementation": implementation}
+        make = functools.partial(attention.make_tables, **how)
     else:
         make = functools.partial(tables.make_tables, sizes=sizes)
     made = jax.jit(make)(*tags)
 
     def attend(q, k, v, data):
         tags, made, layer = data
+        if layer is None:
+            k, v = _merged(k), _merged(v)
         out = attention.step_causal_attention(
             _merged(q), k, v, *tags[:3], num_heads=case.heads, query_segment=tags[3],
             key_segment=tags[4], tables=made, layer=layer, implementation=implementation,
@@ -112,15 +243,12 @@ def ours(
         assert isinstance(out, jax.Array)
         return out.reshape(q.shape)
 
-    q, k, v, cotangent = numbers
+    layer = None
     if case.decodes:
+        q, k, v, cotangent = numbers
         k, v = (np.repeat(_merged(x)[None], LAYERS, axis=0) for x in (k, v))
-        return compiled(case, attend, (q, k, v, cotangent), (tags, made, jnp.int32(LAYER)))
-
-    def merging(q, k, v, data):
-        return attend(q, _merged(k), _merged(v), data)
-
-    return compiled(case, merging, numbers, (tags, made, None))
+        numbers, layer = (q, k, v, cotangent), jnp.int32(LAYER)
+    return compiled(case, attend, numbers, (tags, made, layer))
 
 
 def by_library(case: Case, implementation: str, numbers: Numbers, *, masked: bool) -> Program:
@@ -136,17 +264,12 @@ def by_library(case: Case, implementation: str, numbers: Numbers, *, masked: boo
 
 def by_segment(case: Case, numbers: Numbers) -> Program:
     """cuDNN, a call for each segment of a packed row, without a mask inside it."""
-    bounds = [int(bound) for bound in _bounds(case)]
+    own = [slice(*map(int, pair)) for pair in itertools.pairwise(_bounds(case))]
 
     def attend(q, k, v, data):
         del data
-        parts = []
-        for start, stop in itertools.pairwise(bounds):
-            own = slice(start, stop)
-            parts.append(jax.nn.dot_product_attention(
-                q[:, own], k[:, own], v[:, own], implementation="cudnn"
-            ))  # fmt: skip
-        return jnp.concatenate(parts, axis=1)
+        alone = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+        return jnp.concatenate([alone(q[:, at], k[:, at], v[:, at]) for at in own], axis=1)
 
     return compiled(case, attend, numbers, None)
 
@@ -166,15 +289,6 @@ def packed(case: Case, numbers: Numbers) -> Program:
     return compiled(case, attend, numbers, bounds)
 
 
-def _flex(
-    case: Case, numbers: Numbers, *, kept: list[Callable[[bool], Program]], builds: bool
-) -> Program:
-    """Both programs of a case are made of what is compiled once."""
-    if not kept:
-        kept.append(prepared_flex(case, numbers))
-    return kept[0](builds)
-
-
 def compiled(case: Case, attend: Attend, numbers: Numbers, data: Any) -> Program:
     """Compiles `attend(q, k, v, data)` for a case: masks, tags and tables are arguments.
 
@@ -184,18 +298,13 @@ def compiled(case: Case, attend: Attend, numbers: Numbers, data: Any) -> Program
     """
     leaves, structure = jax.tree.flatten(data)
 
-    def once(q, k, v, cotangent, leaves) -> tuple[jax.Array, tuple]:
-        data = jax.tree.unflatten(structure, leaves)
-        if not case.backward:
-            return attend(q, k, v, data), ()
-        out, pull_back = jax.vjp(lambda q, k, v: attend(q, k, v, data), q, k, v)
-        return out, pull_back(cotangent)
-
     def all_calls(q, k, v, cotangent, leaves):
-        out, gradients = first = once(q, k, v, cotangent, leaves)
+        data = jax.tree.unflatten(structure, leaves)
+        once = functools.partial(_once, attend, case.backward)
+        out, gradients = first = once(q, k, v, cotangent, data)
         for _ in range(case.calls - 1):
             q, k, v = gradients or (out, k, v)
-            out, gradients = once(q, k, v, cotangent, leaves)
+            out, gradients = once(q, k, v, cotangent, data)
         heads = jnp.array(CHECKED_HEADS)
         checked = [x[:, :, heads].astype(jnp.float32) for x in jax.tree.leaves(first)]
         return checked, (out, *gradients)
@@ -205,53 +314,29 @@ def compiled(case: Case, attend: Attend, numbers: Numbers, data: Any) -> Program
     memory = program.memory_analysis()
     return Program(
         functools.partial(program, *arguments),
-        jax.block_until_ready,
         case.calls,
         lambda: tuple(np.asarray(x) for x in program(*arguments)[0]),
-        None if memory is None else memory.temp_size_in_bytes,
+        temp_bytes=None if memory is None else memory.temp_size_in_bytes,
     )
 
 
-def timed(
-    programs: dict[Key, Program], runs: int, in_flight: int = IN_FLIGHT
-) -> dict[Key, list[float]]:
-    """Returns seconds a call, `runs` of each program, in another random order every turn."""
-    times: dict[Key, list[float]] = {method: [] for method in programs}
-    for turn, method in timing.in_turn([*programs], runs + 1):
-        program = programs[method]
-        starts = max(1, in_flight // program.calls)
-        begin = time.perf_counter()
-        for _ in range(starts):
-            last = program.run()
-        program.wait(last)
-        if turn:  # the first is to warm up
-            times[method].append((time.perf_counter() - begin) / (starts * program.calls))
-    return times
+def _once(attend: Attend, backward: bool, q, k, v, cotangent, data) -> tuple[jax.Array, tuple]:
+    """Returns the output of a call and its gradients, none without `backward`."""
+    if not backward:
+        return attend(q, k, v, data), ()
+    out, pull_back = jax.vjp(lambda q, k, v: attend(q, k, v, data), q, k, v)
+    return out, pull_back(cotangent)
 
 
-# ---------------------------------------------------------------------------------------------
-# FlexAttention, where PyTorch and CUDA are present.
+def by_flex(case: Case, numbers: Numbers, *, builds: bool = False) -> Program:
+    """PyTorch's FlexAttention, compiled, on the same numbers and tags.
 
+    Heads come before tokens, as FlexAttention likes them; all rows have the same tags, so that one
+    BlockMask serves them all. The calls of a short shape are one CUDA graph, which the host starts
+    at once.
 
-def rule(tags: tuple[Any, ...]) -> Callable[..., Any]:
-    """Returns the visibility rule as FlexAttention takes it: of indices, on tensors of tags [s]."""
-    query_block, query_horizon, key_block, query_segment, key_segment = tags
-
-    def sees(batch, head, query, key):
-        del batch, head
-        segments = () if query_segment is None else (query_segment[query], key_segment[key])
-        sees = visible(query_block[query], query_horizon[query], key_block[key], *segments)
-        return sees & (query_block[query] != PAD_BLOCK)
-
-    return sees
-
-
-def prepared_flex(case: Case, numbers: Numbers) -> Callable[[bool], Program]:
-    """Returns what makes a program of PyTorch's FlexAttention, on the same numbers and tags.
-
-    It takes whether the BlockMask is made (compiled too) in every call, as tags that are new data
-    need. Heads come before tokens, as FlexAttention likes them; all rows have the same tags, so
-    that one BlockMask serves them all. The calls of a short shape are one CUDA graph.
+    Args:
+        builds: whether the BlockMask is made in every call, as tags that are new data need.
 
     Raises:
         ModuleNotFoundError: there is no PyTorch.
@@ -268,14 +353,11 @@ def prepared_flex(case: Case, numbers: Numbers) -> Callable[[bool], Program]:
         torch.tensor(x, device="cuda", dtype=torch.bfloat16).transpose(1, 2).contiguous()
         for x in numbers
     )
-    t = case.tags
-    fields = (t.query_block, t.query_horizon, t.key_block, t.query_segment, t.key_segment)
-    tags = tuple(None if tag is None else torch.tensor(tag, device="cuda") for tag in fields)
-    lengths = len(t.query_block), len(t.key_block)
-    block_mask = functools.partial(make, rule(tags), None, None, *lengths, device="cuda")
+    tags = tuple(x if x is None else torch.tensor(x, device="cuda") for x in case.fields)
+    block_mask = functools.partial(make, rule(tags), None, None, *case.lengths, device="cuda")
     made = block_mask()
 
-    def once(q, k, v, builds):
+    def once(q, k, v):
         mask = block_mask() if builds else made
         if not case.backward:
             with torch.no_grad():
@@ -284,45 +366,50 @@ def prepared_flex(case: Case, numbers: Numbers) -> Callable[[bool], Program]:
         out = attention(q, k, v, block_mask=mask)
         return (out, *torch.autograd.grad(out, (q, k, v), cotangent))
 
-    def all_calls():
-        found = once(q, k, v, builds=False)
-        for _ in range(case.calls - 1):
-            found = once(*(found[1:] if case.backward else (found[0], k, v)), builds=False)
-        return found
-
     def outputs():
-        found = once(q, k, v, builds=False)
-        heads = (x.transpose(1, 2)[:, :, list(CHECKED_HEADS)] for x in found)
+        heads = (x.transpose(1, 2)[:, :, list(CHECKED_HEADS)] for x in once(q, k, v))
         return tuple(x.detach().float().cpu().numpy() for x in heads)
 
     def wait(found):
         del found
         torch.cuda.synchronize()
 
-    def program(builds: bool) -> Program:
-        if builds:
-            return Program(functools.partial(once, q, k, v, builds=True), wait, 1, outputs)
-        run, note = _graph(torch, all_calls) if case.calls > 1 else (all_calls, "")
-        return Program(run, wait, case.calls, outputs, note=note)
+    run, calls = functools.partial(once, q, k, v), 1 if builds else case.calls
+    if calls > 1:
 
-    return program
+        def all_calls():
+            found = once(q, k, v)
+            for _ in range(calls - 1):
+                found = once(*(found[1:] if case.backward else (found[0], k, v)))
 
-
-def _graph(torch: Any, run: Callable[[], Any]) -> tuple[Callable[[], Any], str]:
-    """Returns the calls as one CUDA graph, which the host starts at once; or as they are."""
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    try:
+        torch.cuda.synchronize()
+        aside, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        with torch.cuda.stream(aside):  # what a graph records has to have run before
+            all_calls()
+        aside.synchronize()
         with torch.cuda.graph(graph):
-            run()
-    except RuntimeError as error:
-        return run, f"no CUDA graph ({str(error)[:80]}): short calls may wait for the host"
-    return graph.replay, ""
+            all_calls()
+        run = graph.replay
+    return Program(run, calls, outputs, wait)
+
+
+def timed(
+    programs: Mapping[Key, Program], runs: int, in_flight: int = IN_FLIGHT
+) -> dict[Key, list[float]]:
+    """Returns seconds a call, `runs` of each program, in another random order every turn."""
+
+    def seconds(program: Program, turn: int) -> float:
+        del turn
+        starts = max(1, in_flight // program.calls)
+        begin = time.perf_counter()
+        for _ in range(starts):
+            last = program.run()
+        program.wait(last)
+        return (time.perf_counter() - begin) / (starts * program.calls)
+
+    calls = {key: functools.partial(seconds, program) for key, program in programs.items()}
+    taken = timing.in_turn(calls, runs + 1)
+    return {key: own[1:] for key, own in taken.items()}  # the first is to warm up
 
 
 def _merged(x):

@@ -6,6 +6,7 @@ it out; masked diffusion as LaViDa-O has it shows every token of the response, s
 and lets all see all.
 """
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -15,16 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_lavida_jax import config, train
+from sparse_lavida_jax import config
 from sparse_lavida_jax.bench import memory, timing
-from sparse_lavida_jax.data.batch import corrupt, longest_of, make_row, stack
+from sparse_lavida_jax.data.batch import GroupShape, TrainingRow, longest_of, make_row
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.kernels import attention
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.scenes import tasks
 from sparse_lavida_jax.scenes.prompts import Encoder
-from sparse_lavida_jax.sequence import Response, Text, stack_images
+from sparse_lavida_jax.sequence import Response, Text
 from sparse_lavida_jax.training import flops
 from sparse_lavida_jax.training.loss import linear_cross_entropy, weighted_cross_entropy
 
@@ -45,7 +46,8 @@ def methods(settings: config.Config) -> dict[str, config.Config]:
     def way(implementation: str, **changes: Any) -> config.Config:
         model = {"attention_implementation": implementation}
         diffusion = {"weighting": "1/t", **changes}
-        return config.changed(settings, {"model": model, "diffusion": diffusion})
+        changes = {"model": model, "diffusion": diffusion, "data": {"packing": 1}}
+        return config.changed(settings, changes)
 
     sparse = {"attention": "step_causal", "corruption": "blocks"}
     return {
@@ -82,15 +84,10 @@ def batches(
         make_row(make_example(index), settings, np.random.default_rng(index))
         for index in range(count * rows)
     ]
-    shape = longest_of([row.length for row in made], LENGTH_MULTIPLE)
-    model, is_full = settings.model, settings.diffusion.attention != "step_causal"
-    found = []
-    for start in range(0, len(made), rows):
-        own = made[start : start + rows]
-        pixels = stack_images([row.example.pixels for row in own])
-        corrupted = [corrupt(row, model) for row in own]
-        found.append(stack(corrupted, shape, model, full_attention=is_full, pixels=pixels))
-    return found
+    room = longest_of([row.length for row in made], LENGTH_MULTIPLE)
+    shape = GroupShape(room, views=0, predicts="generation", rows=(room,))
+    each = [made[start : start + rows] for start in range(0, len(made), rows)]
+    return [batch for own in each if (batch := TrainingRow.batch(own, shape, settings))]
 
 
 def counted(found: list[Corrupted], model: config.Model) -> dict[str, dict[str, float]]:
@@ -124,14 +121,8 @@ class Trainer:
         shapes = jax.eval_shape(lambda: memory.first_state(settings))
         self.structure = jax.tree.structure(shapes)
         begin = time.perf_counter()
-        self.step = train.train_step.lower(
-            shapes,
-            found[0],
-            np.float32(0),
-            settings=settings.optimizer,
-            microbatches=settings.train.microbatches,
-            loss_chunk=settings.train.loss_chunk,
-        ).compile(compiler_options=options)
+        lowered = memory.lowered_step(settings, shapes, found[0], np.float32(0))
+        self.step = lowered.compile(compiler_options=options)
         self.compile_s = time.perf_counter() - begin
         held: Any = self.step.memory_analysis()
         self.temporaries: int = held.temp_size_in_bytes
@@ -217,10 +208,8 @@ def measure(
     del params
     for trainer in trainers.values():
         trainer.run(leaves, 0)  # to warm up
-    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in trainers}
-    for turn, name in timing.in_turn([*trainers], runs):
-        taken[name].append(trainers[name].run(leaves, turn))
-    for name, pairs in taken.items():
+    steps = {name: functools.partial(one.run, leaves) for name, one in trainers.items()}
+    for name, pairs in timing.in_turn(steps, runs).items():
         seconds, losses = zip(*pairs, strict=True)
         loss = {"mean": statistics.mean(losses), "std": statistics.stdev(losses), "batches": runs}
         rows[name] |= {**timing.times(seconds), "loss": loss}

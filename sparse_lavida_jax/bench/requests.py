@@ -6,7 +6,6 @@ import functools
 import hashlib
 import itertools
 import json
-import operator
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -15,19 +14,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
 
 from sparse_lavida_jax import config, sample, sequence
 from sparse_lavida_jax.bench import record, suites, timing, work
 from sparse_lavida_jax.bench.suites import RequestCase
 from sparse_lavida_jax.models import fuse, quantize, vq
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.sampling import draw, plans, presets
 from sparse_lavida_jax.sampling.prefixes import Prefixes
 from sparse_lavida_jax.sampling.prompts import padded_lengths
 from sparse_lavida_jax.sampling.state import num_registers
 
 Row = dict[str, Any]
+Split = dict[str, float]  # seconds of the parts of a request
 SPLIT = ("host", "prefill", "loop", "vq_encode", "vq_decode")
 
 
@@ -58,15 +56,15 @@ class Subject:
     """A model and its image tokenizer; other forms of it are made when they are asked for.
 
     Attributes:
-        codec: encodes, and None where there is none.
-        decoder: decodes; of another dtype perhaps (`vq.for_decoding`).
+        codec: None where there is none.
+        vq_dtype: that images are decoded in.
         unfused: makes the parameters as they are stored; None where that is not known.
     """
 
     model: Denoiser
     settings: config.Config
     codec: vq.VQModel | None
-    decoder: vq.VQModel | None
+    vq_dtype: str
     random_weights: bool
     unfused: Callable[[], Denoiser] | None = None
 
@@ -84,205 +82,154 @@ class Subject:
         return unfused if case.without == "fused" else fuse.for_inference(unfused, by_layer=False)
 
 
-@dataclasses.dataclass
-class _Warm:
-    """A row whose programs are compiled, and what its requests took so far.
+class Timed:
+    """A row whose programs are compiled, by a first request."""
 
-    Attributes:
-        compiled: of the request that compiled, what a row says of it.
-        peak_before: bytes that this process held at most, before this request.
-        cores: processors that each request had on average; fewer where others use the machine.
-    """
+    def __init__(self, subject: Subject, case: RequestCase):
+        self.subject, self.case, self.model = subject, case, subject.in_form(case)
+        self.prefixes = Prefixes() if case.keeps_prefix else None
+        dtype = "float32" if case.without == "vq_dtype" else subject.vq_dtype
+        self.decoder = subject.codec and vq.for_decoding(subject.codec, dtype)
+        held, compiled = _peak_bytes(), record.compiled()
+        before, kept, begin = len(compiled.seconds), compiled.kept, time.perf_counter()
+        self.request(0)
+        own = compiled.seconds[before:]
+        self.compiled = {
+            "compile_s": time.perf_counter() - begin,
+            "compilations_kept": compiled.kept - kept,
+            "longest_compile_s": max(own, default=0.0),
+        }
+        self.compilations_timed, self.held_before = 0, held
 
-    case: RequestCase
-    model: Denoiser
-    prefixes: Prefixes | None
-    peak_before: int
-    compiled: dict[str, Any] = dataclasses.field(default_factory=dict)
-    compilations_timed: int = 0
-    splits: list[dict[str, float]] = dataclasses.field(default_factory=list)
-    cores: list[float] = dataclasses.field(default_factory=list)
+    def timed(self, turn: int) -> Split:
+        """Runs a request; what it compiles is counted."""
+        before = len(record.compiled().seconds)
+        split = self.request(turn)
+        self.compilations_timed += len(record.compiled().seconds) - before
+        return split
+
+    def request(self, turn: int) -> Split:
+        """Runs one request, other words and seeds every turn; returns seconds of its parts."""
+        case, model, settings = self.case, self.model, self.model.settings
+        split = dict.fromkeys(SPLIT, 0.0)
+        last = time.perf_counter()
+
+        def ends(part: str) -> None:
+            nonlocal last
+            before, last = last, time.perf_counter()
+            split[part] = last - before
+
+        if case.image is not None and self.subject.codec is not None:
+            shown = np.repeat(case.image[None], case.batch, 0)
+            vq.encode_images(self.subject.codec, shown, case.batch)
+            ends("vq_encode")
+        seeds = range(turn * case.batch, (turn + 1) * case.batch)
+        requests, plan = case.requests(seeds, turn), case.timed_plan(settings, list(seeds))
+        how, bucket = case.settings(settings), padded_lengths(case.prompt(settings))
+        ends("host")
+        begun = sample.begin(
+            model, requests, plan, settings=how, prompt_len=bucket, prefixes=self.prefixes
+        )
+        state = jax.block_until_ready(begun.state)
+        ends("prefill")
+        assert state is not None
+        for segment in plan:
+            state = sample.advance(model, begun, state, segment, in_trips=case.in_trips)
+        canvas = np.asarray(state.canvas)
+        ends("loop")
+        if how.kind == "image" and self.decoder is not None:
+            known = np.minimum(canvas, settings.codebook_size - 1)  # of steps not timed
+            grid = sequence.codes_from_cells(known, settings.grid_size, settings.codes_side)
+            vq.decode_codes(self.decoder, np.asarray(grid), batch=1)
+            ends("vq_decode")
+        return split
+
+    def row(self, splits: list[Split], calibration: dict[str, Any]) -> Row:
+        """Returns the values of the row."""
+        case, model = self.case, self.subject.settings.model
+        settings, need = case.settings(model), work.of_case(case, model)
+        steps = len(need.steps)
+        scale = steps / (case.steps_timed or steps)
+        split = {name: statistics.median(one[name] for one in splits) for name in SPLIT}
+        part = f"; {case.steps_timed} of {steps} equal steps timed" if case.steps_timed else ""
+        rows = case.batch * settings.guidance_rows if case.of_one else 1
+        rates = max(calibration["matmul_tflops"].values()), calibration["copy_gbps"]
+        held = _peak_bytes()
+        return {
+            "task": case.task,
+            "method": case.method,
+            "dtype": model.compute_dtype,
+            "quantize": case.sampling.quantize,
+            "batch": case.batch,
+            "guidance_rows": settings.guidance_rows,
+            "steps": steps,
+            "steps_timed": case.steps_timed or steps,
+            "registers": settings.num_registers,
+            **timing.times([sum(one.values()) + (scale - 1) * one["loop"] for one in splits]),
+            "split_s": split | {"loop": scale * split["loop"]},
+            **self.compiled,
+            "compilations_timed": self.compilations_timed,
+            "tokens": {
+                "useful": round(need.total("tokens") / rows),
+                "padded": round(need.total("slots") / rows),
+            },
+            "flops": {"useful": need.total("operations")},
+            "bytes": {"weights": need.total("weights"), "kv": need.total("keys")}
+            | {"parameters": fuse.parameter_bytes(self.model)},
+            "loop_flops": sum(one.operations for one in need.steps),
+            "floor_s": need.floor_s(*rates),
+            "calibration": calibration,
+            # None where an earlier row of this process held more.
+            "peak_memory_bytes": held if held > self.held_before else None,
+            **({"logits": self.moved_logits()} if case.sampling.quantize else {}),
+            "note": f"whole request; quality not measured{part}",
+        }
+
+    def moved_logits(self) -> dict[str, float]:
+        """Returns how far 8 bits move the logits of the first step, and how many modes stay."""
+        case, whole = self.case, self.subject.model
+        settings, plan = case.settings(whole.settings), case.plan(whole.settings)
+        first, requests = plan[0].steps(0, 1), case.requests(range(case.batch))
+        names = [field.name for field in dataclasses.fields(sample.StepTokens)]
+        now = sample.StepTokens(*(jnp.asarray(getattr(first, name))[0] for name in names))
+
+        def logits(model: Denoiser) -> np.ndarray:
+            begun = sample.begin(model, requests, plan, settings=settings)
+            program = dataclasses.replace(
+                begun.program,
+                guided=bool(first.guided[0]),
+                refreshing=bool(first.refresh[0]),
+                num_registers=num_registers(first, begun.program),
+            )
+            found, _ = _step_logits(model, begun.state, now, begun.prompt, program)
+            return np.asarray(found)[np.asarray(now.decode) >= 0]
+
+        plain, moved = logits(whole), logits(self.model)
+        difference = np.abs(moved - plain)
+        return {
+            "largest": float(np.abs(plain).max()),
+            "largest_difference": float(difference.max()),
+            "mean_difference": float(difference.mean()),
+            "argmax_agreement": float((moved.argmax(-1) == plain.argmax(-1)).mean()),
+        }
+
+
+_step_logits = functools.partial(jax.jit, static_argnums=4)(sample.step_logits)
+
+
+def _peak_bytes() -> int:
+    """Returns what this process held at most so far; 0 where devices do not say."""
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
 
 
 def measure(
     subject: Subject, cases: Sequence[RequestCase], *, runs: int, calibration: dict[str, Any]
 ) -> list[Row]:
-    """Returns the values of rows: of each `runs` whole requests after one that compiles.
-
-    Rows are timed in turn (`timing.in_turn`).
-    """
-    warm = [_warmed(subject, case) for case in cases]
-    for turn, one in timing.in_turn(warm, runs):
-        before, begin = len(record.compiled().seconds), time.process_time()
-        split, _ = _request(subject, one.model, one.case, 1 + turn, one.prefixes)
-        one.splits.append(split)
-        one.cores.append((time.process_time() - begin) / sum(split.values()))
-        one.compilations_timed += len(record.compiled().seconds) - before
-    return [_row(subject, one, calibration) for one in warm]
-
-
-def _warmed(subject: Subject, case: RequestCase) -> _Warm:
-    prefixes = Prefixes() if case.keeps_prefix else None
-    warm = _Warm(case, subject.in_form(case), prefixes, _peak_bytes() or 0)
-    compiled = record.compiled()
-    before, kept, begin = len(compiled.seconds), compiled.kept, time.perf_counter()
-    _, canvas = _request(subject, warm.model, case, 0, prefixes)
-    seconds, own = time.perf_counter() - begin, compiled.seconds[before:]
-    digest = hashlib.sha256(canvas.tobytes()).hexdigest()
-    warm.compiled = {
-        "ids_sha256": None if case.steps_timed else digest,
-        "compile_s": seconds,
-        "compilations": len(own),
-        "compilations_kept": compiled.kept - kept,
-        "longest_compile_s": max(own, default=0.0),
-    }
-    return warm
-
-
-def _peak_bytes() -> int | None:
-    """Returns what this process held at most so far; None where devices do not say."""
-    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-
-
-def _row(subject: Subject, warm: _Warm, calibration: dict[str, Any]) -> Row:
-    case, model = warm.case, subject.settings.model
-    settings, plan, prompt = case.settings(model), case.plan(model), case.prompt(model)
-    counting = {"kept": case.keeps_prefix, "discards": case.discards}
-    weight_bytes = 1 if case.sampling.quantize else 0
-    need = work.of_request(model, settings, plan, prompt, weight_bytes=weight_bytes, **counting)
-    steps = sum(part.num_steps for part in plan)
-    scale = steps / (case.steps_timed or steps)
-    times = [sum(one.values()) + (scale - 1) * one["loop"] for one in warm.splits]
-    split = {name: statistics.median(one[name] for one in warm.splits) for name in SPLIT}
-    split["loop"] *= scale
-    peak = _peak_bytes()
-    tokens = {"useful": need.total("tokens"), "padded": need.total("slots"), "loss": 0}
-    part = f"; {case.steps_timed} of {steps} equal steps timed" if case.steps_timed else ""
-    matmul_tflops = max(calibration["matmul_tflops"].values())
-    return {
-        "task": case.task,
-        "method": case.method,
-        "dtype": model.compute_dtype,
-        "quantize": case.sampling.quantize,
-        "batch": case.batch,
-        "guidance_rows": settings.guidance_rows,
-        "steps": case.steps or steps,
-        "steps_timed": case.steps or case.steps_timed or steps,
-        "registers": settings.num_registers,
-        **timing.times(times),
-        "split_s": split,
-        "process_s": statistics.median(map(operator.mul, warm.cores, times)),
-        **warm.compiled,
-        "compilations_timed": warm.compilations_timed,
-        "tokens": {"useful": case.tokens_of_one(model)} if case.steps else tokens,
-        "flops": {name: need.total(name) for name in ("useful", "padded")},
-        "bytes": {
-            "weights": need.total("weights"),
-            "kv": need.total("keys"),
-            "parameters": fuse.parameter_bytes(warm.model),
-        },
-        "loop_flops": sum(one.useful for one in need.steps),
-        "floor_s": need.floor_s(matmul_tflops, calibration["copy_gbps"]),
-        "calibration": calibration,
-        # None where an earlier row of this process held more.
-        "peak_memory_bytes": peak if peak and peak > warm.peak_before else None,
-        **_error(subject, warm.model, case, settings, plan),
-        "note": f"whole request; quality not measured{part}",
-    }
-
-
-def _request(
-    subject: Subject, model: Denoiser, case: RequestCase, turn: int, prefixes: Prefixes | None
-) -> tuple[dict[str, float], Int[np.ndarray, "b l g"]]:
-    """Runs one request, other words and seeds every turn; returns seconds of its parts, and ids."""
-    split: dict[str, float] = dict.fromkeys(SPLIT, 0.0)
-    last = time.perf_counter()
-
-    def ends(part: str) -> None:
-        nonlocal last
-        before, last = last, time.perf_counter()
-        split[part] = last - before
-
-    if case.image is not None and subject.codec is not None:
-        vq.encode_images(subject.codec, np.repeat(case.image[None], case.batch, 0), case.batch)
-        ends("vq_encode")
-    seeds, settings = range(turn * case.batch, (turn + 1) * case.batch), model.settings
-    requests, plan = case.requests(seeds, turn), case.timed_plan(settings, list(seeds))
-    how, bucket = case.settings(settings), padded_lengths(case.prompt(settings))
-    ends("host")
-    begun = sample.begin(model, requests, plan, settings=how, prompt_len=bucket, prefixes=prefixes)
-    state = jax.block_until_ready(begun.state)
-    ends("prefill")
-    assert state is not None
-    for segment in plan:
-        state = sample.advance(model, begun, state, segment, in_trips=case.in_trips)
-    canvas = np.asarray(state.canvas)
-    ends("loop")
-    decoder = subject.codec if case.without == "vq_dtype" else subject.decoder
-    if how.kind == "image" and decoder is not None:
-        known = np.minimum(canvas, settings.codebook_size - 1)  # of steps not timed
-        grid = sequence.codes_from_cells(known, settings.grid_size, settings.codes_side)
-        vq.decode_codes(decoder, np.asarray(grid), batch=1)
-        ends("vq_decode")
-    return split, canvas
-
-
-def _error(
-    subject: Subject,
-    model: Denoiser,
-    case: RequestCase,
-    settings: presets.StepSettings,
-    plan: list[plans.Segment],
-) -> dict[str, Any]:
-    """Returns how far 8 bits move the logits of each step, and how many modes stay.
-
-    Both models decode what the whole one draws, each with a cache of its own making. Of a model of
-    full size only the first step: every width of a step would be compiled again.
-    """
-    if not case.sampling.quantize:
-        return {}
-    small = suites.sizes(subject.settings.model)[0] < suites.WORDS
-    steps = [part.steps(i, i + 1) for part in plan for i in range(part.num_steps)]
-    requests, both = case.requests(range(case.batch)), (subject.model, model)
-    begun = [sample.begin(which, requests, plan, settings=settings) for which in both]
-    states, found = [one.state for one in begun], []
-    names = [field.name for field in dataclasses.fields(sample.StepTokens)]
-    for part in steps if small else steps[:1]:
-        now = sample.StepTokens(*(jnp.asarray(getattr(part, name))[0] for name in names))
-        program = dataclasses.replace(
-            begun[0].program,
-            guided=bool(part.guided[0]),
-            refreshing=bool(part.refresh[0]),
-            num_registers=num_registers(part, begun[0].program),
-        )
-        (plain, after), (moved, other) = (
-            _one_step(which, state, now, begun[0].prompt, program)
-            for which, state in zip(both, states, strict=True)
-        )
-        states = [after, dataclasses.replace(after, cache=other.cache)]
-        there = np.asarray(now.decode) >= 0
-        plain, moved = np.asarray(plain)[there], np.asarray(moved)[there]
-        difference = np.abs(moved - plain)
-        found.append(
-            {
-                "largest": float(np.abs(plain).max()),
-                "largest_difference": float(difference.max()),
-                "mean_difference": float(difference.mean()),
-                "argmax_agreement": float((moved.argmax(-1) == plain.argmax(-1)).mean()),
-            }
-        )
-    by_step = {name: [one[name] for one in found] for name in found[0]}
-    over_all = {name: statistics.mean(values) for name, values in by_step.items()}
-    largest = {name: max(by_step[name]) for name in ("largest", "largest_difference")}
-    return {"logits": over_all | largest | {"by_step": by_step}}
-
-
-@functools.partial(jax.jit, static_argnums=4)
-def _one_step(model, state, now, prompt, settings):
-    """A step that also returns its logits."""
-    logits, _ = sample.step_logits(model, state, now, prompt, settings)
-    policy = draw.policy_of(settings.choice)
-    return logits, sample.step(model, state, now, prompt, policy=policy, settings=settings)
+    """Returns the values of rows: of each `runs` whole requests, all rows in turn."""
+    timed = [Timed(subject, case) for case in cases]
+    requests = {number: one.timed for number, one in enumerate(timed)}
+    splits = timing.in_turn(requests, runs, first=1)
+    return [one.row(splits[number], calibration) for number, one in enumerate(timed)]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -295,7 +242,6 @@ def run_suite(
     cases: Sequence[RequestCase],
     *,
     runs: int,
-    vq_dtype: str,
     variant: str = "",
     missing: bool = False,
     minutes: float = 0.0,
@@ -304,12 +250,10 @@ def run_suite(
 
     Args:
         runs: timed requests of each row.
-        vq_dtype: of the subject's decoder of images.
         variant: after the ids of what is measured in another way, with other flags perhaps.
         missing: goes on with the newest run of this code, model, software and device, and measures
             what it lacks.
-        minutes: no row is begun that would end later, if it takes as long as the longest so far;
-            0: all are. Rows that are timed in turn are begun together.
+        minutes: see `timing.in_time`. Rows that are timed in turn are begun together.
 
     Raises:
         ConfigError: a row that is there was measured in another way and would be lost.
@@ -319,40 +263,33 @@ def run_suite(
         "model": subject.settings.name,
         "settings": hashlib.sha256(repr(subject.settings).encode()).hexdigest()[:12],
         "random_weights": subject.random_weights,
-        "vq_dtype": vq_dtype,
+        "vq_dtype": subject.vq_dtype,
         "variant": variant,
     }
     wanted = {f"{case.id}/{variant}" if variant else case.id: case for case in cases}
     paths = {row_id: record.path_of(suite, f"{how['model']}/{row_id}") for row_id in wanted}
     there = {id_: json.loads(path.read_text()) for id_, path in paths.items() if path.exists()}
-    _refuse_to_lose(there, vq_dtype)
+    _refuse_to_lose(there, subject.vq_dtype)
     if missing:
         bench, done = _newest_run(bench, there, how)
         wanted = {row_id: case for row_id, case in wanted.items() if row_id not in done}
     if not wanted:
         return bench.run
-    calibration = timing.calibrate()
-    together = [[row_id] for row_id in wanted]
-    if suites.in_turn(suite):
-        by_task = itertools.groupby(wanted, lambda row_id: wanted[row_id].task)
-        together = [[*ids] for _, ids in by_task]
-    begin, longest = time.monotonic(), 0.0
-    for number, ids in enumerate(together):
-        begun = time.monotonic() - begin
-        if minutes and number and begun + longest > 60 * minutes:
-            left = list(itertools.chain(*together[number:]))
-            print(f"no time for {', '.join(left)}: --missing measures the rest.", flush=True)
-            break
-        of_ids = [wanted[row_id] for row_id in ids]
+    calibration, in_turn = timing.calibrate(), suites.in_turn(suite)
+    groups = {
+        name: [*ids]
+        for name, ids in itertools.groupby(wanted, lambda id_: wanted[id_].task if in_turn else id_)
+    }
+    for name in timing.in_time([*groups], minutes):
+        of_ids = [wanted[row_id] for row_id in groups[name]]
         rows = measure(subject, of_ids, runs=runs, calibration=calibration)
-        for row_id, row in zip(ids, rows, strict=True):
+        for row_id, row in zip(groups[name], rows, strict=True):
             path = bench.write(row_id, row | how, name=f"{how['model']}/{row_id}")
             print(
                 f"{path.name}: median {row['median_s']:.4f} s, loop {row['split_s']['loop']:.4f} s,"
                 f" floor {row['floor_s']:.4f} s, compiled in {row['compile_s']:.1f} s",
                 flush=True,
             )
-        longest = max(longest, time.monotonic() - begin - begun)
     return bench.run
 
 
@@ -376,8 +313,7 @@ def _newest_run(
     expected["host_cores"] = now["device"]["host_cores"]
     done: set[str] = set()
     for row_id, row in sorted(there.items(), key=lambda pair: pair[1]["created"], reverse=True):
-        row_of = row | {"host_cores": row["device"]["host_cores"]}
-        other = record.differing(row_of, expected)
+        other = record.differing(row | {"host_cores": row["device"]["host_cores"]}, expected)
         if not done and not other:
             bench = dataclasses.replace(bench, run=row["run"])
         if not other and row["run"] == bench.run:

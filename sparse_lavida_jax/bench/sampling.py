@@ -23,7 +23,7 @@ import dataclasses
 import functools
 import pathlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TypeVar
 
 import jax
@@ -68,41 +68,24 @@ M = TypeVar("M")
 
 
 def main(argv: list[str]) -> None:
-    """Times all presets, of images and then of text: writes a row for each, and a table of them.
-
-    Or times a suite.
-    """
+    """Times a suite, or all presets, of images and then of text, with a table of them."""
     del argv
     logging.set_verbosity(logging.WARNING)  # of the array store
     runtime.keep_programs()
-    known = (*config.PRESETS, *config.TEXT_PRESETS)
-    if unknown := [name for name in PRESETS.value if name not in known]:
-        sys.exit(f"bench.sampling: there is no preset {unknown[0]!r}: {', '.join(known)}.")
     if bool(CONFIG.value) != RANDOM.value:
         sys.exit(
             "bench.sampling: --config and --random-weights go together, as a file has no weights."
         )
+    suite = SUITE.value or suites.PRESETS_SUITE
     try:
         subject, cases = _random_subject() if RANDOM.value else _trained_subject()
-        run = requests.run_suite(
-            subject,
-            SUITE.value or suites.PRESETS_SUITE,
-            cases,
-            runs=RUNS.value,
-            vq_dtype=VQ_DTYPE.value,
-            variant=VARIANT.value,
-            missing=MISSING.value,
-            minutes=MINUTES.value,
-        )
+        how = {"variant": VARIANT.value, "missing": MISSING.value, "minutes": MINUTES.value}
+        run = requests.run_suite(subject, suite, cases, runs=RUNS.value, **how)
     except (model_folder.CheckpointError, config.ConfigError) as error:
         sys.exit(f"bench.sampling: {error}")
     if not SUITE.value:
-        rows = [row for row in record.read_rows(suites.PRESETS_SUITE) if row["run"] == run]
+        rows = [row for row in record.read_rows(suite) if row["run"] == run]
         print(f"\n{table.table('sampling_seconds', rows)}")
-
-
-# ---------------------------------------------------------------------------------------------
-# What is timed.
 
 
 def _random_subject() -> tuple[requests.Subject, list[RequestCase]]:
@@ -112,42 +95,33 @@ def _random_subject() -> tuple[requests.Subject, list[RequestCase]]:
     codec = None
     sides = settings.model.grid_size * settings.model.codes_side * settings.vq.factor
     if SUITE.value and sides == settings.vq.image_size:
-        float32 = jnp.dtype("float32")
-        codec = _random(lambda: vq.VQModel(settings.vq, rngs=nnx.Rngs(0)), float32)
-    subject = requests.Subject(
-        model,
-        settings,
-        codec,
-        codec and vq.for_decoding(codec, VQ_DTYPE.value),
-        random_weights=True,
-        unfused=functools.partial(_random_model, settings.model, None),
-    )
-    if SUITE.value:
-        return subject, suites.cases(SUITE.value, settings)
+        codec = _random(lambda: vq.VQModel(settings.vq, rngs=nnx.Rngs(0)), jnp.dtype("float32"))
+    unfused = functools.partial(_random_model, settings.model, None)
+    subject = requests.Subject(model, settings, codec, VQ_DTYPE.value, True, unfused)
     examples = suites.random_examples(settings)
-    return subject, _by_preset(settings, examples, settings.data.text_block_len)
+    return subject, _cases(settings, examples, settings.data.text_block_len)
 
 
 def _trained_subject() -> tuple[requests.Subject, list[RequestCase]]:
     """Returns a trained model; of a preset it writes a text of its longest length."""
     pipe = SparseLaViDa.from_pretrained(CHECKPOINT.value)
-    settings, prompts = pipe.settings, pipe.prompts
+    settings, prompts, model = pipe.settings, pipe.prompts, pipe.settings.model
     codec = pipe.codec.vq if SUITE.value and pipe.codec is not None else None
     if codec is not None:
         settings = dataclasses.replace(settings, vq=codec.settings)
-    decoder = codec and vq.for_decoding(codec, VQ_DTYPE.value)
-    subject = requests.Subject(pipe.model, settings, codec, decoder, random_weights=False)
-    if SUITE.value:
-        return subject, suites.cases(SUITE.value, settings)
-    model, words = settings.model, "a red circle above a blue square"
+    subject = requests.Subject(pipe.model, settings, codec, VQ_DTYPE.value, False)
+    words = "a red circle above a blue square"
     examples = {"text": prompts.ask(words, (), prompts.long_answer_tokens)}
     if not model.understanding_only:
         blank = np.zeros((model.num_cells, model.codes_per_token), np.int32)
         examples = {"draw": prompts.draw(words, blank), **examples}
-    return subject, _by_preset(settings, examples, prompts.text_block_len)
+    return subject, _cases(settings, examples, prompts.text_block_len)
 
 
-def _by_preset(settings: config.Config, examples: Mapping, text_block_len: int):
+def _cases(settings: config.Config, examples: dict, text_block_len: int) -> list[RequestCase]:
+    """Returns the rows of the suite, or of the presets."""
+    if SUITE.value:
+        return suites.cases(SUITE.value, settings)
     asked = {"batch": BATCH.value, "steps": STEPS.value, "names": PRESETS.value}
     return suites.by_preset(settings, examples, text_block_len, **asked)
 
@@ -169,12 +143,11 @@ def _random(make: Callable[[], M], dtype: jnp.dtype) -> M:
     next to nothing of what goes in.
     """
     leaves, tree = jax.tree.flatten(jax.eval_shape(make))
-    normal = jax.jit(
-        lambda key, shape: (
-            max(RANDOM_SCALE, shape[-2] ** -0.5) * jax.random.normal(key, shape, dtype)
-        ),
-        static_argnums=1,
-    )
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def normal(key, shape):
+        return max(RANDOM_SCALE, shape[-2] ** -0.5) * jax.random.normal(key, shape, dtype)
+
     keys = jax.random.split(jax.random.key(0), len(leaves))
     made = [
         normal(key, leaf.shape) if leaf.ndim > 1 else jnp.ones(leaf.shape, dtype)

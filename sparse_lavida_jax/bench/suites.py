@@ -12,12 +12,10 @@ from jaxtyping import UInt8
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import images
 from sparse_lavida_jax.data.example import Example
-from sparse_lavida_jax.inference.engine import tokens_passed
 from sparse_lavida_jax.inference.requests import Request
 from sparse_lavida_jax.kernels import attention
 from sparse_lavida_jax.models import fuse, text_head
 from sparse_lavida_jax.sampling import plans, presets, prompts
-from sparse_lavida_jax.sampling.prompts import Prompt
 from sparse_lavida_jax.sequence import Kind, Response, Source, Text
 
 PRESETS_SUITE = "sampling"  # every preset of one model: `by_preset`
@@ -48,8 +46,7 @@ class RequestCase:
         without: of the suite `fastpath`, which of its changes is taken back (`_changes`).
         keeps_prefix: between requests, whose prompts then have one length.
         varies: prompts of a few lengths, so that no prefix is ever kept.
-        steps: of a preset: of an image or a text block, and tokens are those of one response; 0:
-            steps and tokens of the row are those of the whole plan.
+        of_one: whether tokens are told of one response, and not of the whole batch.
     """
 
     id: str
@@ -66,7 +63,7 @@ class RequestCase:
     without: str = ""
     keeps_prefix: bool = False
     varies: bool = True
-    steps: int = 0
+    of_one: bool = False
 
     def settings(self, model: config.Model) -> presets.StepSettings:
         """Returns the compiled-in settings of its steps."""
@@ -101,13 +98,9 @@ class RequestCase:
         start = max(longest.num_steps - self.steps_timed, 0) // 2
         return [longest.steps(start, start + self.steps_timed)]
 
-    def prompt(self, model: config.Model) -> Prompt:
+    def prompt(self, model: config.Model) -> prompts.Prompt:
         """Returns the prompts of a batch, all guidance rows."""
         return prompts.prepare(self.requests(range(self.batch)), model, self.settings(model))
-
-    def tokens_of_one(self, model: config.Model) -> int:
-        """Returns how many tokens all steps of one response pass, prompt included, padding not."""
-        return tokens_passed(model, self.sampling, self.example, self.text_block_len)
 
 
 def cases(suite: str, settings: config.Config) -> list[RequestCase]:
@@ -119,6 +112,10 @@ def in_turn(suite: str) -> bool:
     """Returns whether the rows of a suite are timed in turn: of small models, where others work."""
     on_cpu = jax.default_backend() == "cpu"
     return suite in ("cpu", PRESETS_SUITE) or (suite == "fastpath" and on_cpu)
+
+
+# ---------------------------------------------------------------------------------------------
+# Every preset of one model.
 
 
 def by_preset(
@@ -135,15 +132,19 @@ def by_preset(
     Args:
         steps: of an image and of a text block; 0: those of the config.
         names: of the presets; by default all.
+
+    Raises:
+        ConfigError: there is no such preset.
     """
+    known = (*config.PRESETS, *config.TEXT_PRESETS)
+    if unknown := [name for name in names if name not in known]:
+        raise config.ConfigError(f"there is no preset {unknown[0]!r}: {', '.join(known)}.")
     found = []
     for task, example in examples.items():
         draws = task == "draw"
         kind, field = ("preset", "num_steps") if draws else ("text_preset", "text_steps")
         count = steps or getattr(settings.sampling, field)
-        for name in config.PRESETS if draws else (*config.PRESETS, *config.TEXT_PRESETS):
-            if names and name not in names:
-                continue
+        for name in config.PRESETS if draws else known:
             sampling = dataclasses.replace(settings.sampling, **{kind: name, field: count})
             rows = presets.step_settings(sampling, settings.model, example.kind).guidance_rows
             case = RequestCase(
@@ -155,10 +156,10 @@ def by_preset(
                 text_block_len=text_block_len,
                 batch=batch,
                 varies=False,
-                steps=count,
+                of_one=True,
             )
             found.append(case)
-    return found
+    return [case for case in found if not names or case.method in names]
 
 
 def random_examples(settings: config.Config) -> dict[str, Example]:
@@ -176,6 +177,10 @@ def _example(parts: tuple, kind: Kind, length: int, width: int, views: tuple = (
     return Example((*parts, Response(length)), tokens, given, kind, None, length, views)
 
 
+def _ids(model: config.Model, number: int) -> np.ndarray:
+    return np.arange(number, dtype=np.int32) % min(model.text_mask_id, model.end_of_text_id)
+
+
 # ---------------------------------------------------------------------------------------------
 # Suites of whole requests.
 
@@ -186,45 +191,102 @@ def sizes(model: config.Model) -> tuple[int, int, int]:
     return (WORDS, QUESTION, ANSWER) if full else (FEW_WORDS, SHORT_QUESTION, SHORT_ANSWER)
 
 
-def _ids(model: config.Model, number: int) -> np.ndarray:
-    return np.arange(number, dtype=np.int32) % min(model.text_mask_id, model.end_of_text_id)
+def _image(
+    settings: config.Config, method: str, *, batch: int = 1, edits: bool = False, **options
+) -> RequestCase:
+    """Returns a request for an image."""
+    model, dense = settings.model, method.startswith("dense")
+    words = Text(_ids(model, sizes(model)[0]))
+    length, width = model.num_cells, model.codes_per_token
+    pixels = model.grid_size * model.codes_side * settings.vq.factor
+    parts, views, image = (words,), (), None
+    if edits:
+        rng = np.random.default_rng(0)
+        image = rng.integers(0, 256, (pixels, pixels, 3), dtype=np.uint8)
+        seen = images.see(image, model.vision)
+        codes = rng.integers(0, model.codebook_size, (length, width)).astype(np.int32)
+        parts, views = (seen.part, Source(codes), words), (seen.pixels,)
+    task = f"{'edit' if edits else 't2i'}{pixels}"
+    # Dense is LaViDa-O itself, over the grid of codes: every step passes the cells, no padding.
+    how = {"preset": "dense", "grid": "code"} if dense else {"preset": method, "grid": "cell"}
+    constant = (dense or method == "none") and settings.sampling.num_steps > STEPS_TIMED
+    return RequestCase(
+        id=f"{task}/{method}/b{batch}",
+        task=task,
+        method=method,
+        example=_example(parts, "image", length, width, views),
+        sampling=dataclasses.replace(settings.sampling, **how),
+        text_block_len=settings.data.text_block_len,
+        batch=batch,
+        discards=method.endswith("_released"),
+        steps_timed=STEPS_TIMED if constant else 0,
+        image=image,
+        **options,
+    )
 
 
-def _drawings(
+def _text(settings: config.Config, method: str, steps: int) -> RequestCase:
+    """Returns a request for an answer, with so many steps a block."""
+    _, question, answer = sizes(settings.model)
+    name = method.removesuffix("_lean").removesuffix("_released")
+    how = {"text_preset": "prefix" if name == "dense_cached" else name, "text_steps": steps}
+    how |= {"text_step_ratio": 0.0, "text_commit": "count"}
+    total = steps * answer // settings.data.text_block_len
+    constant = name == "dense_cached" and total > STEPS_TIMED
+    return RequestCase(
+        id=f"reasoning/{method}/b1/k{steps}",
+        task="reasoning",
+        method=method,
+        example=_example((Text(_ids(settings.model, question)),), "text", answer, 1),
+        sampling=dataclasses.replace(settings.sampling, **how),
+        text_block_len=settings.data.text_block_len,
+        discards=method.endswith("_released"),
+        steps_timed=min(STEPS_TIMED, steps) if constant else 0,
+    )
+
+
+def _images(
     settings: config.Config,
     methods: Sequence[str] = ("sparse", "dense_lean", "dense_released"),
     batches: Sequence[int] = (1,),
     **options,
 ) -> list[RequestCase]:
-    return [
-        _case(settings, method, batch=batch, **options) for batch in batches for method in methods
-    ]
+    return [_image(settings, method, batch=b, **options) for b in batches for method in methods]
 
 
 def _reasoning(settings: config.Config) -> list[RequestCase]:
     # Sparse; the prompt cached and everything else passed in every step; both forms of Fast-dLLM.
     methods = ("sparse", "dense_cached", "fast_dllm_dual_released", "fast_dllm_dual_lean")
     steps = [k for k in STEPS_A_BLOCK if k <= settings.data.text_block_len]
-    return [_case(settings, method, steps=k) for k in steps for method in methods]
+    return [_text(settings, method, k) for k in steps for method in methods]
 
 
-def _both(settings: config.Config, **options) -> tuple[RequestCase, RequestCase]:
+def _both(settings: config.Config) -> list[RequestCase]:
     """A sparse image and a sparse answer."""
     steps = min(8, settings.data.text_block_len)
-    return _case(settings, "sparse", **options), _case(settings, "sparse", steps=steps, **options)
+    return [_image(settings, "sparse"), _text(settings, "sparse", steps)]
+
+
+def _named(case: RequestCase, method: str, **changes) -> RequestCase:
+    """Returns a sparse request in another way, under another name."""
+    name = case.id.replace("/sparse/", f"/{method}/")
+    return dataclasses.replace(case, id=name, method=method, **changes)
 
 
 def _quantized(settings: config.Config) -> list[RequestCase]:
-    pairs = [_both(settings, quantized=method) for method in ("", *config.QUANTIZED)]
-    return [case for cases in zip(*pairs, strict=True) for case in cases]
+    return [
+        _named(case, way or "sparse", sampling=dataclasses.replace(case.sampling, quantize=way))
+        for case in _both(settings)
+        for way in ("", *config.QUANTIZED)
+    ]
 
 
 def _fast_path(settings: config.Config) -> list[RequestCase]:
+    """The whole fast path, and a row for each of its changes taken back."""
     return [
-        dataclasses.replace(
+        _named(
             case,
-            id=case.id.replace("/sparse/", f"/without_{name}/" if name else "/full/"),
-            method=f"without_{name}" if name else "full",
+            f"without_{name}" if name else "full",
             without=name,
             in_trips=False if name == "trips" else None,
             keeps_prefix=name != "prefix",
@@ -243,82 +305,28 @@ def _changes(model: config.Model, kind: str) -> list[str]:
     the loop; prefix: kept between requests; vq_dtype: the decoder in it, otherwise in float32;
     tiled_head: no logits over the vocabulary.
     """
-    backend, implementation = jax.default_backend(), model.attention_implementation or None
     if kind == "text":
         return ["fused"] + ["tiled_head"] * bool(text_head.tile_of(model.vocab_size))
-    there = {
-        "fused": True,
-        "by_layer": backend == "gpu",
-        "trips": backend != "cpu",
-        "tables_ahead": attention.takes_tables(implementation),
-        "prefix": True,
-        "vq_dtype": True,
+    backend, implementation = jax.default_backend(), model.attention_implementation or None
+    absent = {
+        "by_layer": backend != "gpu",
+        "trips": backend == "cpu",
+        "tables_ahead": not attention.takes_tables(implementation),
     }
-    return [name for name, is_there in there.items() if is_there]
-
-
-def _case(
-    settings: config.Config,
-    method: str,
-    *,
-    batch: int = 1,
-    steps: int = 0,
-    edits: bool = False,
-    quantized: str = "",
-    in_trips: bool | None = None,
-) -> RequestCase:
-    """Returns a request for an image; with `steps`, of a block, for an answer."""
-    model, sampling, name = settings.model, settings.sampling, quantized or method
-    words, question, answer = sizes(model)
-    kind: Kind = "text" if steps else "image"
-    length, width = (answer, 1) if steps else (model.num_cells, model.codes_per_token)
-    parts, views, image = (Text(_ids(model, question if steps else words)),), (), None
-    if steps:
-        preset = "prefix" if method == "dense_cached" else method.removesuffix("_lean")
-        preset = preset.removesuffix("_released")
-        how = {"text_preset": preset, "text_steps": steps, "text_step_ratio": 0.0}
-        how["text_commit"] = "count"
-        row_id = f"reasoning/{name}/b1/k{steps}"
-        total = steps * answer // settings.data.text_block_len
-    else:
-        preset = "dense" if method.startswith("dense") else method
-        # Dense is LaViDa-O itself, over the grid of codes: every step passes the cells, no padding.
-        how = {"preset": preset, "grid": "code" if preset == "dense" else "cell"}
-        pixels, total = model.grid_size * model.codes_side * settings.vq.factor, sampling.num_steps
-        row_id = f"{'edit' if edits else 't2i'}{pixels}/{name}/b{batch}"
-        if edits:
-            rng = np.random.default_rng(0)
-            image = rng.integers(0, 256, (pixels, pixels, 3), dtype=np.uint8)
-            seen = images.see(image, model.vision)
-            codes = rng.integers(0, model.codebook_size, (length, width)).astype(np.int32)
-            parts, views = (seen.part, Source(codes), *parts), (seen.pixels,)
-    # All of these pass as many tokens in every step.
-    constant = preset in (("prefix",) if steps else ("dense", "none")) and total > STEPS_TIMED
-    return RequestCase(
-        id=row_id,
-        task=row_id.partition("/")[0],
-        method=name,
-        example=_example(parts, kind, length, width, views),
-        sampling=dataclasses.replace(sampling, quantize=quantized, **how),
-        text_block_len=settings.data.text_block_len,
-        batch=batch,
-        discards=method.endswith("_released"),
-        steps_timed=min(STEPS_TIMED, steps or STEPS_TIMED) if constant else 0,
-        image=image,
-        in_trips=in_trips,
-    )
+    names = ("fused", "by_layer", "trips", "tables_ahead", "prefix", "vq_dtype")
+    return [name for name in names if not absent.get(name)]
 
 
 _TWO = ("sparse", "dense_lean")
 _NOT_DENSE = [name for name in config.PRESETS if name != "dense"]
 SUITES: dict[str, Callable[[config.Config], list[RequestCase]]] = {
-    "headline": _drawings,
+    "headline": _images,
     # Segments run whole: half as many programs as in trips, and eight rows compile their own.
-    "ablation": functools.partial(_drawings, methods=_NOT_DENSE, in_trips=False),
-    "batch": functools.partial(_drawings, methods=_TWO, batches=BATCHES),
-    "edit": functools.partial(_drawings, edits=True),
+    "ablation": functools.partial(_images, methods=_NOT_DENSE, in_trips=False),
+    "batch": functools.partial(_images, methods=_TWO, batches=BATCHES),
+    "edit": functools.partial(_images, edits=True),
     "reasoning": _reasoning,
     "quant": _quantized,
     "fastpath": _fast_path,
-    "cpu": functools.partial(_drawings, methods=_TWO),
+    "cpu": functools.partial(_images, methods=_TWO),
 }

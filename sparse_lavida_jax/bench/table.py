@@ -94,6 +94,14 @@ VALUES: dict[str, Callable[[View], Any]] = {
     "mean_difference": lambda row: row["logits"]["mean_difference"] / row["logits"]["largest"],
     "quantized_steps": lambda row: len(row["logits"]["by_step"]["argmax_agreement"]),
     "worst_agreement": lambda row: min(row["logits"]["by_step"]["argmax_agreement"]),
+    # Of quality: a row, or a task with a row of the sparse model and of its dense twin.
+    "interval": lambda row: wilson_interval(row["correct"], row["total"]),
+    "bar": lambda row: bars()["quality"][row["task"]],
+    "held": lambda row: _verdict(row["share"] >= row["bar"]),
+    "sparse_held": lambda row: row["sparse"]["held"] if "sparse" in row else _verdict(False),
+    "difference": lambda row: row["sparse"]["share"] - row["dense"]["share"],
+    "within": lambda row: bars()["twins"]["within"],
+    "as_good": lambda row: _verdict(row["difference"] >= -row["within"]),
     # Of attention.
     "at_most_us": lambda row: row["median_s"] * 1e6,
     "at_most_growth": lambda row: row["growth"],
@@ -110,8 +118,11 @@ VALUES: dict[str, Callable[[View], Any]] = {
     "topology": lambda row: row["device"]["topology"],
     "mesh_sizes": lambda row: " ".join(f"{axis}={size}" for axis, size in row["mesh"].items()),
     "exchanged": lambda row: sum(row["exchanged_bytes"].values()),
-    "mfu": lambda row: row["projected"] if row["flops"]["useful"] else None,
 }
+
+
+def _verdict(is_met: bool) -> str:
+    return "met" if is_met else "not met"
 
 
 class _Cells(string.Formatter):
@@ -190,24 +201,13 @@ def requests_table(rows: Rows) -> str:
     return table("requests", found)
 
 
-def _scored(rows: Rows) -> list[dict[str, Any]]:
-    """Returns a row for every task, and for every part of one, with its interval and its bar."""
-    found = []
+def _scored(rows: Rows) -> Iterator[View]:
+    """Yields a row for every task, and for every part of one."""
     for row in rows:
         parts = {f"{row['task']}: {name}": pair for name, pair in row["columns"].items()}
-        for task, pair in {row["task"]: (row["correct"], row["total"]), **parts}.items():
-            right, total = pair
-            low, high = wilson_interval(right, total)
-            told: dict[str, Any] = {"task": task, "total": total, "share": right / total}
-            told |= {"low": low, "high": high, "order": (row["task"], task != row["task"])}
-            if bar := bars()["quality"].get(task):
-                told |= {"bar": bar, "held": _verdict(right / total >= bar)}
-            found.append({"model": row["model"], "method": row["method"], **told})
-    return found
-
-
-def _verdict(is_met: bool) -> str:
-    return "met" if is_met else "not met"
+        for task, (right, total) in ({row["task"]: (row["correct"], row["total"])} | parts).items():
+            told = {"task": task, "correct": right, "total": total, "share": right / total}
+            yield View({**row, **told, "order": (row["task"], task != row["task"])})
 
 
 def quality_table(rows: Rows) -> str:
@@ -220,31 +220,21 @@ def _twins(rows: Rows) -> dict[str, dict[str, Any]]:
     twins = bars()["twins"]
     steps = {row["train_steps"] for row in rows if row["model"] == twins["sparse"]}
     found: dict[str, dict[str, Any]] = {}
-    for row in _scored([row for row in rows if row["train_steps"] in steps]):
-        if row["model"] == twins.get(row["method"]):
+    for row in _scored(rows):
+        if row["model"] == twins.get(row["method"]) and row["train_steps"] in steps:
             found.setdefault(row["task"], {"task": row["task"]})[row["method"]] = row
     return found
 
 
 def twins_table(rows: Rows) -> str:
     """Returns the sparse model against its dense twin: same size, data, steps and seed."""
-    found, within = [], bars()["twins"]["within"]
-    for row in _twins(rows).values():
-        if ": " not in row["task"] and {"sparse", "dense"} <= {*row}:
-            difference = row["sparse"]["share"] - row["dense"]["share"]
-            told = {"difference": difference, "within": within}
-            found.append(row | told | {"held": _verdict(difference >= -within)})
-    return table("twins", found)
+    return table("twins", [row for row in _twins(rows).values() if ": " not in row["task"]])
 
 
 def bundled_table(rows: Rows) -> str:
     """Returns what the bundled model and its dense twin get right of all that has a bar."""
-    twins, found = _twins(rows), []
-    for task, bar in bars()["quality"].items():
-        row = twins.get(task, {"task": task})
-        held = row["sparse"]["held"] if "sparse" in row else _verdict(False)
-        found.append(row | {"bar": bar, "held": held})
-    return table("bundled", found)
+    twins = _twins(rows)
+    return table("bundled", [twins.get(task, {"task": task}) for task in bars()["quality"]])
 
 
 # ---------------------------------------------------------------------------------------------
@@ -255,39 +245,6 @@ AT_MOST = {"at_most_s", "at_most_us", "at_most_growth", "loop_over_floor", "padd
 AT_MOST |= {"compilations", "longest_compile_s"}
 RATIOS = {"times_faster", "times_faster_than", "times_faster_an_image", "share_of_token_ratio"}
 RATIOS |= {"tile_rate"}
-Findings = Iterator[dict[str, Any]]
-
-
-def _held(asked: Mapping[str, Any], find: Callable[[str, str], Findings]) -> Findings:
-    """Returns a line for every bar, and for each row that it is about.
-
-    Args:
-        find: returns `bar`, its name; `value`; `told`, sentences for a bar that is missed; and
-            `counts`, False where the dense side is too slow, of each row of a kind and a pattern.
-    """
-    for kind, patterns in asked.items():
-        name, at_most = kind.replace("_", " "), kind in AT_MOST
-        for pattern, wanted in patterns.items():
-            bounds = wanted if isinstance(wanted, list) else [wanted]
-            asked_for = ("<= " if at_most else ">= ") + ", stretch ".join(f"{x:g}" for x in bounds)
-            for one in [*find(kind, pattern)] or [{"bar": pattern.replace(" ", " over ")}]:
-                line = one | {"bar": f"{name}: {one['bar']}", "wanted": asked_for}
-                if "value" not in one:
-                    yield line | {"held": "not measured"}
-                    continue
-                reached = [one["value"] <= x if at_most else one["value"] >= x for x in bounds]
-                held = _verdict(reached[0]) + ", stretch met" * (len(reached) > 1 and all(reached))
-                if not one.get("counts", True):
-                    yield line | {"held": "does not count: the dense side is slow"}
-                else:
-                    yield line | {"held": held, "told": () if reached[0] else one["told"]}
-
-
-def _page(name: str, lines: Iterable[dict[str, Any]]) -> str:
-    """Returns a table of bars, and below it what is told of those that are missed."""
-    lines = [*lines]
-    told = [*dict.fromkeys(sentence for line in lines for sentence in line.get("told", ()))]
-    return "\n".join([table(name, lines), *([""] if told else []), *told])
 
 
 def speed_bars(rows: Rows) -> str:
@@ -295,32 +252,88 @@ def speed_bars(rows: Rows) -> str:
 
     Below them, what the time of rows that miss one goes to.
     """
-    lines = []
+    lines: list[dict[str, Any]] = []
     for asked in (bars()["speed"], bars()["speed_cpu"]):
         own = [View(row) for row in rows if row["model"] in asked["models"]]
-        find = functools.partial(_whole_requests, own, asked["dense_side"])
-        lines += _held({kind: of for kind, of in asked.items() if isinstance(of, dict)}, find)
+        kinds = {kind: of for kind, of in asked.items() if isinstance(of, dict)}
+        lines += _held(kinds, own, _spent, asked["dense_side"])
     return _page("speed_bars", lines)
 
 
-def _whole_requests(rows: list[View], dense_side: float, kind: str, pattern: str) -> Findings:
-    if kind in RATIOS:
-        first, second = pattern.split()
-        for ours, theirs in itertools.product(rows, rows):
-            if (ours["id"], theirs["id"]) == (first, second) and theirs["run"] == ours["run"]:
-                is_slow = theirs["loop_share_of_matmul"] < dense_side
-                yield {
-                    "bar": f"{first} over {second}",
-                    "value": View(ours | {"other": theirs})[kind],
-                    "counts": kind != "times_faster" or not is_slow,
-                    "told": (_spent(ours), _spent(theirs)),
-                }
+def attention_bars(rows: Rows) -> str:
+    """Returns every bar next to what was measured; a missed one with the floor of its work."""
+    ordered = sorted(map(View, rows), key=lambda row: (row["run"], row["id"]))
+    return _page("attention_bars", _held(bars()["attention"], ordered, _roofline))
+
+
+def _page(name: str, lines: Iterable[dict[str, Any]]) -> str:
+    """Returns a table of bars, and below it what is told of those that are missed."""
+    lines = [*lines]
+    told = [*dict.fromkeys(sentence for line in lines for sentence in line["told"])]
+    return "\n".join([table(name, lines), *([""] if told else []), *told])
+
+
+def _held(
+    asked: Mapping[str, Any], rows: list[View], tell: Callable[[View], str], dense_side: float = 0.0
+) -> Iterator[dict[str, Any]]:
+    """Yields a line for every bar, and for each measurement that it is about.
+
+    Args:
+        tell: what is told of each row of a bar that is missed.
+        dense_side: share of the matmul rate that a dense row has to reach, or a ratio to it does
+            not count.
+    """
+    for kind, patterns in asked.items():
+        name, at_most = kind.replace("_", " "), kind in AT_MOST
+        for pattern, wanted in patterns.items():
+            bounds = wanted if isinstance(wanted, list) else [wanted]
+            asked_for = ("<= " if at_most else ">= ") + ", stretch ".join(f"{x:g}" for x in bounds)
+            found = [*_measured(rows, kind, pattern)]
+            if not found:
+                bar = f"{name}: {pattern.replace(' ', ' over ')}"
+                yield {"bar": bar, "wanted": asked_for, "held": "not measured", "told": ()}
+            for of, value, both in found:
+                line = {"bar": f"{name}: {of}", "rows": both[-1]["batch"], "value": value}
+                line |= {"wanted": asked_for, "told": ()}
+                reached = [value <= x if at_most else value >= x for x in bounds]
+                held = _verdict(reached[0]) + ", stretch met" * (len(reached) > 1 and all(reached))
+                slow = dense_side and kind == "times_faster"
+                slow = slow and both[-1]["loop_share_of_matmul"] < dense_side
+                if slow or not reached[0]:
+                    line["told"] = [*filter(None, map(tell, both))]
+                told = "does not count: the dense side is slow" if slow else held
+                yield line | {"held": told}
+
+
+def _measured(rows: list[View], kind: str, pattern: str) -> Iterator[tuple[str, float, list[View]]]:
+    """Yields the name, the value and the rows of what a bar is about.
+
+    A ratio is between two rows of one run: the pattern names both, or, of attention, the other one
+    alone, and ours is the kernel on the same case.
+    """
+    if kind not in RATIOS:
+        for row in rows:
+            # A program that was found compiled says nothing of compilation.
+            counts = kind != "longest_compile_s" or row.get("compilations_kept") == 0
+            if counts and fnmatch.fnmatchcase(_name(row), pattern):
+                suite = f"{row['suite']} " if "split_s" in row else ""
+                yield suite + _name(row), float(row[kind]), [row]
         return
-    for row in rows:
-        compiled = kind != "longest_compile_s" or row.get("compilations_kept") == 0
-        if compiled and fnmatch.fnmatchcase(row["id"], pattern):
-            name = f"{row['suite']} {row['id']}"
-            yield {"bar": name, "value": float(row[kind]), "told": (_spent(row),)}
+    first, _, second = pattern.rpartition(" ")
+    for theirs, ours in itertools.product(rows, rows):
+        case = ("run",) if first else ("run", "task", "batch")
+        is_ours = _name(ours) == first if first else ours["method"] == "kernel"
+        same = is_ours and all(ours[part] == theirs[part] for part in case)
+        if same and fnmatch.fnmatchcase(_name(theirs), second):
+            name = f"{first} over {second}" if first else _name(theirs)
+            yield name, View(ours | {"other": theirs})[kind], [ours, theirs]
+
+
+def _name(row: View) -> str:
+    """Returns what bars call a row: the id of a whole request, or task and method of attention."""
+    if "split_s" in row:
+        return row["id"]
+    return f"{row['task']}/{row['method']}" if "flops" in row else row["task"]
 
 
 def _spent(row: View) -> str:
@@ -335,43 +348,17 @@ def _spent(row: View) -> str:
     )
 
 
-def attention_bars(rows: Rows) -> str:
-    """Returns every bar next to what was measured; a missed one with the floor of its work."""
-    lines = _held(bars()["attention"], functools.partial(_calls, [*map(View, rows)]))
-    return _page("attention_bars", lines)
-
-
-def _calls(rows: list[View], kind: str, pattern: str) -> Findings:
-    for row in sorted(rows, key=lambda row: (row["run"], row["id"])):
-        name = f"{row['task']}/{row['method']}" if "flops" in row else row["task"]
-        ours = row_of(rows, row, "kernel")
-        if not fnmatch.fnmatchcase(name, pattern) or (kind in RATIOS and ours is None):
-            continue
-        of = View(ours | {"other": row}) if ours and kind in RATIOS else row
-        told = (_roofline(ours),) if ours and "flops" in ours else ()
-        yield {"bar": name, "rows": row["batch"], "value": of[kind], "told": told}
-
-
 def _roofline(row: View) -> str:
-    """Returns how long the work takes at the rates that this run reached at best.
-
-    And how many programs of the forward kernel there are for a core of the device, one of which a
-    core runs at a time: what a last, partly filled turn leaves idle no tile can use.
-    """
+    """Returns how long the work of our kernel takes at the rates that this run reached at best."""
+    if row["method"] != "kernel" or "flops" not in row:
+        return ""
     useful, tile = (row["flops"][of] / _matmul_rate(row) * 1e6 for of in ("useful", "tile"))
     moved = row["bytes"]["least"] / row["calibration"]["copy_gbps"] / 1e3
-    told = (
+    return (
         f"* {row['task']}, {row['batch']} rows: ours {row['median_s'] * 1e6:.1f} us. At the rate of"
         f" a matrix product {useful:.1f} us for the pairs that see each other, {tile:.1f} us for"
         f" their tiles; {moved:.1f} us to move q, k, v and the results once."
     )
-    programs = row["programs"]
-    if cores := row["device"].get("cores"):
-        turns = -(-programs // cores)
-        share = 100 * programs / (turns * cores)
-        told += f" {programs} programs forward on {cores} cores: {share:.0f} % of {turns} turns,"
-        told += " were they all alike."
-    return told
 
 
 # ---------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -15,16 +15,41 @@ COPIED_BYTES = 2**30
 CPU_MATMULS, CPU_COPIED_BYTES = ((512, 512, 512),), 2**26  # what a processor does in a moment
 
 Key = TypeVar("Key")
+Found = TypeVar("Found")
 
 
-def in_turn(keys: Sequence[Key], turns: int) -> Iterator[tuple[int, Key]]:
-    """Yields the number of the turn and each key, in another random order every turn.
+def in_turn(
+    runs: Mapping[Key, Callable[[int], Found]], turns: int, first: int = 0
+) -> dict[Key, list[Found]]:
+    """Runs everything once a turn, in another random order every turn; returns what came back.
 
     So a machine that others use too is as busy for all of them.
+
+    Args:
+        runs: each takes the number of the turn, of which `first` is the first.
     """
-    for turn in range(turns):
-        for key in random.Random(turn).sample(keys, len(keys)):
-            yield turn, key
+    found: dict[Key, list[Found]] = {key: [] for key in runs}
+    for turn in range(first, first + turns):
+        for key in random.Random(turn).sample([*runs], len(runs)):
+            found[key].append(runs[key](turn))
+    return found
+
+
+def in_time(names: Sequence[str], minutes: float) -> Iterator[str]:
+    """Yields names while there is time for what is measured of each; says which are left.
+
+    Args:
+        minutes: none is begun that would end later, if it takes as long as the longest so far, but
+            the first always; 0: all are.
+    """
+    begin, longest = time.monotonic(), 0.0
+    for number, name in enumerate(names):
+        begun = time.monotonic() - begin
+        if minutes and number and begun + longest > 60 * minutes:
+            print(f"no time for {', '.join(names[number:])} (--minutes)", flush=True)
+            return
+        yield name
+        longest = max(longest, time.monotonic() - begin - begun)
 
 
 def times(taken: Sequence[float]) -> dict[str, Any]:
@@ -41,36 +66,25 @@ def calibrate(runs: int = 10) -> dict[str, Any]:
     """
     on_cpu = jax.default_backend() == "cpu"
     matmuls, copied = (CPU_MATMULS, CPU_COPIED_BYTES) if on_cpu else (MATMULS, COPIED_BYTES)
-    return {
-        "matmul_tflops": {
-            "x".join(map(str, shape)): matmul_tflops(*shape, runs=runs) for shape in matmuls
-        },
-        "copy_gbps": copy_gbps(copied, runs=runs),
-    }
+    dtype = jnp.float32 if on_cpu else jnp.bfloat16
+    rates = {}
+    for rows, inner, cols in matmuls:
+        keys = jax.random.split(jax.random.key(0))
+        a, b = (
+            jax.random.normal(key, shape, dtype)
+            for key, shape in zip(keys, ((rows, inner), (inner, cols)), strict=True)
+        )
+        seconds = _seconds(jax.jit(jnp.matmul), runs, a, b)
+        rates[f"{rows}x{inner}x{cols}"] = 2 * rows * inner * cols / seconds / 1e12
+    seconds = _seconds(jax.jit(lambda x: x + 1), runs, jnp.zeros(copied // 4, jnp.float32))
+    return {"matmul_tflops": rates, "copy_gbps": 2 * copied / seconds / 1e9}
 
 
-def matmul_tflops(rows: int, inner: int, cols: int, *, runs: int) -> float:
-    """[rows inner] @ [inner cols]."""
-    keys = jax.random.split(jax.random.key(0))
-    dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    a = jax.random.normal(keys[0], (rows, inner), dtype)
-    b = jax.random.normal(keys[1], (inner, cols), dtype)
-    product = jax.jit(jnp.matmul)
-    return 2 * rows * inner * cols / _seconds(lambda: product(a, b), runs) / 1e12
-
-
-def copy_gbps(size: int, *, runs: int) -> float:
-    """An array of `size` bytes is read, changed and written."""
-    array = jnp.zeros(size // 4, jnp.float32)
-    change = jax.jit(lambda x: x + 1)
-    return 2 * size / _seconds(lambda: change(array), runs) / 1e9
-
-
-def _seconds(run: Callable[[], jax.Array], runs: int) -> float:
-    jax.block_until_ready(run())
+def _seconds(program: Callable[..., jax.Array], runs: int, *arrays: jax.Array) -> float:
+    jax.block_until_ready(program(*arrays))
     taken = []
     for _ in range(runs):
         begin = time.perf_counter()
-        jax.block_until_ready(run())
+        jax.block_until_ready(program(*arrays))
         taken.append(time.perf_counter() - begin)
     return statistics.median(taken)

@@ -138,7 +138,7 @@ def _compile(settings: config.Config) -> None:
     for row_id, row in aot.rows(settings, TARGETS.value, batch):
         bench.write(row_id, row)
         print(f"{row_id}: compiled in {row['compile_s']:.0f} s", flush=True)
-    print(f"\n{table('aot', bench.rows())}\n\n{table('projected', bench.rows())}")
+    print(f"\n{table('aot', bench.rows())}")
 
 
 def _print_plan(settings: config.Config) -> None:

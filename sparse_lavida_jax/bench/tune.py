@@ -9,7 +9,6 @@ nothing beats it by `WORTH`. On a GPU forward and backward kernels are chosen ea
 
 import dataclasses
 import json
-import math
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import jax
 
 from sparse_lavida_jax.bench import methods
-from sparse_lavida_jax.bench.cases import HEAD_DIM, Case
+from sparse_lavida_jax.bench.methods import HEAD_DIM, Case
 from sparse_lavida_jax.bench.record import commit
 from sparse_lavida_jax.data.files import write_json
 from sparse_lavida_jax.kernels import attention, devices, shapes
@@ -63,7 +62,7 @@ def main(runs: int, *, dry: bool) -> None:
         few = slice(DRY_CANDIDATES if dry else None)
         return _times(case, list(dict.fromkeys(candidates))[few], implementation, runs, dry)
 
-    choices = [choose(entry, members, on_gpu, times) for entry, members in _entries(dry).items()]
+    choices = [choose(entry, members, on_gpu, times) for entry, members in entries(dry).items()]
     before = json.loads(devices.TABLE.read_text())
     after = rewritten(before, devices.device_kind(), HEAD_DIM, choices)
     if dry:
@@ -71,6 +70,21 @@ def main(runs: int, *, dry: bool) -> None:
         return
     write_json(devices.TABLE, after)
     print(changes(before, after) or "nothing changed")
+
+
+def entries(dry: bool) -> dict[str, list[Case]]:
+    """The frozen shapes by the entry of the table that serves them; one tiny shape to go dry."""
+    if dry:  # every sixth token of a shape, one head: a few tiles of every class
+        tags, few = shapes.tags("t2i_1536"), slice(None, None, 6)
+        own = shapes.RowTags(tags.query_block[few], tags.query_horizon[few], tags.key_block[few])
+        cases = [Case("tiny", 1, own, heads=1, timed=False)]
+    else:
+        names = [name for name in shapes.names() if not name.startswith("full")]
+        cases = [Case(name, 1, shapes.tags(name)) for name in names]
+    found: dict[str, list[Case]] = {}
+    for case in cases:
+        found.setdefault(devices.bucket(*case.lengths), []).append(case)
+    return found
 
 
 def choose(
@@ -85,22 +99,22 @@ def choose(
     median_us, rule_us = {}, {}
     best: dict[str, Sizes] = {}
     for what, candidates in _candidates(members, on_gpu).items():
-        measured, rules = {}, {}
-        for member in members:
-            if what == "backward" and member.decodes:
-                continue
-            case = dataclasses.replace(member, backward=what != "forward" and not member.decodes)
-            rules[case.task] = rule = _rule(case, on_gpu)
-            measured[case.task] = times(case, [rule, *candidates])
+        cases = [
+            dataclasses.replace(member, backward=what != "forward" and not member.decodes)
+            for member in members
+            if not (what == "backward" and member.decodes)
+        ]
+        rules = {c.task: GpuSizes() if on_gpu else devices.rule(*c.lengths) for c in cases}
+        measured = {c.task: times(c, [rules[c.task], *candidates]) for c in cases}
         ratios = {
-            size: statistics.fmean(
-                math.log(timed[size] / timed[rules[task]]) for task, timed in measured.items()
+            size: statistics.geometric_mean(
+                timed[size] / timed[rules[task]] for task, timed in measured.items()
             )
             for size in candidates
             if measured and all(size in timed for timed in measured.values())
         }
         winner = min(ratios, key=lambda size: ratios[size], default=None)
-        if winner is not None and ratios[winner] < math.log(1 - WORTH):
+        if winner is not None and ratios[winner] < 1 - WORTH:
             best[what] = winner
         for task, timed in measured.items():
             median_us[task] = timed[best.get(what, rules[task])] * 1e6
@@ -108,29 +122,11 @@ def choose(
     return TileChoice(bucket, _joined(best), median_us, rule_us)
 
 
-def _entries(dry: bool) -> dict[str, list[Case]]:
-    """The frozen shapes by the entry of the table that serves them; one tiny shape to go dry."""
-    names = [name for name in shapes.names() if not name.startswith("full")]
-    cases = [_tiny()] if dry else [Case(name, 1, shapes.tags(name)) for name in names]
-    entries: dict[str, list[Case]] = {}
-    for case in cases:
-        entries.setdefault(devices.bucket(*_lengths(case)), []).append(case)
-    return entries
-
-
-def _lengths(case: Case) -> tuple[int, int]:
-    return len(case.tags.query_block), len(case.tags.key_block)
-
-
-def _rule(case: Case, on_gpu: bool) -> Sizes:
-    return GpuSizes() if on_gpu else devices.rule(*_lengths(case))
-
-
 def _candidates(members: list[Case], on_gpu: bool) -> dict[str, list[Any]]:
     """By what is timed; on a TPU both passes share their tiles."""
     if on_gpu:
         return devices.gpu_candidates(HEAD_DIM)
-    of_each = [set(devices.tpu_candidates(*_lengths(case))) for case in members]
+    of_each = [set(devices.tpu_candidates(*case.lengths)) for case in members]
     return {"both": sorted(set.intersection(*of_each), key=dataclasses.astuple)}
 
 
@@ -147,10 +143,9 @@ def _times(case: Case, candidates: list[Sizes], implementation: str, runs: int, 
     numbers, programs = case.numbers(), {}
     for candidate in candidates:
         try:
-            programs[candidate] = methods.ours(
-                case, numbers, implementation=implementation, sizes=candidate
-            )
-            jax.block_until_ready(programs[candidate].run())
+            program = methods.ours(case, numbers, implementation=implementation, sizes=candidate)
+            jax.block_until_ready(program.run())
+            programs[candidate] = program
         except Exception as error:  # too much memory, mostly
             print(f"  {case.task} {candidate}: {type(error).__name__}: {error}"[:200], flush=True)
     times = methods.timed(programs, runs, 1 if dry else methods.IN_FLIGHT)
@@ -165,37 +160,27 @@ def rewritten(
     table: dict[str, Any], device: str, head_dim: int, choices: list[TileChoice]
 ) -> dict[str, Any]:
     """Returns the table with these choices for this device, those of others as they were."""
-    entries = dict(table.get(device, {}).get(str(head_dim), {}))
+    of_device = dict(table.get(device, {}))
+    entries = dict(of_device.get(str(head_dim), {}))
     for choice in choices:
-        if choice.sizes is None:
-            entries.pop(choice.bucket, None)
-            continue
-        entries[choice.bucket] = {
-            "sizes": dataclasses.asdict(choice.sizes),
-            "median_us": choice.median_us,
-            "rule_us": choice.rule_us,
-            "jax": jax.__version__,
-            **commit(),
-        }
-    of_device = {**table.get(device, {}), str(head_dim): dict(sorted(entries.items()))}
-    return {**table, device: of_device}
+        entries.pop(choice.bucket, None)
+        if choice.sizes is not None:
+            entry = dataclasses.asdict(choice)
+            entries[entry.pop("bucket")] = entry | {"jax": jax.__version__, **commit()}
+    return table | {device: of_device | {str(head_dim): dict(sorted(entries.items()))}}
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> str:
     """Returns a line for every entry whose sizes are others than before."""
-    lines = []
-    for device, by_head_dim in after.items():
-        for head_dim, entries in by_head_dim.items():
-            old = before.get(device, {}).get(head_dim, {})
-            for bucket in sorted({*old, *entries}):
-                was, now = (x.get(bucket, {}).get("sizes", "the rule") for x in (old, entries))
-                if was != now:
-                    lines.append(f"{device}, heads of {head_dim}, {bucket}: {was} -> {now}")
-    return "\n".join(lines)
 
+    def sizes(table: dict[str, Any]) -> dict[str, Any]:
+        return {
+            f"{device}, heads of {head_dim}, {bucket}": entry["sizes"]
+            for device, by_head_dim in table.items()
+            for head_dim, entries in by_head_dim.items()
+            for bucket, entry in entries.items()
+        }
 
-def _tiny() -> Case:
-    """Every sixth token of a shape, one head: a few tiles of every class."""
-    tags, few = shapes.tags("t2i_1536"), slice(None, None, 6)
-    own = shapes.RowTags(tags.query_block[few], tags.query_horizon[few], tags.key_block[few])
-    return Case("tiny", 1, own, heads=1, timed=False)
+    old, new = sizes(before), sizes(after)
+    both = [(name, *(x.get(name, "the rule") for x in (old, new))) for name in sorted(old | new)]
+    return "\n".join(f"{name}: {was} -> {now}" for name, was, now in both if was != now)

@@ -1,25 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a sampling request has to compute and to read at least, counted from its plan.
 
-Useful is what the method asks for: tokens without padding, keys that are there. Padded is what the
-programs compute: tokens of the compiled widths. Of the products only those of matrices and of
-attention count; a product is two operations.
+Only products of matrices and of attention count; a product is two operations. Tokens are those that
+the method asks for, slots those of the compiled widths, padding included.
 """
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.sampling import plans, presets
+from sparse_lavida_jax.bench.suites import RequestCase
+from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.sampling.prompts import Prompt, parted
 from sparse_lavida_jax.sampling.state import num_registers
 from sparse_lavida_jax.training import flops
-
-NOTHING = (0.0, 0.0)  # text, image tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,13 +24,12 @@ class Pass:
     """One forward pass of all rows.
 
     Attributes:
-        useful, padded: operations.
+        operations: without those of padding.
         weights, keys: bytes to read: every matrix once, keys and values of valid slots.
         tokens, slots: rows x tokens, without and with padding.
     """
 
-    useful: float
-    padded: float
+    operations: float
     weights: float
     keys: float
     tokens: int
@@ -59,56 +55,33 @@ class RequestWork:
     def floor_s(self, matmul_tflops: float, copy_gbps: float) -> float:
         """Returns the least seconds of the loop at these rates: each step computes or reads."""
         return sum(
-            max(one.useful / matmul_tflops / 1e12, (one.weights + one.keys) / copy_gbps / 1e9)
+            max(one.operations / matmul_tflops / 1e12, (one.weights + one.keys) / copy_gbps / 1e9)
             for one in self.steps
         )
 
 
-def of_request(
-    model: config.Model,
-    settings: presets.StepSettings,
-    plan: list[plans.Segment],
-    prompt: Prompt,
-    *,
-    weight_bytes: int = 0,
-    kept: bool = False,
-    discards: bool = False,
-) -> RequestWork:
-    """Counts a batch.
-
-    Args:
-        kept: whether what requests share was computed before (`sampling/prefixes.py`).
-        prompt: all guidance rows (`prompts.prepare`).
-        weight_bytes: of a number of the layers' matrices; 0: those of the compute dtype.
-        discards: see `suites.RequestCase`.
-    """
-    itemsize = jnp.dtype(model.compute_dtype).itemsize
-    counter = _Counter(model, settings.kind == "text", discards, weight_bytes or itemsize)
-    prefills = []
+def of_case(case: RequestCase, model: config.Model) -> RequestWork:
+    """Counts a batch of requests."""
+    settings, plan, prompt = case.settings(model), case.plan(model), case.prompt(model)
+    kept, prefills = case.keeps_prefix, []
     if settings.caches_prompt:
-        prefills = [
-            counter.one_pass(part.prompt, passes_prompt=True)
-            for part in parted(prompt, settings.guidance_rows, keeping=kept)
-            if not (kept and part.keeps)
-        ]
+        parts = parted(prompt, settings.guidance_rows, keeping=kept)
+        prefills = [_pass(case, model, p.prompt) for p in parts if not (kept and p.keeps)]
     steps, committed = [], 0.0
     for part in plan:
         registers = num_registers(part, settings)
         uses = (part.clean, part.decode, part.rest)
-        width = sum(positions.shape[-1] for positions in uses) + registers
+        slots = sum(positions.shape[-1] for positions in uses) + registers
         for i in range(part.num_steps):
             used = [float((positions[i] >= 0).sum(axis=-1).mean()) for positions in uses]
-            passes = [
-                counter.one_pass(
-                    rows,
-                    passes_prompt=not settings.preset.cache_prompt or bool(part.refresh[i]),
-                    own=(sum(used) + registers, float(width)),
-                    predicted=(used[1], float(part.decode.shape[-1])),
-                    committed=committed,
-                )
-                for rows in _together(prompt, settings, guided=bool(part.guided[i]))
-            ]
-            steps.append(_as_one(passes))
+            own = {
+                "own": (sum(used) + registers, slots),
+                "predicted": used[1],
+                "committed": committed,
+                "passes_prompt": not settings.preset.cache_prompt or bool(part.refresh[i]),
+            }
+            together = _together(prompt, settings, guided=bool(part.guided[i]))
+            steps.append(_as_one([_pass(case, model, rows, **own) for rows in together]))
             if part.refresh[i]:
                 committed = used[0]
             elif settings.preset.cache_response and not settings.preset.refreshes:
@@ -127,119 +100,60 @@ def _together(prompt: Prompt, settings: presets.StepSettings, *, guided: bool) -
 
 def _as_one(passes: list[Pass]) -> Pass:
     """Returns passes of one step as one: each matrix has to be read once."""
-    names = [field.name for field in dataclasses.fields(Pass)]
-    total: dict[str, Any] = {name: sum(getattr(one, name) for one in passes) for name in names}
-    return dataclasses.replace(Pass(**total), weights=max(one.weights for one in passes))
+    operations, weights, keys, tokens, slots = zip(*map(dataclasses.astuple, passes), strict=True)
+    return Pass(sum(operations), max(weights), sum(keys), sum(tokens), sum(slots))
 
 
-def _lengths(prompt: Prompt) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Returns the mean tokens of a row in each of the two streams, and its slots."""
-    streams, rows = (prompt.understanding, prompt.generation), len(prompt.length)
+def _pass(
+    case: RequestCase,
+    model: config.Model,
+    prompt: Prompt,
+    *,
+    own: tuple[float, int] = (0.0, 0),
+    predicted: float = 0.0,
+    committed: float = 0.0,
+    passes_prompt: bool = True,
+) -> Pass:
+    """Counts a pass of some rows. Numbers of a row come in pairs: of text, of image tokens.
 
-    def of_each(count) -> tuple[float, float]:
-        text, image = (0.0 if stream is None else float(count(stream)) for stream in streams)
-        return text, image
-
-    valid = of_each(lambda stream: (stream.layout.horizon >= 0).sum() / rows)
-    return valid, of_each(lambda stream: stream.index.shape[1])
-
-
-@dataclasses.dataclass(frozen=True)
-class _Counter:
-    """Counts passes by the parameters of the matrices that a token meets (`training/flops.py`).
-
-    Attributes:
-        is_text: whether words are predicted, and not an image.
-        whole: whether both towers are passed whole, and the text head by all tokens.
-        weight_bytes: of a number of the layers' matrices.
+    Args:
+        own: tokens and slots of the response, of which some are `predicted`.
+        committed: tokens of the response whose keys are cached.
+        passes_prompt: and not only the response; otherwise the prompt's keys are cached.
     """
-
-    model: config.Model
-    is_text: bool
-    whole: bool
-    weight_bytes: int
-
-    def one_pass(
-        self,
-        prompt: Prompt,
-        *,
-        passes_prompt: bool,
-        own: tuple[float, float] = NOTHING,
-        predicted: tuple[float, float] = NOTHING,
-        committed: float = 0.0,
-    ) -> Pass:
-        """Counts a pass of some rows.
-
-        Args:
-            passes_prompt: and not only the response; otherwise the prompt's keys are cached.
-            own: tokens and slots of the response, `predicted` those of them that are predicted.
-            committed: tokens of the response whose keys are cached.
-        """
-        rows, lengths = len(prompt.length), _lengths(prompt)
-        cached = NOTHING if passes_prompt else lengths[0]
-        if not passes_prompt:
-            lengths = (NOTHING, NOTHING)
-        tokens, slots = (
-            (text + mine * self.is_text, image + mine * (not self.is_text))
-            for (text, image), mine in zip(lengths, own, strict=True)
-        )
-        own_stream = 0 if self.is_text else 1
-        keys = self.model.num_joint_layers * (sum(cached) + committed + sum(tokens))
-        own_keys = cached[own_stream] + tokens[own_stream] + committed
-        keys += self.model.num_split_layers * own_keys
-        heads = self.model.num_heads * self.model.head_dim
-        return Pass(
-            useful=rows * self._operations(tokens, predicted[0], cached, committed),
-            padded=rows * self._operations(slots, predicted[1], cached, committed),
-            weights=self._weights(tokens, is_last=predicted[0] > 0),
-            keys=float(rows * keys * 2 * heads * jnp.dtype(self.model.compute_dtype).itemsize),
-            tokens=round(rows * sum(tokens)),
-            slots=round(rows * sum(slots)),
-        )
-
-    def _depths(self) -> tuple[int, int]:
-        """Layers that text and image tokens pass."""
-        joint, split = self.model.num_joint_layers, self.model.num_split_layers
-        text = joint + split * (self.is_text or self.whole)
-        return text, joint + split * (not self.is_text or self.whole)
-
-    def _weights(self, tokens: Iterable[float], *, is_last: bool) -> float:
-        """Bytes of matrices to read: layers that a token passes, and the heads."""
-        model, (text, image) = self.model, tokens
-        of_text, of_image = self._depths()
-        if self.is_text:
-            of_image = model.num_joint_layers  # the rest is computed only to be thrown away
-        read = flops.layer_size("understanding", model) * of_text * (text > 0)
-        read += flops.layer_size("generation", model) * of_image * (image > 0)
-        head = flops.head_size("understanding", model) * (self.is_text or self.whole)
-        if not self.is_text:
-            # The matrices around the codes of a cell are the same for all codes, and read once.
-            codes = model.codes_per_token
-            head += flops.head_size("generation", model) // codes
-            head += (codes - 1) * model.generation_width**2
-        itemsize = jnp.dtype(model.compute_dtype).itemsize
-        return float(read * self.weight_bytes + head * itemsize * is_last)
-
-    def _operations(
-        self,
-        tokens: tuple[float, float],
-        predicted: float,
-        cached: tuple[float, float],
-        committed: float,
-    ) -> float:
-        """Of one row."""
-        model, (text, image), heads = self.model, tokens, self.model.num_heads * self.model.head_dim
-        of_text, of_image = self._depths()
-        total = 2.0 * text * flops.layer_size("understanding", model) * of_text
-        total += 2.0 * image * flops.layer_size("generation", model) * of_image
-        words = flops.head_size("understanding", model)
-        if self.is_text:
-            total += 2.0 * words * (text + image if self.whole else predicted)
-        else:
-            total += 2.0 * flops.head_size("generation", model) * predicted
-            total += 2.0 * words * (text + image) * self.whole
-        text_cached, image_cached = cached
-        keys = text_cached + image_cached + committed + text + image
-        total += 4.0 * heads * model.num_joint_layers * (text + image) * keys
-        own, stored = (text, text_cached) if self.is_text else (image, image_cached)
-        return total + 4.0 * heads * model.num_split_layers * own * (own + stored + committed)
+    rows, streams = len(prompt.length), (prompt.understanding, prompt.generation)
+    held = np.array([0 if s is None else (s.layout.horizon >= 0).sum() / rows for s in streams])
+    padded = np.array([0 if s is None else s.index.shape[1] for s in streams])
+    is_text, whole = case.example.kind == "text", case.discards
+    responds = np.array([is_text, not is_text])
+    tokens = held * passes_prompt + own[0] * responds
+    slots = padded * passes_prompt + own[1] * responds
+    cached = held * (not passes_prompt)
+    # In joint layers all tokens see each other; in split layers those of the response.
+    joint, split = model.num_joint_layers, model.num_split_layers
+    seen = (cached + tokens).sum() + committed
+    seen_split = responds @ (cached + tokens) + committed
+    depth = joint + split * (responds | whole)
+    layer = np.array([flops.layer_size(name, model) for name in flops.STREAMS])
+    words, codes = (flops.head_size(name, model) for name in flops.STREAMS)
+    heads = model.num_heads * model.head_dim
+    operations = 2 * (tokens * layer * depth).sum()
+    operations += 2 * words * (tokens.sum() if whole else predicted * is_text)
+    operations += 2 * codes * predicted * (not is_text)
+    operations += 4 * heads * joint * tokens.sum() * seen
+    operations += 4 * heads * split * (responds @ tokens) * seen_split
+    read = np.where([False, is_text], joint, depth)  # the rest is only to be thrown away
+    head = words * (is_text or whole)
+    if not is_text:
+        # The matrices around the codes of a cell are the same for all codes, and read once.
+        number = model.codes_per_token
+        head += codes // number + (number - 1) * model.generation_width**2
+    itemsize = jnp.dtype(model.compute_dtype).itemsize
+    weights = (read * layer * (tokens > 0)).sum() * (1 if case.sampling.quantize else itemsize)
+    return Pass(
+        operations=float(rows * operations),
+        weights=float(weights + head * itemsize * (predicted > 0)),
+        keys=float(rows * (joint * seen + split * seen_split) * 2 * heads * itemsize),
+        tokens=round(rows * tokens.sum()),
+        slots=round(rows * slots.sum()),
+    )

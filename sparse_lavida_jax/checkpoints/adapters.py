@@ -55,16 +55,16 @@ def save(
         files.write_json(new / BASE, known, indent=2)
 
 
-def load(
-    folder: pathlib.Path | str, base: pathlib.Path | str
-) -> tuple[dict[str, np.ndarray], config.Lora]:
-    """Returns what was trained, by name, and the settings of the adapters.
+def load_model(folder: pathlib.Path | str, base: pathlib.Path | str) -> model_folder.LoadedModel:
+    """Reads a base model with adapters: they are added to its matrices, which then lie on the host.
+
+    What was trained whole replaces what the base has.
 
     Raises:
-        CheckpointError: no adapters there, a damaged file, or they were trained next to another
-            base.
+        CheckpointError: no adapters there, a damaged file, they were trained next to another base,
+            do not fit it, or the base cannot be read.
     """
-    folder, model = pathlib.Path(folder), model_folder.find_model(base)
+    folder, base = pathlib.Path(folder), model_folder.find_model(base)
     if not (folder / ADAPTERS).is_file():
         raise CheckpointError(f"there are no adapters in {folder}: it has no {ADAPTERS}.")
     manifest.verify(folder)
@@ -73,25 +73,14 @@ def load(
         digest, where = known["manifest_sha256"], known["model"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder / BASE} is missing or damaged: {error}") from error
-    if digest != manifest.digest(model):
+    if digest != manifest.digest(base):
         raise CheckpointError(
             f"the adapters in {folder} were trained next to the model that lay in {where}, and"
-            f" {model} is another one: its {manifest.MANIFEST} has another SHA-256 than"
+            f" {base} is another one: its {manifest.MANIFEST} has another SHA-256 than"
             f" {digest[:12]}... ."
         )
-    return safetensors.numpy.load_file(folder / ADAPTERS), model_folder.read_config(folder).lora
-
-
-def load_model(folder: pathlib.Path | str, base: pathlib.Path | str) -> model_folder.LoadedModel:
-    """Reads a base model with adapters: they are added to its matrices, which then lie on the host.
-
-    What was trained whole replaces what the base has.
-
-    Raises:
-        CheckpointError: as `load` and `model_folder.load_model`, or the adapters do not fit.
-    """
-    leaves, low_rank = load(folder, base)
-    loaded = model_folder.load_model(base)
+    leaves = safetensors.numpy.load_file(folder / ADAPTERS)
+    low_rank, loaded = model_folder.read_config(folder).lora, model_folder.load_model(base)
     try:
         model = loaded.model
         if low_rank.rank:

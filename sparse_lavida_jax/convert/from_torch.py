@@ -6,6 +6,7 @@ with the depth of the model. Everything is looked at before anything is written,
 listed at once, and where there is one nothing is written.
 """
 
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -23,7 +24,7 @@ from flax import nnx
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import arrays, model_folder
 from sparse_lavida_jax.convert import names, tensors
-from sparse_lavida_jax.convert.settings import RELEASED_VQ, has_generation_branch, settings_from
+from sparse_lavida_jax.convert.settings import has_generation_branch, settings_from
 from sparse_lavida_jax.convert.tensors import ConvertError
 from sparse_lavida_jax.data import files
 from sparse_lavida_jax.models import vq as image_tokenizer
@@ -69,6 +70,15 @@ class _Released:
     stored: dict[str, tensors.Tensor] = dataclasses.field(default_factory=dict)
     problems: list[str] = dataclasses.field(default_factory=list)
     unread: list[str] = dataclasses.field(default_factory=list)
+
+    @contextlib.contextmanager
+    def noting(self, unread: Iterable[str] = (), where: str = "") -> Iterator[None]:
+        """Notes what is wrong, and which tensors are then not read."""
+        try:
+            yield
+        except ConvertError as error:
+            self.problems.append(f"{where}{error}")
+            self.unread += unread
 
     def complain(self, problems: Iterable[str] = ()) -> None:
         """Raises ConvertError if there is any problem."""
@@ -213,13 +223,10 @@ def _look_through(folder: pathlib.Path, understanding_only: bool) -> _Released:
     vq_config = folder / "vqvae" / "config.json"
     released = _Released(folder, given, _read_json(vq_config) if vq_config.is_file() else None)
     _list_weights(released)
-    try:
-        if (folder / "tokenizer.json").is_file():
-            _read_json(folder / "tokenizer.json")
-        else:
-            released.problems.append("tokenizer.json is missing.")
-    except ConvertError as error:
-        released.problems.append(str(error))
+    with released.noting():
+        if not (folder / "tokenizer.json").is_file():
+            raise ConvertError("tokenizer.json is missing.")
+        _read_json(folder / "tokenizer.json")
     if not released.stored:
         released.complain()
     return released
@@ -227,48 +234,25 @@ def _look_through(folder: pathlib.Path, understanding_only: bool) -> _Released:
 
 def _list_weights(released: _Released) -> None:
     """Notes where every tensor lies, what is wrong with the files, and which are not read."""
-    folder, problems = released.folder, released.problems
-    if not (folder / INDEX).is_file() and not (folder / SINGLE).is_file():
-        problems.append(_no_weights(folder))
-        return
+    folder = released.folder
     placed = _read_index(folder / INDEX) if (folder / INDEX).is_file() else {}
+    if not placed and not (folder / SINGLE).is_file():
+        released.problems.append(_no_weights(folder))
+        return
     for file in sorted(set(placed.values())) or [SINGLE]:
-        expected = [name for name, place in placed.items() if place == file]
-        try:
-            found = _list_file(folder, file)
-        except ConvertError as error:
-            problems.append(str(error))
-            released.unread += expected
-            continue
-        problems += [
-            f"{name} is in {file}, {INDEX} places it in {placed.get(name, 'no file')}."
-            for name in found
-            if placed and placed.get(name) != file
-        ]
-        problems += [
-            f"{name} is not in {file}, where {INDEX} places it."
-            for name in expected
-            if name not in found
-        ]
-        released.stored |= found
-    if not any(name.startswith(names.VQ_PREFIX) for name in [*released.stored, *released.unread]):
-        _list_image_tokenizer(released)
-
-
-def _list_image_tokenizer(released: _Released) -> None:
-    """Adds the tensors of the `vqvae` subfolder, where the main files leave them out."""
-    folder = released.folder / "vqvae"
-    paths = sorted(folder.glob("*.safetensors"))
-    problem = "" if paths else _pickled_in(folder)
-    for path in paths:
-        try:
+        with released.noting([name for name, place in placed.items() if place == file]):
+            released.stored |= _list_file(folder, file)
+    if any(name.startswith(names.VQ_PREFIX) for name in [*released.stored, *released.unread]):
+        return
+    # The main files leave the image tokenizer out.
+    alone = folder / "vqvae"
+    paths = sorted(alone.glob("*.safetensors"))
+    with released.noting([names.VQ_PREFIX], "vqvae: "):
+        if not paths and (pickled := _pickled_in(alone)):
+            raise ConvertError(pickled)
+        for path in paths:
             found = tensors.list_tensors(path)
             released.stored |= {names.VQ_PREFIX + name: one for name, one in found.items()}
-        except ConvertError as error:
-            problem = str(error)
-    if problem:
-        released.problems.append(f"vqvae: {problem}")
-        released.unread.append(names.VQ_PREFIX)
 
 
 def _read_index(path: pathlib.Path) -> dict[str, str]:
@@ -317,38 +301,12 @@ def _pickled(found: list[str]) -> str:
 
 
 def _settings(released: _Released, dtype: str | None) -> config.Config:
-    vq = released.vq_config or released.config.get("vq_config") or _vq_from(released.stored)
-    settings = settings_from(released.config, vq)
+    settings = settings_from(released.config, released.vq_config)
     words = released.stored.get(WORDS)
     if dtype is None and words is not None:
         dtype = {"BF16": "bfloat16"}.get(words.dtype)
     model = dataclasses.replace(settings.model, compute_dtype=dtype or "float32")
     return dataclasses.replace(settings, model=model)
-
-
-def _vq_from(stored: Mapping[str, tensors.Tensor]) -> dict[str, Any]:
-    """Describes an image tokenizer by its shapes, where no file describes it."""
-    vq = {
-        name.removeprefix(names.VQ_PREFIX): tensor.shape
-        for name, tensor in stored.items()
-        if name.startswith(names.VQ_PREFIX)
-    }
-
-    def count(pattern: str) -> int:
-        return next(i for i in range(len(vq) + 1) if pattern.format(i) not in vq)
-
-    block = "encoder.down_blocks.{}.resnets.0.conv1.weight"
-    needed = (block.format(0), "quantize.embedding.weight")
-    if any(len(vq.get(name, ())) < 2 for name in needed):
-        return RELEASED_VQ
-    codes, latent = vq["quantize.embedding.weight"]
-    return RELEASED_VQ | {
-        "block_out_channels": [vq[block.format(i)][0] for i in range(count(block))],
-        "latent_channels": latent,
-        "layers_per_block": count("encoder.down_blocks.0.resnets.{}.conv1.weight"),
-        "mid_block_add_attention": any(".attentions." in name for name in vq),
-        "num_vq_embeddings": codes,
-    }
 
 
 def _match(released: _Released, dtype: str | None) -> tuple[config.Config, list[names.Name]]:

@@ -12,16 +12,13 @@ from collections.abc import Iterator
 from typing import Literal
 
 import einops
-import jax
 import numpy as np
-from flax import nnx
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import arrays
 from sparse_lavida_jax.convert.settings import RELEASED
 from sparse_lavida_jax.convert.tensors import ConvertError
-from sparse_lavida_jax.models import parameters, vq
-from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.models import denoiser, parameters, vq
 
 REGISTERS = ("model.register_understanding.weight", "model.register_generation.weight")
 VQ_PREFIX = "model.vqvae."
@@ -120,16 +117,14 @@ def _to_official(layout: Layout, ours: np.ndarray, side: int) -> np.ndarray:
 
 def vq_names(settings: config.VQ) -> list[Name]:
     """Returns the tensors of an image tokenizer."""
-    model = jax.eval_shape(lambda: vq.VQModel(settings, rngs=nnx.Rngs(0)))
     return [
         _name(VQ_PREFIX + _official_vq(ours), ours, leaf.shape, home="vq")
-        for ours, leaf in parameters.by_name(model).items()
+        for ours, leaf in parameters.by_name(vq.shapes(settings)).items()
     ]
 
 
 def _params(model: config.Model) -> Iterator[Name]:
-    leaves = arrays.by_layer(jax.eval_shape(lambda: Denoiser(model, rngs=nnx.Rngs(0))))
-    for ours, leaf in leaves.items():
+    for ours, leaf in arrays.by_layer(denoiser.shapes(model)).items():
         yield _name(_official(ours, model), ours, leaf.shape, side=model.codes_side)
 
 

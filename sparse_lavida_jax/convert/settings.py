@@ -149,96 +149,85 @@ def _siglip(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _problems(given: Mapping[str, Any], vq: Mapping[str, Any]) -> list[str]:
     """Returns a line for every key that is missing or that our code contradicts."""
-    odd = [
-        f"{key} is {given[key]!r}: it must hold settings by name."
-        for key in ("gen_head_config", "siglip_config", OURS)
-        if key in given and not isinstance(given[key], Mapping)
-    ]
-    if odd:
-        return odd
-    needed = sorted(_KEYS["model"].values())
-    found = _contradictions("config", given)
-    if not (given.get("embedding_size") or given.get("vocab_size")):
-        needed.append("vocab_size")
+    sections = ("gen_head_config", "siglip_config", OURS)
+    if odd := [key for key in sections if not isinstance(given.get(key, {}), Mapping)]:
+        return [f"{key} is {given[key]!r}: it must hold settings by name." for key in odd]
+    named = "vocab_size" if not given.get("embedding_size") else "embedding_size"
+    needed, whole = [*_KEYS["model"].values(), named], ("d_model", "n_heads", "n_layers")
+    found = _of_section("config", given, needed, whole)
     if has_generation_branch(given):
-        needed += sorted(_KEYS["generation"].values())
+        needed = [*_KEYS["generation"].values()]
         if given.get("image_aspect_ratio") == "anyres":
             needed.append("image_grid_pinpoints")
-        found += _contradictions("generation", given)
+        found += _of_section("generation", given, needed, ("mm_spatial_pool_stride",))
         head = given.get("gen_head_config", {})
-        found += _contradictions("gen_head_config", head, "gen_head_config.")
-        found += _tower_problems(given) + _vq_problems(vq)
-    missing = [f"{key} is missing." for key in needed if given.get(key) is None]
-    if missing:
-        return missing + found
-    if wrong := _not_whole("", given, ("d_model", "n_heads", "n_layers")):
-        return wrong + found
-    if given["d_model"] % given["n_heads"]:
-        found.append(f"d_model is {given['d_model']}: no multiple of n_heads, {given['n_heads']}.")
+        found += _of_section("gen_head_config", head, where="gen_head_config.")
+        siglip, name = _siglip(given), str(given.get("mm_vision_tower", _SIGLIP_NAME))
+        if siglip is _SIGLIP and not name.endswith(_SIGLIP_NAME):
+            found.append(f"mm_vision_tower is {name!r}: only {_SIGLIP_NAME} is known.")
+        found += _of_section("siglip_config", siglip, _SIGLIP, _SIGLIP, "siglip_config.")
+        why = "it must equal the tower's width"
+        for key in ("mm_hidden_size", "mm_spatial_pool_out_channels"):
+            found += _unequal(key, given, siglip.get("hidden_size"), why)
+        needed = [key for key in RELEASED_VQ if key != "mid_block_add_attention"]
+        whole = ("latent_channels", "layers_per_block", "norm_num_groups", "num_vq_embeddings")
+        found += _of_section("vqvae", vq, needed, whole, "vqvae: ")
+        kinds = {"down_block_types": "DownEncoderBlock2D", "up_block_types": "UpDecoderBlock2D"}
+        for key, kind in kinds.items():
+            blocks = vq.get(key, [])
+            if not isinstance(blocks, list) or any(block != kind for block in blocks):
+                found.append(f"vqvae: {key} is {vq[key]!r}: only {kind} is known.")
+        latent = vq.get("latent_channels")
+        found += _unequal("vq_embed_dim", vq, latent, "it must equal latent_channels", "vqvae: ")
+    heads = given.get("n_heads")
     shared = "keys shared between heads are not supported, it must equal n_heads"
     for key in ("n_kv_heads", "effective_n_kv_heads"):
-        found += _unequal(key, given, given["n_heads"], shared)
+        found += _unequal(key, given, heads, shared)
     padded = "text is padded with its end, so it must equal eos_token_id"
-    return found + _unequal("pad_token_id", given, given["eos_token_id"], padded)
-
-
-def _tower_problems(given: Mapping[str, Any]) -> list[str]:
-    siglip = _siglip(given)
-    name = str(given.get("mm_vision_tower", _SIGLIP_NAME))
-    if siglip is _SIGLIP and not name.endswith(_SIGLIP_NAME):
-        return [f"mm_vision_tower is {name!r}: only {_SIGLIP_NAME} is known."]
-    found = [f"siglip_config.{key} is missing." for key in _SIGLIP if siglip.get(key) is None]
-    found += _not_whole("siglip_config.", siglip, _SIGLIP)
-    found += _not_whole("", given, ["mm_spatial_pool_stride"])
-    found += _contradictions("siglip_config", siglip, "siglip_config.")
-    for key in ("mm_hidden_size", "mm_spatial_pool_out_channels"):
-        found += _unequal(key, given, siglip.get("hidden_size"), "it must equal the tower's width")
+    found += _unequal("pad_token_id", given, given.get("eos_token_id"), padded)
+    width = given.get("d_model")
+    if isinstance(width, int) and isinstance(heads, int) and heads > 0 and width % heads:
+        found.append(f"d_model is {width}: no multiple of n_heads, {heads}.")
     return found
 
 
-def _vq_problems(vq: Mapping[str, Any]) -> list[str]:
-    needed = [key for key in RELEASED_VQ if key != "mid_block_add_attention"]
-    found = [f"vqvae: {key} is missing." for key in needed if vq.get(key) is None]
-    whole = ("latent_channels", "layers_per_block", "norm_num_groups", "num_vq_embeddings")
-    found += _not_whole("vqvae: ", vq, whole)
-    found += _contradictions("vqvae", vq, "vqvae: ")
-    for key, kind in (
-        ("down_block_types", "DownEncoderBlock2D"),
-        ("up_block_types", "UpDecoderBlock2D"),
-    ):
-        given = vq.get(key, [])
-        if not isinstance(given, list) or any(block != kind for block in given):
-            found.append(f"vqvae: {key} is {given!r}: only {kind} is known.")
-    width = vq.get("latent_channels")
-    found += _unequal("vq_embed_dim", vq, width, "it must equal latent_channels", "vqvae: ")
-    return found
+def _of_section(
+    section: str,
+    given: Mapping[str, Any],
+    needed: Iterable[str] = (),
+    whole: Iterable[str] = (),
+    where: str = "",
+) -> list[str]:
+    """Returns a line for every key that is missing, no size, or not what our code does.
 
-
-def _not_whole(where: str, given: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
-    """Returns a line for every key that is there and no size of anything."""
+    Args:
+        needed: keys that must be there.
+        whole: keys of sizes.
+        where: what stands in front of a key in its line.
+    """
+    allowed = {key: values for key, values in _ALLOWED[section].items() if key in given}
     return [
-        f"{where}{key} is {given[key]!r}: it must be a whole number greater than 0."
-        for key in keys
-        if given.get(key) is not None and (not isinstance(given[key], int) or given[key] <= 0)
+        *(f"{where}{key} is missing." for key in sorted(needed) if given.get(key) is None),
+        *(
+            f"{where}{key} is {given[key]!r}: it must be a whole number greater than 0."
+            for key in whole
+            if given.get(key) is not None and (not isinstance(given[key], int) or given[key] <= 0)
+        ),
+        *(
+            f"{where}{key} is {given[key]!r}: only {values[0]!r} is supported."
+            for key, values in allowed.items()
+            if given[key] not in values
+        ),
     ]
 
 
 def _unequal(
     key: str, given: Mapping[str, Any], wanted: Any, why: str, where: str = ""
 ) -> list[str]:
-    """Returns a line if a key is there and has another value."""
-    if given.get(key) in (None, wanted):
+    """Returns a line if a key is there and has another value than the wanted one."""
+    if given.get(key) in (None, wanted) or wanted is None:
         return []
     return [f"{where}{key} is {given[key]!r}: {why}, {wanted}."]
-
-
-def _contradictions(section: str, given: Mapping[str, Any], where: str = "") -> list[str]:
-    """Returns a line for every key that asks for what our code does not do."""
-    return [
-        f"{where}{key} is {given[key]!r}: only {allowed[0]!r} is supported."
-        for key, allowed in _ALLOWED[section].items()
-        if key in given and given[key] not in allowed
-    ]
 
 
 # ---------------------------------------------------------------------------------------------

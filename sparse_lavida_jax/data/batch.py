@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From examples to the arrays of a training pass: rows, shared rows, and batches.
 
-`make_row` lays an example out and draws its blocks. `TrainingRow.batch` masks rows, sorts and pads
-them, and stacks them to `Corrupted`, which is what the loss takes.
+`make_row` lays an example out, draws its blocks and masks it. `TrainingRow.batch` sorts and pads
+rows, and stacks them to `Corrupted`, which is what the loss takes.
 
 Several short examples may share a row (`data.packing`). Each is a segment that sees itself alone
 (`visibility.visible`), so a packed batch has the losses and gradients of its examples in rows of
@@ -11,27 +11,25 @@ The number of examples of a row is fixed, which keeps the number of rows and of 
 which examples meet is chosen so that all rows end up about as long.
 """
 
+import abc
 import dataclasses
 import functools
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool
 
 from sparse_lavida_jax import config, diffusion, orders
 from sparse_lavida_jax.data.example import Example
-from sparse_lavida_jax.diffusion import ABSENT, Blocks, Corrupted, CorruptedRow, Predicts, Tokens
+from sparse_lavida_jax.diffusion import Blocks, Corrupted, CorruptedRow, Predicts, Tokens
 from sparse_lavida_jax.layout import NO_CELL, Stream, make_layout, sort_by_block, without_blocks
 from sparse_lavida_jax.sequence import (
-    Kind,
-    PromptRow,
     SeenBatch,
     Views,
     prompt_row,
     stack_images,
-    stack_views,
     stacked_features,
 )
 from sparse_lavida_jax.visibility import PAD_BLOCK
@@ -41,8 +39,7 @@ ORDER_SEEDS = 512  # training draws the seed of an unmasking order below this
 Shared = Sequence[Sequence[int]]  # the examples of every row
 
 
-@dataclasses.dataclass(frozen=True)
-class RowShape:
+class RowShape(NamedTuple):
     """Token counts of an example, or of a row: of the understanding and the generation stream."""
 
     understanding: int
@@ -69,29 +66,24 @@ class GroupShape:
     rows: tuple[RowShape, ...]
 
 
-@runtime_checkable
-class Row(Protocol):
-    """What a batch is made of: a `TrainingRow`, or a row of another objective."""
+@dataclasses.dataclass(frozen=True)
+class Row(abc.ABC):
+    """What a batch is made of; the objectives have a kind of their own.
 
-    @property
-    def length(self) -> RowShape:
-        """How many tokens it may have in each stream."""
-        ...
+    Attributes:
+        length: how many tokens it may have in each stream.
+        views: of its images, where they may be several.
+        predicts: the streams that hold its response.
+    """
 
-    @property
-    def views(self) -> tuple[Views, ...]:
-        """The views of its images, where they may be several."""
-        ...
-
-    @property
-    def kinds(self) -> frozenset[Kind]:
-        """What it predicts."""
-        ...
+    length: RowShape
+    views: tuple[Views, ...]
+    predicts: Predicts
 
     @staticmethod
+    @abc.abstractmethod
     def batch(rows: list, shape: GroupShape, settings: config.Config) -> Corrupted | None:
         """Returns rows of this kind as one batch; None where they do not fit `shape` together."""
-        ...
 
 
 # ---------------------------------------------------------------------------------------------
@@ -99,62 +91,39 @@ class Row(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainingRow:
-    """An example in one training pass: laid out, and its blocks drawn. A `Row`.
+class TrainingRow(Row):
+    """An example in one training pass.
 
     Attributes:
         example: what it is made of.
-        prompt: the tokens of block 0, some of them dropped.
         blocks: of the response.
-        registers: of each masked block.
+        tokens: of both streams, masked; some of the prompt may be dropped.
     """
 
     example: Example
-    prompt: PromptRow
     blocks: Blocks
-    registers: int
-
-    @property
-    def length(self) -> RowShape:
-        """How many tokens it has in each stream."""
-        blocks = self.blocks
-        response = int((blocks.block != ABSENT).sum()) + self.registers * len(blocks.masked_blocks)
-        text, image = len(self.prompt.ids), len(self.prompt.codes)
-        if self.example.kind == "text":
-            return RowShape(text + response, image)
-        return RowShape(text, image + response)
-
-    @property
-    def views(self) -> tuple[Views, ...]:
-        """The views of its images, where they may be several."""
-        return self.example.views
-
-    @property
-    def kinds(self) -> frozenset[Kind]:
-        """What it predicts."""
-        return frozenset({self.example.kind})
+    tokens: CorruptedRow
 
     @staticmethod
     def batch(
         rows: "list[TrainingRow]", shape: GroupShape, settings: config.Config
     ) -> Corrupted | None:
-        """Returns rows as one batch, `data.packing` of them in each row of it.
-
-        Returns None where they do not fit `shape` together.
-        """
+        """Returns rows as one batch, `data.packing` of them in each row of it, if they fit."""
         per_row, model = settings.data.packing, settings.model
         lengths = [row.length for row in rows]
-        shared = deal(lengths, per_row) if per_row > 1 else _alone(rows)
+        shared = deal(lengths, per_row) if per_row > 1 else alone(rows)
         fullest = longest(lengths, shared)
         tokens = next((room for room in shape.rows if room.holds(fullest)), None)
         if tokens is None:
             return None
+        corrupted = [row.tokens for row in rows]
         if per_row > 1 or shape.views:
-            rows, pixels = _see_together(rows, shared, shape.views, model.vision)
+            views = [row.example.shown for row in rows]
+            corrupted, pixels = see_together(corrupted, views, shared, shape.views, model.vision)
         else:
             pixels = stack_images([row.example.pixels for row in rows])
         return stack(
-            [corrupt(row, model) for row in rows],
+            corrupted,
             tokens,
             model,
             full_attention=settings.diffusion.attention != "step_causal",
@@ -167,8 +136,8 @@ class TrainingRow:
 def make_row(example: Example, settings: config.Config, rng: np.random.Generator) -> TrainingRow:
     """Returns the row of an example: what is given, its blocks, and what is dropped, at random."""
     given = given_of(example, settings, rng)
-    blocks = _blocks(example, given, settings, rng)
-    model, attention = settings.model, settings.diffusion.attention
+    blocks = _blocks_of(example, given, settings, rng)
+    model = settings.model
     codes = model.codes_per_token
     if settings.diffusion.partial_cells:
         blocks = diffusion.partly_known(rng, blocks, example.kind, codes, settings.diffusion)
@@ -183,8 +152,12 @@ def make_row(example: Example, settings: config.Config, rng: np.random.Generator
         drop_prompt=rng.random() < settings.data.prompt_drop,
         drop_source=rng.random() < settings.data.source_drop,
     )
-    registers = 0 if attention == "full" else model.num_registers
-    return TrainingRow(example, prompt, blocks, registers)
+    is_full = settings.diffusion.attention == "full"
+    tokens = diffusion.corrupt(
+        prompt, example.response, example.kind, blocks, model, full_attention=is_full
+    )
+    length = RowShape(len(tokens.understanding.block), len(tokens.generation.block))
+    return TrainingRow(length, example.views, tokens.predicts, example, blocks, tokens)
 
 
 def given_of(
@@ -208,7 +181,7 @@ def given_of(
     return given if shown[: example.reach].all() else shown
 
 
-def _blocks(
+def _blocks_of(
     example: Example,
     given: Bool[np.ndarray, " l"],
     settings: config.Config,
@@ -235,60 +208,41 @@ def _blocks(
 # From rows to a batch.
 
 
-def corrupt(row: TrainingRow, model: config.Model) -> CorruptedRow:
-    """Returns the masked tokens of a row; see `diffusion.corrupt`."""
-    example = row.example
-    return diffusion.corrupt(
-        row.prompt,
-        example.response,
-        example.kind,
-        row.blocks,
-        model,
-        full_attention=row.registers == 0,
-    )
-
-
-def _see_together(
-    rows: list[TrainingRow], shared: Shared, most: int, vision: config.Vision
-) -> tuple[list[TrainingRow], SeenBatch | None]:
+def see_together(
+    rows: list[CorruptedRow],
+    views: list[tuple[Views, ...]],
+    shared: Shared,
+    most: int,
+    vision: config.Vision,
+) -> tuple[list[CorruptedRow], SeenBatch | None]:
     """Returns rows with their features numbered as in the stacked views, and those views.
 
     Args:
-        most: views of an example, filled up with blanks; more where an example has more.
+        views: of each row; they are filled up with blanks, which no token looks at.
+        shared: which rows share each row of the batch.
+        most: views of a row, at least; more where one has more.
     """
-    pixels = [row.example.pixels for row in rows]
-    views = [
-        row.views or (() if image is None else (image[None],))
-        for row, image in zip(rows, pixels, strict=True)
-    ]
     most = max(most, *(sum(map(len, own)) for own in views))
-    seen = [with_blanks(own, most, vision) for own in views]
+    if not most:
+        return rows, None
     numbered = list(rows)
     for members in shared:
-        count = most * len(members)
         for place, i in enumerate(members):
-            feature = stacked_features(
-                rows[i].prompt.feature,
+            tokens = rows[i].understanding
+            index = stacked_features(
+                tokens.index,
                 tuple(map(len, views[i])),
-                count,
+                most * len(members),
                 vision.num_tokens,
                 newline=vision.newline,
+                before=most * place,
             )
-            # After the features of all views comes the newline that the whole row shares.
-            of_view = (feature >= 0) & (feature < count * vision.num_tokens)
-            feature = np.where(of_view, feature + place * most * vision.num_tokens, feature)
-            prompt = dataclasses.replace(rows[i].prompt, feature=feature)
-            numbered[i] = dataclasses.replace(rows[i], prompt=prompt)
-    return numbered, stack_views([tuple(v for i in members for v in seen[i]) for members in shared])
-
-
-def with_blanks(views: tuple[Views, ...], most: int, vision: config.Vision) -> tuple[Views, ...]:
-    """Returns the views of an example and as many blank ones as make `most`."""
-    missing = most - sum(map(len, views))
-    if not missing:
-        return views
-    like = views[0] if views else np.zeros((0, vision.image_size, vision.image_size, 3), np.uint8)
-    return (*views, np.zeros((missing, *like.shape[1:]), like.dtype))
+            tokens = dataclasses.replace(tokens, index=index)
+            numbered[i] = dataclasses.replace(rows[i], understanding=tokens)
+    no_image = np.zeros((1, vision.image_size, vision.image_size, 3), np.uint8)
+    blank = np.zeros_like(next((view[:1] for own in views for view in own), no_image))
+    seen = [np.concatenate([*own, *[blank] * (most - sum(map(len, own)))]) for own in views]
+    return numbered, np.stack([np.concatenate([seen[i] for i in members]) for members in shared])
 
 
 def stack(
@@ -313,63 +267,73 @@ def stack(
     Raises:
         ValueError: a row is longer than `shape`.
     """
-    in_row = shared or _alone(rows)
-
-    def stream(side: str, length: int, pad_token: int):
-        if not length:
-            return None, None, None
-        tokens = [getattr(row, side) for row in rows]
-        padded = [
-            _sorted_and_padded([tokens[i] for i in members], length, pad_token)
-            for members in in_row
-        ]
-        made = {name: np.stack([row[name] for row in padded]) for name in padded[0]}
-        segment = None if shared is None else made["segment"]
-        layout = make_layout(made["position"], made["block"], made["last_clean"], segment)
-        layout = without_blocks(layout) if full_attention else layout
-        return Stream(made["tokens"], made["index"], layout), made["target"], made["weight"]
-
-    def total(side: str):
-        each = [getattr(row, f"{side}_total") for row in rows]
-        return np.array([sum(each[i] for i in members) for members in in_row], np.float32)
-
-    understanding, text_target, text_weight = stream(
-        "text", shape.understanding, model.end_of_text_id
+    (understanding, text), (generation, image) = (
+        _stacked(
+            [[getattr(rows[i], side) for i in members] for members in shared or alone(rows)],
+            length,
+            pad_token,
+            full_attention=full_attention,
+            by_segment=shared is not None,
+        )
+        for side, length, pad_token in (
+            ("understanding", shape.understanding, model.end_of_text_id),
+            ("generation", shape.generation, model.image_mask_id),
+        )
     )
-    generation, image_target, image_weight = stream("image", shape.generation, model.image_mask_id)
     found: set[Predicts] = {row.predicts for row in rows}
     return Corrupted(
-        understanding,
-        generation,
-        pixels,
-        text_target,
-        text_weight,
-        image_target,
-        image_weight,
-        total("text"),
-        total("image"),
-        predicts or (found.pop() if len(found) == 1 else "both"),
+        understanding=understanding,
+        generation=generation,
+        pixels=pixels,
+        text_target=text.get("target"),
+        text_weight=text.get("weight"),
+        image_target=image.get("target"),
+        image_weight=image.get("weight"),
+        text_total=text["total"],
+        image_total=image["total"],
+        predicts=predicts or (found.pop() if len(found) == 1 else "both"),
     )
+
+
+def _stacked(
+    rows: list[list[Tokens]],
+    length: int,
+    pad_token: int,
+    *,
+    full_attention: bool,
+    by_segment: bool,
+) -> tuple[Stream | None, dict[str, np.ndarray]]:
+    """Returns one stream of a batch, and what is stacked of it by name; no stream of length 0.
+
+    Args:
+        rows: the examples of each row.
+    """
+    total = np.array([sum(one.total for one in members) for members in rows], np.float32)
+    if not length:
+        return None, {"total": total}
+    padded = [_sorted_and_padded(members, length, pad_token) for members in rows]
+    made = {name: np.stack([row[name] for row in padded]) for name in padded[0]}
+    segment = made["segment"] if by_segment else None
+    layout = make_layout(made["position"], made["block"], made["last_clean"], segment)
+    layout = without_blocks(layout) if full_attention else layout
+    return Stream(made["tokens"], made["index"], layout), made | {"total": total}
 
 
 def _sorted_and_padded(members: list[Tokens], length: int, pad_token: int) -> dict[str, np.ndarray]:
     """Returns one stream of one row of a batch: fields of `Tokens`, and whose segment each is."""
-    stream = functools.reduce(operator.add, members)
-    segment = np.repeat(np.arange(len(members)), [len(member.block) for member in members])
-    count = len(stream.block)
+    columns = vars(functools.reduce(operator.add, members)).copy()
+    del columns["total"]
+    columns["segment"] = np.repeat(np.arange(len(members)), [len(one.block) for one in members])
+    count = len(columns["block"])
     if count > length:
-        raise ValueError(
-            f"a row has {count} tokens and its group holds {length}: raise data.max_prompt_len or"
-            " data.max_answer_len."
-        )
-    by_block = sort_by_block(stream.block, segment)
+        raise ValueError(f"a row has {count} tokens, and the shape of its batch holds {length}.")
+    by_block = sort_by_block(columns["block"], columns["segment"])
 
     def padded(values, fill):
         missing = ((0, length - count),) + ((0, 0),) * (values.ndim - 1)
         dtype = np.float32 if values.dtype.kind == "f" else np.int32
         return np.pad(values[by_block], missing, constant_values=fill).astype(dtype)
 
-    columns = vars(stream) | {"segment": segment}
     fills = {"tokens": pad_token, "index": NO_CELL, "block": PAD_BLOCK, "segment": len(members)}
     return {name: padded(values, fills.get(name, 0)) for name, values in columns.items()}
 
@@ -378,7 +342,8 @@ def _sorted_and_padded(members: list[Tokens], length: int, pad_token: int) -> di
 # Which examples share a row, and how long rows are.
 
 
-def _alone(rows: Sequence) -> Shared:
+def alone(rows: Sequence) -> Shared:
+    """Returns rows of one example each."""
     return [[i] for i in range(len(rows))]
 
 
@@ -395,21 +360,18 @@ def deal(lengths: list[RowShape], per_row: int) -> Shared:
         )
     rows: list[list[int]] = [[] for _ in range(len(lengths) // per_row)]
     filled = [0] * len(rows)
-    tokens = [shape.understanding + shape.generation for shape in lengths]
-    for example in sorted(range(len(tokens)), key=lambda i: (-tokens[i], i)):
+    for example in sorted(range(len(lengths)), key=lambda i: (-sum(lengths[i]), i)):
         free = [row for row in range(len(rows)) if len(rows[row]) < per_row]
         emptiest = min(free, key=lambda row: (filled[row], row))
         rows[emptiest].append(example)
-        filled[emptiest] += tokens[example]
+        filled[emptiest] += sum(lengths[example])
     return rows
 
 
 def longest(lengths: list[RowShape], shared: Shared) -> RowShape:
     """Returns the tokens that the fullest row has in each stream."""
-    return RowShape(
-        max(sum(lengths[i].understanding for i in row) for row in shared),
-        max(sum(lengths[i].generation for i in row) for row in shared),
-    )
+    of_rows = [np.sum([lengths[i] for i in row], axis=0) for row in shared]
+    return RowShape(*np.max(of_rows, axis=0).tolist())
 
 
 def buckets(
@@ -428,13 +390,11 @@ def buckets(
     number = -(-len(lengths) // batch_size)
     lengths = [lengths[i % len(lengths)] for i in range(number * batch_size)]
     batches = [lengths[i : i + batch_size] for i in range(0, len(lengths), batch_size)]
-    fullest = [longest(batch, deal(batch, per_row)) for batch in batches]
-    fullest.sort(key=lambda shape: shape.understanding + shape.generation)
+    fullest = sorted((longest(batch, deal(batch, per_row)) for batch in batches), key=sum)
     ends = (int(np.ceil(share * len(fullest))) for share in np.arange(1, count + 1) / count)
     return tuple(dict.fromkeys(longest_of(fullest[:end], multiple) for end in ends))
 
 
 def longest_of(shapes: Iterable[RowShape], multiple: int) -> RowShape:
     """Returns the shape that holds each of these, rounded up."""
-    counts = zip(*map(dataclasses.astuple, shapes), strict=True)
-    return RowShape(*(-(-max(each) // multiple) * multiple for each in counts))
+    return RowShape(*(-(-max(each) // multiple) * multiple for each in zip(*shapes, strict=True)))

@@ -22,6 +22,10 @@ MOST_ATTEMPTS = 64  # to draw an example, or a batch, that fits its shape
 class Batches(abc.ABC):
     """The training data of a configuration; a subclass makes the rows.
 
+    Args:
+        process_index, process_count: of the processes that train together, each of which makes
+            its share of every batch.
+
     Attributes:
         sizes: examples of a batch of each group, over all processes.
         shares: of the batches, of each group.
@@ -38,9 +42,11 @@ class Batches(abc.ABC):
         settings: config.Config,
         sizes: dict[str, int],
         shares: dict[str, float],
-        process_index: int,
-        process_count: int,
+        *,
+        process_index: int = 0,
+        process_count: int = 1,
     ):
+        _check_shared(sizes, process_count, settings)
         self.settings, self.sizes, self.shares = settings, sizes, shares
         self.process_index, self.process_count = process_index, process_count
         self.released = settings.diffusion.corruption == "released"
@@ -104,11 +110,9 @@ class Batches(abc.ABC):
                 f"every sequence of group {group} is longer than data.max_sequence_len={most}:"
                 " raise it, or show smaller images."
             )
-        kinds = frozenset().union(*(row.kinds for row in rows))
-        predicts: Predicts = "both"
-        if kinds == {"text"}:
-            predicts = "understanding"
-        elif kinds == {"image"} or not self.settings.diffusion.text_loss:
+        found = {row.predicts for row in rows}
+        predicts: Predicts = found.pop() if len(found) == 1 else "both"
+        if predicts == "both" and not self.settings.diffusion.text_loss:
             predicts = "generation"
         lengths = [row.length for row in short]
         example = longest_of(lengths, self.multiple)
@@ -121,22 +125,21 @@ class Batches(abc.ABC):
         return shape
 
 
-def check_shared(what: str, examples: int, processes: int, data: config.Data) -> None:
+def _check_shared(sizes: dict[str, int], processes: int, settings: config.Config) -> None:
     """Refuses batches that processes cannot share.
-
-    Args:
-        what: says where the number of examples comes from.
-        examples: of a batch, over all processes.
 
     Raises:
         ConfigError: they do not divide, or each process would choose a shape of its own.
     """
-    if examples % (processes * data.packing):
-        rows = f" in rows of data.packing={data.packing}" if data.packing > 1 else ""
-        raise config.ConfigError(
-            f"{what}: {examples} examples do not divide over {processes} processes{rows}: change"
-            " train.batch_size."
-        )
+    data = settings.data
+    rows = f" in rows of data.packing={data.packing}" if data.packing > 1 else ""
+    for group, examples in sizes.items():
+        if examples % (processes * data.packing):
+            raise config.ConfigError(
+                f"a batch of group {group} (train.batch_size={settings.train.batch_size}):"
+                f" {examples} examples do not divide over {processes} processes{rows}: change"
+                " train.batch_size."
+            )
     if processes > 1 and data.length_buckets > 1:
         raise config.ConfigError(
             f"data.length_buckets={data.length_buckets}: of {processes} processes each would choose"

@@ -2,12 +2,26 @@
 """An example: one sequence with its response, before anything of it is masked."""
 
 import dataclasses
-from typing import Any
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt8
 
 from sparse_lavida_jax.sequence import Kind, Part, Views
+
+
+@runtime_checkable
+class RowRequest(Protocol):
+    """What the sampler reads of a request (`inference.requests.Request`); None: by the settings."""
+
+    @property
+    def seed(self) -> int: ...
+    @property
+    def temperature(self) -> float | None: ...
+    @property
+    def guidance(self) -> float | None: ...
+    @property
+    def guidance_image(self) -> float | None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +39,7 @@ class Example:
         views: in place of `pixels`, the views of each image that is shown (`data/images.py`).
         grid: rows and columns of cells of an image response; None: the model's largest.
         code_weight: loss weight of each code of an image response; None: all alike.
-        request: the `inference.requests.Request` it was made for, where it is sampled; else None.
+        request: what it was made for, where it is sampled; else None.
     """
 
     parts: tuple[Part, ...]
@@ -37,4 +51,9 @@ class Example:
     views: tuple[Views, ...] = ()
     grid: tuple[int, int] | None = None
     code_weight: Float[np.ndarray, "l g"] | None = None
-    request: Any = None
+    request: RowRequest | None = None
+
+    @property
+    def shown(self) -> tuple[Views, ...]:
+        """The views of all its images, of `pixels` the one."""
+        return self.views or (() if self.pixels is None else (self.pixels[None],))

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from sparse_lavida_jax.evals.benchmark import Item, QuestionBenchmark
 from sparse_lavida_jax.evals.files import records
-from sparse_lavida_jax.evals.scorers import grouped, relaxed_match, shares
+from sparse_lavida_jax.evals.scorers import grouped, means, relaxed_match
 
 PARTS = ("human", "augmented")
 FIELDS = ("imgname", "query", "label")
@@ -55,4 +55,4 @@ class Bench(QuestionBenchmark):
             (one.record["part"], relaxed_match(one.text, str(one.record["label"])))
             for one in answers
         ]
-        return shares("relaxed accuracy", hits)
+        return means("relaxed accuracy", hits)

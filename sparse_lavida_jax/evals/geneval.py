@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from sparse_lavida_jax.evals.benchmark import JUDGED, ImageBenchmark, Item
 from sparse_lavida_jax.evals.files import EvaluationError, records
-from sparse_lavida_jax.evals.scorers import mean, shares
+from sparse_lavida_jax.evals.scorers import mean, means
 
 
 class Bench(ImageBenchmark):
@@ -58,6 +58,6 @@ class Bench(ImageBenchmark):
                 f" {len(judged.keys() & expected)} of them the same: judge them again."
             )
         hits = [(record["tag"], bool(record["correct"])) for record in judged.values()]
-        whole, *groups = shares("right images", hits)
+        whole, *groups = means("right images", hits)
         overall = mean("overall, mean of the groups", [group.value for group in groups])
         return [overall, *groups, whole]

@@ -9,7 +9,7 @@ from typing import ClassVar
 from sparse_lavida_jax.data.images import centre_crop
 from sparse_lavida_jax.evals.benchmark import JUDGED, Benchmark, Item, write_images
 from sparse_lavida_jax.evals.files import EvaluationError, check_fields, image_name, read, records
-from sparse_lavida_jax.evals.scorers import mean, means, share
+from sparse_lavida_jax.evals.scorers import mean, means
 
 ORIGINALS = "singleturn"
 
@@ -70,7 +70,7 @@ class Bench(Benchmark):
             mean("overall, mean of the types", [one.value for one in types]),
             *types,
             whole,
-            share("answers without points, left out as the official script does", refused),
+            mean("answers without points, left out as the official script does", refused),
         ]
 
 

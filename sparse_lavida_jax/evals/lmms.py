@@ -20,6 +20,10 @@ from sparse_lavida_jax.evals.scorers import grouped
 from sparse_lavida_jax.pipeline import SparseLaViDa
 
 MAX_NEW_TOKENS = 256  # of tasks that do not say, as in the released adapter (spec Sec. 6)
+REFUSED = (
+    "sparse_lavida answers one question at a time and has no likelihood to read off one forward"
+    " pass: choose tasks whose output_type is generate_until."
+)
 PLACEHOLDER = "<image>"  # our prompts put images in front
 
 
@@ -100,10 +104,7 @@ class SparseLaViDaLmms(lmms):
         Raises:
             NotImplementedError: always.
         """
-        raise NotImplementedError(
-            "a masked diffusion model has no likelihood to read off one forward pass: choose tasks"
-            " whose output_type is generate_until."
-        )
+        raise NotImplementedError(REFUSED)
 
     def generate_until_multi_round(self, requests: Sequence[Any]) -> list[str]:
         """Refuses: the checkpoints were trained to answer one question.
@@ -111,10 +112,7 @@ class SparseLaViDaLmms(lmms):
         Raises:
             NotImplementedError: always.
         """
-        raise NotImplementedError(
-            "sparse_lavida answers one question at a time: choose tasks whose output_type is"
-            " generate_until."
-        )
+        raise NotImplementedError(REFUSED)
 
     def _example(self, args: tuple, tokens: int) -> Any:
         words, _, visuals_of, number, task, split = args

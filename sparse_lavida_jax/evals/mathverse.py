@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from sparse_lavida_jax.evals.benchmark import JUDGED, Item, QuestionBenchmark
 from sparse_lavida_jax.evals.files import EvaluationError, image_name, records
-from sparse_lavida_jax.evals.scorers import share, shares
+from sparse_lavida_jax.evals.scorers import mean, means
 
 FIELDS = ("sample_index", "problem_version", "question", "image", "answer", "query_cot")
 OUTPUT = "output_testmini.json"
@@ -52,7 +52,7 @@ class Bench(QuestionBenchmark):
     def scores(self, answers, folder):
         """Returns the share of equal texts."""
         equal = [one.text.strip() == str(one.record["answer"]).strip() for one in answers]
-        return [share("equal text, a lower bound", equal)]
+        return [mean("equal text, a lower bound", equal)]
 
     def judged(self, answers, path):
         """Returns the share that GPT-4 judged right."""
@@ -66,4 +66,4 @@ class Bench(QuestionBenchmark):
                 " judge them again."
             )
         hits = [(item.record["problem_version"], judged[item.key] == 1) for item in self.items]
-        return shares("accuracy", hits)
+        return means("accuracy", hits)

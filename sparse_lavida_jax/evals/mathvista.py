@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from sparse_lavida_jax.evals.benchmark import JUDGED, Item, QuestionBenchmark
 from sparse_lavida_jax.evals.files import EvaluationError, check_fields, read_parquet, records
-from sparse_lavida_jax.evals.scorers import Metric, edit_distance, share, shares
+from sparse_lavida_jax.evals.scorers import Metric, edit_distance, mean, means
 
 FIELDS = ("pid", "question", "image", "question_type", "answer_type", "query")
 OTHERS = ("choices", "unit", "precision", "answer", "metadata")
@@ -59,7 +59,7 @@ class Bench(QuestionBenchmark):
         extracted = [extract(one.text, one.record) for one in answers]
         whole, *parts = self._accuracy("accuracy, answers found by rules", extracted)
         unread = [one is None for one in extracted]
-        return [whole, share("answers that no rule finds, counted wrong", unread), *parts]
+        return [whole, mean("answers that no rule finds, counted wrong", unread), *parts]
 
     def judged(self, answers, path):
         """Returns the share of right answers that GPT-4 found."""
@@ -73,7 +73,7 @@ class Bench(QuestionBenchmark):
         for item, said in zip(self.items, extracted, strict=True):
             task = (item.record.get("metadata") or {}).get("task", "all")
             hits.append((str(task), is_right(said, item.record)))
-        return shares(name, hits)
+        return means(name, hits)
 
 
 def extract(said: str, record: Mapping) -> str | None:

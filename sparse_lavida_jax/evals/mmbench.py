@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from sparse_lavida_jax.evals.benchmark import Item, QuestionBenchmark
 from sparse_lavida_jax.evals.files import EvaluationError, records
-from sparse_lavida_jax.evals.scorers import share, shares
+from sparse_lavida_jax.evals.scorers import mean, means
 
 FIELDS = ("index", "question", "A", "B", "category", "image")
 LETTERS = "ABCDE"
@@ -83,11 +83,11 @@ class Bench(QuestionBenchmark):
             if int(one.item.key) == number:
                 first.append(hit)
         every = [(categories[number], all(hits)) for number, hits in by_question.items()]
-        whole, *parts = shares("accuracy, right in every order", every)
+        whole, *parts = means("accuracy, right in every order", every)
         return [
             whole,
-            share("accuracy, first order", first),
-            share("answers without a letter, counted wrong", unread),
+            mean("accuracy, first order", first),
+            mean("answers without a letter, counted wrong", unread),
             *parts,
         ]
 

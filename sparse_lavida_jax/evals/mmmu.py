@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from sparse_lavida_jax.evals.benchmark import Item, QuestionBenchmark
 from sparse_lavida_jax.evals.files import EvaluationError, check_fields, read_parquet
-from sparse_lavida_jax.evals.scorers import shares
+from sparse_lavida_jax.evals.scorers import means
 
 FIELDS = ("id", "question", "options", "question_type")
 OTHERS = ("answer", "subfield")
@@ -73,7 +73,7 @@ class Bench(QuestionBenchmark):
             key = one.item.key
             subject = "_".join(key.split("_")[1:-1]) or key
             hits.append((subject, is_right(one.record, one.text, key)))
-        return shares("accuracy", hits)
+        return means("accuracy", hits)
 
 
 def words_of(record: Mapping) -> str:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from sparse_lavida_jax.evals.benchmark import Benchmark, Item
 from sparse_lavida_jax.evals.files import EvaluationError, check_fields, read, records
-from sparse_lavida_jax.evals.scorers import mean, overlap, share
+from sparse_lavida_jax.evals.scorers import mean, overlap
 
 LEAST_OVERLAP = 0.5
 FIELDS = ("ref_id", "ann_id", "image_id", "split", "sentences")
@@ -87,9 +87,9 @@ class Bench(Benchmark):
         found = [overlap(box, right) if box else 0.0 for box, right in boxes]
         none = [box is None for box, _ in boxes]
         return [
-            share("P@0.5", [value >= LEAST_OVERLAP for value in found]),
+            mean("P@0.5", [value >= LEAST_OVERLAP for value in found]),
             mean("mean overlap", found),
-            share("phrases without a box", none),
+            mean("phrases without a box", none),
         ]
 
 

@@ -54,23 +54,13 @@ def table(metrics: Iterable[Metric]) -> str:
     return markdown.table(("score", "value", "right", "of", "95 % interval"), rows)
 
 
-def share(name: str, hits: Sequence[bool]) -> Metric:
-    """Returns the share of hits."""
-    return Metric(name, sum(hits) / max(len(hits), 1), len(hits), sum(hits))
+def mean(name: str, values: Sequence[float | bool]) -> Metric:
+    """Returns the mean of values; of hits and misses that is the share of hits."""
+    correct = sum(values) if all(isinstance(value, bool) for value in values) else None
+    return Metric(name, sum(values) / max(len(values), 1), len(values), correct)
 
 
-def shares(name: str, hits: Sequence[tuple[str, bool]]) -> list[Metric]:
-    """Returns the share of all hits, then of each group, in order of its first member."""
-    parts = [share(f"- {group}", members) for group, members in grouped(hits).items()]
-    return [share(name, [hit for _, hit in hits]), *parts]
-
-
-def mean(name: str, values: Sequence[float]) -> Metric:
-    """Returns the mean of values."""
-    return Metric(name, sum(values) / max(len(values), 1), len(values))
-
-
-def means(name: str, values: Sequence[tuple[str, float]]) -> list[Metric]:
+def means(name: str, values: Sequence[tuple[str, float | bool]]) -> list[Metric]:
     """Returns the mean of all values, then of each group, in order of its first member."""
     parts = [mean(f"- {group}", members) for group, members in grouped(values).items()]
     return [mean(name, [value for _, value in values]), *parts]

@@ -2,44 +2,30 @@
 """Frozen tags that attention is measured on: shapes of the paper's training and of its sampler.
 
 Tags are data and decide how much there is to compute, so a benchmark that draws its own can win by
-luck. These are drawn from a seed, sorted by (segment, block) as the model sorts its tokens, and
-pinned by their SHA-256. Those of the packed row are what training made (`tests/unit/test_shapes.py`
-makes them again), and lie in a file.
-"""
+luck. These lie in `shapes.json`, in runs of equal tags, and never change. All are sorted by
+(segment, block) as the model sorts its tokens.
+
+| shape | tokens |
+| --- | --- |
+| t2i_1536 | a training row of text to image: a prompt of 256, 1,024 cells in 4 clean blocks and 4 masked ones, half of the cells each, blocks drawn uniformly, 64 registers to every masked block |
+| edit_3456 | the same after 871 vision tokens, 1,024 source cells and the words of an edit |
+| single_8152 | the same after 3,800 tokens, of 4,096 cells in 8 clean blocks |
+| packed_8192 | a row of `configs/sft_1024.py` with `data.packing=6`: six examples of text to image, each a segment (`tests/unit/test_shapes.py` makes it again) |
+| decode_early, _mid, _late | step 8, 32 or 56 of 64 of an image: newest, decoded and register tokens, filled up to a multiple of 64, over a cache of 1,536 slots |
+| full_8192 | one block: what the generality costs where nothing is skipped |
+"""  # noqa: E501
 
 import dataclasses
+import functools
 import hashlib
 import json
 import pathlib
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
-from sparse_lavida_jax.orders import counts
-from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON
-
-REGISTERS = 64
-CELLS = 1024
-PROMPT = 256  # of text to image
-PACKED = pathlib.Path(__file__).with_name("packed_8192.json")
-# Tokens of the prompt (of an edit 871 vision tokens, 1024 source cells, the words), those of the
-# response, clean blocks.
-ROWS = {
-    "t2i_1536": (PROMPT, CELLS, 4),
-    "edit_3456": (2176, CELLS, 4),
-    "single_8152": (3800, 4096, 8),
-}
-STEPS = {"decode_early": 8, "decode_mid": 32, "decode_late": 56}
-SHA256 = {
-    "t2i_1536": "bf9eab299ddc9b1f86da9f2080581ae5ef35930c190c4ea3119ec852343bbe56",
-    "edit_3456": "defc1146389322b052cc3aaaff292b5db7c85d5dca1a51a4b3b738b21a44793e",
-    "single_8152": "404fcad166a48a270c758b8d177ca542c451f56117e04fa3366ef8bf7bc78561",
-    "packed_8192": "e0341b68838b6c88f640757244a6f6365b5bbb5d356a023e7778ef6f19090bd4",
-    "decode_early": "59a726ceb1051435eb9bf2600e6d43933f08025cad8c38f21e70546e7a589b94",
-    "decode_mid": "d9f4c72b40995ea93d12bc2e4b3f550cfb677af2e9bc27f6ed7d7b5ada95d0ca",
-    "decode_late": "a0d9182d8bb4b9621cdbc1239ffae50d5d8d51245060c642fe60284807d935d8",
-    "full_8192": "3a3ed164e42500a1c5b2d0093f0a813d27dc50d038f330cc100a7e70ece2e6e4",
-}
+FROZEN = pathlib.Path(__file__).with_name("shapes.json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +48,13 @@ class RowTags:
         return digest.hexdigest()
 
 
+@functools.cache
+def _frozen() -> dict[str, Any]:
+    return json.loads(FROZEN.read_text())
+
+
 def names() -> tuple[str, ...]:
-    return tuple(SHA256)
+    return tuple(_frozen())
 
 
 def tags(name: str) -> RowTags:
@@ -72,57 +63,16 @@ def tags(name: str) -> RowTags:
     Raises:
         ValueError: there is no such shape.
     """
-    if name in ROWS:
-        return _row(*ROWS[name])
-    if name in STEPS:
-        return _decode(STEPS[name])
-    if name == "packed_8192":
-        return _packed()
-    if name == "full_8192":  # one block: what the generality costs where nothing is skipped
-        nothing = np.zeros(8192, np.int32)
-        return RowTags(nothing, nothing, nothing)
-    raise ValueError(f"there is no shape {name!r}; choose one of {', '.join(names())}.")
+    if name not in _frozen():
+        raise ValueError(f"there is no shape {name!r}; choose one of {', '.join(names())}.")
+    query, key = (_of_tokens(_frozen()[name][kind]) for kind in ("queries", "keys"))
+    segments = query.get("segment"), key.get("segment")
+    return RowTags(query["block"], query["horizon"], key["block"], *segments)
 
 
-def _row(prompt: int, response: int, clean: int, masked: int = 4) -> RowTags:
-    """A training row: half of the response masked, blocks drawn uniformly (design: uniform)."""
-    rng, hidden = np.random.default_rng(0), response // 2
-    block = np.concatenate([
-        np.zeros(prompt, int),
-        rng.integers(1, clean + 1, response - hidden),
-        rng.integers(clean + 1, clean + masked + 1, hidden),
-        np.repeat(np.arange(clean + 1, clean + masked + 1), REGISTERS),
-    ])  # fmt: skip
-    block = np.sort(block).astype(np.int32)
-    horizon = np.minimum(block, clean).astype(np.int32)
-    return RowTags(block, horizon, block)
-
-
-def _packed() -> RowTags:
-    """A row of `configs/sft_1024.py` with `data.packing=6`, its streams sorted as one.
-
-    Six text-to-image examples, each a segment: prompt, image, registers of up to 8 masked blocks;
-    the padding of both streams comes last.
-    """
-    runs = np.array(json.loads(PACKED.read_text()), np.int32)
-    block, horizon, segment = np.repeat(runs[:, :3], runs[:, 3], axis=0).T
-    return RowTags(block, horizon, block, segment, segment)
-
-
-def _decode(step: int) -> RowTags:
-    """One image step of 64: [newest | decode | registers] over a cache of 1,536 slots.
-
-    Padding fills the step up to the next width that the sampler compiles.
-    """
-    per_step = counts("shift", 64, CELLS, 5.0)
-    newest, decode = int(per_step[step - 1]), int(per_step[step])
-    own = [step] * newest + [step + 1] * (decode + REGISTERS)
-    width = -(-len(own) // 64) * 64
-    query = np.array(own + [PAD_BLOCK] * (width - len(own)), np.int32)
-    horizon = np.where(query == PAD_BLOCK, PAD_HORIZON, np.minimum(query, step)).astype(np.int32)
-    before = np.repeat(np.arange(1, step), per_step[: step - 1])
-    key = np.full(1536, PAD_BLOCK, np.int32)
-    key[:PROMPT] = 0
-    key[PROMPT : PROMPT + len(before)] = before
-    key[PROMPT + len(before) : PROMPT + len(before) + width] = query
-    return RowTags(query, horizon, key)
+def _of_tokens(runs: dict[str, list[int]]) -> dict[str, Int[np.ndarray, " s"]]:
+    return {
+        tag: np.repeat(np.array(values, np.int32), runs["count"])
+        for tag, values in runs.items()
+        if tag != "count"
+    }

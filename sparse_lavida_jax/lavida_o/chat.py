@@ -132,27 +132,23 @@ def micro_condition(
     top: int = 0,
     left: int = 0,
     *,
-    luminance: float | None = None,
-    contrast: float | None = None,
-    score: float | None = None,
-    hps: float | None = None,
     pixel_diff: float | None = None,
+    **measured: float | None,
 ) -> str:
     """Returns what the model is told about an image in addition to its caption (spec Sec. 5.4).
 
     Args:
         width, height: of the original, in pixels.
         top, left: of the crop, in pixels of the resized image.
-        luminance, contrast: see `images.luminance_and_contrast`.
-        score: of an aesthetics model, about 4 to 8.
-        hps: ten times the score of HPS v2.
         pixel_diff: how much an edit changes.
+        measured: in the order of the release: luminance and contrast (see
+            `images.luminance_and_contrast`), score of an aesthetics model, about 4 to 8, and hps,
+            ten times the score of HPS v2.
     """
     words = f"ORIGINAL WIDTH : {width}; ORIGINAL HEIGHT : {height}; TOP : {top}; LEFT : {left}"
-    measured = {"LUMINANCE": luminance, "CONTRAST": contrast, "SCORE": score, "HPS": hps}
     for name, value in measured.items():
         if value is not None:
-            words += f"; {name} : {value:.3f}"
+            words += f"; {name.upper()} : {value:.3f}"
     return words if pixel_diff is None else f"{words}; PIXEL_DIFF : {pixel_diff:.3f} ;"
 
 
@@ -190,7 +186,7 @@ def draw(
     user = template.replace("<prompt>", f"{words} {_plain(condition)}")
     text = conversation(user, _plain(plan) + num_tokens * CELL)
     sequence = _encode(tokenizer, text, [image for image, _ in attempts])
-    return _with_response(tokenizer, sequence, CELL, drop_plan=bool(plan))
+    return _parts(tokenizer, sequence, CELL, drop_plan=bool(plan))
 
 
 def edit(
@@ -214,12 +210,8 @@ def edit(
     """
     given = " ".join(f"{IMAGE} {len(source) * SOURCE_CELL}" for source in sources)
     text = conversation(f"{given}\n {_plain(instruction)} ", _plain(plan) + num_tokens * CELL)
-    cell, left, sequence = tokenizer.id_of(SOURCE_CELL), iter(sources), []
-    for is_source, run in itertools.groupby(
-        _encode(tokenizer, text, shown), lambda token: token == cell
-    ):
-        sequence += [Source(next(left))] if is_source else run
-    return _with_response(tokenizer, sequence, CELL, drop_plan=bool(plan))
+    sequence = _encode(tokenizer, text, shown, sources)
+    return _parts(tokenizer, sequence, CELL, drop_plan=bool(plan))
 
 
 def plan_image(
@@ -285,10 +277,8 @@ def answer_to(
     Args:
         user: in it `<image>` stands for each of the images.
     """
-    sequence = _encode(tokenizer, conversation(user), images)
-    header = _header_start(tokenizer, sequence)
-    asked, kept = _grouped(sequence[:header]), _grouped(sequence[header:], keep=True)
-    return (*asked, *kept, Response(num_tokens))
+    parts = _parts(tokenizer, _encode(tokenizer, conversation(user), images))
+    return (*parts, Response(num_tokens))
 
 
 def locate(tokenizer: ChatTokenizer, phrase: str, image: VisionTokens) -> Parts:
@@ -302,7 +292,7 @@ def locate(tokenizer: ChatTokenizer, phrase: str, image: VisionTokens) -> Parts:
     """
     user = f"{IMAGE}\n Please locate {_plain(phrase)} in this image. {BOXES_WANTED}"
     text = "'" + conversation(user, _box(tokenizer)).removesuffix(_header("assistant"))
-    return _with_response(tokenizer, _encode(tokenizer, text, [image]), MASK)
+    return _parts(tokenizer, _encode(tokenizer, text, [image]), MASK)
 
 
 def locate_all(
@@ -323,7 +313,7 @@ def locate_all(
     text = conversation(user, "There are following objects in the scene. " + ", ".join(named))
     sequence = _encode(tokenizer, text, [image])
     known = sequence[_span(sequence, tokenizer.id_of(MASK))]
-    return _with_response(tokenizer, sequence, MASK), np.asarray(known, np.int32)
+    return _parts(tokenizer, sequence, MASK), np.asarray(known, np.int32)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -364,48 +354,55 @@ def _plain(text: str) -> str:
 
 
 def _encode(
-    tokenizer: ChatTokenizer, text: str, images: Sequence[VisionTokens]
-) -> list[int | VisionTokens]:
-    """Returns ids, with the images where `<image>` stands (spec Sec. 5.2).
+    tokenizer: ChatTokenizer,
+    text: str,
+    images: Sequence[VisionTokens],
+    sources: Sequence[Int[np.ndarray, "n g"]] = (),
+) -> list[int | Part]:
+    """Returns ids, with images where `<image>` stands and sources where their cells stand.
 
-    As released: when the text begins with the start token, the first id of every piece after an
-    image is lost.
+    As released (spec Sec. 5.2): when the text begins with the start token, the first id of every
+    piece after an image is lost.
     """
     first, *rest = (tokenizer.encode(piece) for piece in text.split(IMAGE))
     lost = 1 if first[:1] == [tokenizer.id_of(START)] else 0
-    sequence: list[int | VisionTokens] = [*first]
+    sequence: list[int | Part] = [*first]
     for image, piece in zip(images, rest, strict=True):
         sequence += [image, *piece[lost:]]
-    return sequence
+    if not sources:
+        return sequence
+    cell, left = tokenizer.id_of(SOURCE_CELL), iter(sources)
+    runs = itertools.groupby(sequence, lambda token: token == cell)
+    return [
+        token for is_source, run in runs for token in ([Source(next(left))] if is_source else run)
+    ]
 
 
-def _with_response(
+def _parts(
     tokenizer: ChatTokenizer,
     sequence: Sequence[int | Part],
-    placeholder: str,
+    placeholder: str | None = None,
     drop_plan: bool = False,
 ) -> Parts:
-    """Returns the parts of a sequence, the response from its first `placeholder` to its last.
+    """Returns the parts of a sequence: what is said in turns, and the response in them.
 
     Args:
+        placeholder: the response reaches from the first one to the last; None: it comes after.
         drop_plan: guidance drops what the assistant says before the response, and its header too,
-            not only what the user says (spec Sec. 7.1).
+            not only what the turns of system and user say (spec Sec. 7.1).
     """
+    end_of_turn = tokenizer.id_of(END_OF_TURN)
+    _, user, *_ = (i for i, token in enumerate(sequence) if token == end_of_turn)
+    if placeholder is None:
+        return _grouped(sequence[: user + 1]) + _grouped(sequence[user + 1 :], keep=True)
     response = _span(sequence, tokenizer.id_of(placeholder))
-    header = response.start if drop_plan else _header_start(tokenizer, sequence)
+    kept = response.start if drop_plan else user + 1
     return (
-        *_grouped(sequence[:header]),
-        *_grouped(sequence[header : response.start], keep=True),
+        *_grouped(sequence[:kept]),
+        *_grouped(sequence[kept : response.start], keep=True),
         Response(response.stop - response.start),
         *_grouped(sequence[response.stop :], keep=True),
     )
-
-
-def _header_start(tokenizer: ChatTokenizer, sequence: Sequence[int | Part]) -> int:
-    """Returns where the assistant's header begins: after the turns of system and user."""
-    end_of_turn = tokenizer.id_of(END_OF_TURN)
-    _, user, *_ = (i for i, token in enumerate(sequence) if token == end_of_turn)
-    return user + 1
 
 
 def _span(sequence: Sequence[int | Part], number: int) -> slice:

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.data.batch import GroupShape, RowShape, stack, with_blanks
+from sparse_lavida_jax.data.batch import GroupShape, Row, RowShape, alone, see_together, stack
 from sparse_lavida_jax.diffusion import (
     MIN_TIME,
     Corrupted,
@@ -21,7 +21,6 @@ from sparse_lavida_jax.diffusion import (
     time_and_slope,
 )
 from sparse_lavida_jax.sequence import (
-    Kind,
     LearnedText,
     Part,
     Source,
@@ -29,8 +28,6 @@ from sparse_lavida_jax.sequence import (
     Views,
     num_tokens,
     prompt_row,
-    stack_views,
-    stacked_features,
 )
 
 
@@ -65,48 +62,40 @@ class Sequence:
 
 
 @dataclasses.dataclass(frozen=True)
-class SequenceRow:
-    """A sequence, and the generator that masks it once it is padded. A `data.batch.Row`."""
+class SequenceRow(Row):
+    """A sequence, and the generator that masks it once it is padded."""
 
     sequence: Sequence
     rng: np.random.Generator
 
-    @property
-    def length(self) -> RowShape:
-        """How many tokens it may have in each stream: a source cell that is dropped is text."""
-        sequence = self.sequence
-        return RowShape(sequence.length - len(sequence.codes), sequence.num_cells)
-
-    @property
-    def views(self) -> tuple[Views, ...]:
-        return self.sequence.views
-
-    @property
-    def kinds(self) -> frozenset[Kind]:
-        """What it predicts."""
-        return frozenset({"text", "image"} if len(self.sequence.codes) else {"text"})
+    @staticmethod
+    def of(sequence: Sequence, rng: np.random.Generator) -> "SequenceRow":
+        """Returns the row of a sequence, as long as it may get: a dropped source cell is text."""
+        cells = len(sequence.codes)
+        length = RowShape(sequence.length - cells, sequence.num_cells)
+        predicts: Predicts = "both" if cells else "understanding"
+        return SequenceRow(length, sequence.views, predicts, sequence, rng)
 
     @staticmethod
     def batch(rows: "list[SequenceRow]", shape: GroupShape, settings: config.Config) -> Corrupted:
-        """Returns rows as one batch, each padded with end-of-text to the length of the group.
-
-        Padding is learned where the row's text is (spec Sec. 9.1).
-        """
-        sequences, draws = [], []
-        for row in rows:
-            sequence, missing = row.sequence, shape.example.understanding - row.length.understanding
-            learned = any(isinstance(part, LearnedText) for part in sequence.parts)
-            ids = np.full(missing, settings.model.end_of_text_id)
-            padding = LearnedText(ids) if learned else Text(ids, keep=True)
-            padded = dataclasses.replace(
-                sequence,
-                parts=(*sequence.parts, padding),
-                views=with_blanks(sequence.views, shape.views, settings.model.vision),
+        """Returns rows as one batch, each padded with end-of-text to the length of the group."""
+        end_of_text_id = settings.model.end_of_text_id
+        padded = [
+            dataclasses.replace(
+                row.sequence, parts=(*row.sequence.parts, _padding(row, shape, end_of_text_id))
             )
-            sequences.append(padded)
-            draws.append(draw(row.rng, padded))
-        batch = batch_sequences(sequences, draws, shape.example, settings)
+            for row in rows
+        ]
+        draws = [draw(row.rng, sequence) for row, sequence in zip(rows, padded, strict=True)]
+        batch = batch_sequences(padded, draws, shape.example, settings, shape.views)
         return dataclasses.replace(batch, predicts=shape.predicts)
+
+
+def _padding(row: SequenceRow, shape: GroupShape, end_of_text_id: int) -> Part:
+    """Returns what fills a row up, learned where the row's text is (spec Sec. 9.1)."""
+    ids = np.full(shape.example.understanding - row.length.understanding, end_of_text_id)
+    learned = any(isinstance(part, LearnedText) for part in row.sequence.parts)
+    return LearnedText(ids) if learned else Text(ids, keep=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +127,11 @@ def draw(rng: np.random.Generator, sequence: Sequence) -> MaskDraws:
 
 
 def batch_sequences(
-    sequences: list[Sequence], draws: list[MaskDraws], shape: RowShape, settings: config.Config
+    sequences: list[Sequence],
+    draws: list[MaskDraws],
+    shape: RowShape,
+    settings: config.Config,
+    most_views: int = 0,
 ) -> Corrupted:
     """Masks, pads to `shape` and stacks sequences as LaViDa-O trains on them (spec Sec. 9.2, 9.3).
 
@@ -150,32 +143,31 @@ def batch_sequences(
 
     Args:
         draws: of each sequence, by `draw` or recorded.
+        most_views: of a row, at least.
 
     Raises:
         ValueError: a row is longer than `shape`, or its draws are not of its length.
     """
-    diffusion = settings.diffusion
+    diffusion, model = settings.diffusion, settings.model
     weights = [s.code_weight for s in sequences if s.code_weight is not None]
     weighted = any(weight.max(initial=0) > 1 for weight in weights)
-    pixels = stack_views([sequence.views for sequence in sequences])
-    most = 0 if pixels is None else pixels.shape[1]
     inverses = (False, True) if diffusion.complementary else (False,)
     rows = [
-        _corrupt(sequence, drawn, most, settings, weighted=weighted, inverse=inverse)
+        _corrupt(sequence, drawn, settings, weighted=weighted, inverse=inverse)
         for inverse in inverses
         for sequence, drawn in zip(sequences, draws, strict=True)
     ]
+    views = [sequence.views for sequence in sequences] * len(inverses)
+    rows, pixels = see_together(rows, views, alone(rows), most_views, model.vision)
     predicts: Predicts = "both" if diffusion.text_loss else "generation"
     if not any(len(sequence.codes) for sequence in sequences):
         predicts = "understanding"
-    pixels = None if pixels is None else np.concatenate([pixels] * len(inverses))
-    return stack(rows, shape, settings.model, full_attention=True, pixels=pixels, predicts=predicts)
+    return stack(rows, shape, model, full_attention=True, pixels=pixels, predicts=predicts)
 
 
 def _corrupt(
     sequence: Sequence,
     drawn: MaskDraws,
-    most_views: int,
     settings: config.Config,
     *,
     weighted: bool,
@@ -200,18 +192,12 @@ def _corrupt(
     )
     masked = (mask_below(policy, drawn.text_time, drawn.text_noise) != inverse)[prompt.position]
     masked &= prompt.is_answer
-    features = stacked_features(
-        prompt.feature,
-        tuple(map(len, sequence.views)),
-        most_views,
-        model.vision.num_tokens,
-        newline=model.vision.newline,
-    )
     text = dataclasses.replace(
-        Tokens.of_prompt(prompt.ids, features, prompt.position),
+        Tokens.of_prompt(prompt.ids, prompt.feature, prompt.position),
         tokens=np.where(masked, model.text_mask_id, prompt.ids),
         target=prompt.ids,
         weight=masked.astype(float),
+        total=float(masked.sum()),
     )
     hidden = mask_below(policy, drawn.image_time, drawn.image_noise) != inverse
     weight = hidden.astype(float)
@@ -219,16 +205,17 @@ def _corrupt(
         weight = hidden * sequence.code_weight
         weight *= hidden.sum() / max(weight.sum(), 1e-9)
     cell = np.arange(len(sequence.codes))
-    drawn_cells = dataclasses.replace(
+    image = dataclasses.replace(
         Tokens.of_prompt(sequence.codes, cell, prompt.response_position + cell),
         tokens=np.where(hidden, model.image_mask_id, sequence.codes),
         target=sequence.codes,
         weight=weight,
+        total=float(weight.sum() / model.codes_per_token),
     )
-    source = Tokens.of_prompt(prompt.codes, prompt.cell, prompt.source_position)
-    image = dataclasses.replace(source, weight=np.zeros(source.tokens.shape)) + drawn_cells
-    totals = text.weight.sum(), image.weight.sum() / model.codes_per_token
-    return CorruptedRow(text, image, *totals, "both")
+    source = Tokens.of_prompt(
+        prompt.codes, prompt.cell, prompt.source_position, weight_by_code=True
+    )
+    return CorruptedRow(text, source + image, "both")
 
 
 def mask_below(policy: str, time: float, noise: Float[np.ndarray, "*s"]) -> Bool[np.ndarray, "*s"]:
@@ -241,6 +228,6 @@ def mask_below(policy: str, time: float, noise: Float[np.ndarray, "*s"]) -> Bool
     return noise <= max(mask_probability(policy, time), noise.min(initial=np.inf))
 
 
-def mask_probability(policy: str, u: float) -> float:
+def mask_probability(policy: str, uniform: float) -> float:
     """Returns with which probability the release masks, for a uniform u: 1e-3 + (1 - 1e-3) t."""
-    return MIN_TIME + (1 - MIN_TIME) * time_and_slope(policy, u)[0]
+    return MIN_TIME + (1 - MIN_TIME) * time_and_slope(policy, uniform)[0]

@@ -18,7 +18,7 @@ import numpy as np
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.batch import Row, make_row
-from sparse_lavida_jax.data.batches import Batches, check_shared
+from sparse_lavida_jax.data.batches import Batches
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
 from sparse_lavida_jax.lavida_o.objective import SequenceRow
 from sparse_lavida_jax.mixture import prepare
@@ -35,8 +35,7 @@ class MixtureBatches(Batches):
         folder: what `prepare` wrote.
         settings: the whole configuration.
         tokenizer: the one that lies next to the model.
-        process_index, process_count: of the processes that train together, each of which makes
-            its share of every batch.
+        share: which process this is, of how many; see `Batches`.
 
     Raises:
         RecordError: the folder is not whole.
@@ -54,9 +53,7 @@ class MixtureBatches(Batches):
         folder: pathlib.Path | str,
         settings: config.Config,
         tokenizer: ChatTokenizer,
-        *,
-        process_index: int = 0,
-        process_count: int = 1,
+        **share: int,
     ):
         folder = pathlib.Path(folder)
         self.mixer = Mixer(tokenizer, settings)
@@ -76,15 +73,13 @@ class MixtureBatches(Batches):
         for group in shards:
             factor = index["batch_sizes"][group]
             sizes[group] = max(1, round(batch_size * factor))
-            what = f"a batch of group {group} (train.batch_size={batch_size} times {factor:g})"
-            check_shared(what, sizes[group], process_count, settings.data)
         self.orders = {
             group: grain.MapDataset.range(len(found)).shuffle(_seed(settings.seed, group)).repeat()
             for group, found in self.records.items()
         }
         weights = np.array([index["weights"][group] for group in shards])
         shares = dict(zip(shards, (weights / weights.sum()).tolist(), strict=True))
-        super().__init__(settings, sizes, shares, process_index, process_count)
+        super().__init__(settings, sizes, shares, **share)
 
     def prompts(self, count: int) -> list[str]:
         """Returns captions of images to draw, of the first records that have one."""
@@ -119,7 +114,7 @@ class MixtureBatches(Batches):
         """
         try:
             if self.released:
-                return SequenceRow(self.mixer.sequence(record, rng), rng)
+                return SequenceRow.of(self.mixer.sequence(record, rng), rng)
             return make_row(self.mixer.example(record, rng), self.settings, rng)
         except ValueError as error:
             raise RecordError(f"{record.source} {record.name}: {error}") from error

@@ -141,16 +141,8 @@ class Mixer:
             case "understanding":
                 turns = zip(record.asked, record.answered, strict=True)
                 return [(_image_first(user), answer) for user, answer in turns]
-            case "reflection":
-                user, (answer,) = chat.verdict_asked(asked), record.answered
-            case "grounding":
-                user = f"{IMAGE}\n Please locate {asked} in this image. {chat.BOXES_WANTED}"
-                answer = self._boxes_said(record)[0]
-            case "dense_caption":
-                user = f"{IMAGE}\n {DENSE_CAPTION}"
-                answer = self._dense_caption(record)
             case _:
-                raise _unknown(record)
+                user, answer = _question(record), self._answered(record)
         if record.form == "no_plan":
             answer = drawn
         return [(_image_first(user), answer)]
@@ -223,33 +215,36 @@ class Mixer:
         t, (asked, *_) = self.tokenizer, (*record.asked, "")
         if record.kind == "grounding" and (box := self._box_ids(record)) is not None:
             return chat.locate(t, asked, shown[0]), box, len(box)
-        which = 0
-        if record.kind == "understanding":
-            which = int(rng.integers(len(record.asked)))
-        is_plan = record.kind in ("plan", "edit_plan")
-        words = self._plan_words(record) if is_plan else (*record.answered, "")[which]
-        ids, reach = self._answer(words, rng)
+        which = int(rng.integers(len(record.asked))) if record.kind == "understanding" else 0
+        ids, reach = self._answer(self._answered(record, which), rng)
+        marks = " ".join([IMAGE] * len(shown))
         match record.kind:
             case "plan":
-                wanted = _image_wanted(record, crop, rng)
-                user = f"{wanted}. {chat.PLAN}{_feedback(record)}"
-                parts = chat.answer_to(t, user, shown, len(ids))
+                user = f"{_image_wanted(record, crop, rng)}. {chat.PLAN}{_feedback(record)}"
             case "edit_plan":
-                user = " ".join([IMAGE] * len(shown)) + f"\n{asked}. {chat.PLAN}"
-                parts = chat.answer_to(t, user, shown, len(ids))
+                user = f"{marks}\n{asked}. {chat.PLAN}"
             case "understanding":
                 question = record.asked[which].replace(IMAGE, "").strip()
-                parts = chat.ask(t, question, shown, len(ids))
-            case "reflection":
-                parts = chat.judge(t, asked, shown[0], len(ids))
-            case "grounding":
-                wanted = f" Please locate {asked} in this image. {chat.BOXES_WANTED}"
-                parts = chat.ask(t, wanted, shown, len(ids))
-            case "dense_caption":
-                parts = chat.ask(t, f" {DENSE_CAPTION}", shown, len(ids))
+                user = f"{marks}\n{question}" if marks else question
             case _:
-                raise _unknown(record)
-        return parts, ids, reach
+                user = _question(record)
+        return chat.answer_to(t, user, shown, len(ids)), ids, reach
+
+    def _answered(self, record: Record, turn: int = 0) -> str:
+        """Returns what is answered in words."""
+        match record.kind:
+            case "plan" | "edit_plan":
+                return self._plan_words(record)
+            case "grounding":
+                return self._boxes_said(record)[0]
+            case "dense_caption" if not record.answered:
+                named = (
+                    f"{chat.PHRASE_BEGIN} {phrase} {chat.PHRASE_END}{box}"
+                    for phrase, box in zip(record.phrases, self._boxes_said(record), strict=True)
+                )  # in the form of the released prompt of boxes
+                return "There are following objects in the scene. " + ", ".join(named)
+            case _:
+                return (*record.answered, "")[turn]
 
     def _dense_boxes(
         self, record: Record, shown: VisionTokens, views: tuple[Views, ...]
@@ -300,16 +295,6 @@ class Mixer:
         if len(edges) != 4 or bare.strip():
             return None
         return np.array([self.tokenizer.id_of(f"<LOC_{edge}>") for edge in edges], np.int32)
-
-    def _dense_caption(self, record: Record) -> str:
-        """Returns the released caption, or one in the form of the released prompt of boxes."""
-        if record.answered:
-            return record.answered[0]
-        named = (
-            f"{chat.PHRASE_BEGIN} {phrase} {chat.PHRASE_END}{box}"
-            for phrase, box in zip(record.phrases, self._boxes_said(record), strict=True)
-        )
-        return "There are following objects in the scene. " + ", ".join(named)
 
     # ---------------------------------------------------------------------------------------------
     # Images.
@@ -366,6 +351,19 @@ def condition_of(record: Record, crop: int, rng: np.random.Generator) -> str:
         hps=record.hps,
         pixel_diff=record.pixel_diff,
     )
+
+
+def _question(record: Record) -> str:
+    """Returns what is asked about one image."""
+    match record.kind:
+        case "reflection":
+            return chat.verdict_asked(record.asked[0])
+        case "grounding":
+            wanted = f"Please locate {record.asked[0]} in this image. {chat.BOXES_WANTED}"
+            return f"{IMAGE}\n {wanted}"
+        case "dense_caption":
+            return f"{IMAGE}\n {DENSE_CAPTION}"
+    raise _unknown(record)
 
 
 def _image_wanted(record: Record, crop: int, rng: np.random.Generator) -> str:

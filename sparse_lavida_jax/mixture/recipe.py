@@ -146,8 +146,7 @@ class Dataset(schema.Section):
         return np.sort(rng.permutation(count)[:wanted])
 
 
-@dataclasses.dataclass(frozen=True)
-class Recipe:
+class Recipe(schema.Section):
     """A mixture.
 
     Attributes:
@@ -160,6 +159,13 @@ class Recipe:
     weights: dict[str, float]
     batch_sizes: dict[str, float]
 
+    def _rules(self) -> Iterator[tuple[str, bool, str]]:
+        groups = {one.group for one in self.datasets}
+        allowed = f"by group, of {', '.join(sorted(groups))}, a number greater than 0"
+        for name in ("weights", "batch_sizes"):
+            numbers = getattr(self, name)
+            yield name, set(numbers) <= groups and min(numbers.values()) > 0, allowed
+
 
 def read(path: pathlib.Path) -> Recipe:
     """Reads a mixture file, JSON or YAML. Paths in it are relative to its folder.
@@ -167,40 +173,22 @@ def read(path: pathlib.Path) -> Recipe:
     Raises:
         RecipeError: there is none, or it says what is not understood.
     """
-    contents = _contents(path)
-    if not isinstance(contents, dict):
+    given = _contents(path)
+    if not isinstance(given, dict):
         raise RecipeError(f"{path} is no mixture: at its top stand datasets, weights, batch_sizes.")
-    if unknown := sorted(set(contents) - {"datasets", "weights", "batch_sizes"}):
-        raise RecipeError(
-            f"{path} has {', '.join(map(str, unknown))}, which is not known. At the top stand"
-            " datasets, weights, batch_sizes."
-        )
-    listed = contents.get("datasets") or []
+    listed = given.get("datasets")
     if not isinstance(listed, list) or not listed:
         raise RecipeError(f"{path} has no datasets: list one or more.")
-    datasets = tuple(_dataset(path, number, given) for number, given in enumerate(listed, 1))
+    datasets = tuple(_dataset(path, number, one) for number, one in enumerate(listed, 1))
     names = [one.name for one in datasets]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise RecipeError(f"{path} has two datasets named {', '.join(twice)}: give each its own.")
-    groups = list(dict.fromkeys(one.group for one in datasets))
-    numbers = {}
-    for section in ("weights", "batch_sizes"):
-        given = contents.get(section) or {}
-        if not isinstance(given, dict):
-            raise RecipeError(f"{path} has {section} that are no numbers by group.")
-        if unknown := sorted(set(given) - set(groups)):
-            raise RecipeError(
-                f"{path} has {section} of {', '.join(map(str, unknown))}, a length_group of no"
-                f" dataset. There are: {', '.join(groups)}."
-            )
-        for group, value in given.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise RecipeError(
-                    f"{path} has {value!r} in {section} of {group}: a number greater than 0 is"
-                    " needed. Leave a dataset out by leaving it out of datasets."
-                )
-        numbers[section] = {group: float(given.get(group, 1)) for group in groups}
-    return Recipe(datasets, **numbers)
+    even = dict.fromkeys([one.group for one in datasets], 1.0)
+    try:
+        numbers = {name: even | (given.get(name) or {}) for name in ("weights", "batch_sizes")}
+        return schema.build(Recipe, given | {"datasets": datasets} | numbers)
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"{path}: {error}") from error
 
 
 def _contents(path: pathlib.Path) -> Any:

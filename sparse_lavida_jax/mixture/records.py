@@ -217,11 +217,14 @@ class ShardedRecords:
                     " again, which writes what is missing."
                 )
         self._files = [(path, count) for path, count, _ in shards if count]
-        self._ends = np.cumsum([count for _, count in self._files])
-        self._source = None
+        whole = [
+            types.SimpleNamespace(filename=str(path), skip=0, take=count, examples_in_shard=count)
+            for path, count in self._files
+        ]
+        self._source = grain.sources.ArrayRecordDataSource(whole) if whole else ()  # type: ignore
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if self._files else 0
+        return len(self._source)
 
     def __getitem__(self, index: int) -> Record:
         """Returns record `index`.
@@ -231,27 +234,13 @@ class ShardedRecords:
         """
         if not 0 <= index < len(self):
             raise IndexError(f"there are records 0..{len(self) - 1}, not {index}.")
-        path = self._files[int(np.searchsorted(self._ends, index, side="right"))][0]
         try:
-            return decode(self._opened()[index])
+            return decode(self._source[index])
         # Of a damaged file the reader says as little as `RuntimeError("")`.
         except (RuntimeError, RecordError, ValueError) as error:
+            ends = np.cumsum([count for _, count in self._files])
+            path, _ = self._files[int(np.searchsorted(ends, index, side="right"))]
             raise RecordError(
                 f"record {index} cannot be read from {path}: {error or 'the file is damaged'}."
                 " Copy the shard again, or delete it and run the `prepare` that wrote it again."
             ) from error
-
-    def _opened(self) -> grain.sources.ArrayRecordDataSource:
-        """Opens the files when they are needed: a copy in another process opens its own."""
-        if self._source is None:
-            whole = [
-                types.SimpleNamespace(
-                    filename=str(path), skip=0, take=count, examples_in_shard=count
-                )
-                for path, count in self._files
-            ]
-            self._source = grain.sources.ArrayRecordDataSource(whole)  # type: ignore
-        return self._source
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_source": None}

@@ -23,23 +23,24 @@ from sparse_lavida_jax.visibility import PAD_BLOCK, AnyArray
 StreamName = Literal["understanding", "generation"]
 
 
+Pair = tuple[Array, Array]  # keys and values
+
+
 @flax.struct.dataclass
 class KVCache:
     """Keys and values of committed tokens, and room for the tokens of one step.
 
     Attributes:
-        joint_keys, joint_values: of the joint layers, both regions.
-        split_keys, split_values: of the split layers, the decoded stream's region.
+        joint: keys and values of the joint layers, both regions, [n b t (h d)].
+        split: those of the split layers, the decoded stream's region, [m b r (h d)].
         block: tags of the joint buffer; `PAD_BLOCK` where a slot is empty.
         offset: next free slot of the decoded stream, counted from the start of its region.
         understanding_len: slots of the understanding region (u), static.
         decodes: the stream that is decoded, static.
     """
 
-    joint_keys: Float[Array, "n b t hd"]
-    joint_values: Float[Array, "n b t hd"]
-    split_keys: Float[Array, "m b r hd"]
-    split_values: Float[Array, "m b r hd"]
+    joint: tuple[Float[Array, "n b t hd"], Float[Array, "n b t hd"]]
+    split: tuple[Float[Array, "m b r hd"], Float[Array, "m b r hd"]]
     block: Int[Array, "b t"]
     offset: Int[Array, ""]
     understanding_len: int = flax.struct.field(pytree_node=False)
@@ -58,11 +59,14 @@ class KVCache:
         total = understanding_len + generation_len
         region = understanding_len if decodes == "understanding" else generation_len
         width, dtype = settings.num_heads * settings.head_dim, jnp.dtype(settings.compute_dtype)
-        joint = (settings.num_joint_layers, batch, total, width)
-        split = (settings.num_split_layers, batch, region, width)
+
+        def pair(layers: int, slots: int) -> Pair:
+            shape = (layers, batch, slots, width)
+            return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+
         return cls(
-            *(jnp.zeros(joint, dtype) for _ in range(2)),
-            *(jnp.zeros(split, dtype) for _ in range(2)),
+            pair(settings.num_joint_layers, total),
+            pair(settings.num_split_layers, region),
             block=jnp.full((batch, total), PAD_BLOCK, jnp.int32),
             offset=jnp.int32(0),
             understanding_len=understanding_len,
@@ -79,10 +83,8 @@ class KVCache:
 
     def placed(self, num_heads: int) -> "KVCache":
         """Lays keys and values out over the mesh as attention reads them."""
-        names = ("joint_keys", "joint_values", "split_keys", "split_values")
-        return dataclasses.replace(
-            self, **{name: place_cache(getattr(self, name), num_heads) for name in names}
-        )
+        joint, split = jax.tree.map(lambda x: place_cache(x, num_heads), (self.joint, self.split))
+        return dataclasses.replace(self, joint=joint, split=split)
 
     def begin(self, stream: StreamName, block: Int[AnyArray, "b s"]) -> "KVCache":
         """Tags the slots that this pass writes, and empties the rest of the region."""
@@ -90,27 +92,17 @@ class KVCache:
         slots = jnp.arange(self.block.shape[1])
         later = (slots >= start) & (slots < end)
         tags = jnp.where(later[None], jnp.int32(PAD_BLOCK), self.block)
-        return dataclasses.replace(
-            self, block=jax.lax.dynamic_update_slice(tags, block, (0, start))
-        )
+        return dataclasses.replace(self, block=_put(tags, block, (0, start)))
 
-    def write_joint(self, layer: Int[Array, ""], stream: StreamName, keys, values) -> "KVCache":
+    def write_joint(self, layer: Int[Array, ""], stream: StreamName, *pair: Array) -> "KVCache":
         """Writes [b s (h d)] keys and values of one stream into joint layer `layer`."""
-        start = (layer, 0, self._start(stream), 0)
-        return dataclasses.replace(
-            self,
-            joint_keys=_put(self.joint_keys, keys, start),
-            joint_values=_put(self.joint_values, values, start),
-        )
+        joint = _put_pair(self.joint, pair, (layer, 0, self._start(stream), 0))
+        return dataclasses.replace(self, joint=joint)
 
-    def write_split(self, layer: Int[Array, ""], keys, values) -> "KVCache":
+    def write_split(self, layer: Int[Array, ""], *pair: Array) -> "KVCache":
         """Writes keys and values of the decoded stream into split layer `layer`."""
-        start = (layer, 0, self.offset, 0)
-        return dataclasses.replace(
-            self,
-            split_keys=_put(self.split_keys, keys, start),
-            split_values=_put(self.split_values, values, start),
-        )
+        split = _put_pair(self.split, pair, (layer, 0, self.offset, 0))
+        return dataclasses.replace(self, split=split)
 
     @property
     def split_block(self) -> Int[Array, "b r"]:
@@ -125,22 +117,31 @@ class KVCache:
         Args:
             rows: with no more slots in either region.
         """
-        put, text, changed = jax.lax.dynamic_update_slice, rows.understanding_len, {}
-        for name in ("joint_keys", "joint_values"):
-            given = getattr(rows, name)
-            whole = put(getattr(self, name), given[:, :, :text], (0, first, 0, 0))
+        text = rows.understanding_len
+
+        def put(whole, given):
+            return _put(whole, given, (0, first, 0, 0))
+
+        def put_regions(whole, given):
             start = (0, first, self.understanding_len, 0)
-            changed[name] = put(whole, given[:, :, text:], start)
-        for name in ("split_keys", "split_values"):
-            changed[name] = put(getattr(self, name), getattr(rows, name), (0, first, 0, 0))
-        block = put(self.block, rows.block[:, :text], (first, 0))
-        block = put(block, rows.block[:, text:], (first, self.understanding_len))
-        return dataclasses.replace(self, block=block, **changed)
+            return _put(put(whole, given[:, :, :text]), given[:, :, text:], start)
+
+        block = _put(self.block, rows.block[:, :text], (first, 0))
+        return dataclasses.replace(
+            self,
+            joint=jax.tree.map(put_regions, self.joint, rows.joint),
+            split=jax.tree.map(put, self.split, rows.split),
+            block=_put(block, rows.block[:, text:], (first, self.understanding_len)),
+        )
 
     def commit(self, count: Int[Array, ""] | int) -> "KVCache":
         """Keeps the first `count` slots of this pass; the next pass overwrites the others."""
         return dataclasses.replace(self, offset=self.offset + count)
 
 
-def _put(buffer, update, start):
-    return jax.lax.dynamic_update_slice(buffer, update.astype(buffer.dtype)[None], start)
+_put = jax.lax.dynamic_update_slice
+
+
+def _put_pair(stored: Pair, given: tuple[Array, ...], start) -> Pair:
+    """Writes keys and values of one layer."""
+    return jax.tree.map(lambda x, own: _put(x, own.astype(x.dtype)[None], start), stored, given)

@@ -4,6 +4,8 @@
 The model takes tokens with a `TokenLayout`, never a mask. Paper Sec. 3; base model spec Sec. 2.
 """
 
+import functools
+
 import einops
 import jax
 import jax.numpy as jnp
@@ -84,6 +86,12 @@ class ImageHead(nnx.Module):
         if self.kind != "embed":
             x = self.code_norm(self.code(x))
         return x
+
+
+@functools.cache
+def shapes(settings: config.Model) -> "Denoiser":
+    """Returns the model with shapes in place of arrays, which is not to be changed."""
+    return jax.eval_shape(lambda: Denoiser(settings, rngs=nnx.Rngs(0)))
 
 
 class Denoiser(nnx.Module):

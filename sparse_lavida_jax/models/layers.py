@@ -101,6 +101,30 @@ def _multiply_backward(saved, cotangent):
 _multiply_wide.defvjp(_multiply_forward, _multiply_backward)
 
 
+def linears(model: nnx.Module) -> dict[str, Linear]:
+    """Returns all matrices of a model by their paths."""
+    modules = nnx.iter_modules(model)
+    return {"/".join(map(str, path)): m for path, m in modules if isinstance(m, Linear)}
+
+
+def with_linears(model: M, change: Callable[[str, Linear], Linear]) -> M:
+    """Returns modules of their own around the same arrays, with other matrices.
+
+    Args:
+        change: from the path of a matrix and a copy of it, which it may change, to what takes its
+            place.
+    """
+    model = jax.tree.map(lambda leaf: leaf, model)
+    modules = dict(nnx.iter_modules(model))
+    for path, linear in modules.items():
+        if isinstance(linear, Linear):
+            changed = change("/".join(map(str, path)), linear)
+            if not path:  # the model is a matrix
+                return changed
+            setattr(modules[path[:-1]], str(path[-1]), changed)
+    return model
+
+
 class SwiGlu(nnx.Module):
     """Gated MLP of LLaDA: down(silu(gate(x)) * up(x))."""
 

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.models import quantize
-from sparse_lavida_jax.models.layers import Linear
+from sparse_lavida_jax.models.layers import Linear, linears, with_linears
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -42,11 +42,14 @@ def attach(model: M, settings: config.Lora, key: PRNGKeyArray) -> M:
     """
     if not settings.rank:
         raise config.ConfigError("Lora.rank=0 means no adapters: give a rank of 1 or more.")
-    model, targets = _copied(model), []
-    choice = {name: linear for name, linear in _linears(model) if name not in HEADS}
-    for name, linear in choice.items():
+    targets, others = [], []
+
+    def with_adapter(name: str, linear: Linear) -> Linear:
+        if name in HEADS:
+            return linear
         if not re.search(settings.targets, name):
-            continue
+            others.append(name)
+            return linear
         targets.append(name)
         *stack, i, o = linear.kernel.shape
         normal = jax.random.normal(
@@ -55,10 +58,13 @@ def attach(model: M, settings: config.Lora, key: PRNGKeyArray) -> M:
         linear.lora_a = nnx.Param(normal * i**-0.5)
         linear.lora_b = nnx.Param(jnp.zeros((*stack, settings.rank, o)))
         linear.lora_scale = settings.alpha / settings.rank
+        return linear
+
+    model = with_linears(model, with_adapter)
     if not targets:
         raise config.ConfigError(
             f"Lora.targets={settings.targets!r} is found in the path of no matrix. They are:"
-            f" {', '.join(choice)}."
+            f" {', '.join(others)}."
         )
     return model
 
@@ -80,14 +86,16 @@ def merged(model: M) -> M:
     One layer of one matrix is added at a time, in float32. A model without adapters comes back as
     it is.
     """
-    if not any(linear.lora_scale for _, linear in _linears(model)):
+    if not any(linear.lora_scale for linear in linears(model).values()):
         return model
-    model = _copied(model)
-    for _, linear in _linears(model):
+
+    def without_adapter(_: str, linear: Linear) -> Linear:
         if linear.lora_scale:
             linear.kernel = nnx.Param(_sum(linear))
             del linear.lora_a, linear.lora_b, linear.lora_scale
-    return model
+        return linear
+
+    return with_linears(model, without_adapter)
 
 
 def _sum(linear: Any) -> Float[np.ndarray, "*n i o"]:
@@ -98,13 +106,3 @@ def _sum(linear: Any) -> Float[np.ndarray, "*n i o"]:
         wide = np.asarray(kernel[layer], np.float32)
         total[layer] = wide + np.float32(linear.lora_scale) * (a[layer] @ b[layer])
     return total
-
-
-def _copied(model: M) -> M:
-    """Returns modules of their own that share the arrays."""
-    return jax.tree.map(lambda leaf: leaf, model)
-
-
-def _linears(model: Any) -> list[tuple[str, Any]]:
-    modules = nnx.iter_modules(model)
-    return [("/".join(map(str, path)), m) for path, m in modules if isinstance(m, Linear)]

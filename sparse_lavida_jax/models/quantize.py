@@ -26,7 +26,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.models.layers import Linear
+from sparse_lavida_jax.models.layers import Linear, with_linears
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -79,31 +79,27 @@ def quantized(model: M, method: str) -> M:
         raise config.ConfigError(
             f"Sampling.quantize={method!r} is unknown: use one of {', '.join(config.QUANTIZED)}."
         )
-    model = jax.tree.map(lambda leaf: leaf, model)  # modules of its own around the same arrays
-    for name in STACKS:
-        for module, field, linear in _linears(getattr(model, name)):
-            if isinstance(linear, QuantizedLinear) or linear.lora_scale:
-                raise config.ConfigError(
-                    f"{name} holds a matrix {field} that is quantised already or has an"
-                    " adapter: quantise merged parameters once."
-                )
-            setattr(module, field, QuantizedLinear(linear, method))
-    return model
+
+    def in_8_bits(name: str, linear: Linear) -> Linear:
+        if not name.startswith(STACKS):
+            return linear
+        if isinstance(linear, QuantizedLinear) or linear.lora_scale:
+            raise config.ConfigError(
+                f"the matrix {name} is quantised already or has an adapter: quantise merged"
+                " parameters once."
+            )
+        return QuantizedLinear(linear, method)
+
+    return with_linears(model, in_8_bits)
 
 
 def widened(model: M, dtype: str) -> M:
     """Returns a model whose matrices are as wide again as before, rounded; adapters stay."""
-    model = jax.tree.map(lambda leaf: leaf, model)
-    for module, field, linear in _linears(model):
-        if isinstance(linear, QuantizedLinear):
-            setattr(module, field, _wide(linear, dtype))
-    return model
 
+    def wide(_: str, linear: Linear) -> Linear:
+        return _wide(linear, dtype) if isinstance(linear, QuantizedLinear) else linear
 
-def _linears(model: nnx.Module) -> list[tuple[nnx.Module, str, Linear]]:
-    """Returns all matrices, each with the module and the field that hold it."""
-    modules = [module for _, module in nnx.iter_modules(model)]
-    return [(m, name, x) for m in modules for name, x in vars(m).items() if isinstance(x, Linear)]
+    return with_linears(model, wide)
 
 
 def _wide(linear: QuantizedLinear, dtype: str) -> Linear:

@@ -6,7 +6,6 @@ hidden widths, so that a layer needs two sums over chips; `fsdp` splits what is 
 when it is used.
 """
 
-import functools
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -166,13 +165,13 @@ def shared_by(name: str, shape: tuple[int, ...], mesh: AnyMesh) -> int:
     return math.prod(mesh.shape[axis] for axis in split)
 
 
-def of_state(state: T, mesh: Mesh) -> T:
+def of_state(state: T, mesh: AnyMesh) -> T:
     """Returns the sharding of every leaf of a training state, which may be one of shapes."""
-    return jax.tree_util.tree_map_with_path(functools.partial(_of_leaf, mesh), state)
 
+    def where(path, leaf):
+        return NamedSharding(mesh, spec_of_state(leaf_name(path), leaf.shape, mesh))
 
-def _of_leaf(mesh: Mesh, path: tuple, leaf: jax.ShapeDtypeStruct | jax.Array) -> NamedSharding:
-    return NamedSharding(mesh, spec_of_state(leaf_name(path), leaf.shape, mesh))
+    return jax.tree_util.tree_map_with_path(where, state)
 
 
 def place_state(state: T, mesh: Mesh) -> T:
@@ -181,14 +180,25 @@ def place_state(state: T, mesh: Mesh) -> T:
     Over devices of several processes it is the same in all of them.
     """
 
-    def place(path, leaf):
-        where = _of_leaf(mesh, path, leaf)
+    def place(leaf, where):
         if where.is_fully_addressable or not getattr(leaf, "is_fully_addressable", True):
             return jax.device_put(leaf, where)
         held = np.asarray(leaf)
         return jax.make_array_from_callback(held.shape, where, held.__getitem__)
 
-    return jax.tree_util.tree_map_with_path(place, state)
+    return jax.tree.map(place, state, of_state(state, mesh))
+
+
+def constrained(state: T) -> T:
+    """Keeps a training state where `place_state` laid it, inside a program."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return state
+
+    def keep(leaf, where):
+        return jax.lax.with_sharding_constraint(leaf, where.spec)
+
+    return jax.tree.map(keep, state, of_state(state, mesh))
 
 
 def row_parts(mesh: Mesh) -> int:
@@ -254,19 +264,6 @@ def place_batch(batch: T, mesh: Mesh, share: tuple[int, int] = (0, 1)) -> T:
 
 def _row_axes(mesh: Mesh) -> tuple[str, ...]:
     return tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
-
-
-def constrained(state: T) -> T:
-    """Keeps a training state where `place_state` laid it, inside a program."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return state
-
-    def keep(path, leaf):
-        spec = spec_of_state(leaf_name(path), leaf.shape, mesh)
-        return jax.lax.with_sharding_constraint(leaf, spec)
-
-    return jax.tree_util.tree_map_with_path(keep, state)
 
 
 def _rules_of(name: str) -> list[tuple[str | None, ...]]:

@@ -110,6 +110,8 @@ def run_layers(
             x = {name: deals[name].out(x[name]) for name in present}
             layouts = {name: jax.tree.map(deals[name].out, layouts[name]) for name in present}
         x = {name: sharded.over_rows(x[name]) for name in present}
+    # One by one: mapped over, a dict comes out with its keys sorted.
+    layouts = {name: jax.tree.map(jnp.asarray, layouts[name]) for name in present}
     one = _Pass(settings, layouts, deals, cache if attend_cache else None)
     ahead = tables or StepTables()
     x, cache = _run_joint(one, joint, x, cache, wanted, ahead.joint)
@@ -266,7 +268,7 @@ def _joint_layer(carry, layer_and_index, *, one, keep, attend):
     if attend is None:
         return ({}, cache), None
     if cache is not None and one.cache is not None:
-        keys, values = cache.joint_keys, cache.joint_values
+        keys, values = cache.joint
     else:
         keys, values = (one.join([qkv[name][i] for name in names], names) for i in (1, 2))
         index = None
@@ -287,7 +289,7 @@ def _split_layer(carry, layer_and_index, *, one, attentions):
         if cache is not None and name == cache.decodes:
             cache = cache.write_split(index, keys, values)
             if one.cache is not None:
-                keys, values, at = cache.split_keys, cache.split_values, index
+                (keys, values), at = cache.split, index
         attended = attentions[name](q, keys, values, layer=at)
         finished = layer.finish(branch, x[name], attended)
         result[name] = sharded.over_rows(finished) if cache is None else finished

@@ -99,6 +99,12 @@ class VQModel(nnx.Module):
         return self.decoder(self.post_quant_conv(latents))
 
 
+@functools.cache
+def shapes(settings: config.VQ) -> VQModel:
+    """Returns the model with shapes in place of arrays, which is not to be changed."""
+    return jax.eval_shape(lambda: VQModel(settings, rngs=nnx.Rngs(0)))
+
+
 class Encoder(nnx.Module):
     """Halves the sides after every resolution except for the last."""
 
@@ -378,7 +384,7 @@ def load(folder_or_name: str | os.PathLike) -> tuple[VQModel, config.VQ]:
         given = safetensors.numpy.load_file(path)
     except (OSError, safetensors.SafetensorError) as error:
         raise _unreadable(path, error) from error
-    model = jax.eval_shape(lambda: VQModel(settings, rngs=nnx.Rngs(0)))
+    model = shapes(settings)
     expected = parameters.by_name(model)
     if faults := parameters.differences(expected, given):
         raise VQError(

@@ -119,70 +119,68 @@ def _parse_item(text: str) -> tuple[int, Phrase]:
 
 @dataclasses.dataclass(frozen=True)
 class Edit:
-    """An instruction that changes a scene.
-
-    add: `thing`, perhaps `relation` to `anchor`, perhaps into `corner`. remove: `anchor`.
-    replace: `anchor` by `thing`. recolour: `anchor` to `colour`. move: `anchor` one cell in
-    `direction`, or into `corner`.
-    """
+    """An instruction that changes a scene, in one of the wordings of its kind (`EDITS`)."""
 
     kind: str
     anchor: Phrase | None = None  # an object of the scene
     thing: Phrase | None = None  # a new object
-    relation: str | None = None
-    corner: str | None = None
-    direction: str | None = None
-    colour: str | None = None
+    relation: str | None = None  # of the new object to the anchor
+    corner: str | None = None  # where something is put
+    direction: str | None = None  # one cell
+    colour: str | None = None  # of the anchor, after it
 
     def __str__(self) -> str:
-        match self.kind:
-            case "add" if self.relation:
-                return f"add a {self.thing} {self.relation} the {self.anchor}"
-            case "add":
-                where = f" in the {self.corner} corner" if self.corner else ""
-                return f"add a {self.thing}{where}"
-            case "remove":
-                return f"remove the {self.anchor}"
-            case "replace":
-                return f"replace the {self.anchor} with a {self.thing}"
-            case "recolour":
-                return f"make the {self.anchor} {self.colour}"
-            case _:
-                where = self.direction or f"to the {self.corner} corner"
-                return f"move the {self.anchor} {where}"
+        said = {name: value for name, value in vars(self).items() if value and name != "kind"}
+        wordings = (words for words in EDITS[self.kind] if {*_BLANK.findall(words)} == {*said})
+        return next(wordings).format(**said)
 
     @staticmethod
     def parse(text: str) -> "Edit":
-        for kind, pattern in _EDITS:
-            if match := re.fullmatch(pattern, text):
+        for kind, pattern in _PATTERNS:
+            if match := pattern.fullmatch(text):
                 found: dict[str, Any] = match.groupdict()
-                for name in ("anchor", "thing"):
-                    if found.get(name):
-                        found[name] = Phrase.parse(found[name])
+                for name in found.keys() & {"anchor", "thing"}:
+                    found[name] = Phrase.parse(found[name])
                 return Edit(kind, **found)
         raise GrammarError(f"'{text}' is no instruction: add, remove, replace, make or move")
 
 
-def _one_of(name: str, words) -> str:
-    return f"(?P<{name}>{'|'.join(words)})"
+EDITS = {
+    "add": (
+        "add a {thing} {relation} the {anchor}",
+        "add a {thing} in the {corner} corner",
+        "add a {thing}",
+    ),
+    "remove": ("remove the {anchor}",),
+    "replace": ("replace the {anchor} with a {thing}",),
+    "recolour": ("make the {anchor} {colour}",),
+    "move": ("move the {anchor} {direction}", "move the {anchor} to the {corner} corner"),
+}
+_BLANK = re.compile(r"{(\w+)}")
+_SAID = {"relation": RELATIONS, "corner": CORNERS, "direction": DIRECTIONS, "colour": COLOURS}
 
 
-_ANCHOR = "(?P<anchor>[a-z ]+?)"
-_THING = "(?P<thing>[a-z ]+?)"
-_CORNER = f"the {_one_of('corner', CORNERS)} corner"
-_EDITS = (
-    ("add", f"add a {_THING}(?: {_one_of('relation', RELATIONS)} the {_ANCHOR}| in {_CORNER})?"),
-    ("remove", f"remove the {_ANCHOR}"),
-    ("replace", f"replace the {_ANCHOR} with a {_THING}"),
-    ("recolour", f"make the {_ANCHOR} {_one_of('colour', COLOURS)}"),
-    ("move", f"move the {_ANCHOR} (?:{_one_of('direction', DIRECTIONS)}|to {_CORNER})"),
-)
+def _pattern(wording: str) -> re.Pattern[str]:
+    """Returns what reads a wording; its blanks are groups."""
+    return re.compile(
+        _BLANK.sub(
+            lambda blank: f"(?P<{blank[1]}>{'|'.join(_SAID.get(blank[1], ('[a-z ]+?',)))})", wording
+        )
+    )
+
+
+_PATTERNS = [(kind, _pattern(words)) for kind, wordings in EDITS.items() for words in wordings]
 
 
 def cell_box(cell: int) -> Box:
     """Returns the box of a cell, given as a raster index."""
     row, column = divmod(cell, GRID)
     return column * STRIPS, row * STRIPS, (column + 1) * STRIPS, (row + 1) * STRIPS
+
+
+def cells_box(first: int, last: int) -> Box:
+    """Returns the box of a rectangle of cells, from its top left one to its bottom right one."""
+    return (*cell_box(first)[:2], *cell_box(last)[2:])
 
 
 def box_text(box: Box) -> str:

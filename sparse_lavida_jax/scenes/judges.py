@@ -6,31 +6,36 @@ A judge returns what is wrong with a response, "" if nothing is. Words that mean
 """
 
 from collections import Counter
+from collections.abc import Iterator
 
-from sparse_lavida_jax.scenes import rules, world
-from sparse_lavida_jax.scenes.grammar import Edit, Plan, SceneRequest, words
+from sparse_lavida_jax.scenes import rules
+from sparse_lavida_jax.scenes.grammar import Edit, GrammarError, Phrase, Plan, SceneRequest, words
 from sparse_lavida_jax.scenes.task import Sample
-from sparse_lavida_jax.scenes.world import NUM_CELLS, Scene
-
-
-def requested(sample: Sample) -> SceneRequest:
-    """Returns what an image must hold."""
-    return SceneRequest.parse(sample.prompt.partition(",")[0])
+from sparse_lavida_jax.scenes.world import EMPTY, EMPTY_SCENE, NUM_CELLS, Object, Scene, cell_name
 
 
 def drawn(sample: Sample, result: Scene) -> str:
     """Judges an image of a request, some cells of which may have been given."""
-    fault = "" if sample.known is None else _known_fault(sample, result)
-    return fault or request_fault(requested(sample), result)
+    if sample.known is not None and sample.target is not None:
+        for cell, was, now in _differences(sample.target, result):
+            if sample.known[cell]:
+                return f"{cell_name(cell)} was given as {was}, it is {now}"
+    return request_fault(_requested(sample), result)
 
 
-def _known_fault(sample: Sample, result: Scene) -> str:
-    assert sample.known is not None and sample.target is not None
-    for cell in range(NUM_CELLS):
-        if sample.known[cell] and result.cells[cell] != sample.target.cells[cell]:
-            was, now = sample.target[cell] or "empty", result[cell] or "empty"
-            return f"{world.cell_name(cell)} was given as {was}, it is {now}"
-    return ""
+def attributes(sample: Sample, cells: tuple[int, ...]) -> tuple[int, int]:
+    """Counts objects whose shape and colour were asked for, and objects, in an image of a request.
+
+    A cell that cannot be read holds something that was not asked for.
+    """
+    asked = {(phrase.shape, phrase.colour) for phrase in _requested(sample).phrases}
+    drawn = [index for index in cells if index != EMPTY]
+    return sum(index > 0 and Object.of(index).pair in asked for index in drawn), len(drawn)
+
+
+def _requested(sample: Sample) -> SceneRequest:
+    """Returns what an image must hold."""
+    return SceneRequest.parse(sample.prompt.partition(",")[0])
 
 
 def request_fault(request: SceneRequest, result: Scene) -> str:
@@ -39,8 +44,34 @@ def request_fault(request: SceneRequest, result: Scene) -> str:
 
 
 def edit_fault(sample: Sample, result: Scene) -> str:
-    assert sample.image is not None
-    return rules.edit_fault(Edit.parse(sample.prompt), sample.image, result)
+    """Judges what became of an image after an instruction.
+
+    Raises:
+        GrammarError: the instruction does not make sense in the image.
+    """
+    source, edit = sample.image, Edit.parse(sample.prompt)
+    assert source is not None
+    allowed = rules.outcomes(edit, source)
+    if edit.kind == "add":
+        allowed = [way for way in allowed for cell in way if _fits(edit.thing, result[cell])]
+        if not allowed:
+            return f"there is no new {edit.thing} where it should be"
+    if not allowed:
+        raise GrammarError(f"'{edit}': there is no free cell")
+    expected = allowed[0]
+    for cell in range(NUM_CELLS):
+        was, now = source[cell] or "empty", result[cell] or "empty"
+        if cell not in expected and now != was:
+            return f"{cell_name(cell)} was {was} and should have stayed, it is {now}"
+        if cell in expected and not _fits(expected[cell], result[cell]):
+            wanted = f"a {expected[cell]}" if expected[cell] else "empty"
+            return f"{cell_name(cell)} should be {wanted}, it is {now}"
+    return ""
+
+
+def _fits(wanted: Phrase | None, thing: Object | None) -> bool:
+    """Whether a cell holds what it should; None is nothing."""
+    return wanted is thing if wanted is None or thing is None else wanted.matches(thing)
 
 
 def exact(sample: Sample, output: str) -> str:
@@ -51,12 +82,17 @@ def exact(sample: Sample, output: str) -> str:
 def cells(sample: Sample, output: str) -> str:
     """Compares what is listed with what is shown, cell by cell."""
     assert sample.image is not None
-    listed = world.EMPTY_SCENE.changed(Plan.parse(output).appearances)
-    for cell in range(NUM_CELLS):
-        shown, said = sample.image[cell] or "empty", listed[cell] or "empty"
-        if shown != said:
-            return f"{world.cell_name(cell)} is {shown}, not {said}"
+    listed = EMPTY_SCENE.changed(Plan.parse(output).appearances)
+    for cell, shown, said in _differences(sample.image, listed):
+        return f"{cell_name(cell)} is {shown}, not {said}"
     return ""
+
+
+def _differences(first: Scene, second: Scene) -> Iterator[tuple[int, str, str]]:
+    """Yields the cells in which two scenes differ, and what stands there in either."""
+    for cell in range(NUM_CELLS):
+        if first[cell] != second[cell]:
+            yield cell, str(first[cell] or "empty"), str(second[cell] or "empty")
 
 
 def described(sample: Sample, output: str) -> str:

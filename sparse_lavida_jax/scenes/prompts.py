@@ -30,7 +30,7 @@ from sparse_lavida_jax.data.templates import (
 )
 from sparse_lavida_jax.lavida_o import objective
 from sparse_lavida_jax.scenes import digits, rules, tasks, world
-from sparse_lavida_jax.scenes.grammar import LOCATIONS, GrammarError, box_text, cell_box, parse_box
+from sparse_lavida_jax.scenes.grammar import LOCATIONS, GrammarError, box_text, cells_box, parse_box
 from sparse_lavida_jax.scenes.tokenizer import Tokenizer
 from sparse_lavida_jax.sequence import LearnedText, Part, Response, Source, Text, VisionTokens
 
@@ -291,11 +291,8 @@ class ScenePrompts(PromptLanguage):
         """Returns what asks to inpaint (the hole) or outpaint (the known rectangle) an image."""
         word, cells = ("fill", ~known) if task == "inpaint" else ("extend", known)
         rows, columns = np.nonzero(cells)
-        (first, last) = (
-            corner[0] * known.shape[1] + corner[1]
-            for corner in ((rows.min(), columns.min()), (rows.max(), columns.max()))
-        )
-        box = box_text((*cell_box(int(first))[:2], *cell_box(int(last))[2:]))
+        corners = ((rows.min(), columns.min()), (rows.max(), columns.max()))
+        box = box_text(cells_box(*(int(y * known.shape[1] + x) for y, x in corners)))
         # The prompts of the world itself say it already.
         return prompt if prompt.endswith(f"{word}{box}") else f"{prompt}, {word}{box}"
 

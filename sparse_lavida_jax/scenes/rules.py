@@ -9,7 +9,7 @@ from sparse_lavida_jax.scenes.grammar import (
     Phrase,
     SceneRequest,
 )
-from sparse_lavida_jax.scenes.world import EMPTY, GRID, NUM_CELLS, Object, Scene, cell_name
+from sparse_lavida_jax.scenes.world import EMPTY, GRID, NUM_CELLS, Object, Scene
 
 CORRECT = "is correct"
 
@@ -68,59 +68,32 @@ def verdict(request: SceneRequest, scene: Scene) -> str:
     return ", ".join(faults) or CORRECT
 
 
-def edit_fault(edit: Edit, source: Scene, result: Scene) -> str:
-    """Says what is wrong with the result of an instruction; "": nothing.
+def outcomes(edit: Edit, source: Scene) -> list[dict[int, Phrase | None]]:
+    """Lists what may stand in the cells that an instruction concerns, once it is obeyed.
 
     Raises:
-        GrammarError: the instruction does not make sense in `source`.
+        GrammarError: the scene does not have the object that it names, or has several.
     """
-    expected = _added(edit, source, result) if edit.kind == "add" else _expected(edit, source)
-    if not expected:
-        return f"there is no new {edit.thing} where it should be"
-    for cell in range(NUM_CELLS):
-        now = result[cell]
-        wanted = expected.get(cell)
-        if cell not in expected and result.cells[cell] != source.cells[cell]:
-            was = source[cell] or "empty"
-            return f"{cell_name(cell)} was {was} and should have stayed, it is {now or 'empty'}"
-        if cell in expected and wanted is None and now is not None:
-            return f"{cell_name(cell)} should be empty, it is {now}"
-        if wanted is not None and (now is None or not wanted.matches(now)):
-            return f"{cell_name(cell)} should be a {wanted}, it is {now or 'empty'}"
-    return ""
-
-
-def _added(edit: Edit, source: Scene, result: Scene) -> dict[int, Phrase | None]:
-    """Returns the first free cell where a right thing was added, if there is one."""
-    anchor = find(source, edit.anchor)[0] if edit.anchor else 0
-    for cell, thing in result.objects():
-        if (
-            source[cell] is None
-            and edit.thing is not None
-            and edit.thing.matches(thing)
-            and (edit.corner is None or cell == CORNERS[edit.corner])
-            and (edit.relation is None or related(edit.relation, cell, anchor))
-        ):
-            return {cell: edit.thing}
-    return {}
-
-
-def _expected(edit: Edit, source: Scene) -> dict[int, Phrase | None]:
-    """Returns what must stand in the cells that an instruction concerns."""
-    if edit.anchor is None:
-        raise GrammarError(f"'{edit}' names no object of the scene")
-    cell, old = find(source, edit.anchor)
+    cell, old = find(source, edit.anchor) if edit.anchor else (0, None)
+    free = [place for place in range(NUM_CELLS) if source[place] is None]
+    place = CORNERS[edit.corner] if edit.corner else None
+    if edit.kind == "add":
+        return [
+            {other: edit.thing}
+            for other in free
+            if place in (None, other)
+            and (edit.relation is None or related(edit.relation, other, cell))
+        ]
+    assert old is not None  # the wordings of all others name an object
     match edit.kind:
         case "remove":
-            return {cell: None}
+            return [{cell: None}]
         case "replace":
-            return {cell: edit.thing}
+            return [{cell: edit.thing}]
         case "recolour":
-            return {cell: Phrase(old.shape, edit.colour, old.size)}
-    place = CORNERS[edit.corner] if edit.corner else neighbour(cell, edit.direction or "")
-    if place is None or source[place] is not None:
-        raise GrammarError(f"'{edit}': there is no free cell")
-    return {cell: None, place: _whole(old)}
+            return [{cell: Phrase(old.shape, edit.colour, old.size)}]
+    place = neighbour(cell, edit.direction) if edit.direction else place
+    return [{cell: None, place: _whole(old)}] if place in free else []
 
 
 def find(scene: Scene, phrase: Phrase) -> tuple[int, Object]:

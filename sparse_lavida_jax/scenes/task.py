@@ -35,6 +35,11 @@ class Sample:
         return None if self.known is None else np.array(self.known).reshape(GRID, GRID)
 
 
+def planned(sample: Sample) -> Sample:
+    """Returns an example of an image task with its plan as what is asked for."""
+    return dataclasses.replace(sample, answer=sample.plan, target=None, plan=None)
+
+
 @dataclasses.dataclass(frozen=True)
 class Judgement:
     """The judgement of one response.
@@ -64,7 +69,6 @@ class Task:
         group: one of `TEXT_GROUPS` or, where the response is an image, of `IMAGE_GROUPS`.
         command: the command that asks a model for it; None: people cannot.
         label: the heading of its examples in the report of a run; None: none are shown.
-        counts_attributes: the prompt names what must be drawn: count objects that it names.
         made_of: tasks whose examples it is made of, in turn by number.
     """
 
@@ -73,7 +77,6 @@ class Task:
     group: str
     command: str | None = None
     label: str | None = None
-    counts_attributes: bool = False
     made_of: tuple[str, ...] = ()
 
     @property

@@ -69,24 +69,8 @@ def geneval() -> None:
 
 
 def dpg() -> None:
-    rows = []
     for number, colour in enumerate(COLOURS):
         write(FOLDER / f"dpg/prompts/{number}.txt", f"A {colour} square, flat, on white paper.\n")
-        shared = [str(number), f"A {colour} square, flat, on white paper.", ""]
-        rows += [
-            [*shared, "1", "0", "entity", "whole", "entity - whole (square)",
-             "Is there a square?"],
-            [*shared, "2", "1", "attribute", "color", f"attribute - color (square, {colour})",
-             f"Is the square {colour}, and flat?"],
-            [*shared, "3", "0", "entity", "whole", "entity - whole (paper)",
-             "Is there paper?"],
-        ]  # fmt: skip
-    header = [
-        "item_id", "text", "keywords", "proposition_id", "dependency", "category_broad",
-        "category_detailed", "tuple", "question_natural_language",
-    ]  # fmt: skip
-    with (FOLDER / "dpg/dpg_bench.csv").open("w", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([header, *rows])
 
 
 def mjhq() -> None:

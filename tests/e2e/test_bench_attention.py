@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from sparse_lavida_jax.bench import attention, cases, methods, record
-from sparse_lavida_jax.bench.timing import copy_gbps, matmul_tflops
+from sparse_lavida_jax.bench import attention, methods, record, timing
 from sparse_lavida_jax.evals import circumstances
 from sparse_lavida_jax.kernels import attention as kernel_entry
 from sparse_lavida_jax.kernels import devices, shapes
@@ -57,20 +56,15 @@ def test_a_run_writes_every_row_as_it_is_measured_and_ends_with_the_bars(
     def fails(numbers):
         raise RuntimeError("no such device")
 
-    def small():
-        return {
-            "matmul_tflops": {"8x8x8": matmul_tflops(8, 8, 8, runs=2)},
-            "copy_gbps": copy_gbps(1024, runs=2),
-        }
-
     everywhere, results = methods.methods, tmp_path / "package" / "bench" / "results"
     results.mkdir(parents=True)
     monkeypatch.setattr(kernel_entry, "default_implementation", lambda: "pallas_tpu")
     monkeypatch.setattr(record, "RESULTS", results)
-    monkeypatch.setattr(cases, "HEADS", 1)
-    monkeypatch.setattr(cases, "CALLS", 2)
+    monkeypatch.setattr(methods, "HEADS", 1)
+    monkeypatch.setattr(methods, "CALLS", 2)
     monkeypatch.setattr(methods, "IN_FLIGHT", 2)
-    monkeypatch.setattr(attention, "calibrate", small)
+    monkeypatch.setattr(timing, "CPU_MATMULS", ((8, 8, 8),))
+    monkeypatch.setattr(timing, "CPU_COPIED_BYTES", 1024)
     monkeypatch.setattr(attention, "MEMORY_LENS", (128, 256))
     monkeypatch.setattr(
         methods, "methods", lambda case: everywhere(case, dry=True) | {"cudnn": fails}

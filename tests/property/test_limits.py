@@ -72,7 +72,7 @@ def test_without_blocks_turns_any_training_pass_into_full_attention():
     row = diffusion.corrupt(
         tiny.lay_out(asked, settings), asked.response, "image", blocks, settings
     )
-    text_len, image_len = len(row.text.block), len(row.image.block)
+    text_len, image_len = len(row.understanding.block), len(row.generation.block)
     batch = tiny.stacked([row], settings, RowShape(text_len + 3, image_len + 3))
     streams = {
         name: (stream := getattr(batch, name)).replace(layout=layout.without_blocks(stream.layout))

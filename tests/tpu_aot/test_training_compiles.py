@@ -49,7 +49,7 @@ def test_a_training_step_of_the_full_model_fits_64_chips(name, topology):
         step = aot.training(settings, topology, axes, batch)
     assert math.prod(axes.values()) == 64
     assert sum(x.size for x in jax.tree.leaves(step.inputs[0].params)) > 10.4e9
-    assert step.fits(), (step.memory(), aot.MARGIN * step.chip.memory)
+    assert step.memory()["total"] <= aot.MARGIN * step.chip.memory, step.memory()
     assert step.whole(LARGE) == []
     # In place of the state given comes the new one.
     assert step.memory()["results"] < 2**20

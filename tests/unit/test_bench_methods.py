@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparse_lavida_jax.bench import attention, cases, methods
-from sparse_lavida_jax.bench.cases import Case
+from sparse_lavida_jax.bench import attention, methods
+from sparse_lavida_jax.bench.methods import Case
 from sparse_lavida_jax.kernels import shapes
 from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON
 
@@ -66,16 +66,16 @@ def test_calls_of_a_short_shape_follow_on_each_other_and_the_first_is_compared(b
     case = Case("row", 1, TAGS, heads=2, backward=backward)
     numbers = case.numbers()
     program = methods.by_library(case, "xla", numbers, masked=True)
-    assert program.calls == cases.CALLS
-    wanted = cases.reference(case, numbers)
-    assert cases.difference(program.outputs(), wanted, case) < attention.AGREES
+    assert program.calls == methods.CALLS
+    wanted = methods.reference(case, numbers)
+    assert methods.difference(program.outputs(), wanted, case) < attention.AGREES
     mask = jnp.asarray(case.mask)[None, None]
     q, k, v, pulled = (jnp.asarray(x, jnp.bfloat16) for x in numbers)
 
     def attend(q, k, v):
         return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation="xla")
 
-    for _ in range(cases.CALLS):
+    for _ in range(methods.CALLS):
         if backward:
             out, pull_back = jax.vjp(attend, q, k, v)
             q, k, v = pull_back(pulled)
@@ -90,7 +90,7 @@ def test_something_that_is_off_is_seen():
     case = Case("row", 1, TAGS, heads=2)
     numbers = case.numbers()
     unmasked = methods.by_library(case, "xla", numbers, masked=False).outputs()
-    assert cases.difference(unmasked, cases.reference(case, numbers), case) > attention.AGREES
+    assert methods.difference(unmasked, methods.reference(case, numbers), case) > attention.AGREES
 
 
 @pytest.mark.parametrize("implementation", ["pallas_tpu", "blockwise"])
@@ -100,5 +100,5 @@ def test_ours_decodes_from_a_layer_of_the_stacked_cache(implementation):
     numbers = case.numbers()
     program = methods.ours(case, numbers, implementation=implementation)
     assert program.run.args[1].shape == (methods.LAYERS, 1, 128, 128)
-    wanted = cases.reference(case, numbers)
-    assert cases.difference(program.outputs(), wanted, case) < attention.AGREES
+    wanted = methods.reference(case, numbers)
+    assert methods.difference(program.outputs(), wanted, case) < attention.AGREES

@@ -28,7 +28,7 @@ def run(tmp_path, monkeypatch):
     row = {"median_s": 1.0, "split_s": {"loop": 1.0}, "floor_s": 0.5, "compile_s": 9.0}
 
     clock = [0.0]
-    monkeypatch.setattr(requests, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(timing, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
 
     def suite(settings=SMALL, *, breaks_off_after=99, **options):
         measured = []
@@ -41,12 +41,11 @@ def run(tmp_path, monkeypatch):
             return [row for _ in cases]
 
         monkeypatch.setattr(requests, "measure", measure)
-        subject = requests.Subject(MODEL, settings, None, None, random_weights=True)
+        dtype = options.pop("vq_dtype", "bfloat16")
+        subject = requests.Subject(MODEL, settings, None, dtype, random_weights=True)
         cases = suites.cases("headline", settings)
         with contextlib.suppress(KeyboardInterrupt):
-            requests.run_suite(
-                subject, "headline", cases, **{"runs": 5, "vq_dtype": "bfloat16"} | options
-            )
+            requests.run_suite(subject, "headline", cases, **{"runs": 5} | options)
         return measured
 
     return suite
@@ -113,6 +112,6 @@ def test_rows_measured_in_another_way_are_not_lost(run, monkeypatch, missing):
 def test_no_row_is_begun_that_would_end_later(run, capsys):
     """Of rows that take four minutes each two fit into nine."""
     assert run(minutes=9.0) == IDS[:2]
-    assert "no time for t2i256/dense_released/b1: --missing measures" in capsys.readouterr().out
+    assert "no time for t2i256/dense_released/b1 (--minutes)" in capsys.readouterr().out
     assert run(minutes=1.0, missing=True) == IDS[2:]  # the first row always
     assert len({row["run"] for row in rows().values()}) == 1

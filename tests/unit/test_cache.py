@@ -35,9 +35,9 @@ def write(cache, stream, tags, value):
 def test_an_empty_cache_holds_padding_only():
     cache = empty("generation")
     assert (cache.block == PAD_BLOCK).all()
-    assert cache.joint_keys.shape == (JOINT, BATCH, UNDERSTANDING + GENERATION, WIDTH)
-    assert cache.split_keys.shape == (SPLIT, BATCH, GENERATION, WIDTH)
-    assert empty("understanding").split_keys.shape == (SPLIT, BATCH, UNDERSTANDING, WIDTH)
+    assert cache.joint[0].shape == (JOINT, BATCH, UNDERSTANDING + GENERATION, WIDTH)
+    assert cache.split[0].shape == (SPLIT, BATCH, GENERATION, WIDTH)
+    assert empty("understanding").split[0].shape == (SPLIT, BATCH, UNDERSTANDING, WIDTH)
 
 
 @pytest.mark.parametrize("decodes", ["understanding", "generation"])
@@ -57,12 +57,12 @@ def test_passes_are_kept_up_to_what_is_committed_and_then_overwritten(decodes):
         assert int(cache.offset) == offset
         for row in range(BATCH):
             np.testing.assert_array_equal(cache.block[row], tags)
-            np.testing.assert_array_equal(cache.joint_keys[0, row, :, 0], keys)
-            np.testing.assert_array_equal(cache.joint_values[1, row, :, 2], np.negative(keys))
-            np.testing.assert_array_equal(cache.split_keys[0, row, :, 0], keys[start:end])
+            np.testing.assert_array_equal(cache.joint[0][0, row, :, 0], keys)
+            np.testing.assert_array_equal(cache.joint[1][1, row, :, 2], np.negative(keys))
+            np.testing.assert_array_equal(cache.split[0][0, row, :, 0], keys[start:end])
             np.testing.assert_array_equal(cache.split_block[row], tags[start:end])
     np.testing.assert_allclose(
-        cache.joint_keys[1] - cache.joint_keys[0], (cache.joint_keys[0] > 0) / 10, atol=1e-6
+        cache.joint[0][1] - cache.joint[0][0], (cache.joint[0][0] > 0) / 10, atol=1e-6
     )
 
 
@@ -71,19 +71,19 @@ def test_the_other_stream_is_written_at_the_start_of_its_region_every_time():
     for value in (2.0, 3.0):
         cache = write(cache, "understanding", [0, 0, 0], value)
         np.testing.assert_array_equal(
-            cache.joint_keys[0, 0, :, 0], [*[value] * 3, 0, 0, 1, 1, *[0] * 7]
+            cache.joint[0][0, 0, :, 0], [*[value] * 3, 0, 0, 1, 1, *[0] * 7]
         )
     np.testing.assert_array_equal(
         cache.block[0], [0] * 3 + [PAD_BLOCK] * 2 + [1, 1] + [PAD_BLOCK] * 7
     )
     assert int(cache.offset) == 2
-    np.testing.assert_array_equal(cache.split_keys[0, 0, :, 0], [1, 1, *[0] * 7])
+    np.testing.assert_array_equal(cache.split[0][0, 0, :, 0], [1, 1, *[0] * 7])
 
 
 def test_a_region_can_be_filled_to_its_last_slot():
     cache = write(empty("generation"), "generation", [1] * 6, 1.0).commit(6)
     cache = write(cache, "generation", [2, 2, 2], 2.0)
-    np.testing.assert_array_equal(cache.split_keys[0, 0, :, 0], [1] * 6 + [2] * 3)
+    np.testing.assert_array_equal(cache.split[0][0, 0, :, 0], [1] * 6 + [2] * 3)
     np.testing.assert_array_equal(cache.block[0, UNDERSTANDING:], [1] * 6 + [2] * 3)
 
 

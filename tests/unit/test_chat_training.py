@@ -308,7 +308,7 @@ def test_codes_in_the_boxes_weigh_more_in_step_causal_training_too(tokenizer):
         )
         example = examples.Mixer(tokenizer, settings).example(made, generator())
         row = making.make_row(example, settings, generator())
-        image = making.corrupt(row, settings.model).image
+        image = row.tokens.generation
         weights.append(image.weight[4:8])  # between those of the source and the registers
     plain, heavy = weights
     np.testing.assert_allclose(plain, np.ones(4))
@@ -324,7 +324,7 @@ def test_rows_of_a_batch_have_weights_by_code_whether_or_not_an_image_has_boxes(
     for name in ("edit", "text to image", "verdict"):
         example = mixer.example(RELEASED[name][0], Never())
         row = making.make_row(example, settings, generator())
-        image = making.corrupt(row, settings.model).image
+        image = row.tokens.generation
         assert image.weight.shape == image.tokens.shape, name
 
 

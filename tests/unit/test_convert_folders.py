@@ -141,19 +141,6 @@ def test_an_image_tokenizer_in_its_own_folder_stays_there(tmp_path):
     assert bits(back) == bits(alone)
 
 
-def test_an_image_tokenizer_that_nothing_describes_is_known_by_its_shapes(tmp_path):
-    made = dataclasses.replace(
-        torch_folder.SETTINGS,
-        vq=dataclasses.replace(
-            torch_folder.VQ, channels=(32, 32, 64), norm_groups=32, mid_attention=True
-        ),
-    )
-    folder = torch_folder.write(tmp_path / "released", torch_folder.arbitrary(made), made)
-    (folder / "vqvae" / "config.json").unlink()
-    from_torch.convert(folder, tmp_path / "model")
-    assert model_folder.read_config(tmp_path / "model").vq == made.vq
-
-
 @pytest.mark.slow
 def test_a_model_trained_sparsely_is_exported_with_its_registers(tmp_path):
     """What training writes has none of the small files of the release."""
@@ -386,14 +373,12 @@ def test_a_header_that_claims_to_be_huge(folder, complaint):
     assert f"{SHARD} is cut short or damaged" in complaint(folder)
 
 
-def test_an_index_that_disagrees_with_the_files(folder, complaint):
+def test_a_tensor_may_lie_in_another_file_than_the_index_says(tmp_path, folder):
     index = json.loads((folder / torch_folder.INDEX).read_text())
-    (name, file), *_ = index["weight_map"].items()
+    name = next(iter(index["weight_map"]))
     index["weight_map"][name] = SHARD
     (folder / torch_folder.INDEX).write_text(json.dumps(index))
-    sentence = complaint(folder)
-    assert f"{name} is in {file}, {torch_folder.INDEX} places it in {SHARD}." in sentence
-    assert f"{name} is not in {SHARD}, where {torch_folder.INDEX} places it." in sentence
+    assert from_torch.convert(folder, tmp_path / "model").num_tensors == len(index["weight_map"])
 
 
 def test_every_tensor_that_does_not_fit_is_listed_at_once(tmp_path, complaint):

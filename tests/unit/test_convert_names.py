@@ -7,7 +7,6 @@ import math
 import pathlib
 import re
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,7 +18,8 @@ from sparse_lavida_jax.checkpoints import arrays
 from sparse_lavida_jax.convert import names, settings
 from sparse_lavida_jax.convert.settings import ConvertError
 from sparse_lavida_jax.models import parameters, vq
-from sparse_lavida_jax.models.denoiser import Denoiser, ImageEmbedding, ImageHead
+from sparse_lavida_jax.models.denoiser import ImageEmbedding, ImageHead
+from sparse_lavida_jax.models.denoiser import shapes as denoiser_shapes
 
 # What the release's config.json holds (spec Sec. 10.5), as far as it describes the model.
 RELEASE = {
@@ -230,13 +230,11 @@ def test_names_and_parameters_are_one_to_one(made):
     table = names.table(made)
     assert len({name.official for name in table}) == len(table)
     ours = {name.ours: name.our_shape for name in table if name.home == "params"}
-    model = arrays.by_layer(jax.eval_shape(lambda: Denoiser(made.model, rngs=nnx.Rngs(0))))
+    model = arrays.by_layer(denoiser_shapes(made.model))
     assert ours == {name: leaf.shape for name, leaf in model.items()}
     image = {name.ours: name.our_shape for name in table if name.home == "vq"}
     if not made.model.understanding_only:
-        tokenizer = parameters.by_name(
-            jax.eval_shape(lambda: vq.VQModel(made.vq, rngs=nnx.Rngs(0)))
-        )
+        tokenizer = parameters.by_name(vq.shapes(made.vq))
         assert image == {name: leaf.shape for name, leaf in tokenizer.items()}
 
 

@@ -215,7 +215,7 @@ def test_logits_are_float32_whatever_the_activations_are():
     logits = jax.eval_shape(logits_of.__wrapped__, model, text, image)
     assert {x.dtype.name for x in logits} == {"float32"}
     cache = model.empty_cache(1, 2, 3, "generation")
-    assert cache.joint_keys.dtype == jnp.bfloat16
+    assert cache.joint[0].dtype == jnp.bfloat16
 
 
 def test_the_model_accepts_no_mask():

@@ -176,7 +176,7 @@ def a_row(kind, *, full_attention=False, codes_per_token=4, num_registers=2):
 @pytest.mark.parametrize("kind", ["image", "text"])
 def test_a_row_holds_prompt_clean_masked_tokens_and_registers_of_each_masked_block(kind):
     settings, asked, prompt, blocks, row = a_row(kind)
-    text, image = row.text, row.image
+    text, image = row.understanding, row.generation
     own, other = (text, image) if kind == "text" else (image, text)
     in_prompt = prompt.ids if kind == "text" else prompt.codes
     there = prompt.codes if kind == "text" else prompt.ids
@@ -219,7 +219,7 @@ def test_some_codes_of_the_cells_of_a_block_are_known_and_have_no_loss():
         assert not some.known[~blocks.masked].any()
     assert counts == {0, 1, 2, 3}
     row = diffusion.corrupt(prompt, asked.response, "image", some, settings)
-    image = row.image
+    image = row.generation
     here = np.flatnonzero(blocks.block != ABSENT)
     slots = len(prompt.codes) + np.arange(len(here))
     hidden = (blocks.masked[:, None] & ~some.known)[here]
@@ -231,7 +231,7 @@ def test_some_codes_of_the_cells_of_a_block_are_known_and_have_no_loss():
     _, asked, prompt, blocks, _ = a_row("text")
     whole = diffusion.partly_known(rng, blocks, "text", 4, half)
     answer = diffusion.corrupt(prompt, asked.response, "text", whole, settings)
-    assert answer.image.weight.shape == answer.image.tokens.shape
+    assert answer.generation.weight.shape == answer.generation.tokens.shape
     batch = tiny.stacked([row, answer], settings, RowShape(32, 40))
     assert batch.image_weight.shape == (2, 40, 4)
     assert batch.text_weight.shape == (2, 32)
@@ -250,7 +250,7 @@ def test_codes_of_an_edited_region_weigh_more_and_the_sum_stays(partial_cells):
     inside[:, 1] = 5.0
     heavy = dataclasses.replace(plain, code_weight=inside)
     before, after = (
-        diffusion.corrupt(prompt, asked.response, "image", each, settings).image.weight
+        diffusion.corrupt(prompt, asked.response, "image", each, settings).generation.weight
         for each in (plain, heavy)
     )
     np.testing.assert_array_equal(after > 0, before > 0)
@@ -263,7 +263,7 @@ def test_codes_of_an_edited_region_weigh_more_and_the_sum_stays(partial_cells):
 
 def test_full_attention_has_no_registers_and_one_block():
     settings, _, _, _, row = a_row("image", full_attention=True)
-    assert (row.image.tokens != settings.image_register_id).all()
+    assert (row.generation.tokens != settings.image_register_id).all()
     batch = tiny.stacked([row], settings, RowShape(16, 24), full_attention=True)
     for stream in (batch.understanding, batch.generation):
         assert set(np.unique(stream.layout.block)) == {0, PAD_BLOCK}
@@ -272,11 +272,11 @@ def test_full_attention_has_no_registers_and_one_block():
 @pytest.mark.parametrize("kind", ["image", "text"])
 def test_a_batch_is_its_rows_sorted_by_block_and_padded(kind):
     settings, _, _, _, row = a_row(kind)
-    shape = RowShape(len(row.text.block) + 2, len(row.image.block) + 3)
+    shape = RowShape(len(row.understanding.block) + 2, len(row.generation.block) + 3)
     batch = tiny.stacked([row, row], settings, shape)
     parts = (
-        (row.text, batch.understanding, batch.text_target, batch.text_weight),
-        (row.image, batch.generation, batch.image_target, batch.image_weight),
+        (row.understanding, batch.understanding, batch.text_target, batch.text_weight),
+        (row.generation, batch.generation, batch.image_target, batch.image_weight),
     )
     for before, stream, target, weight in parts:
         count = len(before.block)
@@ -305,8 +305,8 @@ def test_a_batch_is_its_rows_sorted_by_block_and_padded(kind):
 
 def test_a_row_that_is_too_long_is_refused():
     settings, _, _, _, row = a_row("text")
-    shape = RowShape(len(row.text.block) - 1, len(row.image.block))
-    with pytest.raises(ValueError, match=r"raise data\.max_prompt_len or data\.max_answer_len"):
+    shape = RowShape(len(row.understanding.block) - 1, len(row.generation.block))
+    with pytest.raises(ValueError, match=r"the shape of its batch holds"):
         tiny.stacked([row], settings, shape)
 
 

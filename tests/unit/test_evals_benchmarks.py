@@ -16,7 +16,6 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.evals import (
     benchmark,
-    dpg,
     imgedit,
     mathvista,
     mmbench,
@@ -34,6 +33,7 @@ SPLITS = {
     "mmmu": "validation", "refcoco": "refcoco/val",
 }  # fmt: skip
 PARQUET = {"mathvista", "mmmu"}
+SHARES = (0.0, 1e-05, 0.5, 1.0, 1 / 3)  # of right answers, for DPG-Bench
 NAMES = sorted({*benchmark.names()} - {"scenes"})
 
 
@@ -132,8 +132,6 @@ def test_seeds_of_items_do_not_overlap():
             "names the image 7",
         ),
         ("mmbench", "MMBench_DEV_EN.tsv", ("\n252\t", "\ntwo\t"), "has no number: 'two'"),
-        ("dpg", "dpg_bench.csv", ("proposition_id", "number"), "has no proposition_id"),
-        ("dpg", "dpg_bench.csv", ("\n0,", "\n9,"), "asks nothing of"),
         ("mjhq", "meta_data.json", ('"prompt"', '"text"'), "has no prompt"),
         ("imgedit", "basic_edit.json", ("plain/", "../"), "is no file inside it"),
         ("imgedit", "basic_edit.json", ("000000", "999999"), "999999.png. Take Benchmark/Basic"),
@@ -227,54 +225,23 @@ def test_dpg_draws_four_images_on_a_sheet(tmp_path):
         load("dpg", num_images=5)
 
 
-def dpg_share(questions, said):
-    """The share of questions (number, words, parent) that answers "words: yes" give."""
-    asked = [dpg.Question(number, words, (parent,)) for number, words, parent in questions]
-    return dpg.score(asked, [tuple(one.split(": ")) for one in said.split(", ")], "here")
-
-
-def test_a_question_of_dpg_counts_if_those_before_it_do():
-    questions = [(1, "a", 0), (2, "b", 1), (3, "c", 2), (4, "d", 0)]
-    assert dpg_share(questions, "a: yes, b: yes, c: yes, d: yes") == 1.0
-    assert dpg_share(questions, "a: no, b: yes, c: yes, d: yes") == 0.25  # b and c fall with a
-    assert dpg_share(questions, "a: yes, b: yes, c: no, d: yes") == 0.75
-    # The official script leaves out the first question of all.
-    assert dpg_share(questions, "b: yes, c: yes, d: no") == pytest.approx(2 / 3)
-
-
-def test_dpg_follows_the_official_order():
-    """The same words may be asked twice, a parent may come later, and the last judgement counts."""
-    twice = [(1, "a", 0), (2, "b", 0), (3, "a", 2)]
-    assert dpg_share(twice, "a: yes, b: no, a: yes") == pytest.approx(1 / 3)
-    assert dpg_share([(1, "a", 2), (2, "b", 0)], "a: yes, b: no") == 0.0
-    assert dpg_share([(1, "a", 0), (2, "b", 0)], "a: no, b: no, a: yes, b: yes") == 1.0
-    for said in ("a: yes, b: yes", "a: yes, b: yes, c: yes", "b: yes, a: yes, a: no"):
-        with pytest.raises(EvaluationError, match=r"here has \d answers, and not one for each"):
-            dpg_share(twice, said)
-
-
 def test_dpg_reads_what_the_official_script_wrote(tmp_path):
     bench = load("dpg", num_images=2)
-    colours = [item.words.split()[1] for item in bench.items]
-    lines = []
-    for number, colour in enumerate(colours):
-        asked = ("Is there a square?", f"Is the square {colour}, and flat?", "Is there paper?")
-        for part in ("(0, 0, 24, 24)", "(24, 0, 48, 24)"):
-            no = number == 1 and part.startswith("(24")
-            lines += [
-                f"/x, y/{number}.png, {part}, {question}, {'no' if no and i == 0 else 'yes'}"
-                for i, question in enumerate(asked)
-            ]
     outputs = [{"files": [f"{item.key}.png"]} for item in bench.items]
-    judged(tmp_path, "dpg_detail.txt", "\n".join(lines) + "\n")
-    value = 100 * (4 + (1 + 1 / 3) / 2) / 5
+    lines = [f"/x, y/{i}.png, 1.0, {share}, {(1 + share) / 2}" for i, share in enumerate(SHARES)]
+    end = ["L1 category scores:", "\tother: 50.8", "Image path: /x, y", "DPG-Bench score: 7.5"]
+    judged(tmp_path, "dpg.txt", "\n".join([*lines, *end]))
+    value = 100 * (5 + sum(SHARES)) / 10
     assert scored(bench, outputs, tmp_path) == {"DPG-Bench score": (pytest.approx(value), 5)}
+    # The script fails on the prompt whose first question it leaves out.
+    judged(tmp_path, "dpg.txt", "\n".join([*lines[1:], *end]))
+    value = 100 * (4 + sum(SHARES[1:])) / 8
+    assert scored(bench, outputs, tmp_path) == {"DPG-Bench score": (pytest.approx(value), 4)}
     for left, told in (
-        (lines[6:], r"says nothing of 1 images, 0\.png"),
-        (lines[3:], r"judges 1 images of 0\.png, and 2 were drawn"),
-        (lines[:-2], r"4\.png, part \(24, 0, 48, 24\), has 1 answers"),
+        (lines[2:], r"says nothing of 2 images, 0\.png"),
+        ([*lines[:4], "/x, y/4.png, 1.0, 1.0"], r"judges 1 images of 4\.png, and 2 were drawn"),
     ):
-        judged(tmp_path, "dpg_detail.txt", "\n".join(left))
+        judged(tmp_path, "dpg.txt", "\n".join(left))
         with pytest.raises(EvaluationError, match=told):
             scored(bench, outputs, tmp_path)
 

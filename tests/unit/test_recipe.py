@@ -115,11 +115,20 @@ def test_a_wrong_field_is_reported(tmp_path, changes, said):
         ("{", "is no JSON"),
         ([], "is no mixture: at its top stand datasets"),
         ({"datasets": []}, "has no datasets"),
-        ({"datasets": [DATASET], "wieghts": {}}, "has wieghts, which is not known"),
+        (
+            {"datasets": [DATASET], "wieghts": {}},
+            "Recipe has no wieghts. It has: datasets, weights",
+        ),
         ({"datasets": [DATASET, DATASET]}, "two datasets named a"),
-        ({"datasets": [DATASET], "weights": {"t2i": 1}}, "weights of t2i, a length_group of no"),
+        (
+            {"datasets": [DATASET], "weights": {"t2i": 1}},
+            "by group, of text_to_image, a number greater",
+        ),
         ({"datasets": [DATASET], "weights": {"text_to_image": 0}}, "a number greater than 0"),
-        ({"datasets": [DATASET], "weights": {"text_to_image": "x"}}, "a number greater than 0"),
+        (
+            {"datasets": [DATASET], "weights": {"text_to_image": "x"}},
+            "could not convert string to float: 'x'",
+        ),
         ({"datasets": ["a"]}, "fields by name are needed"),
     ],
 )

@@ -339,7 +339,7 @@ def test_a_model_over_a_mesh_samples_what_it_samples_on_one_device(monkeypatch):
 
     def watched(*given, **settings):
         state = prefill(*given, **settings)
-        placed.append(state.cache.joint_keys.sharding)
+        placed.append(state.cache.joint[0].sharding)
         return state
 
     monkeypatch.setattr(traces, "_prefill", watched)

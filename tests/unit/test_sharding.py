@@ -14,6 +14,7 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.models import lora, parameters, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.models.denoiser import shapes as denoiser_shapes
 
 RELEASE = config.read(pathlib.Path(__file__).parents[2] / "configs/lavida_o.py").model
 
@@ -25,7 +26,7 @@ def mesh_of(**axes):
 
 def stacked_shapes(settings):
     """Names and shapes as `model_folder.ChooseSharding` is given them: all layers in one array."""
-    model = jax.eval_shape(lambda: Denoiser(settings, rngs=nnx.Rngs(0)))
+    model = denoiser_shapes(settings)
     return {
         "/".join(str(part) for part in path): value.shape
         for path, value in nnx.to_flat_state(nnx.state(model))

@@ -7,7 +7,6 @@ import functools
 import pathlib
 
 import jax
-import numpy as np
 import pytest
 from flax import nnx
 
@@ -25,16 +24,8 @@ def case_of(suite, row_id, settings=FULL):
     return next(case for case in suites.cases(suite, settings) if case.id == row_id)
 
 
-def work_of(case, settings=FULL, **options):
-    model = settings.model
-    return work.of_request(
-        model,
-        case.settings(model),
-        case.plan(model),
-        case.prompt(model),
-        discards=case.discards,
-        **options,
-    )
+def work_of(case, settings=FULL, **changes):
+    return work.of_case(dataclasses.replace(case, **changes), settings.model)
 
 
 def test_every_bar_is_of_a_row_that_some_suite_has():
@@ -107,8 +98,8 @@ def test_work_of_the_release_is_what_its_sizes_make():
     assert {one.weights - layers for one in sparse.steps} == {
         2 * (4 * 2048**2 + 2 * 2048**2 + 2048 * 8192)  # 84 MB
     }
-    assert sum(one.useful for one in sparse.steps) == pytest.approx(68.6e12, rel=0.01)
-    assert sum(one.useful for one in dense.steps) == pytest.approx(907e12, rel=0.01)
+    assert sum(one.operations for one in sparse.steps) == pytest.approx(68.6e12, rel=0.01)
+    assert sum(one.operations for one in dense.steps) == pytest.approx(907e12, rel=0.01)
     assert sparse.floor_s(790.0, 4300.0) == pytest.approx(0.098, rel=0.02)
     assert work_of(case_of("edit", "edit1024/sparse/b1")).floor_s(790.0, 4300.0) == pytest.approx(
         0.152, rel=0.02
@@ -132,13 +123,13 @@ def test_little_is_padding():
 def test_rows_of_an_edit_have_little_padding_and_a_kept_prefix_is_not_passed_again():
     """In one shape its three rows were 19 % padding: the dropped one is 1,024 tokens longer."""
     case = case_of("edit", "edit1024/sparse/b1")
-    whole, kept = work_of(case), work_of(case, kept=True)
+    whole, kept = work_of(case), work_of(case, keeps_prefix=True)
     assert whole.padding < 0.10
     assert [one.slots for one in whole.prefills] == [2032, 2 * (1008 + 1024)]
     assert [one.slots for one in kept.prefills] == [2 * (1008 + 1024)]
     image = case_of("headline", "t2i1024/sparse/b1")
     assert [one.slots for one in work_of(image).prefills] == [2 * 128]
-    assert [one.slots for one in work_of(image, kept=True).prefills] == [128]
+    assert [one.slots for one in work_of(image, keeps_prefix=True).prefills] == [128]
 
 
 def test_the_dense_edit_has_little_padding_and_costs_what_its_sizes_make():
@@ -158,25 +149,24 @@ def test_the_dense_edit_has_little_padding_and_costs_what_its_sizes_make():
         return 17 * words * text + 32 * image * cells + attention
 
     operations = 64 * (row(999 + 1024, 1024) + 2 * row(999, 2048))
-    assert lean.total("useful") == pytest.approx(operations, rel=2e-3)
-    assert lean.total("useful") == pytest.approx(4.416e15, rel=0.03)
+    assert lean.total("operations") == pytest.approx(operations, rel=2e-3)
+    assert lean.total("operations") == pytest.approx(4.416e15, rel=0.03)
     head = 64 * 3 * 2 * 4096 * 127_378 * (999 + 2048)
-    assert released.total("useful") > lean.total("useful") + head
+    assert released.total("operations") > lean.total("operations") + head
 
 
 def test_rows_that_are_measured_together_are_timed_in_turn(monkeypatch):
     """Each turn has a request of every row; of rows timed in part the loop is scaled."""
     cases, asked = suites.cases("cpu", SMALL), []
     model = jax.eval_shape(lambda: Denoiser(SMALL.model, rngs=nnx.Rngs(0)))
-    subject = requests.Subject(model, SMALL, None, None, random_weights=True)
+    subject = requests.Subject(model, SMALL, None, "bfloat16", random_weights=True)
 
-    def request(subject, model, case, turn, prefixes):
-        asked.append((case.method, turn))
-        seconds = {"sparse": 1.0, "dense_lean": 2.0}[case.method]
-        split = dict.fromkeys(requests.SPLIT, 0.0) | {"loop": seconds, "host": 0.5}
-        return split, np.zeros((1, 256, 1), np.int32)
+    def request(self, turn):
+        asked.append((self.case.method, turn))
+        seconds = {"sparse": 1.0, "dense_lean": 2.0}[self.case.method]
+        return dict.fromkeys(requests.SPLIT, 0.0) | {"loop": seconds, "host": 0.5}
 
-    monkeypatch.setattr(requests, "_request", request)
+    monkeypatch.setattr(requests.Timed, "request", request)
     calibration = {"matmul_tflops": {"any": 1.0}, "copy_gbps": 1.0}
     rows = requests.measure(subject, cases, runs=5, calibration=calibration)
     assert asked[:2] == [("sparse", 0), ("dense_lean", 0)]  # these compile
@@ -212,9 +202,9 @@ def test_throwing_work_away_costs_the_text_tower_and_its_head_over_all_tokens():
     )
     tower = 15 * 128 * (2 * (4 * 4096**2 + 3 * 4096 * 12288) + 4 * 4096 * 128)
     head = 2 * 4096 * 127_378 * (1024 + 128)
-    operations = lean.total("useful") + 64 * 2 * (tower + head)
-    assert released.total("useful") == pytest.approx(operations, rel=1e-3)
-    assert released.total("useful") == pytest.approx(1.141e15, rel=0.03)
+    operations = lean.total("operations") + 64 * 2 * (tower + head)
+    assert released.total("operations") == pytest.approx(operations, rel=1e-3)
+    assert released.total("operations") == pytest.approx(1.141e15, rel=0.03)
     assert released.total("tokens") == lean.total("tokens")
 
 
@@ -227,7 +217,7 @@ def told(*cells):
 
 def counted(need):
     """Returns operations and floor of a loop as the page writes them."""
-    tera, floor = sum(one.useful for one in need.steps) / 1e12, need.floor_s(790.0, 4300.0)
+    tera, floor = sum(one.operations for one in need.steps) / 1e12, need.floor_s(790.0, 4300.0)
     return (
         f"{tera:.1f} TF" if tera < 400 else f"{tera:,.0f} TF",
         f"{floor:.3f} s" if floor < 1 else f"{floor:.2f} s",
@@ -261,9 +251,9 @@ def test_the_page_counts_what_the_plan_makes(name, suite, row_id):
     ],
 )
 def test_the_page_counts_slots_and_padding(name, row_id, kept):
-    need = work_of(case_of("edit" if "edit" in row_id else "headline", row_id), kept=kept)
+    need = work_of(case_of("edit" if "edit" in row_id else "headline", row_id), keeps_prefix=kept)
     prefill = f"{sum(one.slots for one in need.prefills):,} slots"
-    operations = f", {sum(one.useful for one in need.prefills) / 1e12:.1f} TF"
+    operations = f", {sum(one.operations for one in need.prefills) / 1e12:.1f} TF"
     cells = [f"{need.total(what):,.0f}" for what in ("tokens", "slots")]
     cells += [f"{100 * need.padding:.0f} %", *([prefill + operations] * bool(need.prefills))]
     assert told(name, *cells).rstrip("\n") in PAGE

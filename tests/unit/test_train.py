@@ -19,14 +19,13 @@ import numpy as np
 import pytest
 import stand_ins
 import tiny
-from flax import nnx
 
 from sparse_lavida_jax import config, diffusion, train
 from sparse_lavida_jax.checkpoints import adapters, model_folder
 from sparse_lavida_jax.data.batch import RowShape
 from sparse_lavida_jax.evals import report
 from sparse_lavida_jax.models import lora, parameters, quantize, sharding
-from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.models.denoiser import shapes as denoiser_shapes
 from sparse_lavida_jax.scenes.tokenizer import SHIPPED
 from sparse_lavida_jax.training import metrics, optimizer, runs, states
 
@@ -408,7 +407,7 @@ def test_what_is_kept_of_a_layer_changes_no_gradient(remat, kinds):
 
 def params_with(params, settings):
     """The same parameters in a model of other settings."""
-    like = jax.tree.structure(jax.eval_shape(lambda: Denoiser(settings, rngs=nnx.Rngs(0))))
+    like = jax.tree.structure(denoiser_shapes(settings))
     return jax.tree.unflatten(like, jax.tree.leaves(params))
 
 

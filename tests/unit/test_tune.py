@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from sparse_lavida_jax.bench import tune
-from sparse_lavida_jax.bench.cases import Case
+from sparse_lavida_jax.bench.methods import Case
 from sparse_lavida_jax.kernels import devices, shapes
 from sparse_lavida_jax.kernels.tables import GpuSizes, TileSizes
 
@@ -84,8 +84,8 @@ def test_only_this_device_is_rewritten_and_an_entry_that_lost_is_dropped():
 
 
 def test_the_shapes_that_are_tuned_are_the_frozen_ones_by_their_lengths():
-    entries = tune._entries(dry=False)
+    entries = tune.entries(dry=False)
     names = {case.name for members in entries.values() for case in members}
     assert names == set(shapes.names()) - {"full_8192"}
     assert {case.name for case in entries["8192x8192"]} == {"single_8152", "packed_8192"}
-    assert set(entries) == {devices.bucket(*tune._lengths(c)) for m in entries.values() for c in m}
+    assert set(entries) == {devices.bucket(*c.lengths) for m in entries.values() for c in m}

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists every object of a scene with its cell, in raster order, in the words of a plan."""
+"""Lists the objects of a scene with their cells, in the words of a plan: all, or what is not given.
+
+Few bits of an answer or a box depend on the image; here all do, which is what teaches the vision
+tower to see.
+"""
+
+import functools
 
 from sparse_lavida_jax.scenes import judges
 from sparse_lavida_jax.scenes.dice import Dice
@@ -9,17 +15,13 @@ from sparse_lavida_jax.scenes.task import Sample, Task
 MOST_DETECTED = 4  # objects, so that the answer is no longer than the longest plan
 
 
-def make(dice: Dice) -> Sample:
-    """Asks for every object.
-
-    Few bits of an answer or a box depend on the image; here all do, which is what teaches the
-    vision tower to see.
-    """
+def make_detect(dice: Dice) -> Sample:
+    """Asks for every object, in raster order."""
     scene = dice.scene(high=MOST_DETECTED)
     return Sample("list the objects", scene, str(Plan(tuple(scene.objects()))))
 
 
-def listing(dice: Dice, prompt: str, known: str) -> Sample:
+def make_listing(dice: Dice, *, prompt: str, known: str) -> Sample:
     """Lists objects with their cells in any order; those that look alike in raster order.
 
     Args:
@@ -34,4 +36,13 @@ def listing(dice: Dice, prompt: str, known: str) -> Sample:
     return Sample(prompt, scene, text, given=spans_of(known, text))
 
 
-TASK = Task(make, judges.cells, "tell")
+# Many boxes in parallel. A box comes right after its object, so that looking things up is learned
+# from all of them. `name` is `locate` the other way round.
+make_locate = functools.partial(make_listing, prompt="where are these?", known=r",? [a-z ]+")
+make_name = functools.partial(make_listing, prompt="what is there?", known=r"(<LOC_\d+>)+,?")
+
+TASKS = {
+    "detect": Task(make_detect, judges.cells, "tell"),
+    "locate": Task(make_locate, judges.cells, "tell"),
+    "name": Task(make_name, judges.cells, "tell"),
+}

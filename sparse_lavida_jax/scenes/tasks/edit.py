@@ -1,70 +1,76 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes a scene as an instruction says."""
-
-import dataclasses
+"""Changes a scene as an instruction says, or lays the change out in text."""
 
 from sparse_lavida_jax.scenes import judges
 from sparse_lavida_jax.scenes.dice import MOST_OBJECTS, Dice
-from sparse_lavida_jax.scenes.grammar import CORNERS, DIRECTIONS, RELATIONS, Edit, Phrase, Plan
-from sparse_lavida_jax.scenes.rules import neighbour, reference, related
-from sparse_lavida_jax.scenes.task import Sample, Task
-from sparse_lavida_jax.scenes.world import NUM_CELLS, Object, Scene
-
-EDITS = ("add", "remove", "replace", "recolour", "move")
+from sparse_lavida_jax.scenes.grammar import (
+    CORNERS,
+    DIRECTIONS,
+    EDITS,
+    RELATIONS,
+    Edit,
+    Phrase,
+    Plan,
+)
+from sparse_lavida_jax.scenes.rules import outcomes, reference
+from sparse_lavida_jax.scenes.task import Sample, Task, planned
+from sparse_lavida_jax.scenes.world import Object
 
 
 def make(dice: Dice) -> Sample | None:
-    kind = dice.pick(EDITS)
+    kind = dice.pick(tuple(EDITS))
     source = dice.scene(high=MOST_OBJECTS - (kind == "add"))
     cell, old = dice.pick(list(source.objects()))
     anchor = reference(source, cell)
-    made = anchor and _change(dice, kind, source, cell, old, anchor)
-    if not made:
+    if anchor is None:
         return None
-    edit, entries = made
-    plan = Plan(entries)
+    new = dice.thing(alone=len(source) == 1)
+    edit = _worded(dice, kind, anchor, new)
+    allowed = outcomes(edit, source)
+    changes_nothing = edit.colour == old.colour or (kind == "replace" and new.pair == old.pair)
+    if not allowed or changes_nothing:
+        return None
+    outcome = dice.pick(allowed) if kind == "add" else allowed[0]
+    size = old.size if kind == "replace" else new.size  # where the words say none
+    plan = Plan(tuple((cell, phrase and phrase.thing(size)) for cell, phrase in outcome.items()))
     return Sample(str(edit), source, target=source.changed(plan.appearances), plan=str(plan))
 
 
-def _change(
-    dice: Dice, kind: str, source: Scene, cell: int, old: Object, anchor: Phrase
-) -> tuple[Edit, tuple[tuple[int, Object | None], ...]] | None:
-    """Words an edit of one kind that concerns the object `old`, and lists what it changes."""
-    free = {place for place in range(NUM_CELLS) if source[place] is None}
-    new = dice.thing(alone=len(source) == 1)
+def _worded(dice: Dice, kind: str, anchor: Phrase, new: Object) -> Edit:
+    """Words an edit of one kind that concerns the object `anchor`, and perhaps a new one."""
     wanted = Phrase(*new.pair, new.size if dice.chance(30) else None)
     corner = dice.pick(tuple(CORNERS))
-    if kind == "add":
-        relation = dice.pick(RELATIONS)
-        edit, places = dice.pick(
-            (
-                (Edit(kind, thing=wanted), free),
-                (Edit(kind, thing=wanted, corner=corner), free & {CORNERS[corner]}),
-                (
-                    Edit(kind, anchor, wanted, relation=relation),
-                    {place for place in free if related(relation, place, cell)},
-                ),
+    match kind:
+        case "add":
+            relation = dice.pick(RELATIONS)
+            anywhere, in_corner = Edit(kind, thing=wanted), Edit(kind, thing=wanted, corner=corner)
+            return dice.pick((anywhere, in_corner, Edit(kind, anchor, wanted, relation)))
+        case "remove":
+            return Edit(kind, anchor)
+        case "replace":
+            return Edit(kind, anchor, wanted)
+        case "recolour":
+            return Edit(kind, anchor, colour=new.colour)
+        case _:
+            direction = dice.pick(tuple(DIRECTIONS))
+            step, to_corner = (
+                Edit(kind, anchor, direction=direction),
+                Edit(kind, anchor, corner=corner),
             )
-        )
-        return (edit, ((dice.pick(sorted(places)), new),)) if places else None
-    if kind == "remove":
-        return Edit(kind, anchor), ((cell, None),)
-    if kind == "replace":
-        thing = dataclasses.replace(new, size=wanted.size or old.size)
-        edit = Edit(kind, anchor, wanted)
-        return (edit, ((cell, thing),)) if new.pair != old.pair else None
-    if kind == "recolour":
-        thing = dataclasses.replace(old, colour=new.colour)
-        edit = Edit(kind, anchor, colour=new.colour)
-        return (edit, ((cell, thing),)) if new.colour != old.colour else None
-    direction = dice.pick(tuple(DIRECTIONS))
-    edit, place = dice.pick(
-        (
-            (Edit(kind, anchor, direction=direction), neighbour(cell, direction)),
-            (Edit(kind, anchor, corner=corner), CORNERS[corner]),
-        )
-    )
-    return (edit, ((cell, None), (place, old))) if place in free else None
+            return dice.pick((step, to_corner))
 
 
-TASK = Task(make, judges.edit_fault, "edit", command="edit", label="Edited")
+def make_plan(dice: Dice) -> Sample | None:
+    edited = make(dice)
+    return edited and planned(edited)
+
+
+def judge_plan(sample: Sample, output: str) -> str:
+    assert sample.image is not None
+    return judges.edit_fault(sample, sample.image.changed(Plan.parse(output).appearances))
+
+
+TASKS = {
+    "edit": Task(make, judges.edit_fault, "edit", command="edit", label="Edited"),
+    "edit_plan": Task(make_plan, judge_plan, "tell"),
+}

@@ -41,4 +41,4 @@ def _spoil(dice: Dice, request: SceneRequest, scene: Scene) -> Scene:
             return scene.changed({cell: EMPTY, free: thing.index})
 
 
-TASK = Task(make, judges.exact, "answer", command="reflect")
+TASKS = {"reflect": Task(make, judges.exact, "answer", command="reflect")}

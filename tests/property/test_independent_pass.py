@@ -1,0 +1,446 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The jitted sampler against the paper: the logits and the choice of every step.
+
+`dense_pass` computes each step again, in float64, over the un-truncated sequence, from what the
+steps before it committed. It shares no cache, truncation, layout, plan or kernel with the sampler.
+Draws are made with recorded Gumbel noise, so that what a step commits can be computed too. Faults
+that are planted in the sampler show that the comparison sees them.
+"""
+
+import dataclasses
+import functools
+from unittest import mock
+
+import dense_pass
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from dense_pass import FIRST, GIVEN
+
+from sparse_lavida_jax import config, sample, sequence
+from sparse_lavida_jax.data.example import Example
+from sparse_lavida_jax.layout import make_layout
+from sparse_lavida_jax.sampling import presets, prompts, state
+from sparse_lavida_jax.visibility import PAD_BLOCK
+
+TOLERANCE = 2e-5  # float32 against float64; measured: 7e-6 at most
+FAULT = 0.1  # what a planted fault moves logits by at least; measured: 0.3
+TEMPERATURE = 0.8
+SURELY = 1e4  # noise that decides a draw, whatever the logits
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A batch to sample.
+
+    Attributes:
+        requests: of one kind; a scale of guidance of their own goes before that of `sampling`.
+        ends: position of the end-of-text that each text is made to draw; by default none does.
+    """
+
+    requests: tuple[Example, ...]
+    model: config.Model
+    sampling: config.Sampling
+    ends: tuple[int, ...] = ()
+
+    @property
+    def kind(self) -> sequence.Kind:
+        return self.requests[0].kind
+
+    @property
+    def has_source(self) -> bool:
+        return self.sampling.guidance_image > 0
+
+    @property
+    def given(self) -> np.ndarray:
+        return np.stack([request.given for request in self.requests])
+
+
+def images(settings: config.Model, *rows: dict, **sampling) -> Case:
+    """Returns requests for images; of 9 cells, five steps decode 2, 2, 2, 2 and 1."""
+    asked = [tiny.request("image", settings, i, **row) for i, row in enumerate(rows)]
+    defaults = {
+        "num_steps": 5, "schedule": "linear", "order_seed": -1, "temperature": TEMPERATURE,
+        "guidance": 0.7,
+    }  # fmt: skip
+    return Case(tuple(asked), settings, config.Sampling(**(defaults | sampling)))
+
+
+def draw(model: dict | None = None, **sampling) -> Case:
+    """Images from prompts of different length, one with a scale of guidance of its own."""
+    rows = {"words": 3}, {"words": 12}, {"words": 5}
+    case = images(tiny.model_settings(**(model or {})), *rows, **sampling)
+    first, *others = case.requests
+    return dataclasses.replace(case, requests=(tiny.asked_with(first, guidance=1.5), *others))
+
+
+def edit(**changes) -> Case:
+    """Edits, of which one has known cells, next to a row that has no image to look at."""
+    rows = (
+        {"words": 2, "vision": True, "source": True, "given": 0.4},
+        {"words": 6},
+        {"words": 4, "vision": True, "source": True},
+    )
+    settings = tiny.model_settings(codes_per_token=4, num_registers=2, **changes)
+    return images(settings, *rows, guidance_image=0.4)
+
+
+def inpaint() -> Case:
+    rows = {"words": 3, "given": 0.4}, {"words": 7, "given": 0.7}, {"words": 5}
+    return images(tiny.model_settings(), *rows)
+
+
+def answer(order: str = "left_to_right", ends: tuple[int, ...] = (), **changes) -> Case:
+    """Three text blocks about an image, and three of which one and more is given unless they end.
+
+    Each text block is decoded in two steps.
+    """
+    settings = tiny.model_settings(**changes)
+    about = tiny.request("text", settings, 0, words=1, vision=True, source=True)
+    infilled = tiny.request("text", settings, 1, words=15, given=0.5)
+    given = infilled.given & (not ends)
+    given[: tiny.TEXT_BLOCK_LEN] = not ends
+    requests = about, dataclasses.replace(infilled, given=given)
+    sampling = config.Sampling(text_steps=2, text_temperature=TEMPERATURE, text_block_order=order)
+    return Case(requests, settings, sampling, ends)
+
+
+CASES = {
+    "draw": draw,
+    "draw_in_uneven_steps": functools.partial(
+        draw, {"codes_per_token": 4, "num_registers": 2}, num_steps=4, schedule="shift"
+    ),
+    "draw_without_registers": functools.partial(draw, {"num_registers": 0}),
+    "edit": edit,
+    "inpaint": inpaint,
+    "answer": answer,
+    "answer_right_to_left": functools.partial(answer, "right_to_left"),
+    "answer_in_any_order": functools.partial(answer, "1,2,0"),
+    "answer_without_registers": functools.partial(answer, num_registers=0),
+    "answer_that_ends": functools.partial(answer, ends=(2, 6)),
+}
+SLOW_CASES = {
+    "edit_by_blockwise_attention": functools.partial(edit, attention_implementation="blockwise"),
+    "draw_without_caches": functools.partial(draw, preset="t"),
+    "draw_without_the_cache_of_the_response": functools.partial(draw, preset="pt"),
+    "draw_without_the_cache_of_the_prompt": functools.partial(draw, preset="rt"),
+}
+
+
+# ---------------------------------------------------------------------------------------------
+# The sampler, watched.
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What a step knew, what it predicted, and what there was after it.
+
+    Attributes:
+        before, after: the responses [b l g].
+        logits: guided [b l g v], NaN where it predicted nothing.
+        noise: what it drew with [b l g v].
+    """
+
+    before: np.ndarray
+    after: np.ndarray
+    logits: np.ndarray
+    noise: np.ndarray
+
+    @property
+    def decoded(self) -> np.ndarray:
+        """The tokens that it decoded [b l]."""
+        return (self.before != self.after).any(axis=-1)
+
+
+TOLD = []  # by the steps of the run in progress
+_step_logits = sample.step_logits
+
+
+def _telling(model, state, now, *rest):
+    logits, cache = _step_logits(model, state, now, *rest)
+    told = state.passes, state.canvas, now.decode, logits
+    jax.debug.callback(lambda *values: TOLD.append([*map(np.asarray, values)]), *told)
+    return logits, cache
+
+
+def watched_segment():
+    """Returns `sample.run_segment`, compiled apart from all others, with steps that tell."""
+    plain = functools.partial(sample.run_segment.__wrapped__)
+    return tiny.quick_jit(plain, static_argnames=("settings",))
+
+
+WATCHED_SEGMENT = watched_segment()
+
+
+def run(case: Case, segment=WATCHED_SEGMENT) -> tuple[list[Step], np.ndarray]:
+    """Returns the steps of `sample.sample`, and its responses."""
+    model = tiny.denoiser(case.model)
+    settings = presets.step_settings(
+        case.sampling, case.model, case.kind, has_source=case.has_source
+    )
+    assert settings.preset.truncate and not settings.preset.full_attention
+    seeds = [request.request.seed for request in case.requests]
+    parts = presets.plan(
+        case.sampling, settings, case.model, case.given, tiny.TEXT_BLOCK_LEN, seeds
+    )
+    noise = noise_of(case, sum(part.num_steps for part in parts))
+    TOLD.clear()
+    progress = []
+    with mock.patch.multiple(sample, run_segment=segment, step_logits=_telling):
+        response = sample.sample(
+            model,
+            case.requests,
+            parts,
+            settings=settings,
+            draws=tiny.Recorded(gumbel=noise),
+            callback=progress.append,
+        )
+    jax.effects_barrier()
+    told = sorted(TOLD, key=lambda values: int(values[0]))
+    states = [canvas for _, canvas, *_ in told] + [progress[-1].canvas]
+    steps = []
+    for i, (_, before, decode, logits) in enumerate(told):
+        spread = np.full((*before.shape, logits.shape[-1]), np.nan)
+        for row, positions in enumerate(decode):
+            spread[row, positions[positions >= 0]] = logits[row, positions >= 0]
+        steps.append(Step(before, states[i + 1], spread, noise[i]))
+    return steps, response
+
+
+def noise_of(case: Case, num_steps: int) -> np.ndarray:
+    """Returns Gumbel noise [k b l g v] with which texts end where they are made to."""
+    classes = case.model.vocab_size if case.kind == "text" else case.model.codebook_size
+    shape = (num_steps, *case.given.shape, case.requests[0].response.shape[1], classes)
+    noise = np.random.default_rng(0).gumbel(size=shape).astype(np.float32)
+    if case.kind == "text":
+        end = case.model.end_of_text_id
+        noise[..., end] = -SURELY
+        for row, position in enumerate(case.ends):
+            noise[:, row, position, :, end] = SURELY
+    return noise
+
+
+# ---------------------------------------------------------------------------------------------
+# The same steps from the paper.
+
+
+def compare(case: Case, steps: list[Step]) -> tuple[float, int]:
+    """Returns the largest difference of logits, and how many choices of rows are others."""
+    model = dense_pass.in_float64(tiny.denoiser(case.model))
+    differences, other_choices = [], 0
+    for number, step in enumerate(steps):
+        blocks = blocks_at(case, steps, number)
+        for row, asked in enumerate(case.requests):
+            scale = asked.request.guidance
+            logits = dense_pass.step_logits(
+                model,
+                asked,
+                step.before[row],
+                blocks[row],
+                FIRST + number,
+                case.sampling.guidance if scale is None else scale,
+                case.sampling.guidance_image if case.has_source else None,
+            )
+            now = blocks[row] == FIRST + number
+            differences.append(np.abs(step.logits[row, now] - logits[now]).max(initial=0))
+            chosen = choice(case, step, row, logits, now)
+            other_choices += not np.array_equal(step.after[row], chosen)
+    largest = float(np.max(differences))
+    return (np.inf if np.isnan(largest) else largest), other_choices
+
+
+def blocks_at(case: Case, steps: list[Step], number: int) -> np.ndarray:
+    """Returns A[i] of every response token [b l] when a step begins.
+
+    A clean token has the number of the step that decoded it. The masked ones: of an image, the
+    steps that are to decode them; of a text, one block for all of the current text block, and one
+    for each that comes after it.
+    """
+    by_step = np.stack([step.decoded for step in steps]).argmax(axis=0) + FIRST
+    if case.kind == "image":
+        return np.where(case.given, GIVEN, by_step)
+    block_of = np.arange(tiny.TEXT_LEN) // tiny.TEXT_BLOCK_LEN
+    turn = np.array(text_blocks(case)).argsort()[block_of]
+    masked = (steps[number].before == case.model.text_mask_id).all(axis=-1)
+    current = np.broadcast_to(turn, masked.shape)[masked].min()
+    blocks = np.where(masked, FIRST + number + turn[None] - current, by_step)
+    return np.where(case.given, GIVEN, blocks)
+
+
+def text_blocks(case: Case) -> list[int]:
+    """Returns the text blocks in the order that was asked for."""
+    order, number = case.sampling.text_block_order, tiny.TEXT_LEN // tiny.TEXT_BLOCK_LEN
+    named = {"left_to_right": range(number), "right_to_left": reversed(range(number))}
+    return list(named[order] if order in named else map(int, order.split(",")))
+
+
+def choice(case: Case, step: Step, row: int, logits, now) -> np.ndarray:
+    """Returns the response [l g] of a row after a step, from the logits of the step.
+
+    An image step keeps all it draws; a text step what it drew with most confidence, of as many
+    tokens as it decoded (Sec. 3.2).
+    """
+    if case.kind == "text":
+        logits[..., case.model.text_mask_id] = -np.inf  # is not drawn
+    drawn = (logits / TEMPERATURE + step.noise[row]).argmax(axis=-1)
+    keep = np.flatnonzero(now)
+    if case.kind == "text":
+        probability = np.exp(logits[keep, 0]) / np.exp(logits[keep, 0]).sum(axis=-1, keepdims=True)
+        sure = np.take_along_axis(probability, drawn[keep], axis=-1)[:, 0]
+        keep = keep[np.argsort(-sure)[: step.decoded[row].sum()]]
+    after = step.before[row].copy()
+    after[keep] = drawn[keep]
+    return after
+
+
+@pytest.mark.parametrize(
+    "name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_CASES)]
+)
+def test_every_step_is_the_papers(name):
+    case = (CASES | SLOW_CASES)[name]()
+    steps, response = run(case)
+    difference, other_choices = compare(case, steps)
+    assert difference < TOLERANCE
+    assert other_choices == 0
+    left = steps[-1].after
+    mask_id = case.model.text_mask_id if case.kind == "text" else case.model.image_mask_id
+    if not case.ends:
+        assert (left != mask_id).all()
+        np.testing.assert_array_equal(response, left)
+        return
+    # The second text ends in the second text block, so nothing decodes the third.
+    last = max(case.ends) // tiny.TEXT_BLOCK_LEN
+    assert len(steps) == (last + 1) * case.sampling.text_steps
+    assert ((left == mask_id).all(axis=-1).sum(axis=1) == tiny.TEXT_BLOCK_LEN).all()
+    for row, end in enumerate(case.ends):
+        np.testing.assert_array_equal(response[row, :end], left[row, :end])
+        assert (response[row, end:] == case.model.end_of_text_id).all()
+
+
+# ---------------------------------------------------------------------------------------------
+# Planted faults: each patches one thing. Those in what is compiled need a program of their own.
+
+
+def tags_of_steps(change):
+    """Patches `make_layout` where a step tags its tokens: `change(layout, block, last_clean)`."""
+
+    def changed(position, block, last_clean):
+        return change(functools.partial(make_layout, position), block, last_clean)
+
+    return mock.patch.object(state, "make_layout", changed)
+
+
+def horizon_one_short():
+    """Masked tokens do not see the newest ones."""
+    return tags_of_steps(lambda layout, block, last: layout(block, last - 1))
+
+
+def horizon_one_far():
+    """The newest tokens see the masked ones."""
+
+    def far(layout, block, last):
+        tags = layout(block, last)
+        return tags.replace(horizon=tags.horizon + 1)
+
+    return tags_of_steps(far)
+
+
+def block_one_early():
+    """Masked tokens and registers are in the block of the newest ones."""
+
+    def early(layout, block, last):
+        return layout(jnp.where(block == last + 1, last, block), last)
+
+    return tags_of_steps(early)
+
+
+def visible_padding_of_steps():
+    def seen(layout, block, last):
+        return layout(jnp.where(block == PAD_BLOCK, 0, block), last)
+
+    return tags_of_steps(seen)
+
+
+def newest_not_cached():
+    step_hidden = sample.step_hidden
+
+    def changed(model, state, *rest):
+        hidden, cache = step_hidden(model, state, *rest)
+        return hidden, dataclasses.replace(cache, offset=state.cache.offset)
+
+    return mock.patch.object(sample, "step_hidden", changed)
+
+
+def newest_cached_in_the_wrong_block():
+    """That of the step that stores them, and not of the one that decoded them."""
+    step_hidden = sample.step_hidden
+
+    def changed(model, state, now, *rest):
+        at = jnp.where(state.decoded_at == now.block - 1, now.block, state.decoded_at)
+        return step_hidden(model, dataclasses.replace(state, decoded_at=at), now, *rest)
+
+    return mock.patch.object(sample, "step_hidden", changed)
+
+
+def registers_one_position_off():
+    def changed(*args):
+        prompt = prompts.prepare(*args)
+        return prompt.replace(length=prompt.length + 1)
+
+    return mock.patch.object(sample, "prepare", changed)
+
+
+def visible_padding_of_prompts():
+    def changed(position, block, last_clean):
+        return make_layout(position, np.where(block == PAD_BLOCK, 0, block), last_clean)
+
+    return mock.patch.object(prompts, "make_layout", changed)
+
+
+def second_row_without_its_source():
+    everything = {"drop_prompt": True, "drop_source": True}
+    return mock.patch.dict(prompts.EDIT_DROPS, source=everything)
+
+
+def given_cells_in_block_0():
+    return mock.patch.object(prompts, "GIVEN_BLOCK", 0)
+
+
+COMPILED_FAULTS = (
+    horizon_one_short,
+    horizon_one_far,
+    block_one_early,
+    visible_padding_of_steps,
+    newest_not_cached,
+    newest_cached_in_the_wrong_block,
+)
+FAULTS = [
+    *(("draw", fault) for fault in COMPILED_FAULTS),
+    ("draw", registers_one_position_off),
+    ("draw", visible_padding_of_prompts),
+    ("edit", second_row_without_its_source),
+    ("inpaint", given_cells_in_block_0),
+    ("answer", newest_not_cached),
+    ("answer", registers_one_position_off),
+]
+
+
+@pytest.mark.parametrize(("name", "fault"), FAULTS)
+def test_a_planted_fault_shows(name, fault):
+    case = CASES[name]()
+    with fault():
+        steps, _ = run(case, watched_segment() if fault in COMPILED_FAULTS else WATCHED_SEGMENT)
+    difference, _ = compare(case, steps)
+    assert difference > FAULT
+
+
+@pytest.mark.parametrize("name", ["draw", "answer"])
+def test_other_choices_show(name):
+    case = CASES[name]()
+    steps, _ = run(case)
+    turned = [dataclasses.replace(step, noise=-step.noise) for step in steps]
+    difference, other_choices = compare(case, turned)
+    assert difference < TOLERANCE
+    assert other_choices > 3
