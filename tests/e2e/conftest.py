@@ -19,7 +19,9 @@ def _quick():
         patch.setattr(batches, "LENGTH_PROBE", 16)
         patch.setattr(report, "SPEED_RUNS", 1)
         first_model = train._first_model
-        made = functools.cache(lambda model, seed: first_model(config.Config(model=model, seed=seed)))
+        made = functools.cache(
+            lambda model, seed: first_model(config.Config(model=model, seed=seed))
+        )
 
         def made_once(settings):
             if settings.train.init_from:
