@@ -30,7 +30,6 @@ from sparse_lavida_jax.sequence import (
     Views,
     prompt_row,
     stack_images,
-    stack_views,
     stacked_features,
 )
 from sparse_lavida_jax.visibility import PAD_BLOCK
@@ -112,7 +111,7 @@ class TrainingRow(Row):
         """Returns rows as one batch, `data.packing` of them in each row of it, if they fit."""
         per_row, model = settings.data.packing, settings.model
         lengths = [row.length for row in rows]
-        shared = deal(lengths, per_row) if per_row > 1 else _alone(rows)
+        shared = deal(lengths, per_row) if per_row > 1 else alone(rows)
         fullest = longest(lengths, shared)
         tokens = next((room for room in shape.rows if room.holds(fullest)), None)
         if tokens is None:
@@ -120,7 +119,7 @@ class TrainingRow(Row):
         corrupted = [row.tokens for row in rows]
         if per_row > 1 or shape.views:
             views = [row.example.shown for row in rows]
-            corrupted, pixels = _see_together(corrupted, views, shared, shape.views, model.vision)
+            corrupted, pixels = see_together(corrupted, views, shared, shape.views, model.vision)
         else:
             pixels = stack_images([row.example.pixels for row in rows])
         return stack(
@@ -209,7 +208,7 @@ def _blocks_of(
 # From rows to a batch.
 
 
-def _see_together(
+def see_together(
     rows: list[CorruptedRow],
     views: list[tuple[Views, ...]],
     shared: Shared,
@@ -219,9 +218,13 @@ def _see_together(
     """Returns rows with their features numbered as in the stacked views, and those views.
 
     Args:
-        most: views of an example, filled up with blanks; more where an example has more.
+        views: of each row; they are filled up with blanks, which no token looks at.
+        shared: which rows share each row of the batch.
+        most: views of a row, at least; more where one has more.
     """
     most = max(most, *(sum(map(len, own)) for own in views))
+    if not most:
+        return rows, None
     numbered = list(rows)
     for members in shared:
         for place, i in enumerate(members):
@@ -236,17 +239,10 @@ def _see_together(
             )
             tokens = dataclasses.replace(tokens, index=index)
             numbered[i] = dataclasses.replace(rows[i], understanding=tokens)
-    seen = [with_blanks(own, most, vision) for own in views]
-    return numbered, stack_views([tuple(v for i in members for v in seen[i]) for members in shared])
-
-
-def with_blanks(views: tuple[Views, ...], most: int, vision: config.Vision) -> tuple[Views, ...]:
-    """Returns the views of an example and as many blank ones as make `most`."""
-    missing = most - sum(map(len, views))
-    if not missing:
-        return views
-    like = views[0] if views else np.zeros((0, vision.image_size, vision.image_size, 3), np.uint8)
-    return (*views, np.zeros((missing, *like.shape[1:]), like.dtype))
+    no_image = np.zeros((1, vision.image_size, vision.image_size, 3), np.uint8)
+    blank = np.zeros_like(next((view[:1] for own in views for view in own), no_image))
+    seen = [np.concatenate([*own, *[blank] * (most - sum(map(len, own)))]) for own in views]
+    return numbered, np.stack([np.concatenate([seen[i] for i in members]) for members in shared])
 
 
 def stack(
@@ -273,7 +269,7 @@ def stack(
     """
     (understanding, text), (generation, image) = (
         _stacked(
-            [[getattr(rows[i], side) for i in members] for members in shared or _alone(rows)],
+            [[getattr(rows[i], side) for i in members] for members in shared or alone(rows)],
             length,
             pad_token,
             full_attention=full_attention,
@@ -346,7 +342,8 @@ def _sorted_and_padded(members: list[Tokens], length: int, pad_token: int) -> di
 # Which examples share a row, and how long rows are.
 
 
-def _alone(rows: Sequence) -> Shared:
+def alone(rows: Sequence) -> Shared:
+    """Returns rows of one example each."""
     return [[i] for i in range(len(rows))]
 
 

@@ -22,6 +22,10 @@ MOST_ATTEMPTS = 64  # to draw an example, or a batch, that fits its shape
 class Batches(abc.ABC):
     """The training data of a configuration; a subclass makes the rows.
 
+    Args:
+        process_index, process_count: of the processes that train together, each of which makes
+            its share of every batch.
+
     Attributes:
         sizes: examples of a batch of each group, over all processes.
         shares: of the batches, of each group.
@@ -38,8 +42,9 @@ class Batches(abc.ABC):
         settings: config.Config,
         sizes: dict[str, int],
         shares: dict[str, float],
-        process_index: int,
-        process_count: int,
+        *,
+        process_index: int = 0,
+        process_count: int = 1,
     ):
         _check_shared(sizes, process_count, settings)
         self.settings, self.sizes, self.shares = settings, sizes, shares

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.data.batch import GroupShape, Row, RowShape, stack, with_blanks
+from sparse_lavida_jax.data.batch import GroupShape, Row, RowShape, alone, see_together, stack
 from sparse_lavida_jax.diffusion import (
     MIN_TIME,
     Corrupted,
@@ -28,8 +28,6 @@ from sparse_lavida_jax.sequence import (
     Views,
     num_tokens,
     prompt_row,
-    stack_views,
-    stacked_features,
 )
 
 
@@ -81,17 +79,15 @@ class SequenceRow(Row):
     @staticmethod
     def batch(rows: "list[SequenceRow]", shape: GroupShape, settings: config.Config) -> Corrupted:
         """Returns rows as one batch, each padded with end-of-text to the length of the group."""
-        vision = settings.model.vision
-        sequences = [
+        end_of_text_id = settings.model.end_of_text_id
+        padded = [
             dataclasses.replace(
-                row.sequence,
-                parts=(*row.sequence.parts, _padding(row, shape, settings.model.end_of_text_id)),
-                views=with_blanks(row.views, shape.views, vision),
+                row.sequence, parts=(*row.sequence.parts, _padding(row, shape, end_of_text_id))
             )
             for row in rows
         ]
-        draws = [draw(row.rng, padded) for row, padded in zip(rows, sequences, strict=True)]
-        batch = batch_sequences(sequences, draws, shape.example, settings)
+        draws = [draw(row.rng, sequence) for row, sequence in zip(rows, padded, strict=True)]
+        batch = batch_sequences(padded, draws, shape.example, settings, shape.views)
         return dataclasses.replace(batch, predicts=shape.predicts)
 
 
@@ -131,7 +127,11 @@ def draw(rng: np.random.Generator, sequence: Sequence) -> MaskDraws:
 
 
 def batch_sequences(
-    sequences: list[Sequence], draws: list[MaskDraws], shape: RowShape, settings: config.Config
+    sequences: list[Sequence],
+    draws: list[MaskDraws],
+    shape: RowShape,
+    settings: config.Config,
+    most_views: int = 0,
 ) -> Corrupted:
     """Masks, pads to `shape` and stacks sequences as LaViDa-O trains on them (spec Sec. 9.2, 9.3).
 
@@ -143,32 +143,31 @@ def batch_sequences(
 
     Args:
         draws: of each sequence, by `draw` or recorded.
+        most_views: of a row, at least.
 
     Raises:
         ValueError: a row is longer than `shape`, or its draws are not of its length.
     """
-    diffusion = settings.diffusion
+    diffusion, model = settings.diffusion, settings.model
     weights = [s.code_weight for s in sequences if s.code_weight is not None]
     weighted = any(weight.max(initial=0) > 1 for weight in weights)
-    pixels = stack_views([sequence.views for sequence in sequences])
-    most = 0 if pixels is None else pixels.shape[1]
     inverses = (False, True) if diffusion.complementary else (False,)
     rows = [
-        _corrupt(sequence, drawn, most, settings, weighted=weighted, inverse=inverse)
+        _corrupt(sequence, drawn, settings, weighted=weighted, inverse=inverse)
         for inverse in inverses
         for sequence, drawn in zip(sequences, draws, strict=True)
     ]
+    views = [sequence.views for sequence in sequences] * len(inverses)
+    rows, pixels = see_together(rows, views, alone(rows), most_views, model.vision)
     predicts: Predicts = "both" if diffusion.text_loss else "generation"
     if not any(len(sequence.codes) for sequence in sequences):
         predicts = "understanding"
-    pixels = None if pixels is None else np.concatenate([pixels] * len(inverses))
-    return stack(rows, shape, settings.model, full_attention=True, pixels=pixels, predicts=predicts)
+    return stack(rows, shape, model, full_attention=True, pixels=pixels, predicts=predicts)
 
 
 def _corrupt(
     sequence: Sequence,
     drawn: MaskDraws,
-    most_views: int,
     settings: config.Config,
     *,
     weighted: bool,
@@ -193,15 +192,8 @@ def _corrupt(
     )
     masked = (mask_below(policy, drawn.text_time, drawn.text_noise) != inverse)[prompt.position]
     masked &= prompt.is_answer
-    features = stacked_features(
-        prompt.feature,
-        tuple(map(len, sequence.views)),
-        most_views,
-        model.vision.num_tokens,
-        newline=model.vision.newline,
-    )
     text = dataclasses.replace(
-        Tokens.of_prompt(prompt.ids, features, prompt.position),
+        Tokens.of_prompt(prompt.ids, prompt.feature, prompt.position),
         tokens=np.where(masked, model.text_mask_id, prompt.ids),
         target=prompt.ids,
         weight=masked.astype(float),

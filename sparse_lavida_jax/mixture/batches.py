@@ -35,8 +35,7 @@ class MixtureBatches(Batches):
         folder: what `prepare` wrote.
         settings: the whole configuration.
         tokenizer: the one that lies next to the model.
-        process_index, process_count: of the processes that train together, each of which makes
-            its share of every batch.
+        share: which process this is, of how many; see `Batches`.
 
     Raises:
         RecordError: the folder is not whole.
@@ -54,9 +53,7 @@ class MixtureBatches(Batches):
         folder: pathlib.Path | str,
         settings: config.Config,
         tokenizer: ChatTokenizer,
-        *,
-        process_index: int = 0,
-        process_count: int = 1,
+        **share: int,
     ):
         folder = pathlib.Path(folder)
         self.mixer = Mixer(tokenizer, settings)
@@ -82,7 +79,7 @@ class MixtureBatches(Batches):
         }
         weights = np.array([index["weights"][group] for group in shards])
         shares = dict(zip(shards, (weights / weights.sum()).tolist(), strict=True))
-        super().__init__(settings, sizes, shares, process_index, process_count)
+        super().__init__(settings, sizes, shares, **share)
 
     def prompts(self, count: int) -> list[str]:
         """Returns captions of images to draw, of the first records that have one."""

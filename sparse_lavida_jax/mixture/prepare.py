@@ -144,56 +144,33 @@ def prepare(
             finished before stays, and the report says what was found.
         OSError: the folder cannot be written to: the disk is full, for example.
     """
-    mixture, folder = recipe.read(pathlib.Path(path)), pathlib.Path(folder)
+    mixture, folder, wanted = (
+        recipe.read(pathlib.Path(path)),
+        pathlib.Path(folder),
+        settings.prepare,
+    )
+    encoder = load_encoder()
+    to = ingest.Settings(encoder.side, encoder.factor, wanted.crops, settings.seed)
+    job = Job(folder, to, wanted.encode_batch, load_encoder)
     try:
-        plan = _plan(mixture, folder, settings, load_encoder)
+        shards = [
+            shard
+            for dataset in mixture.datasets
+            for shard in _shards(dataset, wanted.shard_rows, to, encoder)
+        ]
         with _only_one(folder):
-            return _carry_out(mixture, *plan, settings.prepare, on_progress)
+            done = {s.stem: made for s in shards if (made := finished(folder, s)) is not None}
+            left = len(shards) - len(done)
+            try:
+                _make_all(job, encoder, shards, done, wanted, on_progress)
+            finally:
+                _write_report(folder, shards, done)
+            files.write_json(folder / INDEX, _index(mixture, encoder, shards, done))
     except tables.TableError as error:
         raise PrepareError(str(error)) from error
-
-
-def _carry_out(
-    mixture: Recipe,
-    job: Job,
-    encoder: ImageEncoder,
-    shards: list[Shard],
-    settings: config.Prepare,
-    on_progress: Callable[[int, int], None],
-) -> Summary:
-    """Makes the shards that are not there, and writes what training reads and the report."""
-    done = {s.stem: outcome for s in shards if (outcome := finished(job.folder, s)) is not None}
-    left = [shard for shard in shards if shard.stem not in done]
-    rows, bad = collections.Counter[str](), collections.Counter[str]()
-    for shard in shards:
-        rows[shard.dataset.name] += len(shard.rows)
-        bad[shard.dataset.name] += len(done[shard.stem].bad) if shard.stem in done else 0
-
-    def check(name: str) -> None:
-        allowed = settings.max_bad_fraction * rows[name]
-        if bad[name] > allowed:
-            raise PrepareError(
-                f"{bad[name]} records of {name} are bad, and prepare.max_bad_fraction allows"
-                f" {int(allowed)}: {job.folder / READABLE} names them. Mend them, or allow more;"
-                " what is finished stays."
-            )
-
-    on_progress(len(done), len(shards))
-    try:
-        for name in bad:
-            check(name)
-        with contextlib.closing(_outcomes(job, encoder, left, settings)) as made:
-            for shard, outcome in made:
-                done[shard.stem] = outcome
-                on_progress(len(done), len(shards))
-                bad[shard.dataset.name] += len(outcome.bad)
-                check(shard.dataset.name)
-    finally:
-        _write_report(job.folder, shards, done)
-    files.write_json(job.folder / INDEX, _index(mixture, encoder, shards, done))
     return Summary(
         len(shards),
-        len(left),
+        left,
         sum(one.records for one in done.values()),
         sum(sum(one.left_out.values()) for one in done.values()),
         sum(len(one.bad) for one in done.values()),
@@ -204,34 +181,23 @@ def _carry_out(
 # What is to be done.
 
 
-def _plan(
-    mixture: Recipe, folder: pathlib.Path, settings: config.Config, load_encoder: LoadEncoder
-) -> tuple[Job, ImageEncoder, list[Shard]]:
-    """Looks through the tables and divides their rows."""
-    encoder = load_encoder()
-    to = ingest.Settings(encoder.side, encoder.factor, settings.prepare.crops, settings.seed)
-    job = Job(folder, to, settings.prepare.encode_batch, load_encoder)
-    shards = []
-    for dataset in mixture.datasets:
-        paths = tables.find(dataset.json_path)
-        counts = [tables.num_rows(path) for path in paths]
-        chosen = dataset.chosen(sum(counts))
-        if not len(chosen):
-            raise PrepareError(
-                f"the dataset {dataset.name} has no rows: {dataset.json_path} is empty, or"
-                f" sampling_strategy={dataset.sampling_strategy} takes none."
-            )
-        ends = np.cumsum(counts)
-        which = np.searchsorted(ends, chosen, side="right")
-        # The strategy may take the rows more than once, always in the same order.
-        copies = np.arange(len(chosen)) // len(np.unique(chosen))
-        rows = np.stack([which, chosen - (ends - counts)[which], copies], axis=1)
-        size = settings.prepare.shard_rows
-        shards += _shards(dataset, paths, rows.astype(np.int64), size, to, encoder)
-    return job, encoder, shards
-
-
-def _shards(dataset, paths, rows, size: int, to, encoder) -> list[Shard]:
+def _shards(
+    dataset: Dataset, size: int, to: ingest.Settings, encoder: ImageEncoder
+) -> Iterator[Shard]:
+    """Looks through the tables of a dataset and divides their rows."""
+    paths = tables.find(dataset.json_path)
+    counts = [tables.num_rows(path) for path in paths]
+    chosen = dataset.chosen(sum(counts))
+    if not len(chosen):
+        raise PrepareError(
+            f"the dataset {dataset.name} has no rows: {dataset.json_path} is empty, or"
+            f" sampling_strategy={dataset.sampling_strategy} takes none."
+        )
+    ends = np.cumsum(counts)
+    which = np.searchsorted(ends, chosen, side="right")
+    # The strategy may take the rows more than once, always in the same order.
+    copies = np.arange(len(chosen)) // len(np.unique(chosen))
+    rows = np.stack([which, chosen - (ends - counts)[which], copies], axis=1).astype(np.int64)
     described = dataclasses.asdict(dataset)
     # What moves rows and changes none, and where things lie.
     for name in ("length_group", "sampling_strategy", "json_path"):
@@ -240,7 +206,7 @@ def _shards(dataset, paths, rows, size: int, to, encoder) -> list[Shard]:
     common = json.dumps(
         [records.VERSION, records.WRITER_OPTIONS, described, dataclasses.asdict(to), encoder.digest]
     )
-    shards, count = [], -(-len(rows) // size)
+    count = -(-len(rows) // size)
     for i in range(count):
         part = rows[i * size : (i + 1) * size]
         used, part[:, 0] = np.unique(part[:, 0], return_inverse=True)
@@ -251,8 +217,7 @@ def _shards(dataset, paths, rows, size: int, to, encoder) -> list[Shard]:
             mark.update(f"{path.name} {about.st_size} {about.st_mtime_ns}\n".encode())
         mark.update(part.tobytes())
         stem = f"{dataset.name}/{i:05d}-of-{count:05d}"
-        shards.append(Shard(dataset, stem, held, part, mark.hexdigest()))
-    return shards
+        yield Shard(dataset, stem, held, part, mark.hexdigest())
 
 
 def finished(folder: pathlib.Path, shard: Shard) -> Outcome | None:
@@ -332,6 +297,45 @@ def _encoded(
 
 # ---------------------------------------------------------------------------------------------
 # Many shards.
+
+
+def _make_all(
+    job: Job,
+    encoder: ImageEncoder,
+    shards: list[Shard],
+    done: dict[str, Outcome],
+    settings: config.Prepare,
+    on_progress: Callable[[int, int], None],
+) -> None:
+    """Makes the shards that are not there, and adds them to those that are done.
+
+    Raises:
+        PrepareError: too many records of a dataset are bad, or a worker died.
+    """
+    rows, bad = collections.Counter[str](), collections.Counter[str]()
+    for shard in shards:
+        rows[shard.dataset.name] += len(shard.rows)
+        bad[shard.dataset.name] += len(done[shard.stem].bad) if shard.stem in done else 0
+
+    def check(name: str) -> None:
+        allowed = settings.max_bad_fraction * rows[name]
+        if bad[name] > allowed:
+            raise PrepareError(
+                f"{bad[name]} records of {name} are bad, and prepare.max_bad_fraction allows"
+                f" {int(allowed)}: {job.folder / READABLE} names them. Mend them, or allow more;"
+                " what is finished stays."
+            )
+
+    on_progress(len(done), len(shards))
+    for name in bad:
+        check(name)
+    left = [shard for shard in shards if shard.stem not in done]
+    with contextlib.closing(_outcomes(job, encoder, left, settings)) as made:
+        for shard, outcome in made:
+            done[shard.stem] = outcome
+            on_progress(len(done), len(shards))
+            bad[shard.dataset.name] += len(outcome.bad)
+            check(shard.dataset.name)
 
 
 def _outcomes(

@@ -288,10 +288,7 @@ def _seen(examples: Sequence[Example]):
     """
     if not any(example.views for example in examples):
         return stack_images([example.pixels for example in examples]), None
-    views = [
-        example.views or (() if example.pixels is None else (example.pixels[None],))
-        for example in examples
-    ]
+    views = [example.shown for example in examples]
     return stack_views(views), [tuple(map(len, shown)) for shown in views]
 
 

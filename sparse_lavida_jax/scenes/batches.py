@@ -30,8 +30,7 @@ class SceneBatches(Batches):
     Args:
         settings: the whole configuration.
         encoder: makes examples of samples.
-        process_index, process_count: of the processes that train together, each of which makes
-            its share of every batch.
+        share: which process this is, of how many; see `Batches`.
 
     Raises:
         ConfigError: an unknown task, tasks with nothing to learn, or a batch that does not divide.
@@ -40,15 +39,8 @@ class SceneBatches(Batches):
     remedy = "raise data.max_sequence_len, or leave the tasks with long examples out of data.tasks."
     multiple = 8
 
-    def __init__(
-        self,
-        settings: config.Config,
-        encoder: Encoder,
-        *,
-        process_index: int = 0,
-        process_count: int = 1,
-    ):
-        self.encoder, self.probe = encoder, LENGTH_PROBE
+    def __init__(self, settings: config.Config, encoder: Encoder, **share: int):
+        self.encoder, self.probe, self._share = encoder, LENGTH_PROBE, share
         weights, size = settings.data.tasks, settings.train.batch_size
         known = {task for group in GROUPS.values() for task in group}
         if unknown := sorted(set(weights) - known):
@@ -71,8 +63,7 @@ class SceneBatches(Batches):
             settings,
             dict.fromkeys(self.groups, size),
             {group: total / sum(totals) for group, total in zip(self.groups, totals, strict=True)},
-            process_index,
-            process_count,
+            **share,
         )
 
     def dataset(self) -> grain.MapDataset:
@@ -80,12 +71,8 @@ class SceneBatches(Batches):
         parts, begin, mixed = [], 0, super().dataset()
         for lesson in sorted(self.settings.data.lessons.values(), key=lambda one: one.until):
             data = dataclasses.replace(self.settings.data, tasks=lesson.tasks, lessons={})
-            batches = SceneBatches(
-                dataclasses.replace(self.settings, data=data),
-                self.encoder,
-                process_index=self.process_index,
-                process_count=self.process_count,
-            )
+            settings = dataclasses.replace(self.settings, data=data)
+            batches = SceneBatches(settings, self.encoder, **self._share)
             parts.append(batches.dataset()[begin : lesson.until])
             begin = lesson.until
         return grain.MapDataset.concatenate([*parts, mixed]) if parts else mixed

@@ -11,12 +11,7 @@ from collections.abc import Iterator
 from sparse_lavida_jax.scenes import rules
 from sparse_lavida_jax.scenes.grammar import Edit, GrammarError, Phrase, Plan, SceneRequest, words
 from sparse_lavida_jax.scenes.task import Sample
-from sparse_lavida_jax.scenes.world import EMPTY_SCENE, NUM_CELLS, Object, Scene, cell_name
-
-
-def requested(sample: Sample) -> SceneRequest:
-    """Returns what an image must hold."""
-    return SceneRequest.parse(sample.prompt.partition(",")[0])
+from sparse_lavida_jax.scenes.world import EMPTY, EMPTY_SCENE, NUM_CELLS, Object, Scene, cell_name
 
 
 def drawn(sample: Sample, result: Scene) -> str:
@@ -25,7 +20,22 @@ def drawn(sample: Sample, result: Scene) -> str:
         for cell, was, now in _differences(sample.target, result):
             if sample.known[cell]:
                 return f"{cell_name(cell)} was given as {was}, it is {now}"
-    return request_fault(requested(sample), result)
+    return request_fault(_requested(sample), result)
+
+
+def attributes(sample: Sample, cells: tuple[int, ...]) -> tuple[int, int]:
+    """Counts objects whose shape and colour were asked for, and objects, in an image of a request.
+
+    A cell that cannot be read holds something that was not asked for.
+    """
+    asked = {(phrase.shape, phrase.colour) for phrase in _requested(sample).phrases}
+    drawn = [index for index in cells if index != EMPTY]
+    return sum(index > 0 and Object.of(index).pair in asked for index in drawn), len(drawn)
+
+
+def _requested(sample: Sample) -> SceneRequest:
+    """Returns what an image must hold."""
+    return SceneRequest.parse(sample.prompt.partition(",")[0])
 
 
 def request_fault(request: SceneRequest, result: Scene) -> str:

@@ -69,7 +69,6 @@ class Task:
         group: one of `TEXT_GROUPS` or, where the response is an image, of `IMAGE_GROUPS`.
         command: the command that asks a model for it; None: people cannot.
         label: the heading of its examples in the report of a run; None: none are shown.
-        counts_attributes: the prompt names what must be drawn: count objects that it names.
         made_of: tasks whose examples it is made of, in turn by number.
     """
 
@@ -78,7 +77,6 @@ class Task:
     group: str
     command: str | None = None
     label: str | None = None
-    counts_attributes: bool = False
     made_of: tuple[str, ...] = ()
 
     @property

@@ -25,7 +25,7 @@ from sparse_lavida_jax.scenes import judges, world
 from sparse_lavida_jax.scenes.dice import HELD_OUT, Dice
 from sparse_lavida_jax.scenes.grammar import GrammarError
 from sparse_lavida_jax.scenes.task import Judgement, Sample, Task
-from sparse_lavida_jax.scenes.world import COLOURS, SHAPES, Object
+from sparse_lavida_jax.scenes.world import COLOURS, SHAPES
 
 # Within a group, batches draw a task by its place: those of the first models have kept theirs.
 FIRST = (
@@ -116,9 +116,8 @@ def score(sample: Sample, output: UInt8[np.ndarray, "h w 3"] | str) -> Judgement
             f"a response to '{sample.task}' is {wanted}, got a {type(output).__name__}."
         )
     response = output.strip() if isinstance(output, str) else world.read(output)
-    attributes = (0, 0)
-    if task.counts_attributes and not isinstance(response, str):
-        attributes = _attributes(sample, response.cells)
+    asked_for = task.judge is judges.drawn and not isinstance(response, str)
+    attributes = judges.attributes(sample, response.cells) if asked_for else (0, 0)
     if isinstance(response, world.Unreadable):
         return Judgement(False, response.reason, attributes)
     try:
@@ -126,11 +125,3 @@ def score(sample: Sample, output: UInt8[np.ndarray, "h w 3"] | str) -> Judgement
     except GrammarError as error:
         fault = str(error)
     return Judgement(not fault, fault, attributes)
-
-
-def _attributes(sample: Sample, cells: tuple[int, ...]) -> tuple[int, int]:
-    """Counts; a cell that cannot be read holds something that was not asked for."""
-    asked = {(phrase.shape, phrase.colour) for phrase in judges.requested(sample).phrases}
-    drawn = [index for index in cells if index != world.EMPTY]
-    right = sum(index > 0 and Object.of(index).pair in asked for index in drawn)
-    return right, len(drawn)

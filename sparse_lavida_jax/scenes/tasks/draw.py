@@ -78,8 +78,6 @@ def judge_plan(sample: Sample, output: str) -> str:
 
 
 TASKS = {
-    "draw": Task(
-        make, judges.drawn, "draw", command="generate", label="Drawn", counts_attributes=True
-    ),
+    "draw": Task(make, judges.drawn, "draw", command="generate", label="Drawn"),
     "plan": Task(make_plan, judge_plan, "write"),
 }

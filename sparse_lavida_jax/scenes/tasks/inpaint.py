@@ -41,7 +41,7 @@ def make(dice: Dice, *, word: str) -> Sample | None:
 fill, extend = (functools.partial(make, word=word) for word in ("fill", "extend"))
 
 TASKS = {
-    "inpaint": Task(fill, judges.drawn, "edit", command="inpaint", counts_attributes=True),
-    "outpaint": Task(extend, judges.drawn, "edit", command="outpaint", counts_attributes=True),
+    "inpaint": Task(fill, judges.drawn, "edit", command="inpaint"),
+    "outpaint": Task(extend, judges.drawn, "edit", command="outpaint"),
     "fill_plan": Task(planned, None, "tell", made_of=("inpaint", "outpaint")),
 }
