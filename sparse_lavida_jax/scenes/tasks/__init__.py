@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Endless examples of every task, by number, and their exact judges: a file for each family.
+"""Endless examples of every task, by number, and their exact judges: a file each.
 
 `sample(task, seed, index, split)` is a pure function: any index gives the same example on any
 machine, in any order. `score` judges what a model makes of an example.
@@ -37,12 +37,12 @@ SPLITS = ("train", "test", "held_out")
 
 
 def _table() -> dict[str, Task]:
-    """Returns the tasks of every file of this folder, by their names."""
+    """Returns the task of every file of this folder, by its name."""
     files = sorted(module.name for module in pkgutil.iter_modules(__path__))
-    found = {}
-    for file in files:
-        found |= importlib.import_module(f"{__name__}.{file}").TASKS
-    return {name: found[name] for name in dict.fromkeys((*FIRST, *found))}
+    return {
+        name: importlib.import_module(f"{__name__}.{name}").TASK
+        for name in dict.fromkeys((*FIRST, *files))
+    }
 
 
 TABLE = _table()

@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions about what is in a scene: one, several at once, and sums of what is counted."""
+"""Answers a question about what is in a scene: how many, which colour, whether, and which more."""
 
 import functools
-import re
 
 from sparse_lavida_jax.scenes import judges
 from sparse_lavida_jax.scenes.dice import MOST_OBJECTS, PAIRS, Dice
-from sparse_lavida_jax.scenes.grammar import Phrase, spans_of
+from sparse_lavida_jax.scenes.grammar import Phrase
 from sparse_lavida_jax.scenes.rules import count
 from sparse_lavida_jax.scenes.task import Sample, Task
 from sparse_lavida_jax.scenes.world import COLOURS, SHAPES, SIZES, Object, Scene
 
-MOST_COUNTED = 9  # no sum is larger
-QUESTIONS, MOST_ASKED = 4, 36  # of a quiz, and its words, so that no plan is shorter
 Asked = tuple[str, str]  # a question, and what is right
 
 
@@ -20,31 +17,31 @@ Asked = tuple[str, str]  # a question, and what is right
 # Questions.
 
 
-def _how_many(scene: Scene, asked: Phrase) -> Asked:
+def how_many(scene: Scene, asked: Phrase) -> Asked:
     return f"how many {asked.plural} are there?", str(count(scene, asked))
 
 
-def _is_there(scene: Scene, asked: Phrase) -> Asked:
+def is_there(scene: Scene, asked: Phrase) -> Asked:
     return f"is there a {asked}?", "yes" if count(scene, asked) else "no"
 
 
-def _are_there_more(scene: Scene, first: Phrase, second: Phrase) -> Asked:
+def are_there_more(scene: Scene, first: Phrase, second: Phrase) -> Asked:
     more = count(scene, first) > count(scene, second)
     return f"are there more {first.plural} than {second.plural}?", "yes" if more else "no"
 
 
-def _what_colour(thing: Object) -> Asked:
+def what_colour(thing: Object) -> Asked:
     return f"what colour is the {thing.shape}?", thing.colour
 
 
-def _kind(dice: Dice) -> Phrase:
+def kind(dice: Dice) -> Phrase:
     """Describes a kind of thing: by shape and colour (every other time), shape, or colour."""
     shape, colour = dice.pair()
     whole = Phrase(shape, colour)
     return dice.pick((whole, whole, Phrase(shape), Phrase(None, colour)))
 
 
-def _kinds(thing: Object) -> tuple[Phrase, ...]:
+def kinds(thing: Object) -> tuple[Phrase, ...]:
     return Phrase(*thing.pair), Phrase(thing.shape), Phrase(None, thing.colour)
 
 
@@ -52,7 +49,7 @@ def _kinds(thing: Object) -> tuple[Phrase, ...]:
 # One question, about a scene that is made for it: all answers are about equally frequent.
 
 
-def make_answer(dice: Dice) -> Sample:
+def make(dice: Dice) -> Sample:
     """Asks how many there are, for a colour, whether there is one, or of which there are more."""
     make = dice.pick((_count_made, _colour_made, _presence_made, _comparison_made))
     scene, (question, said) = make(dice)
@@ -60,11 +57,11 @@ def make_answer(dice: Dice) -> Sample:
 
 
 def _count_made(dice: Dice) -> tuple[Scene, Asked]:
-    asked = _kind(dice)
+    asked = kind(dice)
     right = dice.between(0, 4)
     wrong = dice.between(right == 0, min(3, MOST_OBJECTS - right))
     scene = _scene_with(dice, asked, right, wrong)
-    return scene, _how_many(scene, asked)
+    return scene, how_many(scene, asked)
 
 
 def _colour_made(dice: Dice) -> tuple[Scene, Asked]:
@@ -73,15 +70,15 @@ def _colour_made(dice: Dice) -> tuple[Scene, Asked]:
     unlike = _pairs_like(Phrase(shape), False)
     thing = Object(shape, colour, dice.pick(SIZES))
     scene = dice.scatter([thing, *(dice.thing(among=unlike) for _ in range(others))])
-    return scene, _what_colour(thing)
+    return scene, what_colour(thing)
 
 
 def _presence_made(dice: Dice) -> tuple[Scene, Asked]:
-    asked = _kind(dice)
+    asked = kind(dice)
     right = dice.below(2)
     wrong = dice.between(1 - right, MOST_OBJECTS - 1)
     scene = _scene_with(dice, asked, right, wrong)
-    return scene, _is_there(scene, asked)
+    return scene, is_there(scene, asked)
 
 
 def _comparison_made(dice: Dice) -> tuple[Scene, Asked]:
@@ -102,7 +99,7 @@ def _comparison_made(dice: Dice) -> tuple[Scene, Asked]:
         for _ in range(number)
     ]
     scene = dice.scatter(things)
-    return scene, _are_there_more(scene, first, second)
+    return scene, are_there_more(scene, first, second)
 
 
 def _scene_with(dice: Dice, asked: Phrase, right: int, wrong: int) -> Scene:
@@ -121,77 +118,4 @@ def _pairs_like(phrase: Phrase, alike: bool = True) -> tuple[tuple[str, str], ..
     return tuple(pair for pair in PAIRS if phrase.matches(Object(*pair, SIZES[0])) == alike)
 
 
-# ---------------------------------------------------------------------------------------------
-# Several questions about one scene.
-
-
-def make_quiz(dice: Dice) -> Sample | None:
-    """Asks several questions about one image, each answer after its question.
-
-    As `locate` to `point`, so this to `answer`: only one word in eight of an answer teaches
-    something, and here there are as many such words as questions.
-    """
-    scene = dice.scene(low=2)
-    asked = [_ask_about(dice, scene) for _ in range(QUESTIONS)]
-    if len({question for question, _ in asked}) < len(asked):
-        return None
-    # No space before a question: its words are then the tokens that they are in a prompt.
-    text = ",".join(f"{question} {said}" for question, said in asked)
-    if len(re.findall(r"[a-z]+|[0-9?,]", text)) > MOST_ASKED:
-        return None
-    return Sample("what is there?", scene, text, given=spans_of(r",?[a-z ]+\?", text))
-
-
-def _ask_about(dice: Dice, scene: Scene) -> Asked:
-    things = [thing for _, thing in scene.objects()]
-    asked = dice.pick(_kinds(dice.pick(things))) if dice.chance(60) else _kind(dice)
-    match dice.below(4):
-        case 1:
-            return _is_there(scene, asked)
-        case 2:
-            first, second = (Phrase(shape) for shape in dice.several(SHAPES, 2))
-            if dice.chance(50):
-                first, second = (Phrase(None, colour) for colour in dice.several(COLOURS, 2))
-            return _are_there_more(scene, first, second)
-        case 3:
-            if single := [one for one in things if count(scene, Phrase(one.shape)) == 1]:
-                return _what_colour(dice.pick(single))
-    return _how_many(scene, asked)
-
-
-# ---------------------------------------------------------------------------------------------
-# Sums.
-
-
-def make_arithmetic(dice: Dice) -> Sample | None:
-    """Adds and subtracts what is counted in a scene, step by step."""
-    scene = dice.scene(low=2)
-    kinds = [dice.pick(_kinds(thing)) for _, thing in dice.several(list(scene.objects()), 2)]
-    kinds += [_kind(dice)] if dice.chance(33) else []
-    if len({*kinds}) < len(kinds):
-        return None
-    total = count(scene, kinds[0])
-    asked, said = f"how many {kinds[0].plural}", f" {total}"
-    steps = [(dice.pick(("plus", "minus")), kind) for kind in kinds[1:]]
-    for number, (sign, kind) in enumerate(steps):
-        term = count(scene, kind)
-        total += term if sign == "plus" else -term
-        if not 0 <= total <= MOST_COUNTED:
-            return None
-        asked += f" {sign} how many {kind.plural}"
-        said += f"{',' if number else ''} {sign} {term} is {total}"
-    return Sample(f"{asked}?", scene, said)
-
-
-def judge_steps(sample: Sample, output: str) -> str:
-    right = (sample.answer or "").strip()
-    if output != right and output.split(" ")[-1] == right.split(" ")[-1]:
-        return f"the number is right, the steps are '{right}', not '{output}'"
-    return judges.exact(sample, output)
-
-
-TASKS = {
-    "answer": Task(make_answer, judges.exact, "answer", command="ask", label="Answered"),
-    "arithmetic": Task(make_arithmetic, judge_steps, "answer", command="reason"),
-    "quiz": Task(make_quiz, judges.exact, "tell"),
-}
+TASK = Task(make, judges.exact, "answer", command="ask", label="Answered")

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws an image of what a request names, or lays it out in text."""
+"""Draws an image of what a request names."""
 
 import itertools
 
-from sparse_lavida_jax.scenes import judges, world
+from sparse_lavida_jax.scenes import judges
 from sparse_lavida_jax.scenes.dice import Dice
 from sparse_lavida_jax.scenes.grammar import RELATIONS, Phrase, Plan, SceneRequest
-from sparse_lavida_jax.scenes.task import Sample, Task, planned
+from sparse_lavida_jax.scenes.task import Sample, Task
 from sparse_lavida_jax.scenes.world import GRID, NUM_CELLS, SIZES, Scene
 
 # GenEval's columns in miniature; the last four are the ones with several objects.
@@ -65,19 +65,4 @@ def _places(dice: Dice, request: SceneRequest) -> list[int]:
     return [low * GRID + across[0], high * GRID + across[1]]
 
 
-def make_plan(dice: Dice) -> Sample:
-    return planned(make(dice))
-
-
-def judge_plan(sample: Sample, output: str) -> str:
-    plan = Plan.parse(output)
-    if any(thing is None for _, thing in plan.entries):
-        return "the plan gives a cell to nothing"
-    layout = world.EMPTY_SCENE.changed(plan.appearances)
-    return judges.request_fault(SceneRequest.parse(sample.prompt), layout)
-
-
-TASKS = {
-    "draw": Task(make, judges.drawn, "draw", command="generate", label="Drawn"),
-    "plan": Task(make_plan, judge_plan, "write"),
-}
+TASK = Task(make, judges.drawn, "draw", command="generate", label="Drawn")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes a scene as an instruction says, or lays the change out in text."""
+"""Changes a scene as an instruction says."""
 
 from sparse_lavida_jax.scenes import judges
 from sparse_lavida_jax.scenes.dice import MOST_OBJECTS, Dice
@@ -13,7 +13,7 @@ from sparse_lavida_jax.scenes.grammar import (
     Plan,
 )
 from sparse_lavida_jax.scenes.rules import outcomes, reference
-from sparse_lavida_jax.scenes.task import Sample, Task, planned
+from sparse_lavida_jax.scenes.task import Sample, Task
 from sparse_lavida_jax.scenes.world import Object
 
 
@@ -60,17 +60,4 @@ def _worded(dice: Dice, kind: str, anchor: Phrase, new: Object) -> Edit:
             return dice.pick((step, to_corner))
 
 
-def make_plan(dice: Dice) -> Sample | None:
-    edited = make(dice)
-    return edited and planned(edited)
-
-
-def judge_plan(sample: Sample, output: str) -> str:
-    assert sample.image is not None
-    return judges.edit_fault(sample, sample.image.changed(Plan.parse(output).appearances))
-
-
-TASKS = {
-    "edit": Task(make, judges.edit_fault, "edit", command="edit", label="Edited"),
-    "edit_plan": Task(make_plan, judge_plan, "tell"),
-}
+TASK = Task(make, judges.edit_fault, "edit", command="edit", label="Edited")

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws what is missing of an image: inside a rectangle, or around it; or lays it out in text."""
+"""Draws what is missing inside a rectangle of an image."""
 
 import functools
 
 from sparse_lavida_jax.scenes import judges
 from sparse_lavida_jax.scenes.dice import Dice
 from sparse_lavida_jax.scenes.grammar import Plan, box_text, cells_box
-from sparse_lavida_jax.scenes.task import Sample, Task, planned
+from sparse_lavida_jax.scenes.task import Sample, Task
 from sparse_lavida_jax.scenes.tasks import draw
 from sparse_lavida_jax.scenes.world import EMPTY, GRID, NUM_CELLS
 
 
-def make(dice: Dice, *, word: str) -> Sample | None:
+def make_hole(dice: Dice, *, word: str) -> Sample | None:
     """Makes the task of finishing a requested image of which some cells are known.
 
     Args:
@@ -38,10 +38,5 @@ def make(dice: Dice, *, word: str) -> Sample | None:
     )
 
 
-fill, extend = (functools.partial(make, word=word) for word in ("fill", "extend"))
-
-TASKS = {
-    "inpaint": Task(fill, judges.drawn, "edit", command="inpaint"),
-    "outpaint": Task(extend, judges.drawn, "edit", command="outpaint"),
-    "fill_plan": Task(planned, None, "tell", made_of=("inpaint", "outpaint")),
-}
+make = functools.partial(make_hole, word="fill")
+TASK = Task(make, judges.drawn, "edit", command="inpaint")

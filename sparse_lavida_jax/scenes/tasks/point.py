@@ -39,4 +39,4 @@ def _overlap(first: np.ndarray, second: np.ndarray) -> float:
     return float(both / (np.prod(first[2:] - first[:2]) + np.prod(second[2:] - second[:2]) - both))
 
 
-TASKS = {"point": Task(make, judge, "answer", command="ground", label="Pointed")}
+TASK = Task(make, judge, "answer", command="ground", label="Pointed")

@@ -41,4 +41,4 @@ def _spoil(dice: Dice, request: SceneRequest, scene: Scene) -> Scene:
             return scene.changed({cell: EMPTY, free: thing.index})
 
 
-TASKS = {"reflect": Task(make, judges.exact, "answer", command="reflect")}
+TASK = Task(make, judges.exact, "answer", command="reflect")
