@@ -119,8 +119,8 @@ def _train(asked: flags.FlagValues, settings: config.Config) -> None:
         raise UsageError("train.stage='vq' is trained by one process: leave out --distributed.")
     with contextlib.ExitStack() as stack:
         if together is not None:
-            together.start()
-            stack.callback(together.end)
+            runtime.connect(*together)
+            stack.callback(runtime.disconnect)
         run = stack.enter_context(runs.Run(_workdir(asked, settings), settings))
         if settings.train.stage == "denoiser":
             from sparse_lavida_jax import train
@@ -268,17 +268,16 @@ def _refuse_addresses(given: dict[str, str]) -> None:
             )
 
 
-def _together(asked: flags.FlagValues) -> runtime.Together | None:
-    """Returns where the processes of a run meet; None where there is one."""
-    explicit = (asked.coordinator, asked.num_processes, asked.process_id)
-    if explicit != ("", 0, -1):
-        if asked.coordinator and asked.num_processes > 0 and asked.process_id >= 0:
-            return runtime.Together(*explicit)
+def _together(asked: flags.FlagValues) -> tuple[str, int, int] | None:
+    """Returns what `runtime.connect` is told where several processes train; None for one."""
+    given = (asked.coordinator, asked.num_processes, asked.process_id)
+    is_whole = asked.coordinator and asked.num_processes > 0 and asked.process_id >= 0
+    if given != ("", 0, -1) and not is_whole:
         raise UsageError(
             "--coordinator=ADDRESS:PORT, --num_processes=N and --process_id=0..N-1 go together;"
             " with --distributed alone the environment tells all three."
         )
-    return runtime.Together() if asked.distributed else None
+    return given if is_whole or asked.distributed else None
 
 
 def _steps(words: str) -> range:

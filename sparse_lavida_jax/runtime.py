@@ -7,7 +7,6 @@ array. The first process alone writes what is not an array. With one process not
 communicates.
 """
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -32,43 +31,35 @@ class ProcessError(Exception):
     """Processes that do not find each other, or that disagree."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Together:
-    """Where the processes of a run meet.
+def connect(coordinator: str = "", count: int = 0, index: int = -1) -> None:
+    """Connects this process to the others of a run. No device may have been used before.
 
-    Attributes:
+    Args:
         coordinator: address and port of the first process, such as `10.0.0.2:8476`; empty where
             the environment gives it: TPU pods, SLURM, Open MPI, Kubernetes.
         count: how many processes there are; 0: as the environment says.
         index: of this process, from 0; -1: as the environment says.
+
+    Raises:
+        ProcessError: the environment does not say where they are, or they do not answer.
     """
+    try:
+        jax.distributed.initialize(
+            coordinator_address=coordinator or None,
+            num_processes=count or None,
+            process_id=None if index < 0 else index,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise ProcessError(
+            f"the processes of this run do not find each other: {error}. Under SLURM, Open MPI"
+            " and on TPU pods --distributed is enough; elsewhere give each process"
+            " --coordinator=ADDRESS:PORT, --num_processes and --process_id."
+        ) from error
 
-    coordinator: str = ""
-    count: int = 0
-    index: int = -1
 
-    def start(self) -> None:
-        """Connects this process to the others. No device may have been used before.
-
-        Raises:
-            ProcessError: the environment does not say where they are, or they do not answer.
-        """
-        try:
-            jax.distributed.initialize(
-                coordinator_address=self.coordinator or None,
-                num_processes=self.count or None,
-                process_id=None if self.index < 0 else self.index,
-            )
-        except (RuntimeError, ValueError) as error:
-            raise ProcessError(
-                f"the processes of this run do not find each other: {error}. Under SLURM, Open MPI"
-                " and on TPU pods --distributed is enough; elsewhere give each process"
-                " --coordinator=ADDRESS:PORT, --num_processes and --process_id."
-            ) from error
-
-    def end(self) -> None:
-        """Disconnects, after every process has come here."""
-        jax.distributed.shutdown()
+def disconnect() -> None:
+    """Ends the connection, after every process has come here."""
+    jax.distributed.shutdown()
 
 
 def is_first() -> bool:

@@ -54,11 +54,12 @@ class Codec(ImageCodec):
 
 
 def settings(**sections) -> config.Config:
-    """Returns a whole configuration of the size of `tiny`; a section is a dict of its changes."""
+    """Returns a whole configuration of two tiny layers; a section is a dict of its changes."""
     values = {
         "name": "tiny",
         "model": tiny.model_settings(
-            vocab_size=tokenizer().vocab_size, grid_size=6, codebook_size=64, vision=VISION
+            vocab_size=tokenizer().vocab_size, grid_size=6, codebook_size=64, vision=VISION,
+            num_layers=2, dual_tower_layers=0, unroll_layers=True,
         ),
         "data": {"tasks": TASKS, "max_answer_len": 16},
         "diffusion": {"num_masked_blocks": 2, "plan_steps": (4,), "plan_text_steps": (2,)},

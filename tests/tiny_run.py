@@ -33,10 +33,7 @@ SECONDS = 300.0  # that a training may take
 
 def settings(**sections) -> config.Config:
     """Returns a configuration of one joint and one split layer that draws."""
-    given = stand_ins.settings()
-    model = dataclasses.replace(given.model, num_layers=2, dual_tower_layers=0, unroll_layers=True)
-    sections = {"data": {"tasks": {"draw": 1.0}}, **sections}
-    return dataclasses.replace(stand_ins.settings(**sections), model=model)
+    return stand_ins.settings(**{"data": {"tasks": {"draw": 1.0}}, **sections})
 
 
 def command(folder: pathlib.Path, given: config.Config) -> list[str]:

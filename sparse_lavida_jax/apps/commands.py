@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from sparse_lavida_jax import runtime
+from sparse_lavida_jax import runtime, schema
 from sparse_lavida_jax.apps import doctor
 from sparse_lavida_jax.apps.conversation import Conversation
 from sparse_lavida_jax.apps.errors import DEFAULT_MODEL, UsageError
@@ -25,10 +25,18 @@ from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sample import Callback, Progress
 from sparse_lavida_jax.sampling import options
 
-# What a line of a batch may hold; numbers are 0 or more.
-BATCH_KEYS = {"prompt": str, "image": str, "seed": int, "temperature": float, "guidance": float}
-NUMBERS = [key for key, kind in BATCH_KEYS.items() if kind is float]
-OLDER_KEYS = {"picture": "image", "guidance_scale": "guidance"}  # other names of those
+NUMBERS = ("temperature", "guidance")  # that lines of a batch may have of their own
+OLDER_KEYS = {"picture": "image", "guidance_scale": "guidance"}  # other names of what they hold
+
+
+class Line(schema.Section):
+    """What a line of a batch may hold."""
+
+    prompt: str
+    image: str = ""
+    seed: int = 0
+    temperature: schema.NonNegative = 0.0
+    guidance: schema.NonNegative = 0.0
 
 
 def run(name: str, asked: argparse.Namespace) -> int:
@@ -55,6 +63,7 @@ def sample(
 ) -> None:
     """Does a task for one prompt: `--mode=sample` of `main`."""
     shown = shown_images(image or None)
+    image_files.check_writable(out)
     pipe = SparseLaViDa.from_pretrained(checkpoint, batch_size=1)
     result = pipe.run(pipe.requests(task, words, shown or None, **more))
     _print(result, _save(result, out))
@@ -177,20 +186,12 @@ def read_batch(path: pathlib.Path) -> list[dict[str, Any]]:
 def _entry(where: str, line: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
+        if not isinstance(entry, dict) or not str(entry.get("prompt", "")).strip():
+            raise ValueError('it must be an object with a prompt: {"prompt": "a red circle"}.')
+        entry = {OLDER_KEYS.get(key, key): value for key, value in entry.items()}
+        schema.build(Line, entry)
     except ValueError as error:
-        raise UsageError(f"{where} is no JSON: {error}.") from error
-    if not isinstance(entry, dict) or not str(entry.get("prompt", "")).strip():
-        raise UsageError(f'{where} must be an object with a prompt: {{"prompt": "a red circle"}}.')
-    for older in OLDER_KEYS.keys() & entry.keys():
-        entry[OLDER_KEYS[older]] = entry.pop(older)
-    for key, value in entry.items():
-        kind = BATCH_KEYS.get(key, ())
-        kinds = (int, float) if kind is float else kind
-        if not isinstance(value, kinds) or isinstance(value, bool):
-            allowed = ", ".join(f"{name} ({kind.__name__})" for name, kind in BATCH_KEYS.items())
-            raise UsageError(f"{where}: {key}={value!r} is not one of {allowed}.")
-        if kind is float and not value >= 0:
-            raise UsageError(f"{where}: {key}={value} is out of range: it must be 0 or more.")
+        raise UsageError(f"{where}: {error}") from error
     return entry
 
 

@@ -58,50 +58,40 @@ class Limits:
     new_tokens: int = 1024
 
 
+@dataclasses.dataclass(eq=False)
 class Ticket:
     """A request that waits, runs, and ends.
 
     Attributes:
         task: what is asked for.
+        queue: all requests that have not ended, the one that runs first.
         future: its result.
         began: when it came to the device, in seconds of `time.monotonic`; None: it waits.
         state: how far the sampler is; None before it starts.
         preview: the first image with the cells that are decoded so far, if asked for.
         seconds: on the device, in the end.
+        cancelled: whether nobody waits for the result any more.
     """
 
-    future: concurrent.futures.Future[Result]
-
-    def __init__(self, service: "Service", task: str):
-        self._service = service
-        self._cancelled = threading.Event()
-        self.task = task
-        self.began: float | None = None
-        self.state: Progress | None = None
-        self.preview: image_files.Pixels | None = None
-        self.seconds = 0.0
+    task: str
+    queue: list["Ticket"]
+    future: concurrent.futures.Future[Result] = dataclasses.field(init=False)
+    began: float | None = None
+    state: Progress | None = None
+    preview: image_files.Pixels | None = None
+    seconds: float = 0.0
+    cancelled: bool = False
 
     @property
     def ahead(self) -> int:
         """How many requests come before it, with the one that runs; 0 once it runs."""
-        return self._service.place(self)
+        queue = [*self.queue]  # which another thread may change
+        return queue.index(self) if self in queue else 0
 
     def cancel(self) -> None:
         """Ends it: at once if it waits, after the present segment if it runs."""
-        self._cancelled.set()
+        self.cancelled = True
         self.future.cancel()
-
-    def step(self, state: Progress) -> None:
-        """Notes the progress.
-
-        Raises:
-            Cancelled: nobody waits for the result any more.
-        """
-        self.state = state
-        if self._cancelled.is_set():
-            raise Cancelled(
-                f"cancelled after {state.steps} of {state.total} steps of the {state.making}."
-            )
 
 
 class Service:
@@ -152,7 +142,7 @@ class Service:
             with self._lock:
                 self.counts[task, "refused"] += 1
             raise
-        ticket = Ticket(self, task)
+        ticket = Ticket(task, self._open)
         with self._lock:
             if len(self._open) > self.limits.waiting:
                 raise QueueFull(
@@ -163,11 +153,6 @@ class Service:
             ticket.future = self._device.submit(self._do, ticket, requests, preview)
         ticket.future.add_done_callback(lambda _: self._close(ticket))
         return ticket
-
-    def place(self, ticket: Ticket) -> int:
-        """Returns how many requests come before one."""
-        with self._lock:
-            return self._open.index(ticket) if ticket in self._open else 0
 
     @property
     def waiting(self) -> int:
@@ -245,7 +230,11 @@ class Service:
         ticket.began = time.monotonic()
 
         def look(state: Progress) -> None:
-            ticket.step(state)
+            ticket.state = state
+            if ticket.cancelled:
+                raise Cancelled(
+                    f"cancelled after {state.steps} of {state.total} steps of the {state.making}."
+                )
             if preview and state.making == "image" and state.steps:
                 cells = state.canvas[0]
                 ticket.preview = self.pipe.preview(cells, cell_rows(len(cells), requests[0].size))

@@ -251,7 +251,7 @@ def check_writable(
     """Returns a path whose name says the format of what will be written there.
 
     Raises:
-        ImageError: another suffix, or a folder.
+        ImageError: another suffix, a folder, or a file in the place of its folder.
     """
     path, known = pathlib.Path(path), suffixes or SUFFIXES
     if path.suffix.lower() not in known:
@@ -260,6 +260,8 @@ def check_writable(
         )
     if path.is_dir():
         raise ImageError(f"the image cannot be written to {path}: that is a folder.")
+    if path.parent.is_file():
+        raise ImageError(f"the image cannot be written to {path}: {path.parent} is a file.")
     return path
 
 

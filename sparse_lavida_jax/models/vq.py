@@ -142,29 +142,41 @@ class Decoder(nnx.Module):
         return self.conv_out(jax.nn.silu(self.conv_norm_out(x)))
 
 
-class DownBlock(nnx.Module):
-    """Residual layers, then a convolution of stride 2 unless it is the last block."""
+class Block(nnx.Module):
+    """Residual layers, of which the first changes the number of channels."""
+
+    def __init__(self, settings: config.VQ, before: int, after: int, count: int, *, rngs: nnx.Rngs):
+        channels = itertools.pairwise((before, *[after] * count))
+        self.resnets = nnx.List(Resnet(settings, *pair, rngs=rngs) for pair in channels)
+
+    def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b y x d"]:
+        for resnet in self.resnets:
+            x = resnet(x)
+        return x
+
+
+class DownBlock(Block):
+    """A block, then a convolution of stride 2 unless it is the last one."""
 
     def __init__(self, settings: config.VQ, before: int, after: int, *, last: bool, rngs: nnx.Rngs):
-        self.resnets = _resnets(settings, before, after, settings.layers_per_block, rngs=rngs)
+        super().__init__(settings, before, after, settings.layers_per_block, rngs=rngs)
         self.downsampler = (
             None if last else nnx.Conv(after, after, (3, 3), 2, padding="VALID", rngs=rngs)
         )
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b y x d"]:
-        for resnet in self.resnets:
-            x = resnet(x)
-        if self.downsampler is not None:
-            # Zeros on the right and bottom only, as released.
-            x = self.downsampler(jnp.pad(x, ((0, 0), (0, 1), (0, 1), (0, 0))))
-        return x
+        x = super().__call__(x)
+        if self.downsampler is None:
+            return x
+        # Zeros on the right and bottom only, as released.
+        return self.downsampler(jnp.pad(x, ((0, 0), (0, 1), (0, 1), (0, 0))))
 
 
-class UpBlock(nnx.Module):
-    """Residual layers, then twice the size unless it is the last block."""
+class UpBlock(Block):
+    """A block, then twice the size unless it is the last one."""
 
     def __init__(self, settings: config.VQ, before: int, after: int, *, last: bool, rngs: nnx.Rngs):
-        self.resnets = _resnets(settings, before, after, settings.layers_per_block + 1, rngs=rngs)
+        super().__init__(settings, before, after, settings.layers_per_block + 1, rngs=rngs)
         self.shuffle = settings.upsampling == "shuffle"
         if last:
             self.upsampler = None
@@ -174,8 +186,7 @@ class UpBlock(nnx.Module):
             self.upsampler = _conv3x3(after, after, rngs=rngs)
 
     def __call__(self, x: Float[Array, "b y x c"]) -> Float[Array, "b h w d"]:
-        for resnet in self.resnets:
-            x = resnet(x)
+        x = super().__call__(x)
         if self.upsampler is None:
             return x
         if self.shuffle:
@@ -183,20 +194,19 @@ class UpBlock(nnx.Module):
         return self.upsampler(einops.repeat(x, "b y x c -> b (y 2) (x 2) c"))
 
 
-class MidBlock(nnx.Module):
+class MidBlock(Block):
     """Two residual layers, with attention between them where the config asks for it."""
 
     def __init__(self, settings: config.VQ, channels: int, *, rngs: nnx.Rngs):
-        self.resnets = _resnets(settings, channels, channels, 2, rngs=rngs)
+        super().__init__(settings, channels, channels, 2, rngs=rngs)
         self.attention = (
             SpatialAttention(settings, channels, rngs=rngs) if settings.mid_attention else None
         )
 
     def __call__(self, x: Float[Array, "b y x c"]) -> Float[Array, "b y x c"]:
-        x = self.resnets[0](x)
-        if self.attention is not None:
-            x = self.attention(x)
-        return self.resnets[1](x)
+        first, second = self.resnets
+        x = first(x)
+        return second(x if self.attention is None else self.attention(x))
 
 
 class Resnet(nnx.Module):
@@ -254,13 +264,6 @@ class Norm(nnx.Module):
 def _conv3x3(before: int, after: int, *, rngs: nnx.Rngs, variance: float = 1.0) -> nnx.Conv:
     init = jax.nn.initializers.variance_scaling(variance, "fan_in", "truncated_normal")
     return nnx.Conv(before, after, (3, 3), padding=1, kernel_init=init, rngs=rngs)
-
-
-def _resnets(settings: config.VQ, before: int, after: int, count: int, *, rngs: nnx.Rngs):
-    """Residual layers of which the first changes the number of channels."""
-    return nnx.List(
-        Resnet(settings, before if i == 0 else after, after, rngs=rngs) for i in range(count)
-    )
 
 
 def _blocks(kind: type, settings: config.VQ, channels: tuple[int, ...], *, rngs: nnx.Rngs):

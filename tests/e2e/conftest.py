@@ -2,12 +2,13 @@
 """A tiny run from the command line to the report, which most tests here look at."""
 
 import dataclasses
+import functools
 import pathlib
 
 import pytest
 import stand_ins
 
-from sparse_lavida_jax import main, pipeline
+from sparse_lavida_jax import config, main, pipeline, train
 from sparse_lavida_jax.evals import report
 from sparse_lavida_jax.scenes import batches
 
@@ -17,6 +18,17 @@ def _quick():
     with pytest.MonkeyPatch.context() as patch, stand_ins.quick_compilation():
         patch.setattr(batches, "LENGTH_PROBE", 16)
         patch.setattr(report, "SPEED_RUNS", 1)
+        first_model = train._first_model
+        made = functools.cache(
+            lambda model, seed: first_model(config.Config(model=model, seed=seed))
+        )
+
+        def made_once(settings):
+            if settings.train.init_from:
+                return first_model(settings)
+            return made(settings.model, settings.seed)
+
+        patch.setattr(train, "_first_model", made_once)
         yield
 
 
@@ -33,13 +45,16 @@ class Finished:
 def finished(_quick, tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished")
     words = stand_ins.command_line(folder, stand_ins.settings(train={"train_steps": 6}))
-    kept = []
+    kept, write = [], report.write
+
+    def write_and_keep(pipe, *args, **more):
+        """Times two rows, as many as were drawn, so that nothing is compiled for it alone."""
+        kept.append(pipe)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pipe.engine, "batch_size", 2)
+            return write(pipe, *args, **more)
+
     with pytest.MonkeyPatch.context() as patch:
-        write = report.write
-        patch.setattr(
-            report,
-            "write",
-            lambda pipe, *args, **more: kept.append(pipe) or write(pipe, *args, **more),
-        )
+        patch.setattr(report, "write", write_and_keep)
         assert main.main(["main", *words, f"--workdir={folder / 'run'}"]) == 0
     return Finished(folder / "run", words, *kept)

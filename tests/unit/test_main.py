@@ -256,14 +256,14 @@ def test_steps_to_trace_that_are_none_are_told(folder, capsys, words):
 
 def test_processes_are_told_of_each_other_or_not_at_all(folder, capsys, monkeypatch):
     met = []
-    monkeypatch.setattr(runtime.Together, "start", lambda self: met.append(self))
-    monkeypatch.setattr(runtime.Together, "end", lambda self: None)
+    monkeypatch.setattr(runtime, "connect", lambda *where: met.append(where))
+    monkeypatch.setattr(runtime, "disconnect", lambda: None)
     fake = types.SimpleNamespace(train=lambda settings, run, profile: None)
     monkeypatch.setattr(sparse_lavida_jax, "train", fake, raising=False)
     whole = ["--coordinator=10.0.0.2:8476", "--num_processes=2", "--process_id=1"]
     for words in ([], ["--distributed"], whole):
         assert main.main(["main", "--config=configs/toy.py", *words]) == 0
-    assert met == [runtime.Together(), runtime.Together("10.0.0.2:8476", 2, 1)]
+    assert met == [("", 0, -1), ("10.0.0.2:8476", 2, 1)]
     for missing in whole:
         words = [word for word in whole if word != missing]
         assert "go together" in complaint(capsys, "--config=configs/toy.py", *words)

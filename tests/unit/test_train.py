@@ -27,7 +27,7 @@ from sparse_lavida_jax.evals import report
 from sparse_lavida_jax.models import lora, parameters, quantize, sharding
 from sparse_lavida_jax.models.denoiser import shapes as denoiser_shapes
 from sparse_lavida_jax.scenes.tokenizer import SHIPPED
-from sparse_lavida_jax.training import metrics, runs, states
+from sparse_lavida_jax.training import metrics, optimizer, runs, states
 
 
 @pytest.fixture(autouse=True)
@@ -380,8 +380,10 @@ def test_a_matrix_in_8_bits_is_not_trained(base_model):
     settings = dataclasses.replace(
         settings, optimizer=dataclasses.replace(settings.optimizer, groups=groups)
     )
+    model = tiny.denoiser(settings.model)
+    adapted = jax.eval_shape(lambda: lora.begin(settings, model, jax.random.key(0)))
     with pytest.raises(config.ConfigError, match=r"train joint_layers/generation/q/kernel: freeze"):
-        train.init_state(settings, jax.eval_shape(lambda: tiny.denoiser(settings.model)))
+        optimizer.parted(settings, adapted)
     with pytest.raises(config.ConfigError, match=r"'int8' holds the base of adapters"):
         stand_ins.settings(optimizer={"frozen_dtype": "int8"})
 
@@ -418,10 +420,16 @@ def loop(monkeypatch, tmp_path):
     """Runs the loop in `tmp_path / "run"` with a step that only counts.
 
     `loop.losses` are by step, 1.0 where there is none; `loop.before_step` is called with each
-    step's number; `loop.batches` and `loop.rates` are what the steps were given.
+    step's number; `loop.batches` and `loop.rates` are what the steps were given. The model folder,
+    half of the time that a run takes, is written where `loop.leaves_model` says so.
     """
     ours = types.SimpleNamespace(losses={}, batches=[], rates=[], images=[], written=[])
-    ours.before_step = lambda step: None
+    ours.before_step, ours.leaves_model = lambda step: None, False
+    save_model = model_folder.save_model
+
+    def save(*args, **more):
+        if ours.leaves_model:
+            save_model(*args, **more)
 
     def step(state, batch, learning_rate, *, settings, microbatches, loss_chunk):
         done = int(state.step) + 1
@@ -443,6 +451,7 @@ def loop(monkeypatch, tmp_path):
 
     monkeypatch.setattr(train, "train_step", step)
     monkeypatch.setattr(train, "Denoiser", lambda settings, rngs: tiny.denoiser(settings))
+    monkeypatch.setattr(model_folder, "save_model", save)
     monkeypatch.setattr(report, "check", check)
     monkeypatch.setattr(report, "write", write)
 
@@ -490,6 +499,7 @@ def test_the_steps_to_trace_are_traced(loop):
 
 
 def test_a_finished_run_holds_a_model_that_can_be_loaded(loop):
+    loop.leaves_model = True
     loop.run(train_steps=2)
     loaded = model_folder.load_model(loop.folder)
     assert loaded.config.name == "tiny"
@@ -505,7 +515,7 @@ def test_a_finished_run_holds_a_model_that_can_be_loaded(loop):
 def test_a_run_with_adapters_resumes_and_leaves_them_and_a_merged_model(
     loop, base_model, frozen_dtype, error
 ):
-    given = with_adapters(base_model, frozen_dtype)
+    given, loop.leaves_model = with_adapters(base_model, frozen_dtype), True
     loop.before_step = lambda step: step == 3 and os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(runs.Interrupted), runs.Run(loop.folder, given) as opened:
         train.train(given, opened)
@@ -526,6 +536,7 @@ def test_a_run_with_adapters_resumes_and_leaves_them_and_a_merged_model(
 
 def test_a_model_of_full_attention_is_known_as_such(loop):
     given = stand_ins.settings(diffusion={"attention": "full"}, train={"train_steps": 1})
+    loop.leaves_model = True
     with runs.Run(loop.folder, given) as opened:
         train.train(given, opened)
     assert loop.written == [1]
@@ -543,7 +554,7 @@ def test_a_run_that_has_not_ended_can_be_started_from(loop, tmp_path):
     with pytest.raises(runs.Interrupted, match="after step 1"):
         loop.run(train_steps=2)
     loop.before_step = lambda step: None
-    changes = {"init_from": str(loop.folder), "train_steps": 1}
+    changes, loop.leaves_model = {"init_from": str(loop.folder), "train_steps": 1}, True
     given = stand_ins.settings(train=changes)
     with runs.Run(tmp_path / "next", given) as opened:
         train.train(given, opened)
