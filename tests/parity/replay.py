@@ -17,7 +17,7 @@ import traces
 from sparse_lavida_jax import config, layout, orders, sample, sequence
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.sampling import draw, plans, prompts
+from sparse_lavida_jax.sampling import draw, plans, presets, prompts
 from sparse_lavida_jax.sampling import state as state_of
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
@@ -188,10 +188,17 @@ def history(model, request, segments, settings, draws=None):
     return np.stack(shown), last[0], passes
 
 
-def image_request(parts, model, pixels=None):
-    """Returns a request for a whole image."""
-    blank = np.zeros((model.num_cells, model.codes_per_token), np.int32)
-    return tiny.example(parts, blank, np.zeros(model.num_cells, bool), "image", pixels)
+def image_request(parts, model, shape, pixels=None):
+    """Returns a request for an image of a grid of codes, `shape`: height and width."""
+    height, width = (length // model.codes_side for length in shape)
+    blank = np.zeros((height * width, model.codes_per_token), np.int32)
+    asked = tiny.example(parts, blank, np.zeros(len(blank), bool), "image", pixels)
+    return dataclasses.replace(asked, grid=(height, width))
+
+
+def image_plan(sampling, settings, model, request):
+    """Returns the segments of a request for an image."""
+    return presets.plan(sampling, settings, model, request.given[None], 1, grid=request.grid)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +221,8 @@ class Pass:
 def one_pass(given, request, segment, settings, codes) -> Pass:
     """Returns one pass of the sampler over codes [n], as `segment` guides it."""
     model, made, seen = given.model(), given.settings.model, []
-    grid, side = given.config["gen_shape"], made.codes_side
+    side = made.codes_side
+    grid = tuple(length * side for length in request.grid)
     (cells,) = cells_of(codes, grid, side)
     settings = dataclasses.replace(settings, guided=bool(segment.guided[0]))
     prompt = prompts.prepare([request], made, settings)
@@ -280,10 +288,9 @@ def merged_rows(model, streams, length):
     return embeds, modality
 
 
-def assert_image(given, cells, expected):
+def assert_image(given, request, cells, expected):
     """Compares the decoded image of cells [l g], give or take one."""
-    made = given.settings.model
-    height = given.config["gen_shape"][0] // made.codes_side
-    codes = np.asarray(sequence.codes_from_cells(cells[None], height, made.codes_side))
+    side = given.settings.model.codes_side
+    codes = np.asarray(sequence.codes_from_cells(cells[None], request.grid[0], side))
     image = vq.decode_codes(given.vq(), codes)[0].astype(int)
     assert np.abs(image - expected).max() <= 1

@@ -39,7 +39,7 @@ def request_(given):
         vision=sequence.VisionTokens(len(index), index, features),
         source=source,
     )
-    return replay.image_request(parts, model, (views,))
+    return replay.image_request(parts, model, given.config["gen_shape"], (views,))
 
 
 def run_of(given, request, name):
@@ -47,7 +47,7 @@ def run_of(given, request, name):
     model = given.settings.model
     sampling = replay.image_sampling(given.config["variants"][name])
     settings = presets.step_settings(sampling, model, "image", has_source=True)
-    return presets.plan(sampling, settings, model, request.given[None], 1), settings
+    return replay.image_plan(sampling, settings, model, request), settings
 
 
 def test_the_source_becomes_the_recorded_codes_and_tokens(given):
@@ -74,7 +74,7 @@ def test_edits_are_decoded_as_recorded(given, request_, name):
     np.testing.assert_array_equal(shown[:-1], before[1:])
     final = replay.cells_of(given.outputs[f"{name}.final_codes"], grid, model.codes_side)
     np.testing.assert_array_equal(last, final[0])
-    replay.assert_image(given, last, given.outputs[f"{name}.image_uint8"])
+    replay.assert_image(given, request_, last, given.outputs[f"{name}.image_uint8"])
 
 
 @each_mode

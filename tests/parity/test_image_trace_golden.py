@@ -4,8 +4,9 @@
 import numpy as np
 import pytest
 import replay
+import tiny
 
-from sparse_lavida_jax import orders, sequence
+from sparse_lavida_jax import config, orders, sequence
 from sparse_lavida_jax.sampling import presets
 
 NAME = "F3_t2i_trace"
@@ -25,10 +26,10 @@ def run_of(given, name):
     parts = replay.parts_of(
         given.inputs["input_ids"][0], variant["prompt_cutoff_len"], given.config["golden_ids"]
     )
-    request = replay.image_request(parts, model)
+    request = replay.image_request(parts, model, grid)
     sampling = replay.image_sampling(variant)
     settings = presets.step_settings(sampling, model, "image")
-    plan = presets.plan(sampling, settings, model, request.given[None], 1)
+    plan = replay.image_plan(sampling, settings, model, request)
     return request, plan, settings, replay.image_draws(variant, given.outputs, grid, side)
 
 
@@ -43,7 +44,7 @@ def test_codes_are_decoded_as_recorded(given, name):
     assert (before[0] == given.settings.model.image_mask_id).all()
     final = replay.cells_of(given.outputs[f"{name}.final_codes"], variant["gen_shape"], side)
     np.testing.assert_array_equal(last, final[0])
-    replay.assert_image(given, last, given.outputs[f"{name}.image_uint8"])
+    replay.assert_image(given, request, last, given.outputs[f"{name}.image_uint8"])
 
 
 @each_variant
@@ -116,3 +117,19 @@ def test_temperatures_of_the_plan_fall_as_the_variant_says(given, name):
             float(variant["shift_alg_effective"]),
         )
     np.testing.assert_allclose(noise, variant["alg_temp"] * share[: len(noise)], rtol=1e-6)
+
+
+def test_a_recorded_image_need_not_be_a_square():
+    """What stands between a recording and the sampler takes the grid as it is: 2 x 3 cells."""
+    model = tiny.model_settings(codes_per_token=4)
+    request = replay.image_request((sequence.Response(6),), model, (4, 6))
+    assert (request.grid, request.response.shape) == ((2, 3), (6, 4))
+    codes = np.arange(24)
+    (cells,) = replay.cells_of(codes, (4, 6), 2)
+    np.testing.assert_array_equal(cells[4], [14, 15, 20, 21])  # in the middle of the lower row
+    back = sequence.codes_from_cells(cells[None], request.grid[0], 2)
+    np.testing.assert_array_equal(np.ravel(back), codes)
+    sampling = config.Sampling(preset="dense", grid="code", num_steps=5)
+    settings = presets.step_settings(sampling, model, "image")
+    plan = replay.image_plan(sampling, settings, model, request)
+    assert sum(int(part.candidates.sum()) for part in plan) == 24
