@@ -8,7 +8,6 @@ training does, and runs the model once without a cache.
 
 import dataclasses
 import functools
-import operator
 import unittest.mock
 
 import jax
@@ -110,7 +109,7 @@ def moments(
 
     def step_by_step(model, state, segment, prompt, *, settings):
         for i in range(len(segment.block)):
-            now = jax.tree.map(operator.itemgetter(i), segment)
+            now = step_of(segment, i)
             logits, after = _step(model, state, now, prompt, settings)
             if state.cache is not None:
                 assert_room(state.cache, after.cache, now, prompt, settings)
@@ -123,6 +122,11 @@ def moments(
             model, requests, segments, settings=settings, stop_early=False, **options
         )
     return steps, canvas
+
+
+def step_of(stacked, i):
+    """Returns one step, cut on the host: on the device every slice would be a program."""
+    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x)[i]), stacked)
 
 
 def _quick():

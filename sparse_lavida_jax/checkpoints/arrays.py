@@ -56,14 +56,15 @@ def by_layer(module: Any) -> dict[str, Any]:
 
 def load_params(
     folder: pathlib.Path,
-    make_module: Callable[[], nnx.Module],
+    module: nnx.Module,
     *,
     sharding: ChooseSharding | None = None,
     dtype: str | ChooseDtype | None = None,
 ) -> Any:
-    """Fills the parameters in `folder` into the module that `make_module` would make.
+    """Returns a module with the parameters in `folder`.
 
     Args:
+        module: of shapes as `jax.eval_shape` makes it.
         sharding: where each parameter goes; every device reads only its part. Without it, to the
             default device.
         dtype: of the parameters in memory, or what chooses it by name (stacked, as for `sharding`);
@@ -72,7 +73,7 @@ def load_params(
     Raises:
         CheckpointError: lists every missing, unknown or misshapen parameter.
     """
-    store, module = ParamsReader(folder), jax.eval_shape(make_module)
+    store = ParamsReader(folder)
     store.check({name: leaf.shape for name, leaf in by_layer(module).items()})
 
     def read(leaves: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
@@ -91,13 +92,12 @@ def load_params(
     return _filled(module, read, dtype)
 
 
-def module_of(make_module: Callable[[], nnx.Module], leaves: Mapping[str, np.ndarray]) -> Any:
-    """Returns the module that `make_module` would make, with arrays named as they are on disk.
+def module_of(module: nnx.Module, leaves: Mapping[str, np.ndarray]) -> Any:
+    """Returns a module of shapes with arrays, which are named as they are on disk.
 
     Raises:
         CheckpointError: lists every missing, unknown or misshapen parameter.
     """
-    module = jax.eval_shape(make_module)
     if problems := parameters.differences(by_layer(module), dict(leaves)):
         raise CheckpointError(f"the parameters do not fit the model:\n{problems}")
     return _filled(

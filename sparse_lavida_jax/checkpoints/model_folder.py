@@ -19,6 +19,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -27,7 +28,7 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import arrays, manifest
 from sparse_lavida_jax.checkpoints.arrays import CheckpointError, ChooseDtype
 from sparse_lavida_jax.data import files
-from sparse_lavida_jax.models import lora
+from sparse_lavida_jax.models import denoiser, lora
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.parameters import ChooseSharding
 
@@ -73,10 +74,12 @@ def load_model(
     """
     folder = find_model(folder_or_name)
     manifest.verify(folder)
-    settings, make = read_config(folder), make_model or make_denoiser
-    model = arrays.load_params(
-        folder / arrays.PARAMS, lambda: make(settings), sharding=sharding, dtype=dtype
-    )
+    settings = read_config(folder)
+    if make_model is None:
+        module = denoiser.shapes(settings.model)
+    else:
+        module = jax.eval_shape(lambda: make_model(settings))
+    model = arrays.load_params(folder / arrays.PARAMS, module, sharding=sharding, dtype=dtype)
     vq = folder / "vq"
     return LoadedModel(model, settings, folder / "tokenizer.json", vq if vq.is_dir() else None)
 

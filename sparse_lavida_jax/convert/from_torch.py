@@ -183,7 +183,9 @@ def _first_registers(
     file = released.folder / released.stored[WORDS].file
     registers = {"register_understanding": tensors.read(file, WORDS, row=model.text_mask_id)}
     if not model.understanding_only:
-        embed = arrays.module_of(lambda: ImageEmbedding(model, rngs=nnx.Rngs(0)), embedding)
+        embed = arrays.module_of(
+            jax.eval_shape(lambda: ImageEmbedding(model, rngs=nnx.Rngs(0))), embedding
+        )
         masked = jnp.full((1, 1, model.codes_per_token), model.image_mask_id)
         with jax.default_matmul_precision("highest"):
             cell = embed(masked, jnp.dtype("float32"))[0, 0]

@@ -8,15 +8,12 @@ import pathlib
 import re
 import tomllib
 
-import jax
 import pytest
 
 COLABS = pathlib.Path(__file__).parents[2] / "colabs"
 NAMES = sorted(path.stem for path in COLABS.glob("*.ipynb"))
 QUICK = ("how_it_works",)
 SECONDS = 300  # until a cell is given up
-# A seventh of the time; the option is gone in jax 0.12.
-QUICK_TO_COMPILE = "--xla_cpu_use_fusion_emitters=false" if jax.__version_info__ < (0, 11) else ""
 
 
 def cells(name, kind):
@@ -88,7 +85,6 @@ def test_a_notebook_runs(name, programs, tmp_path, monkeypatch):
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
         "IPYTHONDIR": str(tmp_path),
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {QUICK_TO_COMPILE}",
     }.items():
         monkeypatch.setenv(key, value)
     book = nbformat.read(COLABS / f"{name}.ipynb", as_version=4)

@@ -13,6 +13,7 @@ import pathlib
 import tempfile
 from typing import Any
 
+import jax
 import numpy as np
 import safetensors.numpy
 from flax import nnx
@@ -104,7 +105,7 @@ class Case:
         made = self.settings.vq
         prefix = self.config["vq_config"]["weights_prefix"]
         found = self._ours(names.vq_names(made), names.VQ_PREFIX, prefix)
-        return arrays.module_of(lambda: image_tokenizer.VQModel(made, rngs=nnx.Rngs(0)), found)
+        return arrays.module_of(image_tokenizer.shapes(made), found)
 
     def vq(self) -> image_tokenizer.VQModel:
         """The image tokenizer in float32."""
@@ -119,7 +120,7 @@ class Case:
         leaves = self._ours(tower, names.TOWER_PREFIX, prefix)
         found = {ours.removeprefix("vision/tower/"): leaf for ours, leaf in leaves.items()}
         side = made.image_size // made.patch_size
-        return arrays.module_of(lambda: Tower(made, side, rngs=nnx.Rngs(0)), found)
+        return arrays.module_of(jax.eval_shape(lambda: Tower(made, side, rngs=nnx.Rngs(0))), found)
 
     def _ours(self, wanted: list[names.Name], known: str, given: str) -> dict[str, np.ndarray]:
         """Returns recorded weights by our names; their own begin with `given`, not `known`."""

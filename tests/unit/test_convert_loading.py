@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from sparse_lavida_jax.checkpoints import arrays, model_folder
 from sparse_lavida_jax.convert import from_torch
+from sparse_lavida_jax.models import denoiser
 
 
 @pytest.fixture(scope="module")
@@ -91,10 +92,10 @@ def test_a_run_gives_its_parameters_without_its_training_state(converted, tmp_pa
 def test_a_module_is_filled_by_names_on_disk(converted):
     loaded = model_folder.load_model(converted)
     store = arrays.ParamsReader(converted / "params")
-    make = lambda: model_folder.make_denoiser(loaded.config)  # noqa: E731
-    filled = arrays.module_of(make, store.read(store.leaves))
+    module = denoiser.shapes(loaded.config.model)
+    filled = arrays.module_of(module, store.read(store.leaves))
     assert jax.tree.all(jax.tree.map(np.array_equal, filled, loaded.model))
     leaves = store.read(store.leaves)
     del leaves["final_norm/weight"]
     with pytest.raises(model_folder.CheckpointError, match=r"final_norm/weight: missing"):
-        arrays.module_of(make, leaves)
+        arrays.module_of(module, leaves)

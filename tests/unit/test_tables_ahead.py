@@ -3,7 +3,6 @@
 
 import dataclasses
 import functools
-import operator
 
 import jax
 import jax.numpy as jnp
@@ -47,9 +46,9 @@ def watched(name, kind="image", given=0.0, **changes):
     def step_by_step(_, state, segment, prompt, *, settings):
         ahead = ahead_of(state, segment, prompt, settings=settings)
         for i in range(len(segment.block)):
-            now = jax.tree.map(operator.itemgetter(i), segment)
+            now = traces.step_of(segment, i)
             own, state = own_of(state, now, prompt, settings=settings)
-            found.append((jax.tree.map(lambda x, i=i: x[i], ahead), own))
+            found.append((traces.step_of(ahead, i), own))
         return state
 
     with traces._patched(prefill=traces._prefill, run_segment=step_by_step):
