@@ -20,6 +20,7 @@ from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.lavida_o import chat
 from sparse_lavida_jax.lavida_o.chat import CELL, IMAGE, SOURCE_CELL, ChatTokenizer
 from sparse_lavida_jax.lavida_o.objective import Sequence
+from sparse_lavida_jax.mixture.recipe import PLANNED
 from sparse_lavida_jax.mixture.records import Record, RecordError
 from sparse_lavida_jax.sequence import (
     Kind,
@@ -120,31 +121,23 @@ class Mixer:
 
     def _turns(self, record: Record, crop: int, rng: np.random.Generator) -> list[tuple[str, str]]:
         """Returns what user and assistant say, with a mark where an image or its cells stand."""
-        (asked, *_), drawn = (*record.asked, ""), f"{IMAGE_BEGIN}{CELL}{IMAGE_END}"
-        if not record.draws:
-            drawn = NO_IMAGE
         match record.kind:
             case "text_to_image" | "plan":
                 user = _image_wanted(record, crop, rng)
-                answer = f"Sure {drawn}"
-                if record.kind == "plan":
-                    user += f". {chat.PLAN}{_feedback(record)}"
-                    answer = f"{self._plan_words(record)} {drawn}"
             case "edit" | "edit_plan":
-                user = f"{IMAGE} {SOURCE_CELL} " * len(record.sources) + f" {asked}"
+                user = f"{IMAGE} {SOURCE_CELL} " * len(record.sources) + f" {record.asked[0]}"
                 if record.pixel_diff is not None and record.draws:
                     user += f" {condition_of(record, crop, rng)}"
-                answer = f"Sure {drawn}"
-                if record.kind == "edit_plan":
-                    user += f". {chat.PLAN} "
-                    answer = f"{self._plan_words(record)} {drawn}"
             case "understanding":
                 turns = zip(record.asked, record.answered, strict=True)
                 return [(_image_first(user), answer) for user, answer in turns]
             case _:
-                user, answer = _question(record), self._answered(record)
-        if record.form == "no_plan":
-            answer = drawn
+                return [(_question(record), self._answered(record))]
+        words, drawn = "Sure", f"{IMAGE_BEGIN}{CELL}{IMAGE_END}" if record.draws else NO_IMAGE
+        if record.kind in PLANNED:
+            user += f". {chat.PLAN}{_feedback(record)}"
+            words = self._plan_words(record)
+        answer = drawn if record.form == "no_plan" else f"{words} {drawn}"
         return [(_image_first(user), answer)]
 
     def _plan_words(self, record: Record) -> str:
