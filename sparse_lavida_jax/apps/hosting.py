@@ -14,7 +14,7 @@ from sparse_lavida_jax.apps.serving import Limits, Service
 from sparse_lavida_jax.apps.terminal import say
 from sparse_lavida_jax.pipeline import SparseLaViDa
 
-_SERVING = ("fastapi", "uvicorn", "python_multipart")
+_SERVING = ("fastapi", "uvicorn", "python_multipart", "prometheus_client")
 PACKAGES: dict[str, tuple[str, ...]] = {"serve": _SERVING, "demo": (*_SERVING, "gradio")}
 CLOSE_SECONDS = 5  # that open connections have to end
 

@@ -18,14 +18,17 @@ import pathlib
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any, Literal
 
 import fastapi
 import fastapi.exceptions
+import prometheus_client
+import prometheus_client.registry
 import pydantic
 from fastapi import HTTPException, responses
 from PIL import Image
+from prometheus_client import core
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
@@ -98,6 +101,9 @@ def make_app(service: Service, hosts: tuple[str, ...] = ()) -> fastapi.FastAPI:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*hosts])
     app.add_exception_handler(fastapi.exceptions.RequestValidationError, _misread)
     app.add_exception_handler(HTTPException, _refused)
+    registry = prometheus_client.registry.CollectorRegistry()
+    registry.register(_Metrics(service))
+    app.state.registry = registry
     return app
 
 
@@ -189,14 +195,31 @@ def healthz(request: fastapi.Request) -> dict[str, Any]:
 @router.get("/metrics")
 def metrics(request: fastapi.Request) -> responses.Response:
     """Returns counts in Prometheus' text format."""
-    service = _service(request)
-    lines = [f"waiting {service.waiting}", f"running {int(service.running)}"]
-    for (task, outcome), count in sorted(service.counts.items()):
-        lines.append(f'requests_total{{task="{task}",outcome="{outcome}"}} {count}')
-    for name, totals in (("tokens", service.tokens), ("seconds", service.seconds)):
-        lines += [f'{name}_total{{task="{task}"}} {total}' for task, total in totals.items()]
-    text = "".join(f"sparse_lavida_{line}\n" for line in lines)
-    return responses.PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+    text = prometheus_client.generate_latest(request.app.state.registry)
+    return responses.Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+
+class _Metrics(prometheus_client.registry.Collector):
+    """What the service counted, for Prometheus."""
+
+    def __init__(self, service: Service):
+        self.service = service
+
+    def collect(self) -> Iterator[core.Metric]:
+        service, done = self.service, "of requests that were done."
+        counters: list[tuple[str, str, list[str], Mapping[Any, float]]] = [
+            ("requests", "Ended requests.", ["task", "outcome"], service.counts),
+            ("tokens", f"Device tokens {done}", ["task"], service.tokens),
+            ("seconds", f"Device seconds {done}", ["task"], service.seconds),
+        ]
+        for name, meaning, labels, values in counters:
+            counter = core.CounterMetricFamily(f"sparse_lavida_{name}", meaning, labels=labels)
+            for key, value in sorted(values.items()):
+                counter.add_metric([key] if len(labels) == 1 else key, value)
+            yield counter
+        gauge = core.GaugeMetricFamily
+        yield gauge("sparse_lavida_waiting", "Requests that wait.", service.waiting)
+        yield gauge("sparse_lavida_running", "Requests that run.", int(service.running))
 
 
 # ---------------------------------------------------------------------------------------------

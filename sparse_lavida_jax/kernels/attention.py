@@ -152,8 +152,9 @@ def reference(
     if layer is not None:
         k, v = (jax.lax.dynamic_index_in_dim(x, layer, axis=0, keepdims=False) for x in (k, v))
     q, k, v = (x.reshape(*x.shape[:2], -1, shape.head_dim) for x in (q, k, v))
-    if shape.group > 1:  # grouped queries: each key head serves a run of query heads
-        k, v = (jnp.repeat(x, shape.group, axis=2) for x in (k, v))
+    group = shape.num_heads // shape.num_kv_heads
+    if group > 1:  # grouped queries: each key head serves a run of query heads
+        k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
 
     # Tags as [b 1 s 1] for queries and [b 1 1 t] for keys, next to logits [b h s t].
     query_block, query_horizon, key_block, query_segment, key_segment = tags

@@ -2,6 +2,7 @@
 """Runs of the released samplers in our words: settings, requests, draws, steps one by one."""
 
 import dataclasses
+import functools
 import itertools
 import unittest.mock
 
@@ -209,79 +210,86 @@ class Pass:
         logits: of every code in raster order, not guided [r n v].
         embeds: the rows as the released code has them, merged [r L e].
         modality: which of their tokens are in the generation branch [r L].
-        streams: both streams, and the vision features.
     """
 
     logits: np.ndarray
     embeds: np.ndarray
     modality: np.ndarray
-    streams: tuple
 
 
 def one_pass(given, request, segment, settings, codes) -> Pass:
     """Returns one pass of the sampler over codes [n], as `segment` guides it."""
-    model, made, seen = given.model(), given.settings.model, []
+    model, made = given.model(), given.settings.model
     side = made.codes_side
     grid = tuple(length * side for length in request.grid)
     (cells,) = cells_of(codes, grid, side)
     settings = dataclasses.replace(settings, guided=bool(segment.guided[0]))
     prompt = prompts.prepare([request], made, settings)
-    features = state_of._see(model, prompt)
-    masked = (cells == made.image_mask_id).any(axis=-1)
+    rows = state_of.rows_of([request], settings)
+    on_device = jax.tree.map(jnp.asarray, (cells[None].astype(np.int32), rows, prompt))
+    block = jnp.int32(segment.block[0])
+    logits, *streams = _pass_all(model, block, *on_device, settings=settings)
+    embeds, modality = merged_rows(streams, int(prompt.length[0]), made.width)
+    return Pass(merged.codes_of(logits, grid, side), embeds, modality)
+
+
+@functools.partial(tiny.quick_jit, static_argnames=("settings",))
+def _pass_all(model, block, cells, rows, prompt, *, settings):
+    """Passes all cells [1 l g]: logits of every row, not guided, and both streams, embedded."""
+    call, seen = Denoiser.__call__, []
+    masked = (cells == model.settings.image_mask_id).any(axis=-1)
     state = state_of.SamplerState(
-        jnp.asarray(cells[None], jnp.int32),
-        jnp.where(jnp.asarray(masked)[None], state_of.NOT_DECODED, layout.GIVEN_BLOCK),
-        state_of.rows_of([request], settings),
-        features,
+        cells,
+        jnp.where(masked, state_of.NOT_DECODED, layout.GIVEN_BLOCK),
+        rows,
+        state_of._see(model, prompt),
         None,
         jnp.int32(0),
     )
-    everything = np.arange(len(cells), dtype=np.int32)[None]
+    everything = jnp.arange(cells.shape[1], dtype=jnp.int32)[None]
     now = state_of.StepTokens(
-        block=jnp.int32(segment.block[0]),
-        clean=jnp.zeros((1, 0), jnp.int32),
-        decode=jnp.asarray(everything),
-        candidates=jnp.ones((1, len(cells), 1), bool),
-        rest=jnp.zeros((1, 0), jnp.int32),
+        block=block,
+        clean=everything[:, :0],
+        decode=everything,
+        candidates=jnp.ones((*everything.shape, 1), bool),
+        rest=everything[:, :0],
         count=jnp.zeros(1, jnp.int32),
         noise=jnp.float32(0),
         temperature=jnp.float32(1),
         guidance=jnp.float32(1),
     )
-    call = Denoiser.__call__
 
     def observed(self, *streams, **options):
-        seen.append(streams)
+        seen.extend(streams)
         return call(self, *streams, **options)
 
     def rows_apart(logits, *_):
         return logits.reshape(-1, *logits.shape[2:])
 
-    prompt = jax.tree.map(jnp.asarray, prompt)
     with (
         unittest.mock.patch.object(Denoiser, "__call__", observed),
         unittest.mock.patch.object(draw, "guided", rows_apart),
     ):
         logits, _ = sample.step_logits(model, state, now, prompt, settings)
-    embeds, modality = merged_rows(model, seen[0], int(prompt.length[0]))
-    return Pass(merged.codes_of(logits, grid, side), embeds, modality, seen[0])
+    understanding, generation, features = seen
+    text = understanding, model.embed_text(understanding, features)
+    return logits, text, (generation, model.embed_image(generation))
 
 
-def merged_rows(model, streams, length):
+def merged_rows(streams, length, width):
     """Puts both streams of a pass back into the released code's one sequence."""
-    understanding, generation, features = streams
-    rows = generation.index.shape[0]
-    embeds = np.zeros((rows, length, model.settings.width), np.float32)
+    rows = streams[0][0].index.shape[0]
+    embeds = np.zeros((rows, length, width), np.float32)
     modality = np.zeros((rows, length), bool)
     seen = np.zeros((rows, length), int)
-    for stream, values, is_generation in (
-        (understanding, model.embed_text(understanding, features), False),
-        (generation, model.embed_image(generation), True),
-    ):
+    for (stream, values), is_generation in zip(streams, (False, True), strict=True):
+        values, block, position = map(
+            np.asarray, (values, stream.layout.block, stream.layout.position)
+        )
         for row in range(rows):
-            inside = np.asarray(stream.layout.block[row]) != PAD_BLOCK
-            at = np.asarray(stream.layout.position[row])[inside]
-            embeds[row, at, : values.shape[-1]] = np.asarray(values)[row, inside]
+            inside = block[row] != PAD_BLOCK
+            at = position[row][inside]
+            embeds[row, at, : values.shape[-1]] = values[row, inside]
             modality[row, at] = is_generation
             np.add.at(seen[row], at, 1)
     assert (seen == 1).all(), "every position stands in one stream, once"

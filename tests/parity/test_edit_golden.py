@@ -8,9 +8,12 @@ import merged
 import numpy as np
 import pytest
 import replay
+import tiny
 
 from sparse_lavida_jax import sequence
 from sparse_lavida_jax.data import images
+from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.models.vq import VQModel
 from sparse_lavida_jax.sampling import presets
 
 NAME = "D_edit"
@@ -52,14 +55,13 @@ def run_of(given, request, name):
 
 def test_the_source_becomes_the_recorded_codes_and_tokens(given):
     pixels = given.outputs["enc.pixels"].transpose(0, 2, 3, 1)
-    codes = np.asarray(given.vq().encode(jnp.asarray(pixels)))
+    codes = np.asarray(tiny.quick_jit(VQModel.encode)(given.vq(), jnp.asarray(pixels)))
     np.testing.assert_array_equal(codes.reshape(1, -1), given.outputs["enc.codes"])
     model, grid = given.model(), given.config["gen_shape"]
     at = np.arange(given.settings.model.num_cells)[None]
     stream = merged.image_stream(codes, grid, model.settings.codes_side, at)
-    np.testing.assert_allclose(
-        model.embed_image(stream), given.outputs["enc.embeds"], rtol=0, atol=LOGITS
-    )
+    embeds = tiny.quick_jit(Denoiser.embed_image)(model, stream)
+    np.testing.assert_allclose(embeds, given.outputs["enc.embeds"], rtol=0, atol=LOGITS)
 
 
 @each_mode

@@ -2,6 +2,7 @@
 """Drawing by tiles of the vocabulary draws what drawing from all logits does."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -41,7 +42,10 @@ def test_draw_and_confidences_are_those_of_all_logits(cut):
         return logits / 0.7 + own
 
     given = [kernel[:, i : i + TILE] for i in range(0, VOCABULARY, TILE)] if cut else kernel
-    drawn = text_head.draw(hidden, given, logits_of=logits_of, score_of=score_of, tile=TILE)
+    draw_by_tiles = functools.partial(
+        text_head.draw, logits_of=logits_of, score_of=score_of, tile=TILE
+    )
+    drawn = tiny.quick_jit(draw_by_tiles)(hidden, given)
     logits = jnp.where(banned[None, None], -jnp.inf, combined(hidden @ kernel))
     expected = jnp.argmax(logits / 0.7 + noise, axis=-1)
     np.testing.assert_array_equal(drawn.token, expected)
