@@ -1032,14 +1032,14 @@ def test_of_text_too_only_the_most_probable_may_be_drawn():
     """Hot, and yet as cold as can be where one token alone may be drawn."""
     model, requests = tiny.denoiser(SETTINGS), text_requests((3, 0.0), (5, 0.3))
     hot = dict(text_steps=2, text_temperature=3.0, text_confidence="random")
-    _, cold = text_run(requests, text_steps=2, text_confidence="random")
-    plan, free = text_run(requests, **hot)
+    _, cold = text_run(requests, tiny.TEXT_LEN, text_steps=2, text_confidence="random")
+    plan, free = text_run(requests, tiny.TEXT_LEN, **hot)
     drawn = [
         traces.finished(model, requests, plan, settings)
         for settings in (
             cold,
-            text_run(requests, **hot, text_top_k=1)[1],
-            text_run(requests, **hot, text_top_p=1e-6)[1],
+            text_run(requests, tiny.TEXT_LEN, **hot, text_top_k=1)[1],
+            text_run(requests, tiny.TEXT_LEN, **hot, text_top_p=1e-6)[1],
             free,
         )
     ]
