@@ -188,7 +188,7 @@ def _entry(where: str, line: str) -> dict[str, Any]:
         entry = json.loads(line)
         if not isinstance(entry, dict) or not str(entry.get("prompt", "")).strip():
             raise ValueError('it must be an object with a prompt: {"prompt": "a red circle"}.')
-        entry = {OLDER_KEYS.get(key, key): value for key, value in entry.items()}
+        entry = {OLDER_KEYS.get(str(key), str(key)): value for key, value in entry.items()}
         schema.build(Line, entry)
     except ValueError as error:
         raise UsageError(f"{where}: {error}") from error

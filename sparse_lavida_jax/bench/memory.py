@@ -248,7 +248,8 @@ def rows(model: config.Model, batch: BatchSize) -> Corrupted:
 
     def stream(length: tuple[int, int], tokens: tuple[int, ...]):
         tags = [jnp.zeros(length, jnp.int32)] * 3
-        return Stream(of(tokens), of(length), TokenLayout(*tags)) if length[1] else None
+        ids, index = (jnp.zeros(shape, jnp.int32) for shape in (tokens, length))
+        return Stream(ids, index, TokenLayout(*tags)) if length[1] else None
 
     return Corrupted(
         understanding=stream(u, u),

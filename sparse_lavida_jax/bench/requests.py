@@ -111,7 +111,7 @@ class Timed:
     def request(self, turn: int) -> Split:
         """Runs one request, other words and seeds every turn; returns seconds of its parts."""
         case, model, settings = self.case, self.model, self.model.settings
-        split = dict.fromkeys(SPLIT, 0.0)
+        split: Split = dict.fromkeys(SPLIT, 0.0)
         last = time.perf_counter()
 
         def ends(part: str) -> None:

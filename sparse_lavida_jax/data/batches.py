@@ -14,7 +14,7 @@ import grain
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.batch import GroupShape, Row, buckets, longest_of
-from sparse_lavida_jax.diffusion import Corrupted, Predicts
+from sparse_lavida_jax.diffusion import Corrupted
 
 MOST_ATTEMPTS = 64  # to draw an example, or a batch, that fits its shape
 
@@ -111,7 +111,7 @@ class Batches(abc.ABC):
                 " raise it, or show smaller images."
             )
         found = {row.predicts for row in rows}
-        predicts: Predicts = found.pop() if len(found) == 1 else "both"
+        predicts = next(iter(found)) if len(found) == 1 else "both"
         if predicts == "both" and not self.settings.diffusion.text_loss:
             predicts = "generation"
         lengths = [row.length for row in short]

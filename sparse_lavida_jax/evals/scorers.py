@@ -56,7 +56,8 @@ def table(metrics: Iterable[Metric]) -> str:
 
 def mean(name: str, values: Sequence[float | bool]) -> Metric:
     """Returns the mean of values; of hits and misses that is the share of hits."""
-    correct = sum(values) if all(isinstance(value, bool) for value in values) else None
+    hits = [value for value in values if isinstance(value, bool)]
+    correct = sum(hits) if len(hits) == len(values) else None
     return Metric(name, sum(values) / max(len(values), 1), len(values), correct)
 
 

@@ -200,20 +200,20 @@ def run_kernel(
     if layer is None:
         # Tags go in as leaves: JAX differentiates integers by what no annotated class holds.
         leaves, structure = jax.tree.flatten((tags, tables))
-        out, lse = _differentiable(kernel, shape, structure, q, k, v, leaves)
+        out, lse = _differentiable(kernel, shape, structure, q, k, v, leaves)  # type: ignore
     else:
         out, lse = kernel.forward(q, k, v, layer, tags, tables, shape)
     return out[:, :length], lse.reshape(*lse.shape[:2], -1)[:, :, :length]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _differentiable(kernel, shape, structure, q, k, v, leaves):
+def _differentiable(kernel, shape, structure, q, k, v, leaves) -> tuple[Array, Array]:
     tags, tables = jax.tree.unflatten(structure, leaves)
     return tuple(kernel.forward(q, k[None], v[None], 0, tags, tables, shape))
 
 
 def _run_and_save(kernel, shape, structure, q, k, v, leaves):
-    out, lse = _differentiable(kernel, shape, structure, q, k, v, leaves)
+    out, lse = _differentiable(kernel, shape, structure, q, k, v, leaves)  # type: ignore
     # Named, so that a rematerialisation policy may keep them and not run the kernel again.
     out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
     return (out, lse), (q, k, v, leaves, out, lse)

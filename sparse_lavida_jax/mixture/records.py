@@ -221,7 +221,9 @@ class ShardedRecords:
             types.SimpleNamespace(filename=str(path), skip=0, take=count, examples_in_shard=count)
             for path, count in self._files
         ]
-        self._source = grain.sources.ArrayRecordDataSource(whole) if whole else ()  # type: ignore
+        self._source: Any = ()
+        if whole:
+            self._source = grain.sources.ArrayRecordDataSource(whole)  # type: ignore
 
     def __len__(self) -> int:
         return len(self._source)

@@ -7,7 +7,7 @@ shared: only its first `generation_width` outputs matter to a generation token.
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -107,7 +107,7 @@ def linears(model: nnx.Module) -> dict[str, Linear]:
     return {"/".join(map(str, path)): m for path, m in modules if isinstance(m, Linear)}
 
 
-def with_linears(model: M, change: Callable[[str, Linear], Linear]) -> M:
+def with_linears(model: M, change: Callable[[str, Linear], Any]) -> M:
     """Returns modules of their own around the same arrays, with other matrices.
 
     Args:

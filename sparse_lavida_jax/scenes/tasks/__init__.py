@@ -116,8 +116,9 @@ def score(sample: Sample, output: UInt8[np.ndarray, "h w 3"] | str) -> Judgement
             f"a response to '{sample.task}' is {wanted}, got a {type(output).__name__}."
         )
     response = output.strip() if isinstance(output, str) else world.read(output)
-    asked_for = task.judge is judges.drawn and not isinstance(response, str)
-    attributes = judges.attributes(sample, response.cells) if asked_for else (0, 0)
+    attributes = (0, 0)
+    if task.judge is judges.drawn and not isinstance(response, str):
+        attributes = judges.attributes(sample, response.cells)
     if isinstance(response, world.Unreadable):
         return Judgement(False, response.reason, attributes)
     try:
