@@ -457,7 +457,8 @@ class Sampling(Section):
     registers: CountOrAuto = -1
     registers_end: CountOrAuto = -1
     text_temperature: NonNegative = 0.0
-    layout_temperature: NonNegativeOrAuto = -1.0  # of layouts of images; -1: text_temperature
+    # Of layouts of images, those of edits excepted, as released; -1: text_temperature.
+    layout_temperature: NonNegativeOrAuto = -1.0
     # Tokens of a text block; a shorter text is one block. 0: as trained, `data.text_block_len`.
     text_block_len: Count = 0
     layout_block_len: Count = 0  # of layouts and verdicts; 0: as of other texts
