@@ -311,5 +311,13 @@ def test_benchmarks_of_images_are_drawn_as_the_released_demo_draws():
     assert "SCORE : 7.110" in chat.MICRO_CONDITION
 
 
-def test_adam_has_the_moments_of_the_paper():
+def test_the_scripts_are_not_followed_where_the_paper_says_otherwise():
     assert (config.Optimizer().b1, config.Optimizer().b2) == (0.99, 0.999)
+    assert config.Diffusion().time_policy == "uniform"
+
+
+def test_training_in_blocks_masks_whole_cells():
+    model = tiny.model_settings(codes_per_token=4)
+    hidden = tiny.batch(["image"] * 4, model).generation.tokens == model.image_mask_id
+    assert hidden.any() and not hidden.all()
+    np.testing.assert_array_equal(hidden.any(axis=-1), hidden.all(axis=-1))
