@@ -455,7 +455,7 @@ class Sampling(Section):
     registers: CountOrAuto = -1
     registers_end: CountOrAuto = -1
     text_temperature: NonNegative = 0.0
-    layout_temperature: NonNegativeOrAuto = -1.0  # of layouts of images; -1: text_temperature
+    layout_temperature: NonNegativeOrAuto = -1.0  # of layouts but for edits'; -1: text_temperature
     # Tokens of a text block; a shorter text is one block. 0: as trained, `data.text_block_len`.
     text_block_len: Count = 0
     layout_block_len: Count = 0  # of layouts and verdicts; 0: as of other texts
@@ -477,8 +477,7 @@ class Sampling(Section):
     text_factor: PositiveFloat = 1.0  # n tokens need a confidence of 1 - factor / (n + 1)
     text_entropy: NonNegative = 0.1  # nats; ranks by entropy, whatever `text_confidence` says
     text_most: Count = 0
-    # Text blocks from first to last: left_to_right, right_to_left, random (by `order_seed`), or
-    # their numbers, such as "2,0,1".
+    # Of text blocks: left_to_right, right_to_left, random (by `order_seed`), or "2,0,1" by number.
     text_block_order: str = "left_to_right"
     # Text as the released code writes it: the mask token may be drawn (and then stays to be
     # decoded), nothing ends at end-of-text, and the factor rule never leaves one token to itself.

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from sparse_lavida_jax.evals.benchmark import Benchmark, Item
 from sparse_lavida_jax.evals.files import EvaluationError, check_fields, read, records
 from sparse_lavida_jax.evals.scorers import mean, overlap
+from sparse_lavida_jax.sampling import presets
 
 LEAST_OVERLAP = 0.5
 FIELDS = ("ref_id", "ann_id", "image_id", "split", "sentences")
@@ -68,7 +69,11 @@ class Bench(Benchmark):
         pairs = zip(items, shown, strict=True)
         examples = [pipe.prompts.locate_one(item.words, image) for item, image in pairs]
         seeds = [self.seed_of(item) for item in items]
-        said = pipe.decode(examples, sampling=self.sampling, seed=seeds, shared=True)
+        sampling = self.sampling
+        if pipe.prompts.locates_in_one_step:
+            length = len(examples[0].response)
+            sampling = presets.one_pass(sampling, pipe.settings.model, length)
+        said = pipe.decode(examples, sampling=sampling, seed=seeds, shared=True)
         outputs = []
         for item, image, ids in zip(items, shown, said, strict=True):
             height, width = image.shape[:2]

@@ -467,10 +467,15 @@ class TaskRun:
         if not wanted or not learned:
             return None
         examples = [self.prompts.plan(canvas.words, canvas.image) for canvas in canvases]
-        return self._texts(self.decode("layout", examples, _seeds(requests), self._about_images()))
+        how = self._about_images(layout=task != "edit")
+        return self._texts(self.decode("layout", examples, _seeds(requests), how))
 
-    def _about_images(self, *, layout: bool = True) -> config.Sampling:
-        """Returns the settings of texts about an image to be drawn: a layout, or a verdict."""
+    def _about_images(self, *, layout: bool) -> config.Sampling:
+        """Returns the settings of texts about an image to be drawn: a layout, or a verdict.
+
+        Args:
+            layout: whether it is the layout of an image; that of an edit is as cold as other texts.
+        """
         how, changes = self.sampling, {}
         if how.layout_block_len:
             changes["text_block_len"] = how.layout_block_len
@@ -565,7 +570,7 @@ class TaskRun:
         image, named = requests[0].pixels, [request.words for request in requests]
         examples, how = self.prompts.locate(named, image), self.sampling
         if self.prompts.locates_in_one_step:
-            how = dataclasses.replace(how, text_steps=1, text_step_ratio=0.0, text_commit="count")
+            how = presets.one_pass(how, self.settings.model, len(examples[0].response))
         found = self.decode("text", examples, requests[: len(examples)], how)
         size = image.shape[1], image.shape[0]
         boxes = tuple(self.prompts.boxes(named, found, size))

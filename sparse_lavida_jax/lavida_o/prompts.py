@@ -199,7 +199,7 @@ class ChatPrompts(PromptLanguage):
         """Returns what finds one thing, in the words of the released RefCOCO evaluation."""
         seen = images.see(image, self.model.vision)
         parts = self._words(chat.locate, phrase, seen.part)
-        return self._example(phrase, parts, [seen])
+        return dataclasses.replace(self._example(phrase, parts, [seen]), ends=False)
 
     def boxes(
         self,

@@ -292,16 +292,17 @@ def encode_images(
 
 
 def for_decoding(model: VQModel, dtype: str) -> VQModel:
-    """Returns parameters to decode with in a dtype; encoders stay as they are.
+    """Returns parameters to decode with in a dtype, whatever the dtype they are stored in.
 
-    The last norm and convolution stay in float32: three channels cost nothing, and their results
+    The last norm and convolution are in float32: three channels cost nothing, and their results
     are the grey levels, of which bfloat16 cannot tell two neighbours apart.
     """
+    wide = jax.tree.map(lambda leaf: leaf.astype("float32"), model)
     if dtype == "float32":
-        return model
+        return wide
     narrow = jax.tree.map(lambda leaf: leaf.astype(dtype), model)
-    narrow.decoder.conv_norm_out = model.decoder.conv_norm_out
-    narrow.decoder.conv_out = model.decoder.conv_out
+    narrow.decoder.conv_norm_out = wide.decoder.conv_norm_out
+    narrow.decoder.conv_out = wide.decoder.conv_out
     return narrow
 
 

@@ -45,6 +45,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
         "layout_temperature": 0.5,
         "released_behaviour": True,
         "grid": "code",
+        "edit_guidance": "source_only",
     },
     # Fast-dLLM as in the paper's Table 4: the dual cache and the factor rule.
     "fast_dllm": {

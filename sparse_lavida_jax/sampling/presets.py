@@ -80,6 +80,18 @@ def default_preset(model: config.Model) -> str:
     return "sparse" if model.trained_attention == "step_causal" else "dense"
 
 
+def one_pass(sampling: config.Sampling, model: config.Model, length: int) -> config.Sampling:
+    """Returns the settings of boxes, `length` tokens: a text block takes one step.
+
+    With full attention there is one text block, and prompt and response pass together, as released
+    (spec Sec. 8): a prompt that was cached before would not have seen the phrases.
+    """
+    how = dataclasses.replace(sampling, text_steps=1, text_step_ratio=0.0, text_commit="count")
+    if not preset(how.text_preset or how.preset or default_preset(model)).full_attention:
+        return how
+    return dataclasses.replace(how, text_preset="dense", text_block_len=length)
+
+
 @functools.lru_cache(maxsize=32)
 def untrained(sampling: config.Sampling, model: config.Model) -> str:
     """Returns a preset that is asked for by name and that the model never learned; "": none is."""

@@ -5,19 +5,31 @@ The table is docs/differences.md.
 """
 
 import dataclasses
+import functools
 import pathlib
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import raw_data
+import stand_ins
 import tiny
 import traces
+from flax import nnx
 
-from sparse_lavida_jax import config, train
+from sparse_lavida_jax import config, pipeline, train
 from sparse_lavida_jax.data.batch import RowShape
-from sparse_lavida_jax.lavida_o import objective
-from sparse_lavida_jax.sampling import presets
+from sparse_lavida_jax.data.templates import RequestError
+from sparse_lavida_jax.evals import benchmark, refcoco
+from sparse_lavida_jax.inference import engine
+from sparse_lavida_jax.lavida_o import chat, objective
+from sparse_lavida_jax.lavida_o.prompts import ChatPrompts
+from sparse_lavida_jax.mixture import examples
+from sparse_lavida_jax.models import vq
+from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.sampling import options, presets
 from sparse_lavida_jax.sequence import LearnedText, Response, Source, Text
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
@@ -164,3 +176,148 @@ def test_text_and_image_have_a_register_each():
 def test_blocks_of_training_are_steps_of_a_plan_unless_told():
     assert config.Diffusion().blocks == "schedule"
     assert config.Diffusion(blocks="uniform").blocks == "uniform"
+
+
+# --- a converted model -------------------------------------------------------------------------
+
+IMAGE = np.zeros((8, 8, 3), np.uint8)
+
+
+class Blank(stand_ins.Codec):
+    """Reads and draws images of one code."""
+
+    image_size, factor = 32, 8
+
+    def encode(self, pixels):
+        return np.zeros((len(pixels), 4, 4), np.int32)
+
+    def decode(self, cells, rows=None, dtype="float32"):
+        return np.zeros((len(cells), 32, 32, 3), np.uint8)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return raw_data.tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def converted(tokenizer):
+    """Returns a pipeline that is set up as that of a converted folder, but for text blocks."""
+    given = raw_data.settings(
+        tokenizer,
+        sampling={"text_preset": "prefix", "text_step_ratio": 1.0, "num_steps": 2},
+        data={"text_block_len": 1},
+    )
+    model = dataclasses.replace(given.model, trained_attention="full")
+    given = dataclasses.replace(given, model=model)
+    prompts = ChatPrompts(tokenizer, model, given.data, 8)
+    return pipeline.SparseLaViDa(tiny.denoiser(model), given, prompts, Blank(), 2)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Returns what the sampler was asked, which gives every response back as it came."""
+    seen = []
+
+    def sample(model, rows, segments, *, settings, **_):
+        seen.append((settings, segments))
+        return np.stack([one.response for one in rows])
+
+    monkeypatch.setattr(engine.sample, "sample", sample)
+    return seen
+
+
+def test_boxes_take_one_pass_of_the_whole_sequence_as_released(converted, asked):
+    """A cached prompt had not seen the phrases, and phrases were found text block by text block."""
+    converted.ground(IMAGE, ["a cat", "a dog"])
+    bench = object.__new__(refcoco.Bench)
+    bench.config, bench.settings = converted.settings, config.Evaluate()
+    bench.sampling = dataclasses.replace(converted.settings.sampling, **bench.sampled_with)
+    bench.answer(converted, [benchmark.Item(0, "0", "a cat", {}, lambda: [IMAGE])], None)
+    for settings, segments in asked:
+        assert settings.preset == presets.preset("dense")
+        assert [part.num_steps for part in segments] == [1]
+    assert [segments[0].count[0, 0] for _, segments in asked] == [8, 4]
+    sparse = dataclasses.replace(converted.settings.model, trained_attention="step_causal")
+    assert presets.one_pass(config.Sampling(), sparse, 8) == config.Sampling(text_steps=1)
+
+
+def test_only_layouts_of_images_have_a_temperature_of_their_own(converted, asked):
+    """The release lays edits out at 0."""
+    sampling = options.changed(converted.settings.sampling, draws=True, sampler="released")
+    converted.generate("a cat", sampling=sampling, plan=True)
+    converted.edit(IMAGE, "a dog", sampling=sampling, plan=True)
+    texts = [settings.temperature for settings, _ in asked if settings.kind == "text"]
+    assert texts == [0.5, 0.0]
+
+
+def test_a_text_is_what_stands_before_its_end_without_special_tokens(converted, tokenizer):
+    """The release writes everything out, and leaves its placeholder of an image in a plan."""
+    said = f"a cat{examples.NO_IMAGE} sits{chat.END_OF_TURN} and on"
+    assert converted.prompts.text(np.array(tokenizer.encode(said))[:, None]) == "a cat sits"
+
+
+def test_a_request_that_is_too_long_is_told_and_not_cut(converted):
+    with pytest.raises(RequestError, match="at most 8192 fit"):
+        converted.prompts.ask("a" * 8192, [], 8)
+
+
+def test_words_of_tasks_that_the_release_does_not_have(converted):
+    prompts, known = converted.prompts, np.ones((2, 2), bool)
+    assert prompts.describe == prompts.describe_in == "Describe the image in detail."
+    assert prompts.fill_in == "Complete the text."
+    assert prompts.fill_words("inpaint", "a cat", known) == "a cat"
+    assert len(prompts.ask("which?", [IMAGE, IMAGE], 8).views) == 2
+    assert (prompts.answer_tokens, prompts.long_answer_tokens) == (64, 256)
+
+
+def test_more_steps_than_tokens_are_refused():
+    """The release takes as many steps as there are tokens."""
+    model = tiny.model_settings()
+    image, text = (tiny.request(kind, model, 0, words=3) for kind in ("image", "text"))
+    engine.check_steps(image, config.Sampling(num_steps=9), model, 4)
+    with pytest.raises(config.ConfigError, match="num_steps=10 is more than there are tokens"):
+        engine.check_steps(image, config.Sampling(num_steps=10), model, 4)
+    with pytest.raises(config.ConfigError, match="text_steps=5 is more than there are tokens"):
+        engine.check_steps(text, config.Sampling(text_steps=5), model, 4)
+
+
+def test_images_are_seen_and_read_in_float32_whatever_the_parameters_are():
+    narrow = functools.partial(jax.tree.map, lambda leaf: leaf.astype("bfloat16"))
+    pixels = np.zeros((1, 8, 8, 3), np.uint8)
+
+    def seen():
+        model = Denoiser(tiny.model_settings(compute_dtype="bfloat16"), rngs=nnx.Rngs(0))
+        return narrow(model).vision(pixels)
+
+    small = config.VQ(image_size=8, channels=(8, 8, 8), latent_channels=4, codebook_size=6)
+
+    def read():
+        model = narrow(vq.VQModel(small, rngs=nnx.Rngs(0)))
+        codes = jnp.zeros((1, 2, 2), int)
+        decoded = [vq.for_decoding(model, dtype).decode(codes) for dtype in config.VQ_DTYPES]
+        inner = vq.for_decoding(model, "float32").decode_latents(jnp.zeros((1, 2, 2, 4)))
+        return model.latents(vq.to_float(pixels)), inner, *decoded
+
+    found = jax.eval_shape(seen), *jax.eval_shape(read)
+    assert {x.dtype.name for x in found} == {"float32"}
+
+
+def test_benchmarks_of_images_are_drawn_as_the_released_demo_draws():
+    """The settings file that the released scripts name is not in their repository."""
+    for name in ("geneval", "dpg"):
+        assert benchmark.preset(name)["sampling"] == {}
+    assert benchmark.preset("geneval")["evaluate"]["prefix"] == "a realistic image, 4k. "
+    assert "SCORE : 7.110" in chat.MICRO_CONDITION
+
+
+def test_the_scripts_are_not_followed_where_the_paper_says_otherwise():
+    assert (config.Optimizer().b1, config.Optimizer().b2) == (0.99, 0.999)
+    assert config.Diffusion().time_policy == "uniform"
+
+
+def test_training_in_blocks_masks_whole_cells():
+    model = tiny.model_settings(codes_per_token=4)
+    hidden = tiny.batch(["image"] * 4, model).generation.tokens == model.image_mask_id
+    assert hidden.any() and not hidden.all()
+    np.testing.assert_array_equal(hidden.any(axis=-1), hidden.all(axis=-1))

@@ -66,7 +66,8 @@ def test_published_samplers_have_names(ran, name):
 def test_as_released_questions_have_blocks_of_128_and_layouts_of_16():
     released = options.changed(config.Sampling(), draws=False, sampler="released")
     assert (released.text_block_len, released.layout_block_len) == (128, 16)
-    assert released.layout_temperature == 0.5
+    assert (released.layout_temperature, released.text_temperature) == (0.5, 0.0)
+    assert (released.edit_guidance, released.grid) == ("source_only", "code")
     fast = options.changed(config.Sampling(), draws=False, sampler="fast_dllm")
     assert (fast.text_preset, fast.text_commit, fast.text_factor) == ("fast_dllm_dual", "factor", 1)
 

@@ -84,3 +84,4 @@ def test_ground_of_several_phrases_never_ends_early(tmp_path):
     image = np.zeros((8, 8, 3), np.uint8)
     (example,) = prompts.locate(["a cat", "a dog", "a cow"], image)
     assert example.ends_from == len(example.response)
+    assert prompts.locate_one("a cat", image).ends_from == 4
