@@ -455,7 +455,7 @@ class Sampling(Section):
     registers: CountOrAuto = -1
     registers_end: CountOrAuto = -1
     text_temperature: NonNegative = 0.0
-    layout_temperature: NonNegativeOrAuto = -1.0  # of layouts but for edits'; -1: text_temperature
+    layout_temperature: NonNegativeOrAuto = -1.0  # of layouts, not of edits'; -1: text_temperature
     # Tokens of a text block; a shorter text is one block. 0: as trained, `data.text_block_len`.
     text_block_len: Count = 0
     layout_block_len: Count = 0  # of layouts and verdicts; 0: as of other texts
