@@ -61,10 +61,3 @@ class Example:
     def shown(self) -> tuple[Views, ...]:
         """The views of all its images, of `pixels` the one."""
         return self.views or (() if self.pixels is None else (self.pixels[None],))
-
-    @property
-    def ends_from(self) -> int:
-        """The first position at which a text may end: none before its last given token."""
-        if not self.ends:
-            return len(self.given)
-        return int(np.flatnonzero(self.given)[-1]) if self.given.any() else 0

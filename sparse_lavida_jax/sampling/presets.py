@@ -171,6 +171,7 @@ class StepSettings:
         return self.preset.cache_prompt and not self.preset.refreshes
 
 
+@functools.lru_cache(maxsize=32)
 def guidance_of(sampling: config.Sampling, *, has_source: bool) -> float:
     """Returns the guidance scale of an image; `has_source`: of an edit."""
     of_edits = has_source and sampling.guidance_edit >= 0

@@ -76,9 +76,16 @@ def rows_of(examples: Sequence[Example], settings: StepSettings, making: str = "
     seeds, attempts = (
         np.array([getattr(request, name) for request in requests]) for name in ("seed", "attempt")
     )
-    ends_from = np.array([example.ends_from for example in examples], np.int32)
+    ends = np.array([ends_from(example) for example in examples], np.int32)
     scales = own("temperature"), own("guidance"), own("guidance_image")
-    return Rows(jax.vmap(key_of)(seeds, attempts), *scales, ends_from)
+    return Rows(jax.vmap(key_of)(seeds, attempts), *scales, ends)
+
+
+def ends_from(example: Example) -> int:
+    """Returns the first position at which a text may end: none before its last given token."""
+    if not example.ends:
+        return len(example.given)
+    return int(np.flatnonzero(example.given)[-1]) if example.given.any() else 0
 
 
 @flax.struct.dataclass

@@ -62,14 +62,14 @@ def test_a_response_of_a_fixed_length_does_not_end(ends_at_once):
 
 def test_the_end_may_be_drawn_after_what_is_given_alone():
     asked = [with_given([2, 7]), with_given([]), with_given([11]), with_given([0], ends=False)]
-    assert [one.ends_from for one in asked] == [7, 0, 11, 12]
+    assert [*map(state.ends_from, asked)] == [7, 0, 11, 12]
     settings = traces.settings_of("sparse", "text", SETTINGS)
     rows = state.rows_of(asked, settings)
     now = tiny.step_at(jnp.broadcast_to(jnp.arange(tiny.TEXT_LEN), (4, tiny.TEXT_LEN)))
     logits = jnp.zeros((4, tiny.TEXT_LEN, 1, SETTINGS.vocab_size))
     left = np.isfinite(draw.allowed(logits, rows, now, SETTINGS, settings))[:, :, 0]
     for row, one in zip(left, asked, strict=True):
-        np.testing.assert_array_equal(row[:, END], np.arange(tiny.TEXT_LEN) >= one.ends_from)
+        np.testing.assert_array_equal(row[:, END], np.arange(tiny.TEXT_LEN) >= state.ends_from(one))
     assert not left[..., SETTINGS.text_mask_id].any()
     released = dataclasses.replace(settings, released=True)
     assert np.isfinite(draw.allowed(logits, rows, now, SETTINGS, released)).all()
@@ -83,5 +83,5 @@ def test_ground_of_several_phrases_never_ends_early(tmp_path):
     prompts = ChatPrompts(tokenizer, model, config.Data(), 1)
     image = np.zeros((8, 8, 3), np.uint8)
     (example,) = prompts.locate(["a cat", "a dog", "a cow"], image)
-    assert example.ends_from == len(example.response)
-    assert prompts.locate_one("a cat", image).ends_from == 4
+    assert state.ends_from(example) == len(example.response)
+    assert state.ends_from(prompts.locate_one("a cat", image)) == 4
