@@ -217,7 +217,11 @@ ARGUMENTS = {
     "json": _argument("--json", "print results for programs", None),
     # Sampling.
     "steps": _argument("--steps --num-inference-steps", "steps of an image or a text block", int),
-    "sampler": _argument("--sampler", f"how steps are made: {_PRESETS}", metavar="PRESET"),
+    "sampler": _argument(
+        "--sampler",
+        f"how steps are made: {_PRESETS}; or as published: released, fast_dllm",
+        metavar="NAME",
+    ),
     "registers": _argument(
         "--registers",
         "how many are used; 64:8 falls from 64 to 8; by default as trained",

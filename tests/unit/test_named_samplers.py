@@ -9,7 +9,9 @@ import stand_ins
 import tiny
 
 from sparse_lavida_jax import config, pipeline
+from sparse_lavida_jax.bench import suites
 from sparse_lavida_jax.data.templates import RequestError
+from sparse_lavida_jax.evals import scenes
 from sparse_lavida_jax.inference import engine
 from sparse_lavida_jax.inference.results import SAMPLER_VERSION
 from sparse_lavida_jax.sampling import options, presets
@@ -88,3 +90,21 @@ def test_a_record_of_another_sampler_is_not_drawn_again(ran):
     older = {key: value for key, value in record.items() if key not in ("sampler", "version")}
     with pytest.raises(RequestError, match="it was drawn by version 1 of the sampler, of sparse-l"):
         pipe.replay(older)
+
+
+def test_a_published_sampler_is_a_row_of_the_benchmark_and_a_setting_of_an_evaluation():
+    settings = stand_ins.settings()
+    asked = {"draw": "image", "text": "text"}
+    examples = {
+        task: tiny.request(kind, settings.model, 0, words=2) for task, kind in asked.items()
+    }
+    rows = suites.by_preset(settings, examples, 8, batch=1, names=("fast_dllm", "dense"))
+    assert [(row.task, row.method) for row in rows] == [
+        ("draw", "dense"), ("text", "dense"), ("text", "fast_dllm"),
+    ]  # fmt: skip
+    assert rows[-1].sampling.text_commit == "factor"
+    released = dataclasses.replace(settings, evaluate=config.Evaluate(limit=1, sampler="released"))
+    assert scenes.Bench(released).sampling.text_block_len == 128
+    wrong = dataclasses.replace(settings, evaluate=config.Evaluate(limit=1, sampler="quick"))
+    with pytest.raises(config.ConfigError, match="choose one of"):
+        scenes.Bench(wrong)
