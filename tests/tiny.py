@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparse_lavida_jax import config, diffusion, sequence
-from sparse_lavida_jax.data.batch import RowShape, stack
+from sparse_lavida_jax.data.batch import RowShape, TrainingRow, stack
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.inference.requests import Request
 from sparse_lavida_jax.models.denoiser import Denoiser
@@ -234,6 +234,16 @@ def shape_of(rows: list[diffusion.CorruptedRow]) -> RowShape:
     """Returns the shape of the longest row."""
     sides = ("understanding", "generation")
     return RowShape(*(max(len(getattr(row, side).block) for row in rows) for side in sides))
+
+
+def registers_from(row: TrainingRow, settings: config.Model) -> int:
+    """Returns the position of the first register of a row of training."""
+    streams = row.tokens.understanding, row.tokens.generation
+    registers = settings.text_register_id, settings.image_register_id
+    for tokens, register in zip(streams, registers, strict=True):
+        if (is_register := tokens.tokens == register).any():
+            return int(tokens.position[np.nonzero(is_register)[0]].min())
+    raise AssertionError("a row without a register")
 
 
 def stacked(rows: list[diffusion.CorruptedRow], settings: config.Model, shape=None, **more):

@@ -230,7 +230,7 @@ def step_on(
     state = jax.eval_shape(lambda: memory.first_state(settings))
     rows = jax.eval_shape(lambda: memory.rows(settings.model, batch))
     given = (
-        _laid(state, sharding.of_state(state, mesh)),
+        sharding.over_state(_shape, state, mesh),
         _laid(rows, sharding.of_batch(rows, mesh)),
         _whole(jax.ShapeDtypeStruct((), jnp.float32), mesh),
     )
@@ -332,9 +332,11 @@ def sampling(
 
 
 def _laid(tree: Any, shardings: Any) -> Any:
-    return jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree, shardings
-    )
+    return jax.tree.map(_shape, tree, shardings)
+
+
+def _shape(leaf: Any, place: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
 
 
 def _whole(tree: Any, mesh: Mesh) -> Any:

@@ -332,7 +332,7 @@ def sampling_of(
 ) -> tuple[config.Sampling, dict[str, Sequence[float | None]]]:
     """Returns the settings that all rows share, and the numbers that are given row by row."""
     shared, columns = {}, {}
-    for name in OPTIONS.keys() & given.keys():
+    for name in (name for name in OPTIONS if name in given):
         by_row = OPTIONS[name].by_row
         if by_row and isinstance(given[name], Sequence):
             columns[name] = given[name]

@@ -8,8 +8,8 @@ when it is used.
 
 import math
 import re
-from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -165,13 +165,14 @@ def shared_by(name: str, shape: tuple[int, ...], mesh: AnyMesh) -> int:
     return math.prod(mesh.shape[axis] for axis in split)
 
 
-def of_state(state: T, mesh: AnyMesh) -> T:
-    """Returns the sharding of every leaf of a training state, which may be one of shapes."""
+def over_state(call: Callable[[Any, NamedSharding], Any], state: T, mesh: AnyMesh) -> T:
+    """Calls a function with every leaf of a training state, or of its shapes, and its sharding."""
 
-    def where(path, leaf):
-        return NamedSharding(mesh, spec_of_state(leaf_name(path), leaf.shape, mesh))
+    def with_sharding(path, leaf):
+        spec = spec_of_state(leaf_name(path), leaf.shape, mesh)
+        return call(leaf, NamedSharding(mesh, spec))
 
-    return jax.tree_util.tree_map_with_path(where, state)
+    return jax.tree_util.tree_map_with_path(with_sharding, state)
 
 
 def place_state(state: T, mesh: Mesh) -> T:
@@ -186,7 +187,7 @@ def place_state(state: T, mesh: Mesh) -> T:
         held = np.asarray(leaf)
         return jax.make_array_from_callback(held.shape, where, held.__getitem__)
 
-    return jax.tree.map(place, state, of_state(state, mesh))
+    return over_state(place, state, mesh)
 
 
 def constrained(state: T) -> T:
@@ -198,7 +199,7 @@ def constrained(state: T) -> T:
     def keep(leaf, where):
         return jax.lax.with_sharding_constraint(leaf, where.spec)
 
-    return jax.tree.map(keep, state, of_state(state, mesh))
+    return over_state(keep, state, mesh)
 
 
 def row_parts(mesh: Mesh) -> int:

@@ -73,14 +73,15 @@ def _registers(value: int | tuple[int, int], draws: bool) -> dict[str, Any]:
     return {"registers": first, "registers_end": last}
 
 
+# A later one of these prevails: what is said by itself over what a sampler's name stands for.
 OPTIONS: dict[str, Option] = {
+    # One of `SAMPLERS`, or a preset (`sampling/presets.py`).
+    "sampler": Option(_sampler),
     # Of an image, or of a text block.
     "steps": Option(_steps, ("num_inference_steps",)),
     "temperature": Option(
         lambda value, draws: {"temperature" if draws else "text_temperature": value}, by_row=True
     ),
-    # One of `SAMPLERS`, or a preset (`sampling/presets.py`).
-    "sampler": Option(_sampler),
     # How many, or the first and the last number of them; the last -1: they do not fall.
     "registers": Option(_registers),
     # The scale of the prompt; it holds for edits too.
@@ -113,10 +114,9 @@ def changed(sampling: config.Sampling, *, draws: bool, **given: Any) -> config.S
         RequestError: text cannot honour an option.
     """
     changes: dict[str, Any] = {}
-    for alias, value in given.items():
-        name = ALIASES.get(alias, alias)
-        if value is None:
-            continue
+    asked = {ALIASES.get(alias, alias): v for alias, v in given.items() if v is not None}
+    for name in (name for name in OPTIONS if name in asked):
+        value = asked[name]
         if OPTIONS[name].needs_image and not draws:
             raise RequestError(f"this task takes no {name}: {OPTIONS[name].needs_image}.")
         changes |= OPTIONS[name].changes(value, draws)

@@ -121,7 +121,7 @@ def test_noisy_confidences_are_the_recorded_ones(parts):
     for given in recorded(parts, "log(p) + alg_temp*gumbel"):
         assert given["clamp_min"] == draw.LEAST_PROBABILITY
         found = draw.with_noise(
-            jnp.asarray(parts.inputs[given["p"]])[..., None],
+            draw.log_odds(parts.inputs[given["p"]])[..., None],
             jnp.asarray(parts.outputs[given["gumbel"]])[..., None],
             jnp.float32(given["alg_temp"]),
         )

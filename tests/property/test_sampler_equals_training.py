@@ -130,13 +130,13 @@ def test_registers_of_a_long_text_stand_where_training_with_short_answers_put_th
     steps, _ = traces.moments(model, [asked], traces.plan([asked], settings, 3), settings)
     (length,) = prompts.prepare([asked], model.settings, settings).length.tolist()
     short = shortened(asked, block)  # what is trained ends in the first text block
-    drawn = {}
-    for seed in range(40):
-        rng = np.random.default_rng(seed)
-        row = make_row(short, settings_for(model.settings, tiny.TEXT_LEN), rng)
-        drawn[row.prompt.length] = row.prompt
-    before = make_row(short, settings_for(model.settings, 0), np.random.default_rng(0))
-    start = before.prompt.response_position
+    settings_ = settings_for(model.settings, tiny.TEXT_LEN)
+    drawn = {
+        tiny.registers_from(make_row(short, settings_, np.random.default_rng(i)), model.settings)
+        for i in range(40)
+    }
+    prompt = tiny.lay_out(short, model.settings)
+    start = prompt.response_position
     assert sorted(drawn) == [start + block, start + 2 * block, length]
     first = [moment for moment in steps if moment.masked[:, :block].any()]
     assert len(first) == 3
@@ -146,11 +146,10 @@ def test_registers_of_a_long_text_stand_where_training_with_short_answers_put_th
             masked=moment.masked[:, :block],
         )  # fmt: skip
         sampled = moment.logits[0, :block]
-        for prompt, is_same in ((drawn[length], True), (before.prompt, False)):
-            row = diffusion.corrupt(
-                prompt, state.canvas[0], "text", traces.blocks_of(state, 0, False, None),
-                model.settings,
-            )  # fmt: skip
+        for places, is_same in ((length, True), (prompt.length, False)):
+            blocks = traces.blocks_of(state, 0, False, None)
+            longer = dataclasses.replace(prompt, length=places)
+            row = diffusion.corrupt(longer, state.canvas[0], "text", blocks, model.settings)
             batch = tiny.stacked([row], model.settings)
             (trained,) = traces.spread_logits(model, batch, "text", [start], block)
             error = np.abs(trained - sampled)[state.masked[0]].max()

@@ -8,6 +8,7 @@ import re
 import numpy as np
 import pytest
 import raw_data
+import tiny
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import batch as making
@@ -441,7 +442,7 @@ def test_only_an_answer_that_nothing_follows_may_be_sampled_longer(mixer, made):
     for seed in range(8):
         example = mixer.example(made, generator(seed))
         lengths = [
-            making.make_row(example, one, generator(seed)).prompt.length
+            tiny.registers_from(making.make_row(example, one, generator(seed)), one.model)
             for one in (mixer.settings, settings)
         ]
         if not isinstance(example.parts[-1], Response):

@@ -6,6 +6,7 @@ The table is docs/differences.md.
 
 import dataclasses
 import functools
+import io
 import pathlib
 import re
 
@@ -18,6 +19,7 @@ import stand_ins
 import tiny
 import traces
 from flax import nnx
+from PIL import Image
 
 from sparse_lavida_jax import config, pipeline, train
 from sparse_lavida_jax.data.batch import RowShape
@@ -183,6 +185,11 @@ def test_blocks_of_training_are_steps_of_a_plan_unless_told():
 IMAGE = np.zeros((8, 8, 3), np.uint8)
 
 
+def png() -> bytes:
+    Image.fromarray(IMAGE).save(file := io.BytesIO(), "PNG")
+    return file.getvalue()
+
+
 class Blank(stand_ins.Codec):
     """Reads and draws images of one code."""
 
@@ -233,7 +240,7 @@ def test_boxes_take_one_pass_of_the_whole_sequence_as_released(converted, asked)
     bench = object.__new__(refcoco.Bench)
     bench.config, bench.settings = converted.settings, config.Evaluate()
     bench.sampling = dataclasses.replace(converted.settings.sampling, **bench.sampled_with)
-    bench.answer(converted, [benchmark.Item(0, "0", "a cat", {}, lambda: [IMAGE])], None)
+    bench.answer(converted, [benchmark.Item("0", "a cat", {}, (png(),))], None)
     for settings, segments in asked:
         assert settings.preset == presets.preset("dense")
         assert [part.num_steps for part in segments] == [1]

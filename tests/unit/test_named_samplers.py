@@ -74,6 +74,14 @@ def test_as_released_questions_have_blocks_of_128_and_layouts_of_16():
     assert (fast.text_preset, fast.text_commit, fast.text_factor) == ("fast_dllm_dual", "factor", 1)
 
 
+def test_what_is_said_by_itself_prevails_over_a_samplers_name():
+    """In any order: `--steps` was now obeyed, now ignored."""
+    asked = [("steps", 4), ("sampler", "released")]
+    for given in (dict(asked), dict(asked[::-1])):
+        made = options.changed(config.Sampling(), draws=False, **given)
+        assert (made.text_steps, made.text_step_ratio, made.text_block_len) == (4, 0.0, 128)
+
+
 def test_more_registers_than_were_trained_are_refused(ran):
     pipe, _ = ran
     most = pipe.settings.model.num_registers

@@ -143,7 +143,7 @@ def test_a_box_is_drawn_around_what_was_pointed_at():
 
 @pytest.fixture
 def counted():
-    """Three steps over 36 cells: 12 a step, three registers each."""
+    """Three steps over 36 cells: 13, 11 and 12, three registers each."""
     return stand_ins.Knowing(
         stand_ins.settings(sampling={"num_steps": 3, "schedule": "linear"}), []
     )
@@ -158,13 +158,13 @@ def passed_by(pipe, sampling, example):
     ("preset", "passed"),
     [
         # The prompt once; of the response each step's own tokens, registers, and the newest ones.
-        ("sparse", lambda prompt: prompt + 3 * (12 + 3) + (0 + 12 + 12)),
+        ("sparse", lambda prompt: prompt + 36 + 3 * 3 + (0 + 13 + 11)),
         # The prompt and the whole response three times, no registers.
         ("dense", lambda prompt: 3 * (prompt + 36)),
         # No cache, but truncated: prompt and everything decoded so far again.
-        ("t", lambda prompt: 3 * (prompt + 12 + 3) + (0 + 12 + 24)),
+        ("t", lambda prompt: 3 * (prompt + 3) + 36 + (0 + 13 + 24)),
         # Both caches, not truncated: also what is still masked.
-        ("pr", lambda prompt: prompt + 3 * (12 + 3) + (0 + 12 + 12) + (24 + 12 + 0)),
+        ("pr", lambda prompt: prompt + 36 + 3 * 3 + (0 + 13 + 11) + (23 + 12 + 0)),
     ],
 )
 def test_passed_tokens_are_counted_as_by_hand(counted, preset, passed):

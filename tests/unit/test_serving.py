@@ -191,7 +191,7 @@ def test_a_missing_extra_is_told_with_what_to_install(monkeypatch, capsys):
     assert cli.main(["sparse-lavida", "demo"]) == cli.MISTAKE
     said = capsys.readouterr().err
     assert "pip install 'sparse-lavida-jax[demo]'" in said
-    assert "(fastapi, uvicorn, python_multipart, gradio)" in said
+    assert "(fastapi, uvicorn, python_multipart, prometheus_client, gradio)" in said
 
 
 def test_only_loopback_is_served_unless_told_otherwise(capsys):
