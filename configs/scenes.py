@@ -46,7 +46,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.data = dict(
         source="scenes",
         image_codec="scenes_g1",
-        # To draw comes first: among all tasks at once it is learned when the time is nearly over.
+        # Drawing is taught first: with all tasks at once it is learned only near the end.
         lessons=dict(draw=dict(until=2000, tasks=dict(plan=3.0, draw=7.0))),
         tasks=dict(
             plan=3.2,

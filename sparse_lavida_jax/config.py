@@ -240,7 +240,7 @@ class Data(Section):
     folder: str = "prepared"  # what `--mode=prepare` wrote, of source "prepared"
     # Weight of each task; a batch holds tasks of one shape group.
     tasks: Weights = dataclasses.field(default_factory=lambda: {"draw": 1.0})
-    lessons: dict[str, Lesson] = dataclasses.field(default_factory=dict)  # first, one by one
+    lessons: dict[str, Lesson] = dataclasses.field(default_factory=dict)  # taught before `tasks`
     image_codec: str = "scenes_g1"  # a folder of `assets/vq`, a path, or "grey" (digits)
     text_block_len: Positive = 8  # S: tokens decoded together in a text answer
     max_prompt_len: Positive = 96  # understanding tokens of the longest prompt, vision included

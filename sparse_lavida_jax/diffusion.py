@@ -33,6 +33,7 @@ from jaxtyping import Bool, Float, Int
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.layout import (
+    FIRST_BLOCK,
     GIVEN_BLOCK,
     NO_CELL,
     NO_FEATURE,
@@ -185,7 +186,7 @@ def schedule_blocks(
     """
     ends = np.cumsum(sizes)
     step = int(np.searchsorted(ends, rng.random() * len(order), side="right"))
-    block, first = _decoded_before(order, ends, step, given)
+    block = _decoded_before(order, ends, step, given)
     merge = merge_cells if rng.random() < 0.5 else 1
     masked = np.zeros(len(given), bool)
     masked_blocks, start, taken = [], int(ends[step] - sizes[step]), step
@@ -195,7 +196,7 @@ def schedule_blocks(
         while taken < len(sizes) and stop - start < merge:
             stop = int(ends[taken])
             taken += 1
-        number = first + step + len(masked_blocks)
+        number = FIRST_BLOCK + step + len(masked_blocks)
         block[order[start:stop]] = number
         masked[order[start:stop]] = True
         masked_blocks.append(number)
@@ -203,7 +204,7 @@ def schedule_blocks(
     weight, total = masked.astype(float), float(masked.sum())
     if settings.weighting == "1/t":
         weight, total = masked * (len(order) / masked.sum()), float(len(order))
-    return Blocks(block, masked, first + step - 1, tuple(masked_blocks), weight, total)
+    return Blocks(block, masked, FIRST_BLOCK + step - 1, tuple(masked_blocks), weight, total)
 
 
 def text_schedule_blocks(
@@ -230,8 +231,8 @@ def text_schedule_blocks(
     plan = _text_plan(rng, length, block_len, steps_per_block, given)
     steps, times = _text_steps(rng, plan.sizes, settings.text_masked_blocks)
     predicted = [plan.order[plan.begin[step] : plan.text_end[step]] for step in steps]
-    block, first = _decoded_before(plan.order, plan.end, steps[-1], given)
-    last_clean = (first + steps - 1).tolist()
+    block = _decoded_before(plan.order, plan.end, steps[-1], given)
+    last_clean = (FIRST_BLOCK + steps - 1).tolist()
     num_clean = last_clean[-1]
     masked_blocks = tuple(range(num_clean + 1, num_clean + 1 + len(steps)))
     block[predicted[-1]] = masked_blocks[-1]
@@ -314,14 +315,13 @@ def even_split(count: int, steps: int) -> Int[np.ndarray, " k"]:
     return np.full(steps, count // steps) + (np.arange(steps) < count % steps)
 
 
-def _decoded_before(order, ends, step, given) -> tuple[np.ndarray, int]:
-    """Blocks of the tokens that the plan has decoded before `step`, the others ABSENT."""
-    first = GIVEN_BLOCK + 1
+def _decoded_before(order, ends, step, given) -> Int[np.ndarray, " l"]:
+    """Returns the block of every token that the plan decoded before `step`; the others ABSENT."""
     block = np.full(len(given), ABSENT, np.int32)
     block[given] = GIVEN_BLOCK
     done = order[: ends[step - 1]] if step else order[:0]
-    block[done] = first + np.searchsorted(ends, np.arange(len(done)), side="right")
-    return block, first
+    block[done] = FIRST_BLOCK + np.searchsorted(ends, np.arange(len(done)), side="right")
+    return block
 
 
 def partly_known(
@@ -333,8 +333,8 @@ def partly_known(
 ) -> Blocks:
     """Makes some codes of every cell known in a share of an image's masked blocks.
 
-    Of a block as many codes a cell, 1 to g - 1, but which ones they are is drawn for each cell:
-    what passes after the first see inside a step (`Sampling.cell_passes`). Text is left as it is.
+    All cells of a block show the same number of codes, 1 to g - 1, chosen separately in each cell.
+    This is what the later passes of a step see (`Sampling.cell_passes`). Text is left as it is.
     """
     known = np.zeros((len(blocks.block), codes_per_token), bool)
     total = blocks.total
@@ -457,7 +457,7 @@ def corrupt(
         if is_text
         else (model.image_mask_id, model.image_register_id)
     )
-    answer = _answer(prompt, response, blocks, mask_id, is_text=is_text)
+    answer = _response_tokens(prompt, response, blocks, mask_id, is_text=is_text)
     for number in () if full_attention else blocks.masked_blocks:
         answer += _registers(prompt, blocks, number, register_id, answer, model.num_registers)
     if is_text:
@@ -467,7 +467,7 @@ def corrupt(
     return CorruptedRow(understanding, generation + answer, "generation")
 
 
-def _answer(
+def _response_tokens(
     prompt: PromptRow,
     response: Int[np.ndarray, "l g"],
     blocks: Blocks,

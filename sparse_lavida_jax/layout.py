@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where tokens stand and what they may see: positions, blocks and horizons.
 
-Only this file makes blocks and horizons. Every token carries three integers: `position` (for the
+Only `make_layout` makes horizons. Every token carries three integers: `position` (for the
 rotary embedding), `block` (the paper's A[i]) and `horizon` (the last block it may look back to).
 Order inside a sequence carries no meaning, so tokens may be sorted, dropped or appended freely.
 Two lemmas make the method exact; both follow from `visibility.visible` and are tested for every
@@ -32,6 +32,7 @@ from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON, AnyArray
 
 PROMPT_BLOCK = 0
 GIVEN_BLOCK = 1  # known cells, a prefix, template words: clean before the first step
+FIRST_BLOCK = GIVEN_BLOCK + 1  # of decoding, whether or not anything is given
 NO_FEATURE = -1  # an understanding token that is text
 NO_EMBEDDING = -2  # an understanding token whose embedding is zeros (`Blank`)
 NO_CELL = -1  # a generation token that is no cell of an image (registers, padding)

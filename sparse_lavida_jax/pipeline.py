@@ -457,7 +457,7 @@ class SparseLaViDa:
         """
         side = 0 if self.codec is None else self.codec.image_size
         made = RequestMaker(self.settings, self.prompts, side).make(task, words, shown, given)
-        preset = presets.untrained(made[0].sampling or self.settings.sampling, self.model.settings)
+        preset = presets.untrained(made[0].sampling, self.model.settings)
         if preset and not self.warned:
             log.warning("%s", untrained_warning(self.source.name or "this model", preset))
             self.warned = True
@@ -489,7 +489,7 @@ class SparseLaViDa:
         ((_, sampling),) = tasks
         parts = self.engine, self.settings, self.prompts, self.codec, self.source
         how = {"callback": callback, "bucket": bucket, "shared": shared}
-        return TaskRun(*parts, sampling or self.settings.sampling, **how).done(requests)
+        return TaskRun(*parts, sampling or self.settings.sampling, **how).run(requests)
 
     def decode(
         self,

@@ -62,11 +62,11 @@ from sparse_lavida_jax.sampling.state import (
 )
 from sparse_lavida_jax.sequence import Kind
 
-# Steps of one width are run by programs of so many steps, so that requests of any number of steps
-# share them. Programs of small models on CPUs compile sooner whole.
+# A segment is run in compiled loops of these lengths, so that requests with any number of steps
+# share them. Small models on CPUs compile faster as one loop.
 TRIPS = (16, 8, 4, 2, 1)
 
-NO_RECORD = Draws()  # random numbers of our own
+OWN_DRAWS = Draws()  # not recorded ones
 
 _slot_multiple = functools.cache(slot_multiple)
 
@@ -79,7 +79,7 @@ def step(
     *,
     policy: draw.Policy,
     settings: StepSettings,
-    draws: Draws = NO_RECORD,
+    draws: Draws = OWN_DRAWS,
     tables: StepTables | None = None,
 ) -> SamplerState:
     """One denoising step: passes the tokens of `now`, draws the candidates, commits some.
@@ -202,7 +202,7 @@ def run_segment(
     prompt: Prompt,
     *,
     settings: StepSettings,
-    draws: Draws = NO_RECORD,
+    draws: Draws = OWN_DRAWS,
 ) -> SamplerState:
     """Runs the steps of one segment, all of one width, in one compiled loop.
 
@@ -361,14 +361,12 @@ class Begun:
 
     Attributes:
         canvas: the responses at first, on the host.
-        given: known tokens.
         prompt: on the device.
         program: what chooses the compiled programs.
         state: None where nothing is left to decode.
     """
 
     canvas: Int[np.ndarray, "b l g"]
-    given: Bool[np.ndarray, "b l"]
     prompt: Prompt | None
     program: StepSettings
     state: SamplerState | None
@@ -394,7 +392,7 @@ def begin(
     rows = rows_of(examples, settings, making)
     program = program_of(settings, greedy=not np.any(rows.temperature))
     if not segments:
-        return Begun(canvas, given, None, program, None)
+        return Begun(canvas, None, program, None)
     decoded_at = np.where(given, GIVEN_BLOCK, NOT_DECODED).astype(np.int32)
     if prompt is None:
         prompt = prepare(examples, model.settings, settings, prompt_len)
@@ -423,7 +421,7 @@ def begin(
                 capacity=room,
                 prompt_len=own_len(prompt, decodes(settings.kind)),
             )
-    return Begun(canvas, given, on_device, program, state)
+    return Begun(canvas, on_device, program, state)
 
 
 def _first_canvas(

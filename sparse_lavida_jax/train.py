@@ -21,8 +21,6 @@ from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.training import flops, metrics, optimizer, runs, sources
 from sparse_lavida_jax.training.start import init_state
 from sparse_lavida_jax.training.step import TrainState, train_step
-from sparse_lavida_jax.training.step import gradient as gradient
-from sparse_lavida_jax.training.step import loss as loss
 
 
 class DivergedError(runs.RunError):
@@ -109,7 +107,7 @@ class _Loop:
                 is_late, is_to_draw = self._what_is_due(now)
                 if self._run.is_asked_to_stop(self.step):
                     self._record()
-                    self._run.stop_if_asked(self.step, self._saved(), {"data": self.feed.position})
+                    self._run.save_and_stop(self.step, self._saved(), {"data": self.feed.position})
                 score = self._draw() if is_to_draw else None
                 if is_to_draw:
                     self._last_drawn = time.monotonic()

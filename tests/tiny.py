@@ -180,6 +180,15 @@ class Recorded(draw.Draws):
         return super().random(row_key, now) if self.sure is None else self.ranking(row_key, now)
 
 
+def gumbel(uniform: np.ndarray) -> np.ndarray:
+    """Returns Gumbel noise -log(-log u) of uniform numbers, float64, on the host.
+
+    The released text sampler takes the argmax of exp(logit) / (-log u)^T: the same choice as the
+    argmax of logit / T + this noise.
+    """
+    return -np.log(-np.log(np.maximum(uniform.astype(np.float64), draw.LEAST_PROBABILITY)))
+
+
 def without_tiles(settings, draws):
     """Returns settings that make all logits at once where what is drawn from them is recorded."""
     recorded = draws is not None and (draws.tokens is not None or draws.gumbel is not None)

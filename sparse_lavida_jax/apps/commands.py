@@ -26,7 +26,7 @@ from sparse_lavida_jax.sample import Callback, Progress
 from sparse_lavida_jax.sampling import options
 
 NUMBERS = ("temperature", "guidance")  # that lines of a batch may have of their own
-OLDER_KEYS = {"picture": "image", "guidance_scale": "guidance"}  # other names of what they hold
+OLDER_KEYS = {"picture": "image", "guidance_scale": "guidance"}  # in lines of a batch
 
 
 class Line(schema.Section):

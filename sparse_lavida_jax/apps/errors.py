@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistakes in what was asked, which every face tells in a sentence, and the model asked for."""
+"""Mistakes in what was asked, each reported in one sentence, and the model asked for."""
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.image_files import ImageError

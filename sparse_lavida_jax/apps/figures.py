@@ -63,7 +63,7 @@ def plan_of(
 def costs(sampling: config.Sampling, model: config.Model, prompt_tokens: int) -> list[StepCost]:
     """Returns what each step of one image passes; the prefill of a cached prompt comes first.
 
-    Their totals add up to `presets.tokens_passed`.
+    Their totals add up to `inference.engine.tokens_passed`.
     """
     segments, settings = plan_of(sampling, model)
     cached = settings.preset.cache_prompt

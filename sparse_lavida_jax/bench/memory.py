@@ -39,7 +39,7 @@ from sparse_lavida_jax.kernels.sharded import BATCH_AXES
 from sparse_lavida_jax.layout import Stream, TokenLayout
 from sparse_lavida_jax.models import lora, parameters, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.training import optimizer
+from sparse_lavida_jax.training import optimizer, step
 
 GB = 1e9
 HEADS = ("text_head/kernel", "image_head/logits/kernel")
@@ -226,7 +226,7 @@ def kept(settings: config.Config, batch: BatchSize) -> int:
     def way_back(trained, frozen):
         def loss(part):
             model, given = parameters.joined(part, frozen), rows(settings.model, batch)
-            return train.loss(model, given, chunk=settings.train.loss_chunk)[0]
+            return step.loss(model, given, chunk=settings.train.loss_chunk)[0]
 
         return jax.vjp(loss, trained)[1]
 

@@ -165,9 +165,9 @@ def make_row(example: Example, settings: config.Config, rng: np.random.Generator
 
 
 def _room_after(example: Example, data: config.Data, rng: np.random.Generator) -> int:
-    """Returns how many tokens longer the text may be that a sampler writes, in whole text blocks.
+    """Returns how much longer than this response a sampled text may get, in whole text blocks.
 
-    They are masked and in no block, so that all they move is the registers. Any doubling of the
+    The tokens more are left out of the row; only the registers' positions move. Any doubling of the
     length, up to `data.sampled_answer_len`, is as likely as any other. An image, and a text that
     something follows (a box), are as long as they are; then nothing is drawn.
     """

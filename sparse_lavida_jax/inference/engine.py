@@ -70,8 +70,8 @@ class Engine:
     Args:
         model: the denoiser.
         batch_size: most rows that are decoded together.
-        text_block_len: tokens of a text block, where the settings do not say; a text that is no
-            whole blocks is one.
+        text_block_len: tokens of a text block, where the settings do not say; a text that is
+            not a whole number of blocks is one block.
     """
 
     def __init__(self, model: Denoiser, batch_size: int, text_block_len: int):
@@ -326,10 +326,10 @@ class TaskRun:
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     tokens: int = 0
 
-    def done(self, requests: Sequence[Request]) -> Result:
+    def run(self, requests: Sequence[Request]) -> Result:
         """Does what is asked by requests of one task."""
-        does = {"reflect": self.reflected, "ground": self.found}
-        by_kind = self.drawn if TASKS[requests[0].task].draws else self.written
+        does = {"reflect": self.reflect, "ground": self.find_boxes}
+        by_kind = self.draw_images if TASKS[requests[0].task].draws else self.write_texts
         return does.get(requests[0].task, by_kind)(requests)
 
     @property
@@ -420,7 +420,7 @@ class TaskRun:
 
     # -- images -----------------------------------------------------------------------------
 
-    def drawn(self, requests: Sequence[Request]) -> Result:
+    def draw_images(self, requests: Sequence[Request]) -> Result:
         """Returns the images of requests."""
         canvases = [self._canvas(request) for request in requests]
         layouts = self._layouts(requests, canvases)
@@ -497,7 +497,7 @@ class TaskRun:
             example = self.prompts.change(canvas.words, codes, canvas.image, canvas.known, plan)
         return dataclasses.replace(example, grid=canvas.cells)
 
-    def reflected(self, requests: Sequence[Request]) -> Result:
+    def reflect(self, requests: Sequence[Request]) -> Result:
         """Returns the last images of requests, with all attempts and their verdicts."""
         done = [self._reflect(request) for request in requests]
         return self.result(
@@ -533,7 +533,7 @@ class TaskRun:
 
     # -- text and boxes ---------------------------------------------------------------------
 
-    def written(self, requests: Sequence[Request]) -> Result:
+    def write_texts(self, requests: Sequence[Request]) -> Result:
         """Returns the texts of requests."""
         required = requests[0].required
         if required and not self.prompts.refusal("caption"):
@@ -541,7 +541,7 @@ class TaskRun:
                 dataclasses.replace(one, task="caption", template=None, required=())
                 for one in requests
             ]
-            free = self.written(plain)
+            free = self.write_texts(plain)
             if all(f" {word.strip()} " in f" {free.text.strip()} " for word in required):
                 return dataclasses.replace(free, task=requests[0].task)
         said = self.decode("text", [self._text_example(one) for one in requests], requests)
@@ -565,7 +565,7 @@ class TaskRun:
             words = prompts.describe
         return prompts.ask(words, seen, request.max_new_tokens or tokens)
 
-    def found(self, requests: Sequence[Request]) -> Result:
+    def find_boxes(self, requests: Sequence[Request]) -> Result:
         """Returns the boxes of phrases, all of one image."""
         image, named = requests[0].pixels, [request.words for request in requests]
         examples, how = self.prompts.locate(named, image), self.sampling

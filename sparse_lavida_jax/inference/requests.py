@@ -58,7 +58,7 @@ class Request:
     """One thing that is asked of a model.
 
     Attributes:
-        task: one of `TASKS`.
+        task: one of `TASKS`; "" of one that says how a row is sampled and nothing else.
         words: prompt, instruction, question, phrase, or text with gaps.
         images: what the task is about; one image, except for questions about several.
         seed: all randomness of this row.

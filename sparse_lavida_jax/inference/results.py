@@ -14,7 +14,7 @@ from sparse_lavida_jax.data import image_files
 
 Box = image_files.Box
 FORMAT = "sparse-lavida-picture/1"
-# One more whenever the same request may draw something else; `replay` draws what this one drew.
+# One more whenever the same request may draw something else; `replay` refuses other versions.
 # 2: noise of its own for what is made of one seed, drawn finely; counts as PyTorch rounds them;
 # confidences as log-odds; no end-of-text before what is given.
 SAMPLER_VERSION = 2
@@ -100,7 +100,7 @@ class Result:
         image_files.write(path, self.pixels[row], self.records[row])
 
     def as_json(self) -> dict[str, Any]:
-        """Returns everything but images and tokens, for `json`."""
+        """Returns what `--json` prints."""
         return {
             "task": self.task,
             "prompts": list(self.prompts),

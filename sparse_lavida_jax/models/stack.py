@@ -80,8 +80,8 @@ def run_layers(
     """Feeds the streams through all layers.
 
     Args:
-        joint, split: layers: stacked, or one by one (`fuse.for_inference`), which are then written
-            out.
+        joint, split: layers: stacked, or one by one (`fuse.for_inference`), which are then
+            unrolled.
         x: residual streams; a stream without tokens is absent.
         layouts: tags of the same streams.
         wanted: the streams to return.

@@ -35,15 +35,6 @@ Policy = Callable[
 # What may be drawn.
 
 
-def gumbel(uniform: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
-    """Returns Gumbel noise -log(-log u) of uniform numbers, float64, on the host.
-
-    The released text sampler takes the argmax of exp(logit) / (-log u)^T: the same choice as the
-    argmax of logit / T + this noise.
-    """
-    return -np.log(-np.log(np.maximum(uniform.astype(np.float64), LEAST_PROBABILITY)))
-
-
 def filtered(logits: Float[Array, "*b c"], top_k: int, top_p: float) -> Float[Array, "*b c"]:
     """Returns logits with -inf for what may not be drawn.
 
@@ -351,7 +342,8 @@ def noise(
     def noise_at(key, position):
         key = jax.random.fold_in(jax.random.fold_in(key, now.block), position)
         key = key if tile is None else jax.random.fold_in(key, tile)
-        # From 23 random bits, nothing below 1e-7 is drawn, and tails of many words hold 1e-2.
+        # Noise from 23 random bits never draws what is less probable than about 1e-7; over a large
+        # vocabulary such words together hold about 1 %.
         return jax.random.gumbel(key, shape, mode="high" if shape and shape[-1] > FEW else "low")
 
     return jax.vmap(jax.vmap(noise_at, in_axes=(None, 0)))(row_key, now.decode)

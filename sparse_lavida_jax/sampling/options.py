@@ -60,6 +60,12 @@ SAMPLERS: dict[str, dict[str, Any]] = {
 def _sampler(value: str, draws: bool) -> dict[str, Any]:
     if value in SAMPLERS:
         return SAMPLERS[value]
+    presets = config.PRESETS if draws else (*config.PRESETS, *config.TEXT_PRESETS)
+    if value not in presets:
+        raise RequestError(
+            f"there is no sampler {value!r} of {'images' if draws else 'text'}: choose one of"
+            f" {', '.join((*presets, *SAMPLERS))}."
+        )
     if draws:
         return {"preset": value}
     known = value in config.PRESETS

@@ -14,11 +14,10 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Bool, Float, Int, Shaped
 
-from sparse_lavida_jax.layout import GIVEN_BLOCK
+from sparse_lavida_jax.layout import FIRST_BLOCK, GIVEN_BLOCK
 from sparse_lavida_jax.orders import counts, merged
 from sparse_lavida_jax.sequence import cells_from_codes
 
-FIRST_BLOCK = GIVEN_BLOCK + 1  # of decoding, whether or not anything is given
 PAD_POSITION = -1  # fills a step of a row that has fewer tokens than the widest one
 
 # Widths a segment may have: powers of two and the halves between them, so that rounding up adds

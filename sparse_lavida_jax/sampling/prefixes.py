@@ -32,7 +32,7 @@ class Prefixes:
         self._kept: collections.OrderedDict[str, KVCache] = collections.OrderedDict()
 
     def get(self, prompt: Prompt, kind: Kind, make: Callable[[], KVCache]) -> KVCache:
-        """Returns what is kept of a prompt (on the host) of these tags, or makes and keeps it.
+        """Returns the keys and values kept for a prompt (on the host), or makes them.
 
         Args:
             kind: of the response, which decides whose keys the split layers write.

@@ -398,20 +398,6 @@ def _block_order(sampling: config.Sampling, num_blocks: int) -> Sequence[int]:
     return left_to_right if sampling.text_block_order == "left_to_right" else left_to_right[::-1]
 
 
-def tokens_passed(
-    segments: list[plans.Segment], settings: StepSettings, prompt_tokens: int = 0
-) -> int:
-    """Returns how many tokens of one row all steps pass, prompt included, padding not.
-
-    Args:
-        segments: a plan of one row.
-        prompt_tokens: of that row, both streams.
-    """
-    return int(response_tokens(segments, settings)[0]) + prompt_tokens * prompt_passes(
-        segments, settings
-    )
-
-
 def response_tokens(segments: list[plans.Segment], settings: StepSettings) -> Int[np.ndarray, " b"]:
     """Returns how many tokens of each row all steps pass, registers included, prompt not."""
     passed = np.zeros(segments[0].decode.shape[1] if segments else 1, int)

@@ -211,7 +211,8 @@ def parted(prompt: Prompt, guidance_rows: int, *, keeping: bool) -> list[PromptP
     """Returns a batch in parts of one shape each: guidance rows of one request differ in length.
 
     Args:
-        keeping: whether rows that `keeps` are parts of their own, for a store of such prefixes.
+        keeping: whether rows that requests share become parts of their own, for `Prefixes` to
+            keep.
     """
     b = len(prompt.length) // guidance_rows
     shapes = guidance_shapes(prompt, guidance_rows)

@@ -94,7 +94,7 @@ class SceneBatches(Batches):
         if task == DIGIT:
             return self.encoder.digit_example(digits.sample(self.settings.seed, index))
         sample, extra_blocks = tasks.sample(task, self.settings.seed, index), int(rng.integers(4))
-        # Tasks that are made of others have never drawn this number.
+        # Tasks made of others have no plan to drop, and skip this draw.
         with_plan = bool(tasks.TABLE[task].made_of) or rng.random() >= self.settings.data.plan_drop
         return self.encoder.scene_example(sample, extra_blocks=extra_blocks, with_plan=with_plan)
 

@@ -79,6 +79,12 @@ class Task:
     label: str | None = None
     made_of: tuple[str, ...] = ()
 
+    def __post_init__(self):
+        if self.group not in (groups := TEXT_GROUPS + IMAGE_GROUPS):
+            raise ValueError(
+                f"there is no group {self.group!r}. Choose one of {', '.join(groups)}."
+            )
+
     @property
     def is_image(self) -> bool:
         """Whether the response is an image."""

@@ -13,7 +13,7 @@ import signal
 import threading
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from flax import traverse_util
 
@@ -109,16 +109,16 @@ class Run:
             self.stop_signal = signal.SIGTERM
         return self.stop_signal is not None
 
-    def stop_if_asked(self, step: int, state: Any, note: dict[str, Any] | None = None) -> None:
-        """Saves the state and ends the run if a signal came.
+    def save_and_stop(self, step: int, state: Any, note: dict[str, Any] | None = None) -> NoReturn:
+        """Saves the state and ends the run, after a signal (`is_asked_to_stop`).
 
         Raises:
-            Interrupted: a signal came.
+            Interrupted: always.
         """
-        if self.stop_signal is not None:
-            self.states.save(step, state, note=note)
-            self.states.wait()
-            raise Interrupted(self.stop_signal, step)
+        assert self.stop_signal is not None
+        self.states.save(step, state, note=note)
+        self.states.wait()
+        raise Interrupted(self.stop_signal, step)
 
     def _claim(self) -> Callable[[], None]:
         """Makes the folder ours; returns a function that releases it."""

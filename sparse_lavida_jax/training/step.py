@@ -116,7 +116,7 @@ def gradient(
     microbatches: int = 1,
     chunk: int = 0,
 ) -> tuple[Float[Array, ""], dict[str, Array], Denoiser]:
-    """Returns loss, what is logged, and the gradient, of a few rows at a time.
+    """Returns loss, what is logged, and the gradient, computed a few rows at a time.
 
     However a batch is cut, every part is divided by what the whole would be (design of the loss in
     `diffusion.py`), so the parts add up to the same. Rows are dealt to the microbatches in turn,
@@ -177,7 +177,7 @@ def train_step(
     params = jax.tree.map(lambda p, u: p - learning_rate * u, state.params, update)
     ema = state.ema
     if ema is not None:
-        # An average that starts from scratch forgets its start as fast as it has seen steps.
+        # Early in a run the decay is lower, so that the average forgets the initial parameters.
         decay = jnp.minimum(settings.ema, (1 + state.step) / (10 + state.step))
         ema = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, ema, params)
     finite = jnp.isfinite(value) & jnp.isfinite(norm)

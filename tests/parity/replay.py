@@ -103,7 +103,7 @@ def text_draws(variant, inputs):
         return None
     length = variant["max_new_tokens"]
     uniform = np.stack([inputs[name][:, -length:] for name in variant["rand"]])  # [k b l v]
-    return tiny.Recorded(gumbel=draw.gumbel(uniform)[..., None, :].astype(np.float32))
+    return tiny.Recorded(gumbel=tiny.gumbel(uniform)[..., None, :].astype(np.float32))
 
 
 def text_request(ids, length, mask_id, draft=()):

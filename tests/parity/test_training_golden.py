@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import tiny
 
-from sparse_lavida_jax import config, diffusion, train
+from sparse_lavida_jax import config, diffusion
 from sparse_lavida_jax.checkpoints import arrays
 from sparse_lavida_jax.convert import names
 from sparse_lavida_jax.data import images
@@ -35,6 +35,7 @@ from sparse_lavida_jax.sequence import (
     codes_from_cells,
     num_tokens,
 )
+from sparse_lavida_jax.training import step as training_step
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 VALUES = 1e-4  # embeddings, hidden states, logits, losses (golden README)
@@ -344,7 +345,7 @@ def computed(name: str) -> Computed:
         codes = None
         if merged.GENERATION in hidden:
             codes = params.image_logits(hidden[merged.GENERATION]).argmax(axis=-1)
-        return x, hidden, codes, jax.value_and_grad(train.loss, has_aux=True)(params, batch)
+        return x, hidden, codes, jax.value_and_grad(training_step.loss, has_aux=True)(params, batch)
 
     batch = jax.tree.map(jnp.asarray, run_of(name).batch)
     x, hidden, codes, ((loss, logged), gradient) = tiny.quick_jit(everything)(

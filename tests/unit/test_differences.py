@@ -21,7 +21,7 @@ import traces
 from flax import nnx
 from PIL import Image
 
-from sparse_lavida_jax import config, pipeline, train
+from sparse_lavida_jax import config, pipeline
 from sparse_lavida_jax.data.batch import RowShape
 from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.evals import benchmark, refcoco
@@ -33,6 +33,7 @@ from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.sampling import options, presets
 from sparse_lavida_jax.sequence import LearnedText, Response, Source, Text
+from sparse_lavida_jax.training import step as training_step
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 TESTS = pathlib.Path(__file__).parents[1]
@@ -107,7 +108,7 @@ def test_text_alone_is_learned_without_an_image():
     drawn = objective.draw(np.random.default_rng(0), sequence)
     batch = batch_of([sequence] * 2, [drawn] * 2, settings)
     assert batch.pixels is None and batch.predicts == "understanding"
-    value, logged = tiny.quick_jit(train.loss)(tiny.denoiser(settings.model), batch)
+    value, logged = tiny.quick_jit(training_step.loss)(tiny.denoiser(settings.model), batch)
     assert value > 1.0
     assert set(logged) == {"text_nll"}
 
@@ -120,7 +121,7 @@ def test_text_of_which_nothing_is_masked_has_no_loss():
     )
     drawn = objective.draw(np.random.default_rng(0), sequence)
     batch = batch_of([sequence], [drawn], settings)
-    grad = tiny.quick_jit(jax.value_and_grad(train.loss, has_aux=True))
+    grad = tiny.quick_jit(jax.value_and_grad(training_step.loss, has_aux=True))
     (value, _), gradient = grad(tiny.denoiser(settings.model), batch)
     assert value == 0.0
     assert all((leaf == 0).all() for leaf in jax.tree.leaves(gradient))

@@ -44,7 +44,9 @@ def test_the_costs_of_steps_add_up_to_what_the_sampler_passes(preset):
     model, sampling = tiny.model_settings(grid_size=4), config.Sampling(num_steps=5, preset=preset)
     segments, settings = figures.plan_of(sampling, model)
     steps = figures.costs(sampling, model, 11)
-    assert sum(step.total for step in steps) == presets.tokens_passed(segments, settings, 11)
+    assert sum(step.total for step in steps) == int(
+        presets.response_tokens(segments, settings)[0]
+    ) + 11 * presets.prompt_passes(segments, settings)
     assert sum(step.decode for step in steps) == 16
     assert len(steps) == 5 + settings.preset.cache_prompt
 

@@ -10,11 +10,12 @@ import pytest
 import tiny
 from flax import nnx
 
-from sparse_lavida_jax import config, train
+from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import adapters, model_folder
 from sparse_lavida_jax.models import lora, parameters
 from sparse_lavida_jax.models.layers import Linear
 from sparse_lavida_jax.scenes.tokenizer import SHIPPED
+from sparse_lavida_jax.training import step as training_step
 
 MODEL = tiny.model_settings(codes_per_token=4)
 LORA = config.Lora(rank=3, alpha=6.0)
@@ -87,7 +88,7 @@ def test_no_merged_matrix_exists_while_training(attached):
     batch = tiny.batch(["text", "image"], MODEL)
 
     def gradient(part):
-        return jax.grad(lambda p: train.loss(parameters.joined(p, frozen), batch)[0])(part)
+        return jax.grad(lambda p: training_step.loss(parameters.joined(p, frozen), batch)[0])(part)
 
     products = []
 

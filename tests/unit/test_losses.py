@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import tiny
 
-from sparse_lavida_jax import train
 from sparse_lavida_jax.training import loss
+from sparse_lavida_jax.training import step as training_step
 
 B, S, E, V = 2, 11, 8, 301
 
@@ -137,7 +137,7 @@ def test_a_chunk_of_nothing_is_refused():
 def test_the_training_loss_is_the_same_in_chunks():
     settings = tiny.model_settings(codes_per_token=4)
     model, batch = tiny.denoiser(settings), tiny.batch(["image", "text"], settings)
-    of = jax.value_and_grad(train.loss, has_aux=True)
+    of = jax.value_and_grad(training_step.loss, has_aux=True)
     (value, logged), gradient = tiny.quick_jit(of)(model, batch)
     (chunked, same), pulled = tiny.quick_jit(lambda *given: of(*given, chunk=3))(model, batch)
     np.testing.assert_allclose(chunked, value, rtol=1e-6)

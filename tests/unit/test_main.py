@@ -174,7 +174,7 @@ def test_the_image_tokenizer_has_its_own_stage(folder, monkeypatch):
 def test_a_stopped_run_says_how_to_go_on(folder, monkeypatch, capsys, number, code):
     def train(settings, run, profile):
         os.kill(os.getpid(), number)
-        run.stop_if_asked(3, {"x": np.zeros(2)})
+        run.save_and_stop(3, {"x": np.zeros(2)})
 
     fake = types.SimpleNamespace(train=train)
     monkeypatch.setattr(sparse_lavida_jax, "train", fake, raising=False)

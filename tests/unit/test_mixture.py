@@ -15,10 +15,11 @@ import raw_data
 import stand_ins
 import tiny
 
-from sparse_lavida_jax import config, train
+from sparse_lavida_jax import config
 from sparse_lavida_jax.data.batch import RowShape
 from sparse_lavida_jax.mixture.batches import MixtureBatches
 from sparse_lavida_jax.mixture.records import RecordError
+from sparse_lavida_jax.training import step as training_step
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 RELEASED = {"corruption": "released", "attention": "full", "weighting": "mean"}
@@ -177,7 +178,7 @@ def test_a_model_learns_from_the_batches(mixed):
     group = "change" if mixed.released else "draw"
     batch = mixed.batch(group, 0)
     assert batch.predicts == "both"
-    value, logged = tiny.quick_jit(train.loss)(tiny.denoiser(mixed.settings.model), batch)
+    value, logged = tiny.quick_jit(training_step.loss)(tiny.denoiser(mixed.settings.model), batch)
     assert np.isfinite(value) and value > 0.5
     assert set(logged) == {"text_nll", "image_nll"}
 

@@ -99,7 +99,9 @@ def test_a_tail_of_one_percent_over_a_large_vocabulary_is_drawn_in_one_percent_o
     logits = np.full(words, np.log(0.01 / (words - 1)), np.float32)
     logits[0] = np.log(0.99)
     drawn = jax.jit(
-        lambda key, at: jnp.argmax(draw.noise(key, tiny.step_at(at), (words,)) + logits, axis=-1)
+        lambda key, at: jnp.argmax(
+            draw.noise(key, tiny.step_at(at), (words,)) + logits[None, None], axis=-1
+        )
     )
     rows, *_ = rows_and_step("text")
     for start in range(0, 8000, 50):

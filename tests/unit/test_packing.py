@@ -14,9 +14,10 @@ import pytest
 import stand_ins
 import tiny
 
-from sparse_lavida_jax import config, train
+from sparse_lavida_jax import config
 from sparse_lavida_jax.data import batch as making
 from sparse_lavida_jax.data.batch import RowShape
+from sparse_lavida_jax.training import step as training_step
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 SIZE, SHARED = 6, 3
@@ -45,7 +46,7 @@ def test_a_packed_batch_has_the_loss_and_the_gradient_of_its_examples(group):
     """Of answers about images and without any, and of images that are drawn."""
     alone, packed = batches(), batches(packing=SHARED)
     model = tiny.denoiser(alone.settings.model)
-    gradient = tiny.quick_jit(train.gradient)
+    gradient = tiny.quick_jit(training_step.gradient)
     found = [gradient(model, each.batch(group, 0)) for each in (alone, packed)]
     (loss, logged, wanted), (packed_loss, packed_logged, ours) = found
     np.testing.assert_allclose(packed_loss, loss, rtol=2e-5)

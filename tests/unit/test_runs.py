@@ -101,10 +101,10 @@ def test_a_signal_ends_the_run_at_the_end_of_the_step(tmp_path, number, code):
     before, state = signal.getsignal(number), {"x": np.arange(3)}
     with pytest.raises(runs.Interrupted, match="after step 5") as stopped:
         with runs.Run(tmp_path, config.Config()) as run:
-            run.stop_if_asked(4, state)
+            assert not run.is_asked_to_stop(4)
             os.kill(os.getpid(), number)
             assert run.stop_signal == number
-            run.stop_if_asked(5, state)
+            run.save_and_stop(5, state)
     assert stopped.value.exit_code == code
     assert signal.getsignal(number) == before
     with runs.Run(tmp_path, config.Config()) as run:

@@ -28,6 +28,7 @@ from sparse_lavida_jax.models import lora, parameters, quantize, sharding
 from sparse_lavida_jax.models.denoiser import shapes as denoiser_shapes
 from sparse_lavida_jax.scenes.tokenizer import SHIPPED
 from sparse_lavida_jax.training import metrics, optimizer, runs, states
+from sparse_lavida_jax.training import step as training_step
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +71,7 @@ def test_the_loss_averages_text_and_codes_apart_and_adds_them():
             params.text_logits(hidden["understanding"]),
             params.image_logits(hidden["generation"]),
         )
-        return train.loss(params, batch), text, image
+        return training_step.loss(params, batch), text, image
 
     (value, logged), text, image = tiny.quick_jit(everything)(params, batch)
     text, image = log_softmax(text), log_softmax(image)
@@ -110,7 +111,7 @@ def test_codes_may_have_weights_of_their_own():
         plain = batches[0]
         hidden, _ = params(plain.understanding, plain.generation, wanted="both")
         logits = params.image_logits(hidden["generation"])
-        return [train.loss(params, weighted)[0] for weighted in batches], logits
+        return [training_step.loss(params, weighted)[0] for weighted in batches], logits
 
     batches = [dataclasses.replace(batch, image_weight=w) for w in (equal, other)]
     (plain, same, weighted), logits = losses(params, [batch, *batches])
@@ -129,9 +130,9 @@ def test_a_batch_in_parts_has_the_gradient_of_the_whole(microbatches):
     model = tiny.model_settings(codes_per_token=4)
     params = tiny.denoiser(model)
     batch = tiny.batch(["text", "image", "image", "text"], model)
-    whole = tiny.quick_jit(train.gradient)(params, batch)
+    whole = tiny.quick_jit(training_step.gradient)(params, batch)
     parts = tiny.quick_jit(
-        lambda *given: train.gradient(*given, microbatches=microbatches, chunk=3)
+        lambda *given: training_step.gradient(*given, microbatches=microbatches, chunk=3)
     )(params, batch)
     for one, other in zip(*map(jax.tree.leaves, (parts, whole)), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=2e-6)
@@ -330,7 +331,7 @@ def test_adapters_are_trained_and_their_base_is_frozen(base_model, frozen_dtype)
     batch = stand_ins.batches(settings).batch("draw", 0)
     state = train.init_state(settings, jax.eval_shape(lambda: tiny.denoiser(settings.model)))
     whole = jax.tree.map(jnp.copy, parameters.joined(state.params, state.frozen))
-    expected = tiny.quick_jit(train.loss)(whole, batch)[0]
+    expected = tiny.quick_jit(training_step.loss)(whole, batch)[0]
     frozen, logs = jax.tree.map(np.asarray, state.frozen), []
     names = set(parameters.by_name(state.params))
     assert names == set(parameters.by_name(state.ema))
@@ -400,7 +401,7 @@ def test_what_is_kept_of_a_layer_changes_no_gradient(remat, kinds):
     model = tiny.model_settings()
     params, batch = tiny.denoiser(model), tiny.batch(kinds, model)
     less = params_with(params, dataclasses.replace(model, remat=remat))
-    plain, same = (tiny.quick_jit(train.gradient)(each, batch) for each in (params, less))
+    plain, same = (tiny.quick_jit(training_step.gradient)(each, batch) for each in (params, less))
     for one, other in zip(*map(jax.tree.leaves, (plain, same)), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=2e-6)
 

@@ -27,7 +27,8 @@ from sparse_lavida_jax.scenes.grammar import GrammarError
 from sparse_lavida_jax.scenes.task import Judgement, Sample, Task
 from sparse_lavida_jax.scenes.world import COLOURS, SHAPES
 
-# Within a group, batches draw a task by its place: those of the first models have kept theirs.
+# The order decides which task a random number picks. These keep their places, so that runs can be
+# repeated; new ones follow by the alphabet.
 FIRST = (
     "plan", "answer", "arithmetic", "point", "reflect", "caption", "constrained_caption", "infill",
     "detect", "locate", "name", "quiz", "edit_plan", "fill_plan", "draw", "edit", "inpaint",
@@ -48,6 +49,7 @@ def _table() -> dict[str, Task]:
 TABLE = _table()
 TASKS = tuple(name for name, task in TABLE.items() if task.judge)  # that are evaluated
 COMMANDS = {task.command: name for name, task in TABLE.items() if task.command}
+assert len(COMMANDS) == sum(task.command is not None for task in TABLE.values()), "one task each"
 
 
 def sample(task: str, seed: int, index: int, split: str = "train") -> Sample:
