@@ -6,6 +6,7 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
 from sparse_lavida_jax.sampling import draw
 
