@@ -229,7 +229,7 @@ def test_steps_of_a_plan_that_share_a_row_are_what_each_is_alone(given, merge):
     cells = cells[~asked.given[cells]]
     sizes = orders.counts("shift", 5, len(cells), 3.0)
     together = diffusion.plan_blocks(cells, sizes, asked.given, merge)
-    assert len(together.masked_blocks) == (5 if merge == 1 else 4)
+    assert len(together.masked_blocks) == (5 if merge == 1 else 3)
     assert_each_step_is_what_it_is_alone(asked, together)
 
 
