@@ -292,11 +292,9 @@ class Diffusion(Section):
     num_clean_blocks: Positive = 3  # M of `uniform`
     num_masked_blocks: Blocks = 4  # N, of an image in `schedule` and of `uniform`
     # N of a text in `schedule`: steps that are drawn for a row, each with a masked block of its own
-    # that sees what is clean before it. Equal ones count once. In `plan` the same, except that a
-    # text with no more steps than that has all of them.
+    # that sees what is clean before it. Equal ones count once. `plan` takes all if no more.
     text_masked_blocks: Blocks = 1
-    # Numbers of steps that `schedule` and `plan` draw a sampler's plan from: of an image, of a
-    # text block.
+    # Numbers of steps that a sampler's plan is drawn from: of an image, of a text block.
     plan_steps: Steps = (8, 12, 18)
     plan_text_steps: Steps = (2, 4, 8)
     # In half of the rows of `schedule`, and in all of `plan`, steps of an image are merged into

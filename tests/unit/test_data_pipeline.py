@@ -441,7 +441,8 @@ def test_blocks_are_clean_ones_then_masked_ones_with_registers(by_kind, kind):
 
 def test_rows_of_a_plan_predict_all_that_is_not_given_and_images_have_one_length():
     batches = make_batches(
-        data={"given": 0.0}, diffusion={"blocks": "plan", "text_masked_blocks": 16}
+        data={"tasks": ALL, "max_answer_len": 40, "given": 0.0},
+        diffusion={"blocks": "plan", "text_masked_blocks": 16},
     )
     lengths = set()
     for row in rows_of(batches, count=2):
