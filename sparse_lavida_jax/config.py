@@ -292,7 +292,7 @@ class Diffusion(Section):
     num_clean_blocks: Positive = 3  # M of `uniform`
     num_masked_blocks: Blocks = 4  # N, of an image in `schedule` and of `uniform`
     # N of a text in `schedule`: steps that are drawn for a row, each with a masked block of its own
-    # that sees what is clean before it. Equal ones count once. `plan` takes all if no more.
+    # that sees what is clean before it; equal ones count once. `plan` has all, if no more than N.
     text_masked_blocks: Blocks = 1
     # Numbers of steps that a sampler's plan is drawn from: of an image, of a text block.
     plan_steps: Steps = (8, 12, 18)
