@@ -287,17 +287,18 @@ class Diffusion(Section):
     # "full": every token in block 0, no registers (LaViDa-O). "truncated": the tokens and registers
     # of one step-causal masked block, but every one sees all (a row of the paper's ablation).
     attention: Literal["step_causal", "full", "truncated"] = "step_causal"
-    blocks: Literal["schedule", "uniform"] = "schedule"  # "uniform": the paper's words
+    # "uniform": the paper's words. "plan": every step of a sampler's plan in one row.
+    blocks: Literal["schedule", "uniform", "plan"] = "schedule"
     num_clean_blocks: Positive = 3  # M of `uniform`
-    num_masked_blocks: Blocks = 4  # N, of an image and of `uniform`
+    num_masked_blocks: Blocks = 4  # N, of an image in `schedule` and of `uniform`
     # N of a text in `schedule`: steps that are drawn for a row, each with a masked block of its own
-    # that sees what is clean before it. Equal ones count once.
+    # that sees what is clean before it; equal ones count once. `plan` has all, if no more than N.
     text_masked_blocks: Blocks = 1
-    # Numbers of steps that `schedule` draws a sampler's plan from: of an image, of a text block.
+    # Numbers of steps that a sampler's plan is drawn from: of an image, of a text block.
     plan_steps: Steps = (8, 12, 18)
     plan_text_steps: Steps = (2, 4, 8)
-    # In half of the rows of `schedule`, steps of an image are merged into masked blocks of at
-    # least so many cells; -1: of as many as there are registers.
+    # In half of the rows of `schedule`, and in all of `plan`, steps of an image are merged into
+    # masked blocks of at least so many cells; -1: of as many as there are registers.
     merge_cells: CountOrAuto = -1
     # Share of an image's masked blocks of whose cells some codes, 1 to g - 1, are known: what a
     # model has to know for `Sampling.cell_passes` above 1, and then a half.

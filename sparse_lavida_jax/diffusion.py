@@ -4,7 +4,7 @@
 Paper Sec. 3.3 and 7.1. Everything up to `Corrupted` is pure NumPy with an explicit generator and
 runs on the host, so that the random bits of an example depend on its index and on nothing else.
 
-Two block assignments (config `diffusion.blocks`):
+Three block assignments (config `diffusion.blocks`):
 
 * `uniform`, the paper's words: mask each token with probability t; clean tokens fall uniformly
   into blocks 1..M, masked tokens into M+1..M+N. The weight 1/(t p(t)), p the density from which t
@@ -18,6 +18,10 @@ Two block assignments (config `diffusion.blocks`):
   blocks, which trades this for more tokens with a loss. In a text, whose sampler chooses among all
   that is masked of a text block, that is the masked block; of several steps (`text_masked_blocks`)
   each has its own M, and any number of them is unbiased.
+* `plan`: every step of a sampler's plan at once. Each block is there clean, for those after it, and
+  masked with an M of its own; the last one is masked only. Every cell is predicted once, with
+  weight 1: the sum is the sampler's negative log likelihood of the whole plan, with nothing left to
+  draw but the plan (docs/method.md).
 
 LaViDa-O's own objective (config `diffusion.corruption = "released"`) has no blocks: see
 `lavida_o/objective.py`.
@@ -31,7 +35,7 @@ import flax.struct
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from sparse_lavida_jax import config
+from sparse_lavida_jax import config, orders
 from sparse_lavida_jax.layout import (
     FIRST_BLOCK,
     GIVEN_BLOCK,
@@ -207,6 +211,46 @@ def schedule_blocks(
     return Blocks(block, masked, FIRST_BLOCK + step - 1, tuple(masked_blocks), weight, total)
 
 
+def plan_blocks(
+    order: Int[np.ndarray, " r"],
+    sizes: Int[np.ndarray, " k"],
+    given: Bool[np.ndarray, " l"],
+    merge_cells: int,
+) -> Blocks:
+    """Takes every step of a sampler's plan over an image response.
+
+    What the last step decodes stands masked in its own place. What the others decode stands there
+    clean, and its copies are masked; those of a step see what is clean before it. So the length of
+    a row depends on the plan alone, not on its order.
+
+    Args:
+        order: positions in the order in which the plan decodes them (all that are not given).
+        sizes: of the steps, summing to `len(order)`.
+        merge_cells: steps are merged until each decodes that many cells, as those of
+            `Sampling.merge_cells` are.
+    """
+    sizes = orders.merged(sizes, merge_cells)
+    steps, ends = np.arange(len(sizes)), np.cumsum(sizes)
+    start_of_last = int(ends[-1] - sizes[-1])
+    num_clean = FIRST_BLOCK + len(sizes) - 2
+    masked_blocks = num_clean + 1 + steps
+    block = _decoded_before(order, ends, len(sizes) - 1, given)
+    block[order[start_of_last:]] = masked_blocks[-1]
+    copies = order[:start_of_last].astype(np.int64)
+    block = np.append(block, np.repeat(masked_blocks[:-1], sizes[:-1])).astype(np.int32)
+    masked = block > num_clean
+    return Blocks(
+        block,
+        masked,
+        num_clean,
+        tuple(masked_blocks.tolist()),
+        masked.astype(float),
+        float(len(order)),
+        copies=copies,
+        sees=dict(zip(masked_blocks.tolist(), (FIRST_BLOCK + steps - 1).tolist(), strict=True)),
+    )
+
+
 def text_schedule_blocks(
     rng: np.random.Generator,
     length: int,
@@ -220,7 +264,8 @@ def text_schedule_blocks(
     A step's text block is drawn uniformly in tokens; its masked block is all that is masked of that
     text block. A random order inside each text block and an even split into steps give the clean
     tokens the step that decoded them. `Diffusion.text_masked_blocks` steps are drawn, of which
-    equal ones count once. What the furthest one predicts stands in its own place, what the others
+    equal ones count once; in `plan`, a text with no more steps than that has each of them, as often
+    as it decodes tokens. What the furthest one predicts stands in its own place, what the others
     predict are copies; each sees what is clean before it. With "1/t" each has its share of the
     weight, with "mean" each token it predicts.
 
@@ -229,7 +274,11 @@ def text_schedule_blocks(
             it never decodes). Tokens of `given` after it are absent.
     """
     plan = _text_plan(rng, length, block_len, steps_per_block, given)
-    steps, times = _text_steps(rng, plan.sizes, settings.text_masked_blocks)
+    most = settings.text_masked_blocks
+    if settings.blocks == "plan" and len(plan.end) <= most:
+        steps, times = np.arange(len(plan.end)), plan.end - plan.begin
+    else:
+        steps, times = _text_steps(rng, plan.sizes, most)
     predicted = [plan.order[plan.begin[step] : plan.text_end[step]] for step in steps]
     block = _decoded_before(plan.order, plan.end, steps[-1], given)
     last_clean = (FIRST_BLOCK + steps - 1).tolist()
@@ -522,5 +571,5 @@ def _by_code(
     weight = hidden * blocks.weight[:, None]
     if blocks.code_weight is None:
         return hidden, weight
-    weighted = weight * blocks.code_weight
+    weighted = weight * blocks.code_weight[blocks.token]
     return hidden, weighted * (weight.sum() / max(weighted.sum(), 1e-9))

@@ -220,6 +220,8 @@ def _blocks_of(
     sizes = orders.counts(sampling.schedule, steps, len(cells), sampling.shift)
     merge = settings.diffusion.merge_cells
     merge = settings.model.num_registers if merge < 0 else merge
+    if settings.diffusion.blocks == "plan":
+        return diffusion.plan_blocks(cells, sizes, given, merge)
     return diffusion.schedule_blocks(rng, cells, sizes, given, settings.diffusion, merge)
 
 

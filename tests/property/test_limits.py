@@ -203,14 +203,12 @@ def test_without_truncation_the_other_masks_stand_in_the_block_of_the_step(kind)
 
 
 # ---------------------------------------------------------------------------------------------
-# Several steps of a text in a row.
+# Several steps in a row.
 
 
 @pytest.mark.parametrize("given", [0.0, 0.3])
 def test_steps_of_a_text_that_share_a_row_are_what_each_is_alone(given):
-    """Tokens that are clean for one step and masked for another do not meet."""
-    model = tiny.denoiser(tiny.model_settings())
-    asked = tiny.request("text", model.settings, 5, words=4, given=given)
+    asked = tiny.request("text", tiny.model_settings(), 5, words=4, given=given)
     together = diffusion.text_schedule_blocks(
         np.random.default_rng(0),
         tiny.TEXT_LEN,
@@ -219,30 +217,52 @@ def test_steps_of_a_text_that_share_a_row_are_what_each_is_alone(given):
         asked.given,
         config.Diffusion(text_masked_blocks=6),
     )
-    token = together.token
     assert len(together.masked_blocks) > 3
     assert len(together.copies) > tiny.TEXT_BLOCK_LEN
-    rows = [together]
-    for number in together.masked_blocks:
-        last = together.sees[number]
-        block = np.full(tiny.TEXT_LEN, diffusion.ABSENT, np.int32)
-        clean = ~together.masked & (together.block != diffusion.ABSENT) & (together.block <= last)
-        block[token[clean]] = together.block[clean]
-        masked = np.isin(np.arange(tiny.TEXT_LEN), token[together.block == number])
-        block[masked] = last + 1
-        rows.append(diffusion.Blocks(block, masked, last, (last + 1,), masked.astype(float), 1.0))
+    assert_each_step_is_what_it_is_alone(asked, together)
+
+
+@pytest.mark.parametrize(("given", "merge"), [(0.0, 1), (0.0, 2), (0.3, 1)])
+def test_steps_of_a_plan_that_share_a_row_are_what_each_is_alone(given, merge):
+    asked = tiny.request("image", tiny.model_settings(), 5, words=4, source=True, given=given)
+    cells = orders.order("stratified", 3, 3, 1)
+    cells = cells[~asked.given[cells]]
+    sizes = orders.counts("shift", 5, len(cells), 3.0)
+    together = diffusion.plan_blocks(cells, sizes, asked.given, merge)
+    assert len(together.masked_blocks) == (5 if merge == 1 else 3)
+    assert_each_step_is_what_it_is_alone(asked, together)
+
+
+def assert_each_step_is_what_it_is_alone(asked, together: diffusion.Blocks):
+    """Tokens that are clean for one step and masked for another do not meet."""
+    model, kind = tiny.denoiser(tiny.model_settings()), asked.kind
+    rows = [together, *(alone(together, number) for number in together.masked_blocks)]
     prompt = tiny.lay_out(asked, model.settings)
-    laid = [diffusion.corrupt(prompt, asked.response, "text", one, model.settings) for one in rows]
+    laid = [diffusion.corrupt(prompt, asked.response, kind, one, model.settings) for one in rows]
     batch = tiny.stacked(laid, model.settings)
-    logits, _ = traces.forward(model, jax.tree.map(jnp.asarray, batch))
-    layouts = batch.understanding.layout
+    is_text = kind == "text"
+    logits = traces.forward(model, jax.tree.map(jnp.asarray, batch))[0 if is_text else 1]
+    layouts = (batch.understanding if is_text else batch.generation).layout
+    target = batch.text_target if is_text else batch.image_target
     for row, number in enumerate(together.masked_blocks, 1):
         ours = np.flatnonzero(layouts.block[0] == number)
-        alone = np.flatnonzero(layouts.block[row] == rows[row].masked_blocks[0])
+        apart = np.flatnonzero(layouts.block[row] == rows[row].masked_blocks[0])
         # Both in the order in which the response and the registers have them.
-        ours, alone = (
-            at[np.argsort(layouts.position[i, at])] for i, at in ((0, ours), (row, alone))
+        ours, apart = (
+            at[np.argsort(layouts.position[i, at])] for i, at in ((0, ours), (row, apart))
         )
-        np.testing.assert_array_equal(batch.text_target[0, ours], batch.text_target[row, alone])
-        np.testing.assert_allclose(logits[0, ours], logits[row, alone], rtol=0, atol=TOLERANCE)
+        np.testing.assert_array_equal(target[0, ours], target[row, apart])
+        np.testing.assert_allclose(logits[0, ours], logits[row, apart], rtol=0, atol=TOLERANCE)
     assert np.abs(logits).max() > 0.1
+
+
+def alone(together: diffusion.Blocks, number: int) -> diffusion.Blocks:
+    """Returns one masked block with what it sees, the rest left out."""
+    token, last = together.token, together.sees[number]
+    length = len(together.block) - len(together.copies)
+    block = np.full(length, diffusion.ABSENT, np.int32)
+    clean = ~together.masked & (together.block != diffusion.ABSENT) & (together.block <= last)
+    block[token[clean]] = together.block[clean]
+    masked = np.isin(np.arange(length), token[together.block == number])
+    block[masked] = last + 1
+    return diffusion.Blocks(block, masked, last, (last + 1,), masked.astype(float), 1.0)

@@ -97,14 +97,7 @@ def test_image_loss_is_the_negative_log_likelihood_of_the_sampler(schedule, num_
     """N = 1, the sampler's own sizes: E weight * nll = -log p of what the plan decodes, over L."""
     table = likelihood_table()
     cells = np.array([4, 0, 5, 2, 1, 3])
-    options = {"schedule": schedule, "num_steps": num_steps, "shift": 3.0}
-    plan = plans.image_plan(cells[None], given=given[None], **options)
-    sampler = 0.0
-    for k, decode in enumerate(plan.decode[:, 0]):
-        decode = frozenset(decode[decode >= 0].tolist())
-        known = {j: int(at) for j, at in enumerate(plan.decoded_at[0])}
-        known = {j: at for j, at in known.items() if at < plan.block[0] + k}
-        sampler += sum(table[with_history(i, known, decode)] for i in decode)
+    sampler = sampled_image(table, cells, schedule, num_steps, given)
     order = cells[~given[cells]]
     sizes = orders.counts(schedule, num_steps, len(order), 3.0)
     losses = [
@@ -118,6 +111,19 @@ def test_image_loss_is_the_negative_log_likelihood_of_the_sampler(schedule, num_
         for u in each_token_once(len(order))
     ]
     assert np.mean(losses) == pytest.approx(sampler / len(order), abs=TOLERANCE)
+
+
+def sampled_image(table, cells, schedule, num_steps, given, merge=0) -> float:
+    """Returns the negative log likelihood of the sampler's plan over an image."""
+    options = {"schedule": schedule, "num_steps": num_steps, "shift": 3.0, "merge": merge}
+    plan = plans.image_plan(cells[None], given=given[None], **options)
+    nll = 0.0
+    for k, decode in enumerate(plan.decode[:, 0]):
+        decode = frozenset(decode[decode >= 0].tolist())
+        known = {j: int(at) for j, at in enumerate(plan.decoded_at[0])}
+        known = {j: at for j, at in known.items() if at < plan.block[0] + k}
+        nll += sum(table[with_history(i, known, decode)] for i in decode)
+    return nll
 
 
 @pytest.mark.parametrize(("num_masked_blocks", "merge"), [(1, 0.75), (4, 0.25)])
@@ -163,6 +169,73 @@ def settings(**changes) -> config.Diffusion:
 
 
 # ---------------------------------------------------------------------------------------------
+# `plan`.
+
+
+@pytest.mark.parametrize("merge", [0, 2, 4, 9])
+@pytest.mark.parametrize(("schedule", "num_steps", "given"), PLANS)
+def test_one_row_of_a_plan_is_the_negative_log_likelihood_of_the_sampler(
+    schedule, num_steps, given, merge
+):
+    """Row by row, not in the mean: for every order, also where steps are merged."""
+    table = likelihood_table()
+    for cells in map(np.array, itertools.permutations(range(LENGTH))):
+        order = cells[~given[cells]]
+        sizes = orders.counts(schedule, num_steps, len(order), 3.0)
+        blocks = diffusion.plan_blocks(order, sizes, given, merge)
+        loss = training_loss(table, blocks, with_history)
+        sampler = sampled_image(table, cells, schedule, num_steps, given, merge)
+        assert loss == pytest.approx(sampler / len(order), abs=TOLERANCE)
+        # Every cell is predicted once, and stands once more but for those of the last step.
+        assert sorted(blocks.token[blocks.masked]) == sorted(order)
+        assert set(blocks.weight[blocks.masked]) == {1.0}
+        last = orders.merged(sizes, merge)[-1]
+        assert len(blocks.block) == given.sum() + 2 * len(order) - last
+
+
+def test_rows_of_plans_of_random_orders_one_cell_a_step_are_equation_1():
+    table = likelihood_table()
+    losses = [
+        training_loss(
+            table,
+            diffusion.plan_blocks(np.array(order), np.ones(LENGTH, int), NONE_GIVEN, 1),
+            with_known,
+        )
+        for order in itertools.permutations(range(LENGTH))
+    ]
+    assert np.mean(losses) == pytest.approx(equation_1(table, LENGTH), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("given", [NONE_GIVEN, np.isin(np.arange(LENGTH), [1, 2, 4])])
+def test_text_rows_of_a_plan_are_the_negative_log_likelihood_of_the_sampler(given, steps):
+    """Nothing is drawn but which tokens a step commits: a random order in both."""
+    table = likelihood_table()
+    sampler, losses = [], []
+    for ranked, permutations in orders_of_text(given):
+        sampler.append(sampled_text(table, ranked, 3, steps, given))
+        blocks = diffusion.text_schedule_blocks(
+            Scripted([], permutations),
+            LENGTH,
+            3,
+            steps,
+            given,
+            settings(blocks="plan", text_masked_blocks=6),
+        )
+        losses.append(training_loss(table, blocks, with_history))
+    expected = np.mean(sampler) / (~given).sum()
+    assert np.mean(losses) == pytest.approx(expected, abs=TOLERANCE)
+
+
+def orders_of_text(given):
+    """Yields every order inside two text blocks of three: as tokens, and as permutations."""
+    masked = [[i for i in range(start, start + 3) if not given[i]] for start in (0, 3)]
+    for permutations in itertools.product(*[itertools.permutations(range(len(m))) for m in masked]):
+        pairs = zip(masked, permutations, strict=True)
+        yield [[inside[p] for p in permutation] for inside, permutation in pairs], permutations
+
+
+# ---------------------------------------------------------------------------------------------
 # `schedule`: text.
 
 
@@ -173,21 +246,13 @@ def test_text_loss_is_the_negative_log_likelihood_of_the_sampler(given, steps, m
     """Two text blocks of three; which tokens a step commits is a random order in both."""
     table = likelihood_table()
     block_len = 3
-    masked = [
-        [i for i in range(start, start + block_len) if not given[i]] for start in (0, block_len)
-    ]
-    inner_orders = [list(itertools.permutations(range(len(inside)))) for inside in masked]
     sampler, losses = [], []
-    for permutations in itertools.product(*inner_orders):
-        ranked = [
-            [inside[p] for p in permutation]
-            for inside, permutation in zip(masked, permutations, strict=True)
-        ]
+    for ranked, permutations in orders_of_text(given):
         sampler.append(sampled_text(table, ranked, block_len, steps, given))
-        for u in each_token_once(sum(map(len, masked))):
+        for u in each_token_once(sum(map(len, ranked))):
             # What follows chooses inside the text blocks: one case for each of their tokens. The
             # same numbers in all of them change no mean of a sum.
-            for inner in each_token_once(math.lcm(*map(len, masked))):
+            for inner in each_token_once(math.lcm(*map(len, ranked))):
                 blocks = diffusion.text_schedule_blocks(
                     Scripted([u, inner, inner], permutations),
                     LENGTH,

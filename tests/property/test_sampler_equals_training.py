@@ -3,12 +3,14 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
 import traces
 
-from sparse_lavida_jax import config, diffusion
+from sparse_lavida_jax import config, diffusion, orders
 from sparse_lavida_jax.data.batch import make_row
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.sampling import prompts
@@ -100,6 +102,40 @@ def test_sampler_logits_are_training_logits_at_every_step(case):
         predicted += moment.masked
     given = np.stack([request.given for request in requests])
     np.testing.assert_array_equal(predicted > 0, ~given)
+
+
+def test_one_row_of_a_whole_plan_has_the_logits_of_every_step_of_the_sampler():
+    """Edits with cells given and without, from rows as `diffusion.blocks="plan"` makes them."""
+    model = tiny.denoiser(tiny.model_settings(codes_per_token=4))
+    requests = [
+        tiny.request("image", model.settings, i, words=3 + i, source=True, given=share)
+        for i, share in enumerate((0.0, 0.4))
+    ]
+    settings = traces.settings_of("sparse", "image", model.settings)
+    steps, canvas = traces.moments(model, requests, traces.plan(requests, settings, 4), settings)
+    rows, plan = [], []
+    for asked, drawn in zip(requests, canvas, strict=True):
+        cells = orders.order("stratified", 3, 3, asked.request.seed)
+        cells = cells[~asked.given[cells]]
+        sizes = orders.counts("shift", 4, len(cells), 3.0)
+        plan.append(diffusion.plan_blocks(cells, sizes, asked.given, 1))
+        prompt = tiny.lay_out(asked, model.settings)
+        rows.append(diffusion.corrupt(prompt, drawn, "image", plan[-1], model.settings))
+    batch = tiny.stacked(rows, model.settings)
+    _, logits = traces.forward(model, jax.tree.map(jnp.asarray, batch))
+    predicted = np.zeros(canvas.shape[:2], int)
+    for i, blocks in enumerate(plan):
+        assert len(blocks.masked_blocks) == len(steps) == 4
+        for number, moment in zip(blocks.masked_blocks, steps, strict=True):
+            own = batch.generation.layout.block[i] == number
+            slots = np.flatnonzero(own & (batch.image_weight[i] > 0))
+            cells = batch.generation.index[i, slots]
+            assert sorted(cells) == np.flatnonzero(moment.masked[i]).tolist()
+            sampled = moment.logits[i, cells]
+            np.testing.assert_allclose(logits[i, slots], sampled, rtol=0, atol=TOLERANCE)
+            assert np.abs(sampled).max() > 0.1
+            predicted[i, cells] += 1
+    np.testing.assert_array_equal(predicted, [~asked.given for asked in requests])
 
 
 def settings_for(model: config.Model, longest: int) -> config.Config:

@@ -48,6 +48,7 @@ def by_kind():
     return {
         "schedule": make_batches(),
         "steps": make_batches(diffusion={"text_masked_blocks": 3}),
+        "plan": make_batches(diffusion={"blocks": "plan", "text_masked_blocks": 16}),
         "uniform": make_batches(diffusion={"blocks": "uniform"}),
         "full": make_batches(diffusion={"attention": "full"}),
     }
@@ -108,7 +109,7 @@ def rows_of(batches, groups=scene_batches.GROUPS, count=3):
     ]
 
 
-@pytest.fixture(scope="module", params=["schedule", "steps", "uniform", "full"])
+@pytest.fixture(scope="module", params=["schedule", "steps", "plan", "uniform", "full"])
 def batches(request, by_kind):
     return by_kind[request.param]
 
@@ -411,7 +412,7 @@ def test_without_a_share_only_what_the_task_gives_is_given():
         assert given.any() == (group == "edit")
 
 
-@pytest.mark.parametrize("kind", ["schedule", "steps", "uniform"])
+@pytest.mark.parametrize("kind", ["schedule", "steps", "plan", "uniform"])
 def test_blocks_are_clean_ones_then_masked_ones_with_registers(by_kind, kind):
     model, settings = by_kind[kind].settings.model, by_kind[kind].settings.diffusion
     numbers = set()
@@ -421,7 +422,7 @@ def test_blocks_are_clean_ones_then_masked_ones_with_registers(by_kind, kind):
         masked = np.unique(row.block[row.is_masked])
         assert masked.tolist() == sorted(row.blocks.masked_blocks)
         assert row.blocks.num_clean < masked.min()
-        assert len(masked) <= most
+        assert len(masked) <= (most if is_text or kind != "plan" else 4)  # of the sampler's steps
         numbers |= {len(masked)} if is_text else set()
         others = row.block[~row.is_masked & ~row.is_register]
         assert PROMPT_BLOCK <= others.min(initial=0)
@@ -432,7 +433,29 @@ def test_blocks_are_clean_ones_then_masked_ones_with_registers(by_kind, kind):
         # That `sees` is right is shown by tests/property/test_loss.py.
         last_clean = [row.blocks.sees.get(b, row.blocks.num_clean) for b in row.block.tolist()]
         np.testing.assert_array_equal(row.horizon, np.minimum(row.block, last_clean))
-    assert numbers == {"schedule": {1}, "steps": {2, 3}, "uniform": set()}[kind]
+    if kind == "plan":
+        assert max(numbers) > 3  # two steps of each text block
+    else:
+        assert numbers == {"schedule": {1}, "steps": {2, 3}, "uniform": set()}[kind]
+
+
+def test_rows_of_a_plan_predict_all_that_is_not_given_and_images_have_one_length():
+    batches = make_batches(
+        data={"tasks": ALL, "max_answer_len": 40, "given": 0.0},
+        diffusion={"blocks": "plan", "text_masked_blocks": 16},
+    )
+    lengths = set()
+    for row in rows_of(batches, count=2):
+        given, wanted = row.example.given, np.arange(len(row.example.response))
+        wanted = wanted[~given & (wanted < row.example.reach)]
+        assert sorted(set(row.place[row.weight > 0])) == wanted.tolist()
+        assert row.weight.sum() == pytest.approx(row.total)
+        if row.example.kind == "image":
+            np.testing.assert_array_equal(np.unique(row.weight), [0, 1])
+            assert (row.weight > 0).sum() == len(wanted)
+            if not given.any():
+                lengths.add(((row.place >= 0) | row.is_register).sum())
+    assert len(lengths) == 1
 
 
 def test_registers_stand_after_the_whole_sequence(by_kind):

@@ -261,6 +261,28 @@ def test_codes_of_an_edited_region_weigh_more_and_the_sum_stays(partial_cells):
         np.testing.assert_allclose(own, np.full(len(own), wanted * lightest))
 
 
+def test_a_cell_of_a_plan_is_whole_where_it_is_clean_whatever_is_known_or_weighs_more():
+    settings = tiny.model_settings(codes_per_token=4)
+    asked = tiny.request("image", settings, 0, words=3, given=0.3)
+    cells = np.flatnonzero(~asked.given)
+    sizes = orders.counts("shift", 3, len(cells), 3.0)
+    blocks = diffusion.plan_blocks(cells, sizes, asked.given, 1)
+    heavy = np.random.default_rng(1).uniform(1, 5, (tiny.IMAGE_LEN, 4))
+    some = diffusion.partly_known(
+        np.random.default_rng(0), blocks, "image", 4, config.Diffusion(partial_cells=1.0)
+    )
+    some = dataclasses.replace(some, code_weight=heavy)
+    row = diffusion.corrupt(tiny.lay_out(asked, settings), asked.response, "image", some, settings)
+    image, held = row.generation, slice(None, len(blocks.block))
+    codes, hidden = asked.response[blocks.token], blocks.masked[:, None] & ~some.known
+    assert some.known[blocks.masked].any(axis=1).all() and not some.known[~blocks.masked].any()
+    expected = np.where(hidden, settings.image_mask_id, codes)
+    np.testing.assert_array_equal(image.tokens[held], expected)
+    np.testing.assert_array_equal(image.target[held], codes)
+    weight = hidden * heavy[blocks.token]
+    np.testing.assert_allclose(image.weight[held], weight * hidden.sum() / weight.sum())
+
+
 def test_full_attention_has_no_registers_and_one_block():
     settings, _, _, _, row = a_row("image", full_attention=True)
     assert (row.generation.tokens != settings.image_register_id).all()

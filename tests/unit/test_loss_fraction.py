@@ -12,7 +12,7 @@ import stand_ins
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from sparse_lavida_jax import config
+from sparse_lavida_jax import config, diffusion, orders
 from sparse_lavida_jax.data.batch import TrainingRow, longest_of, make_row
 from sparse_lavida_jax.lavida_o import chat
 from sparse_lavida_jax.mixture.batches import MixtureBatches
@@ -121,6 +121,24 @@ def test_neither_text_nor_images_are_starved_of_a_loss(name, tokenizer):
     text, image = LEAST[name]
     assert found.get("text", 1) >= text
     assert found["image"] >= image
+
+
+@pytest.mark.parametrize(
+    ("merge", "registers", "share"),
+    [(1, 64, 0.162), (64, 64, 0.335), (128, 64, 0.393), (64, 16, 0.421)],
+)
+def test_a_row_of_a_whole_plan_predicts_every_cell_and_has_one_length(merge, registers, share):
+    """1,024 cells after a prompt of 250 tokens, in the 64 steps of the release."""
+    prompt, cells, found = 250, 1024, set()
+    sizes = orders.counts("shift", 64, cells, 5.0)
+    for seed in range(3):
+        order, given = orders.order("stratified", 32, 32, seed), np.zeros(cells, bool)
+        blocks = diffusion.plan_blocks(order, sizes, given, merge)
+        slots = prompt + len(blocks.block) + registers * len(blocks.masked_blocks)
+        found.add((int((blocks.weight > 0).sum()), slots))
+    ((with_loss_, slots),) = found
+    assert with_loss_ == cells
+    assert with_loss_ / slots == pytest.approx(share, abs=5e-4)
 
 
 def test_a_row_of_text_of_the_papers_run_has_a_hundred_tokens_with_a_loss(tokenizer):
