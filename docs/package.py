@@ -43,7 +43,7 @@ there was no GPU or TPU to run it on.
 | Python | extra | jax and what it needs for the device | packages in all |
 | --- | --- | --- | --- |
 """
-# Beside these, a GPU's extra brings NVIDIA's libraries.
+# In addition, a GPU's extra brings NVIDIA's libraries.
 OF_JAX = re.compile(r"jax|jaxlib|jax-cuda.*|libtpu")
 # What differs from machine to machine.
 MACHINE = re.compile(r"(/[\w.+-]+)*/(env|elsewhere)\b|(?<=Linux)-\S+")

@@ -186,7 +186,7 @@ def test_one_row_of_a_plan_is_the_negative_log_likelihood_of_the_sampler(
         loss = training_loss(table, blocks, with_history)
         sampler = sampled_image(table, cells, schedule, num_steps, given, merge)
         assert loss == pytest.approx(sampler / len(order), abs=TOLERANCE)
-        # Every cell is predicted once, and stands once more but for those of the last step.
+        # Every cell is predicted once, and stands once more, except for those of the last step.
         assert sorted(blocks.token[blocks.masked]) == sorted(order)
         assert set(blocks.weight[blocks.masked]) == {1.0}
         last = orders.merged(sizes, merge)[-1]

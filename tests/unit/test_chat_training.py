@@ -400,7 +400,7 @@ def test_one_turn_of_a_conversation_is_trained(mixer, tokenizer):
         said = spelled(tokenizer, example.parts)
         asked = said[len(PREFIX) :].partition("<|eot_id|>")[0]
         found.add((asked, answer_of(tokenizer, example)))
-    # Behind an image the first character is lost, as when it is sampled.
+    # After an image the first character is lost, as when it is sampled.
     assert found == {
         ("[seen]what is ?", "A dog.<|eot_id|>"), ("[seen]sure?", "Yes.<|eot_id|>")
     }  # fmt: skip

@@ -210,7 +210,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture
 def converted(tokenizer):
-    """Returns a pipeline that is set up as that of a converted folder, but for text blocks."""
+    """Returns a pipeline that is set up as that of a converted folder, except for text blocks."""
     given = raw_data.settings(
         tokenizer,
         sampling={"text_preset": "prefix", "text_step_ratio": 1.0, "num_steps": 2},

@@ -211,8 +211,8 @@ def test_a_tpu_slice_on_which_training_fails_is_left(tmp_path):
     assert "the slice sparse-lavida is left as it is" in ended.stderr
 
 
-BESIDE = pathlib.Path(sys.executable).with_name("shellcheck")
-SHELLCHECK = str(BESIDE) if BESIDE.exists() else shutil.which("shellcheck")
+NEXT_TO_PYTHON = pathlib.Path(sys.executable).with_name("shellcheck")
+SHELLCHECK = str(NEXT_TO_PYTHON) if NEXT_TO_PYTHON.exists() else shutil.which("shellcheck")
 
 
 @pytest.mark.skipif(
