@@ -26,7 +26,7 @@ from sparse_lavida_jax.sample import Callback, Progress
 from sparse_lavida_jax.sampling import options
 
 NUMBERS = ("temperature", "guidance")  # that lines of a batch may have of their own
-OLDER_KEYS = {"picture": "image", "guidance_scale": "guidance"}  # in lines of a batch
+OTHER_KEYS = {"picture": "image", "guidance_scale": "guidance"}  # the first: of older batches
 
 
 class Line(schema.Section):
@@ -188,7 +188,10 @@ def _entry(where: str, line: str) -> dict[str, Any]:
         entry = json.loads(line)
         if not isinstance(entry, dict) or not str(entry.get("prompt", "")).strip():
             raise ValueError('it must be an object with a prompt: {"prompt": "a red circle"}.')
-        entry = {OLDER_KEYS.get(str(key), str(key)): value for key, value in entry.items()}
+        named = {OTHER_KEYS.get(str(key), str(key)): value for key, value in entry.items()}
+        if len(named) < len(entry):
+            raise ValueError(f"an option is given twice, under two names: {', '.join(entry)}.")
+        entry = named
         schema.build(Line, entry)
     except ValueError as error:
         raise UsageError(f"{where}: {error}") from error

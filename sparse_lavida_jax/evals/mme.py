@@ -25,6 +25,7 @@ CATEGORIES = {
 OFFICIAL_ENDING = " Please answer yes or no."
 ENDING = "\nAnswer the question using a single word or phrase."
 SUFFIXES = (".jpg", ".png", ".jpeg")
+IMAGE_NAME = "picture"  # in records: the digests of evaluations that were begun cover it
 
 
 class Bench(QuestionBenchmark):
@@ -59,9 +60,8 @@ class Bench(QuestionBenchmark):
                     f"{path} must hold two lines, each a question, a tab, and Yes or No; it has"
                     f" {line!r}. {self.source}"
                 )
-            # The digest of an evaluation that was begun before covers the name "picture".
             record = {
-                "category": category, "picture": image.name, "question": question,
+                "category": category, IMAGE_NAME: image.name, "question": question,
                 "answer": answer,
             }  # fmt: skip
             words = question.removesuffix(OFFICIAL_ENDING) + ENDING
@@ -71,7 +71,7 @@ class Bench(QuestionBenchmark):
         """Returns a file for each category, as `eval_tool/calculation.py` reads them."""
         lines = []
         for one in answers:
-            official = [one.record[name] for name in ("picture", "question", "answer")]
+            official = [one.record[name] for name in (IMAGE_NAME, "question", "answer")]
             line = "\t".join([*official, " ".join(one.text.split())])
             lines.append((f"{one.record['category']}.txt", f"{line}\n"))
         return {file: "".join(part) for file, part in grouped(lines).items()}
@@ -82,7 +82,7 @@ class Bench(QuestionBenchmark):
         for one in answers:
             pairs = hits.setdefault(one.record["category"], {})
             right = yes_or_no(one.text) == one.record["answer"].lower()
-            pairs.setdefault(one.record["picture"], []).append(right)
+            pairs.setdefault(one.record[IMAGE_NAME], []).append(right)
         found = []
         for name, categories in CATEGORIES.items():
             parts = [_points(one, hits[one]) for one in categories if one in hits]

@@ -31,6 +31,7 @@ from sparse_lavida_jax.data.templates import (
 from sparse_lavida_jax.lavida_o import objective
 from sparse_lavida_jax.scenes import digits, rules, tasks, world
 from sparse_lavida_jax.scenes.grammar import LOCATIONS, GrammarError, box_text, cells_box, parse_box
+from sparse_lavida_jax.scenes.tasks import caption, constrained_caption, infill
 from sparse_lavida_jax.scenes.tokenizer import Tokenizer
 from sparse_lavida_jax.sequence import LearnedText, Part, Response, Source, Text, VisionTokens
 
@@ -230,9 +231,9 @@ class ScenePrompts(PromptLanguage):
 
     encoder: Encoder
     tokenizer_type = Tokenizer
-    describe = "describe the picture"
-    describe_in = "describe the picture in these words"
-    fill_in = "fill in the text"
+    describe = caption.PROMPT
+    describe_in = constrained_caption.PROMPT
+    fill_in = infill.PROMPT
     answer_tokens = ANSWER_TOKENS
     locates_in_one_step = False
 

@@ -262,6 +262,7 @@ def test_lines_of_a_batch_may_have_a_temperature_and_a_guidance_scale(tmp_path, 
         ('{"prompt": "a", "sed": 1}', "line 1: Line has no sed. It has: prompt, image, seed"),
         ('{"prompt": "a", "seed": true}', "line 1: Line.seed=True is a bool; it must be a int"),
         ('{"prompt": "a", "guidance": "1"}', "guidance='1' is a str; it must be a float"),
+        ('{"prompt": "a", "guidance": 1.0, "guidance_scale": 2.0}', "given twice, under two names"),
         ('{"prompt": "a", "temperature": -1}', "temperature=-1.0 is out of range: it must"),
     ],
 )

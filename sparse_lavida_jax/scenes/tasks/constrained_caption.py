@@ -5,7 +5,10 @@ from sparse_lavida_jax.scenes.dice import Dice
 from sparse_lavida_jax.scenes.grammar import join_spans, words
 from sparse_lavida_jax.scenes.rules import describe
 from sparse_lavida_jax.scenes.task import Sample, Task
+from sparse_lavida_jax.scenes.tasks import caption
 from sparse_lavida_jax.scenes.tasks.infill import judge
+
+PROMPT = f"{caption.PROMPT} in these words"
 
 
 def make(dice: Dice) -> Sample:
@@ -20,7 +23,7 @@ def make(dice: Dice) -> Sample:
             phrase = []
         else:
             phrase.append(span)
-    return Sample("describe the picture in these words", scene, text, given=join_spans(given))
+    return Sample(PROMPT, scene, text, given=join_spans(given))
 
 
 TASK = Task(make, judge, "tell", command="constrained_caption")

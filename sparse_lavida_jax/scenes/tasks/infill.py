@@ -11,6 +11,8 @@ from sparse_lavida_jax.scenes.task import Sample, Task
 from sparse_lavida_jax.scenes.tasks.arithmetic import MOST_COUNTED
 from sparse_lavida_jax.scenes.tasks.draw import make_request
 
+PROMPT = "fill in the text"
+
 
 def make(dice: Dice) -> Sample:
     """Cuts one or two holes of 1..3 words into a caption, a sum, or a relation and its converse."""
@@ -31,7 +33,7 @@ def make(dice: Dice) -> Sample:
         start = dice.below(len(spans))
         hidden |= {*range(start, start + dice.between(1, 3))}
     given = [span for number, span in enumerate(spans) if number not in hidden]
-    return Sample("fill in the text", scene, text, given=join_spans(given))
+    return Sample(PROMPT, scene, text, given=join_spans(given))
 
 
 def _sum(dice: Dice) -> str:
