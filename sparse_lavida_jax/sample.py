@@ -295,7 +295,8 @@ def sample(
         stop_early: for text, leave out segments once every row holds an end-of-text after all that
             is given, with everything before it decoded (never with `settings.released`).
         callback: called before the first step and after each segment.
-        making: what it is told.
+        making: what is made, a key of `state.NOISE`, which gives it noise of its own; `callback` is
+            told, too. By default the kind.
         draws: recorded random numbers of every step of the plan.
         in_trips: whether a segment is run by programs of `TRIPS` steps; by default not on CPUs.
         prefixes: where what requests share is kept (`sampling/prefixes.py`), of this very model.

@@ -206,7 +206,7 @@ class PromptLanguage(Protocol):
         """Returns what lays out an image, or the change of one."""
         ...
 
-    def ask(self, question: str, images: Sequence[Pixels], tokens: int) -> Example:
+    def ask(self, question: str, shown: Sequence[Pixels], tokens: int) -> Example:
         """Returns what answers a question in so many tokens, rounded up to whole text blocks.
 
         Raises:

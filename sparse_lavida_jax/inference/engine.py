@@ -98,7 +98,8 @@ class Engine:
 
         Args:
             requests: of the examples: seeds and scales.
-            making: what `callback` is told; by default the kind.
+            making: what is made, a key of `state.NOISE`: it has noise of its own, and `callback` is
+                told it; by default the kind.
             bucket: the shapes to pad to; by default those that fit.
             shared: whether to pad to shapes that many batches share, so that few programs are
                 compiled for them.
@@ -177,13 +178,18 @@ def check_steps(
         name, steps, what = "num_steps", sampling.num_steps, "tokens of the image"
     else:
         by_count = sampling.text_commit == "count" and not sampling.text_step_ratio
-        most = text_block_len
+        most = block_len(len(example.response), text_block_len)
         name, steps, what = "text_steps", sampling.text_steps, "tokens of a text block"
         steps = steps if by_count else 1
     if steps > most:
         raise config.ConfigError(
             f"Sampling.{name}={steps} is more than there are {what}: 1 to {most} are allowed."
         )
+
+
+def block_len(length: int, text_block_len: int) -> int:
+    """Returns the tokens of a text block: a text that is not a whole number of them is one."""
+    return length if length % text_block_len else text_block_len
 
 
 def tokens_passed(
@@ -244,10 +250,10 @@ def _plan_of(
     """Returns the plan of a batch of one shape."""
     given = np.stack([example.given for example in examples])
     length, grid = given.shape[1], examples[0].grid
-    block_len = length if length % text_block_len else text_block_len
+    block = block_len(length, text_block_len)
     by_seed = settings.kind == "image" and sampling.order_seed < 0
     seeds = tuple(example.request.seed if by_seed else 0 for example in examples)  # type: ignore
-    return _plan(sampling, settings, model, given.tobytes(), given.shape, block_len, seeds, grid)
+    return _plan(sampling, settings, model, given.tobytes(), given.shape, block, seeds, grid)
 
 
 @functools.lru_cache(maxsize=32)

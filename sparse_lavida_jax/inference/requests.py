@@ -114,7 +114,7 @@ class Options(TypedDict, total=False):
         sampling: the settings to start from; by default those of the checkpoint.
         steps: of the image, or of a text block; also as `num_inference_steps`.
         temperature: of all rows, or one for each; 0 takes the most probable.
-        sampler: a preset (`sampling/presets.py`).
+        sampler: one of `options.SAMPLERS`, or a preset (`sampling/presets.py`).
         registers: how many, or the first and the last number of them.
         quantize: matrices of the layers in 8 bits (`config.QUANTIZED`).
     """
@@ -241,8 +241,7 @@ class RequestMaker:
             raise RequestError("this task is about an image: give one.")
         count = len(pairs)
         seeds = row_seeds(given.get("seed", 0), count, copies)
-        plan = given.get("plan")
-        plans = each("layouts", plan, count) if isinstance(plan, Sequence) else [plan] * count
+        plans = each("layouts", given.get("plan"), count)
         numbers = {name: row_numbers(name, columns[name], count, copies) for name in columns}
         return [
             Request(
@@ -332,7 +331,7 @@ def sampling_of(
 ) -> tuple[config.Sampling, dict[str, Sequence[float | None]]]:
     """Returns the settings that all rows share, and the numbers that are given row by row."""
     shared, columns = {}, {}
-    for name in (name for name in OPTIONS if name in given):
+    for name in [name for name in OPTIONS if name in given]:
         by_row = OPTIONS[name].by_row
         if by_row and isinstance(given[name], Sequence):
             columns[name] = given[name]

@@ -12,7 +12,6 @@ that and forgotten; what is kept of it are a few numbers a token:
 Of these follow the draw, its probability, the margin between the two most probable and the entropy.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 
 import flax.struct
@@ -130,8 +129,10 @@ def _with_tile(drawn: Drawn, logits, scores, start) -> Drawn:
     own = jnp.sum(share, axis=-1), jnp.sum(jnp.where(share > 0, apart * share, 0.0), axis=-1)
     # The smaller of the two largest is one of the rest.
     loser = moved(jnp.minimum(drawn.first, first), jnp.ones_like(first), jnp.zeros_like(first))
-    sums = moved(drawn.first, drawn.rest, drawn.weighted), moved(first, *own), loser
-    rest, weighted = jax.tree.map(lambda *parts: functools.reduce(jnp.add, parts), *sums)
+    (before, weighted_before), (new, weighted_new) = (
+        moved(drawn.first, drawn.rest, drawn.weighted), moved(first, *own)
+    )  # fmt: skip
+    rest, weighted = before + new + loser[0], weighted_before + weighted_new + loser[1]
     return Drawn(
         token=jnp.where(better, start + best, drawn.token).astype(jnp.int32),
         logit=jnp.where(better, logit, drawn.logit),

@@ -121,7 +121,7 @@ def changed(sampling: config.Sampling, *, draws: bool, **given: Any) -> config.S
     """
     changes: dict[str, Any] = {}
     asked = {ALIASES.get(alias, alias): v for alias, v in given.items() if v is not None}
-    for name in (name for name in OPTIONS if name in asked):
+    for name in sorted(asked, key=list(OPTIONS).index):
         value = asked[name]
         if OPTIONS[name].needs_image and not draws:
             raise RequestError(f"this task takes no {name}: {OPTIONS[name].needs_image}.")

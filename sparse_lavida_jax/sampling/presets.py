@@ -171,7 +171,6 @@ class StepSettings:
         return self.preset.cache_prompt and not self.preset.refreshes
 
 
-@functools.lru_cache(maxsize=32)
 def guidance_of(sampling: config.Sampling, *, has_source: bool) -> float:
     """Returns the guidance scale of an image; `has_source`: of an edit."""
     of_edits = has_source and sampling.guidance_edit >= 0
@@ -265,8 +264,8 @@ def plan(
         raise ValueError("Sampling.order_seed=-1 needs the seed of every row.")
     grid = grid or (model.grid_size, model.grid_size)
     segments = _image_segments(sampling, settings.preset, model, given, seeds, grid)
-    # What changes from step to step changes over the steps that there are, if some are merged: of a
-    # image without given cells, or a row would depend on what the others have given.
+    # What changes from step to step changes over the steps that there are, if some are merged:
+    # those of an image without given cells, or a row would depend on what others have given.
     steps = sampling.num_steps
     if sampling.merge_cells:
         whole = orders.counts(sampling.schedule, steps, given.shape[1], sampling.shift)

@@ -182,9 +182,8 @@ class Encoder:
             else:
                 parts.append(part)
         no_codes = np.zeros((0, self.model.codes_per_token), np.int32)
-        views = () if example.pixels is None else (example.pixels[None],)
         codes = example.response if example.kind == "image" else no_codes
-        return objective.Sequence(tuple(parts), codes, views=views)
+        return objective.Sequence(tuple(parts), codes, views=example.shown)
 
     def scene_example(
         self, sample: tasks.Sample, *, extra_blocks: int = 0, with_plan: bool = True
@@ -316,13 +315,13 @@ class ScenePrompts(PromptLanguage):
     def plan(self, prompt: str, image: Pixels | None = None) -> Example:
         return self.ask(prompt, () if image is None else (image,), self.long_answer_tokens)
 
-    def ask(self, question: str, images: Sequence[Pixels], tokens: int) -> Example:
-        if len(images) > 1:
-            raise RequestError(f"this checkpoint looks at one image, it was given {len(images)}.")
+    def ask(self, question: str, shown: Sequence[Pixels], tokens: int) -> Example:
+        if len(shown) > 1:
+            raise RequestError(f"this checkpoint looks at one image, it was given {len(shown)}.")
         block = self.text_block_len
         example = self.encoder.text_example(
             question,
-            image=self._seen(images[0]) if images else None,
+            image=self._seen(shown[0]) if shown else None,
             length=-(-tokens // block) * block,
         )
         return self._fits(question, example)

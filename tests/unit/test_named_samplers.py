@@ -56,6 +56,15 @@ def test_blocks_and_temperature_of_layouts_may_be_their_own(ran):
     assert texts == [[10, 0.2], [10, 0.7], [20, 0.2]]
 
 
+def test_a_text_that_is_no_whole_blocks_has_as_many_steps_as_tokens(ran):
+    """It is one block: more steps were cut without a word, or refused though they fit."""
+    pipe, _ = ran
+    example = pipe.encoder.text_example("a", length=10)  # blocks have 8 tokens
+    pipe.decode([example], sampling=config.Sampling(text_steps=10))
+    with pytest.raises(config.ConfigError, match="1 to 10 are allowed"):
+        pipe.decode([example], sampling=config.Sampling(text_steps=11))
+
+
 @pytest.mark.parametrize("name", options.SAMPLERS)
 def test_published_samplers_have_names(ran, name):
     pipe, _ = ran
