@@ -126,9 +126,7 @@ class Batches(abc.ABC):
         return shape
 
 
-def _sizes(
-    factors: dict[str, float], processes: int, settings: config.Config
-) -> dict[str, int]:
+def _sizes(factors: dict[str, float], processes: int, settings: config.Config) -> dict[str, int]:
     """Returns how many examples a batch of each group has.
 
     Raises:
