@@ -395,7 +395,8 @@ def by_flex(case: Case, numbers: Numbers, *, builds: bool = False) -> Program:
                 all_calls()
             run = graph.replay
         except RuntimeError as error:
-            run, note = all_calls, f"no CUDA graph ({error}): short calls may wait for the host"
+            run = all_calls
+            note = f"no CUDA graph ({str(error)[:80]}): short calls may wait for the host"
     return Program(run, calls, outputs, wait, note=note)
 
 

@@ -93,7 +93,7 @@ class Timed:
         self.subject, self.case, self.model = subject, case, subject.in_form(case)
         self.prefixes = Prefixes() if case.keeps_prefix else None
         self.decoder = subject.decoder
-        if self.decoder is not None and case.without == "vq_dtype":
+        if subject.codec is not None and case.without == "vq_dtype":
             self.decoder = vq.for_decoding(subject.codec, "float32")
         held, compiled = _peak_bytes(), record.compiled()
         before, kept, begin = len(compiled.seconds), compiled.kept, time.perf_counter()
