@@ -349,7 +349,10 @@ def _sorted_and_padded(
     counts = np.array([[len(one.block) for one in members] for members in rows])
     filled = counts.sum(axis=1)
     if (most := filled.max()) > length:
-        raise ValueError(f"a row has {most} tokens, and the shape of its batch holds {length}.")
+        raise ValueError(
+            f"a row has {most} tokens, and the shape of its batch holds {length}: give a larger"
+            " shape, or leave the row out."
+        )
     columns = vars(Tokens.joined([one for members in rows for one in members])).copy()
     del columns["total"]
     row, segment = (np.repeat(of.ravel(), counts.ravel()) for of in np.indices(counts.shape))
