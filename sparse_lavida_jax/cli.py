@@ -281,7 +281,7 @@ ARGUMENTS = {
     ),
     "port": _argument("--port", "port; 0 takes any that is free", int, 8000),
     "max_waiting": _argument(
-        "--max-waiting", "requests that may wait; more are refused", int, 8, metavar="N"
+        "--max-waiting", "requests that may wait; more are refused", int, 64, metavar="N"
     ),
     "warmup": _argument("--warmup", "compile before the first request", None),
 }

@@ -6,7 +6,7 @@
     POST /v1/chat/completions     one user message, with at most one image as a data URI
     GET  /v1/models, /healthz, /metrics
 
-Needs the extra packages `sparse-lavida-jax[serve]`. Requests are done one after another
+Needs the extra packages `sparse-lavida-jax[serve]`. Requests are done in batches
 (`serving.Service`); a client that goes away frees the device at the next segment.
 """
 
@@ -32,8 +32,9 @@ from prometheus_client import core
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
+from sparse_lavida_jax.apps.batching import Cancelled, QueueFull, Stopped, Ticket
 from sparse_lavida_jax.apps.errors import REFUSED
-from sparse_lavida_jax.apps.serving import Cancelled, QueueFull, Service, Ticket
+from sparse_lavida_jax.apps.serving import Service
 from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference.requests import LARGEST_SEED, Shown
 from sparse_lavida_jax.inference.results import Result
@@ -42,6 +43,7 @@ from sparse_lavida_jax.version import __version__
 
 POLL_SECONDS = 0.05  # between two looks whether a client is still there
 RETRY_SECONDS = 2  # what a client is told when the queue is full
+STOPPED_SECONDS = 60  # when the server stops
 CLIENT_LEFT = 499  # nobody reads it: nginx's code for a request whose client went away
 FORM_ROOM = 2**20  # bytes of a request besides its images
 IMAGES = 2  # most files of one request: an image and a mask
@@ -323,6 +325,8 @@ def _refusing() -> Iterator[None]:
         raise HTTPException(400, str(error)) from error
     except QueueFull as error:
         raise HTTPException(429, str(error), {"Retry-After": str(RETRY_SECONDS)}) from error
+    except Stopped as error:
+        raise HTTPException(503, str(error), {"Retry-After": str(STOPPED_SECONDS)}) from error
     except (Cancelled, asyncio.CancelledError) as error:
         raise HTTPException(CLIENT_LEFT, "the request was cancelled.") from error
     except Exception as error:
@@ -338,6 +342,7 @@ def _notes(ticket: Ticket, result: Result) -> dict[str, Any]:
         "plans": list(result.plans),
         "seconds": round(ticket.seconds, 4),
         "tokens_passed": result.tokens_passed,
+        "batch": ticket.batch,
     }
 
 
