@@ -283,14 +283,23 @@ ARGUMENTS = {
     "max_waiting": _argument(
         "--max-waiting", "requests that may wait; more are refused", int, 64, metavar="N"
     ),
-    "warmup": _argument("--warmup", "compile before the first request", None),
+    "longest_wait": _argument(
+        "--longest-wait", "seconds that a request waits for others to share its batch", float, 0.02
+    ),
+    "programs": _argument(
+        "--programs", "kinds of batches whose compiled programs are kept", int, 64, metavar="N"
+    ),
+    "grace": _argument(
+        "--grace", "seconds that running requests have to end when it is stopped", int, 5
+    ),
+    "warmup": _argument("--warmup", "compile at the start; /ready says when that is done", None),
 }
 
 _MODEL = "checkpoint batch_size json debug"
 _SAMPLING = "steps sampler registers temperature quantize"
 _CHATTING = "image_steps sampler registers image_temperature quantize seed"
 _DRAWING = "out grid save_steps num_images plan no_plan guidance order vq_dtype"
-_HOSTING = "checkpoint host port max_waiting warmup debug"
+_HOSTING = "checkpoint host port batch_size longest_wait max_waiting programs grace warmup debug"
 
 
 @dataclasses.dataclass(frozen=True)

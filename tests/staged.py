@@ -5,6 +5,7 @@ Requests for a batch of them are named by their words, one after another: "a b".
 """
 
 import threading
+import types
 
 import numpy as np
 
@@ -24,6 +25,7 @@ class Staged(SparseLaViDa):
 
     settings = config.Config()
     source = Origin("runs/staged", "ab")
+    prompts = types.SimpleNamespace(refusal=lambda task: "")
     batch_size = 1  # no property here
 
     def __init__(self, batch_size=1):
@@ -33,7 +35,9 @@ class Staged(SparseLaViDa):
         self.asked, self.together, self.most_together = [], 0, 0
 
     def requests(self, task, words, shown=None, **options):
-        return [Request(task=task, words=words, max_new_tokens=options.get("max_new_tokens"))]
+        asked = [words] if isinstance(words, str) else words
+        most = options.get("max_new_tokens")
+        return [Request(task=task, words=one, max_new_tokens=most) for one in asked]
 
     def run(self, requests, callback, **_):
         task, number = requests[0].task, len(requests)

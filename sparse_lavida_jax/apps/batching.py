@@ -278,6 +278,7 @@ class Batcher:
 
     Attributes:
         open: requests that have not ended, in the order in which they came.
+        stops: whether nothing more is taken.
     """
 
     def __init__(self, pipe: SparseLaViDa, limits: Limits, ended: Callable[[Ticket], None]):
@@ -286,9 +287,10 @@ class Batcher:
         self._changed = threading.Condition()
         self._device = Device()
         self._known: set[Hashable] = set()
+        self._rehearsed: set[Ticket] = set()
         self._live: set[Hashable] = set()  # kinds of the batches that are being done
         self._expected: dict[Hashable, int] = {}  # rows of the next batch of each kind
-        self._stops = False
+        self.stops = False
         self._workers = concurrent.futures.ThreadPoolExecutor(
             limits.together, thread_name_prefix="device"
         )
@@ -311,7 +313,7 @@ class Batcher:
             Stopped: nothing more is taken.
         """
         with self._changed:
-            if self._stops:
+            if self.stops:
                 raise Stopped("this server stops and takes nothing more: ask again in a minute.")
             # The first one of an idle device is about to begin.
             wait = len(self.waiting) - (not self.running)
@@ -324,10 +326,31 @@ class Batcher:
             self._workers.submit(self._work)
             self._changed.notify_all()
 
+    def rehearse(self, requests: Sequence[Request]) -> None:
+        """Does a batch that nobody asked for, beside the others, so that its programs have run.
+
+        Raises:
+            Cancelled: the work ended meanwhile.
+        """
+        ticket = Ticket(requests, [], began=time.monotonic())
+        ticket.future.set_running_or_notify_cancel()
+        with self._changed:
+            self._live.add(ticket)  # programs are not dropped meanwhile
+            self._rehearsed.add(ticket)
+            ticket.cancelled = self.stops
+        try:
+            Batch([ticket], self.pipe, self._device, self._known).run()
+            ticket.future.result()
+        finally:
+            with self._changed:
+                self._live.remove(ticket)
+                self._rehearsed.remove(ticket)
+                self._changed.notify_all()
+
     def stop(self) -> None:
         """Takes nothing more, and turns away what waits; what runs goes on."""
         with self._changed:
-            self._stops = True
+            self.stops = True
             for ticket in self.waiting:
                 if not ticket.cancelled and ticket.future.set_running_or_notify_cancel():
                     ticket.fail(Stopped("this server stops: ask again in a minute."))
@@ -335,8 +358,8 @@ class Batcher:
     def close(self) -> None:
         """Cancels all requests and ends the work."""
         with self._changed:
-            self._stops = True
-            left = [*self.open]
+            self.stops = True
+            left = [*self.open, *self._rehearsed]
             for ticket in left:
                 ticket.cancel()
         self._workers.shutdown(wait=False, cancel_futures=True)

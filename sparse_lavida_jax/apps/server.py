@@ -4,7 +4,7 @@
     POST /v1/images/generations   prompt, n, size, seed, steps, guidance, registers, sampler
     POST /v1/images/edits         image, prompt, mask (then only what is transparent is drawn), ...
     POST /v1/chat/completions     one user message, with at most one image as a data URI
-    GET  /v1/models, /healthz, /metrics
+    GET  /v1/models, /health, /ready, /metrics
 
 Needs the extra packages `sparse-lavida-jax[serve]`. Requests are done in batches
 (`serving.Service`); a client that goes away frees the device at the next segment.
@@ -187,8 +187,17 @@ def models(request: fastapi.Request) -> dict[str, Any]:
     return {"object": "list", "data": [card]}
 
 
+@router.get("/ready")
+def ready(request: fastapi.Request) -> dict[str, Any]:
+    """Says that nothing has to be compiled before usual requests; until then 503."""
+    if not _service(request).ready:
+        raise HTTPException(503, "not ready: it is compiling, or it stops.")
+    return {"status": "ready"}
+
+
+@router.get("/health")
 @router.get("/healthz")
-def healthz(request: fastapi.Request) -> dict[str, Any]:
+def health(request: fastapi.Request) -> dict[str, Any]:
     """Says that it is up, and how long the queue is."""
     service = _service(request)
     queue = {"running": service.running, "waiting": service.waiting}

@@ -13,6 +13,7 @@ import base64
 import binascii
 import collections
 import concurrent.futures
+import contextlib
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +26,8 @@ from sparse_lavida_jax.inference.requests import Shown
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sampling.options import ALIASES, OPTIONS
+
+WARM_UP = "a red circle above a blue square"  # of the length of most prompts
 
 
 class Service:
@@ -45,6 +48,7 @@ class Service:
         self.counts: collections.Counter[tuple[str, str]] = collections.Counter()
         self.tokens: collections.Counter[str] = collections.Counter()
         self.seconds: dict[str, float] = collections.defaultdict(float)
+        self._warm = True
         self._lock = threading.Lock()
         self._batcher = Batcher(pipe, self.limits, self._count)
 
@@ -90,6 +94,32 @@ class Service:
     def running(self) -> bool:
         """Whether the device is at work."""
         return self._batcher.running
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are taken, and nothing is being compiled beforehand."""
+        return self._warm and not self._batcher.stops
+
+    def warm_up(self) -> threading.Thread:
+        """Begins to compile what images and short answers by default need, in every size of batch.
+
+        Requests are taken meanwhile and do not wait for it. Afterwards the service is `ready`.
+        """
+        self._warm = False
+        thread = threading.Thread(target=self._rehearse, name="warm-up")
+        thread.start()
+        return thread
+
+    def _rehearse(self) -> None:
+        tasks = [task for task in ("generate", "ask") if not self.pipe.prompts.refusal(task)]
+        most = self.pipe.batch_size
+        sizes = [1 << i for i in range(most.bit_length()) if 1 << i < most] + [most]
+        for rows in sizes:
+            for task in tasks:
+                made = self.pipe.requests(task, [WARM_UP] * rows)
+                with contextlib.suppress(Cancelled):
+                    self._batcher.rehearse(made)
+        self._warm = True
 
     def stop(self) -> None:
         """Takes nothing more, and turns away what waits; what runs goes on."""

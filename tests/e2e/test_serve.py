@@ -28,7 +28,7 @@ openai = pytest.importorskip("openai", reason=WHY)
 
 from serving_on_loopback import served  # noqa: E402
 
-from sparse_lavida_jax.apps import server  # noqa: E402
+from sparse_lavida_jax.apps import hosting, server  # noqa: E402
 from sparse_lavida_jax.apps.serving import Limits, Service  # noqa: E402
 from sparse_lavida_jax.pipeline import SparseLaViDa  # noqa: E402
 
@@ -240,7 +240,7 @@ def test_a_full_queue_gives_429_and_health_goes_on(slow):
     with pytest.raises(openai.RateLimitError, match="1 requests wait already") as caught:
         client.images.generate(prompt="c")
     assert caught.value.response.headers["retry-after"] == "2"
-    health = httpx.get(str(client.base_url).replace("/v1/", "/healthz")).json()
+    health = httpx.get(str(client.base_url).replace("/v1/", "/health")).json()
     assert (health["running"], health["waiting"], health["model"]) == (True, 1, "staged")
     service.pipe.run_free()
     for thread in threads:
@@ -250,6 +250,29 @@ def test_a_full_queue_gives_429_and_health_goes_on(slow):
     assert 'sparse_lavida_requests_total{outcome="done",task="ask"} 2.0' in metrics
     assert 'sparse_lavida_tokens_total{task="ask"} 14.0' in metrics
     assert "sparse_lavida_waiting 0.0" in metrics
+
+
+def test_a_server_that_stops_turns_away_who_waits_and_finishes_what_runs():
+    service, replies = Service(staged.Staged()), {}
+    with hosting.listen("127.0.0.1", 0) as door:
+        started = hosting.server_of(server.make_app(service), service, staged.PATIENCE)
+        serving = threading.Thread(target=started.run, kwargs={"sockets": [door]})
+        serving.start()
+        address = f"http://127.0.0.1:{door.getsockname()[1]}"
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        until(lambda: _answers(f"{address}/ready"))
+        runs = ask(client, "runs", replies)
+        until(lambda: service.running)
+        waits = ask(client, "waits", replies)
+        until(lambda: service.waiting == 1)
+        started.should_exit = True
+        waits.join(staged.PATIENCE)
+        assert replies == {"waits": "InternalServerError"}  # the client's name for 503
+        service.pipe.run_free()
+        runs.join(staged.PATIENCE)
+        assert replies["runs"] == "b"
+        serving.join(staged.PATIENCE)
+        assert not serving.is_alive()
 
 
 def test_a_client_that_leaves_frees_the_device_at_the_next_segment(slow):

@@ -213,3 +213,31 @@ def test_programs_are_dropped_before_there_are_too_many(stepping, monkeypatch):
         stepping.submit("ask", f"{name} 1").future.result(staged.PATIENCE)
     assert dropped == [1]
     assert len(stepping._batcher._known) <= 3
+
+
+def test_a_service_is_ready_when_every_size_of_batch_has_run():
+    service = Service(staged.Staged(batch_size=6))
+    warming = service.warm_up()
+    assert service.pipe.at_step.acquire(timeout=staged.PATIENCE)
+    assert not service.ready
+    service.pipe.run_free()
+    warming.join(staged.PATIENCE)
+    assert service.ready
+    assert [asked.count("circle") for asked in service.pipe.asked] == [1, 1, 2, 2, 4, 4, 6, 6]
+    assert service.counts == {}
+    service.stop()
+    assert not service.ready
+
+
+def test_closing_ends_the_warm_up():
+    service = Service(staged.Staged(batch_size=6))
+    warming = service.warm_up()
+    assert service.pipe.at_step.acquire(timeout=staged.PATIENCE)
+    closing = threading.Thread(target=service.close)
+    closing.start()
+    until(lambda: service._batcher.stops)
+    service.pipe.run_free()
+    closing.join(staged.PATIENCE)
+    warming.join(staged.PATIENCE)
+    assert not warming.is_alive() and not service.ready
+    assert service.pipe.together == 0

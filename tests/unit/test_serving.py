@@ -195,6 +195,15 @@ def test_an_address_that_cannot_be_used_is_told(host, port, told):
         hosting.listen(host, port)
 
 
+@pytest.mark.parametrize(
+    "option", ["--max-waiting=-1", "--batch-size=0", "--longest-wait=nan", "--programs=0"]
+)
+def test_options_of_the_queue_have_ranges(option, capsys):
+    pytest.importorskip("gradio")
+    assert cli.main(["sparse-lavida", "demo", option]) == cli.MISTAKE
+    assert f"{option} is out of range:" in capsys.readouterr().err
+
+
 def test_an_unknown_host_is_told(monkeypatch):
     def unknown(*_, **__):
         raise socket.gaierror(-2, "Name or service not known")
@@ -225,5 +234,7 @@ def test_only_loopback_is_served_unless_told_otherwise(capsys):
 
 
 def test_limits_of_the_server_are_those_of_the_service():
-    assert Limits().waiting == cli.parser_of("serve").parse_args([]).max_waiting
+    asked = cli.parser_of("serve").parse_args([])
+    found = asked.max_waiting, asked.longest_wait, asked.programs
+    assert (Limits().waiting, Limits().longest_wait, Limits().programs) == found
     assert serving.Limits(waiting=0).waiting == 0
