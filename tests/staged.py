@@ -73,7 +73,7 @@ class Staged(SparseLaViDa):
         self.go.release(1000)
 
 
-def after(making, steps, rows, total=3):
+def after(making, steps, rows=1, total=3):
     """Images of four cells, of which a step decodes one."""
     decoded = np.repeat(np.arange(4)[None] < steps, rows, axis=0).astype(np.int32)
     canvas = decoded[..., None]

@@ -192,11 +192,13 @@ def _by_row(options: dict[str, Any]) -> dict[str, Any]:
 
     They are then no part of the settings, in which all rows of a batch agree.
     """
+    own = {
+        name for name in options if (known := OPTIONS.get(ALIASES.get(name, name))) and known.by_row
+    }
     return {
-        name: [value] if (own := OPTIONS.get(ALIASES.get(name, name))) and own.by_row
-        and isinstance(value, int | float) else value
+        name: [float(value)] if name in own and isinstance(value, int | float) else value
         for name, value in options.items()
-    }  # fmt: skip
+    }
 
 
 def _outcome(future: concurrent.futures.Future[Result]) -> str:
