@@ -111,7 +111,9 @@ def test_products_are_in_the_compute_dtype_and_the_stream_keeps_its_own(residual
     settings = dataclasses.replace(SETTINGS, compute_dtype="bfloat16")
     layer = layers.Layer(settings, rngs=nnx.Rngs(0))
     x = jnp.asarray(arbitrary(1, 2, SETTINGS.width), residual)
-    q, k, v = layer.understanding.qkv(x, layers.rotary(jnp.array([[0, 1]]), SETTINGS.head_dim, 100.0))
+    q, k, v = layer.understanding.qkv(
+        x, layers.rotary(jnp.array([[0, 1]]), SETTINGS.head_dim, 100.0)
+    )
     assert q.dtype == k.dtype == v.dtype == jnp.bfloat16
     assert layer.finish(layer.understanding, x, v).dtype == residual
 
