@@ -7,6 +7,7 @@ Config files are Python programs that return settings. Run only your own.
 import contextlib
 import dataclasses
 import functools
+import math
 import pathlib
 import re
 import runpy
@@ -72,7 +73,9 @@ _ABOVE_0 = Allowed(lambda value: value > 0, "it must be greater than 0")
 Positive = Annotated[int, _ABOVE_0]
 PositiveFloat = Annotated[float, _ABOVE_0]
 Count = Annotated[int, at_least(0)]
-NonNegative = Annotated[float, at_least(0)]
+NonNegative = Annotated[
+    float, Allowed(lambda x: 0 <= x < math.inf, "it must be 0 or more, and finite")
+]
 NonNegativeOrAuto = Annotated[
     float, Allowed(lambda x: x >= 0 or x == -1, "it must be 0 or more, or -1")
 ]
@@ -221,9 +224,9 @@ def _convert(schema: type, name: str, kind: Any, value: Any) -> Any:
         return value if isinstance(value, kind) else build(kind, value)  # type: ignore[arg-type]
     if origin is dict:
         of = typing.get_args(kind)[1]
-        if dataclasses.is_dataclass(of):
-            return {str(key): _convert(schema, name, of, one) for key, one in dict(value).items()}
-        return {str(key): of(one) for key, one in dict(value).items()}
+        return {
+            str(key): _convert(schema, f"{name}.{key}", of, one) for key, one in dict(value).items()
+        }
     if origin is tuple:
         return tuple(tuple(item) if isinstance(item, list | tuple) else item for item in value)
     if origin is Literal:

@@ -63,7 +63,8 @@ def sample(
 ) -> None:
     """Does a task for one prompt: `--mode=sample` of `main`."""
     shown = shown_images(image or None)
-    image_files.check_writable(out)
+    if TASKS[task].draws:
+        image_files.check_writable(out)
     pipe = SparseLaViDa.from_pretrained(checkpoint, batch_size=1)
     result = pipe.run(pipe.requests(task, words, shown or None, **more))
     _print(result, _save(result, out))
@@ -134,7 +135,8 @@ def _words(
         return _batch(name, asked.batch, image, asked.seed or 0)
     if words is None and name in ("ask", "reason"):
         words, image = image, None  # a question without an image
-        if words is not None and pathlib.Path(words).is_file():
+        path = pathlib.Path(words or "")
+        if path.is_file() or path.suffix.lower() in image_files.SUFFIXES:
             raise UsageError(f"`sparse-lavida {name}` needs a question after the image {words}.")
     if words is None:
         what = "an image and a prompt" if "image" in FORMS[name].options.split() else "a prompt"
@@ -172,7 +174,7 @@ def read_batch(path: pathlib.Path) -> list[dict[str, Any]]:
     if path.suffix not in (".txt", ".jsonl"):
         raise UsageError(f"--batch={path} must end in .txt or .jsonl.")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--batch={path} cannot be read: {error}.") from error
     numbered = [(i, line) for i, line in enumerate(lines, 1) if line.strip()]
@@ -193,6 +195,8 @@ def _entry(where: str, line: str) -> dict[str, Any]:
             raise ValueError(f"an option is given twice, under two names: {', '.join(entry)}.")
         entry = named
         schema.build(Line, entry)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{where} is no JSON: {error}.") from error
     except ValueError as error:
         raise UsageError(f"{where}: {error}") from error
     return entry
@@ -211,6 +215,8 @@ def _load(asked: argparse.Namespace, recorded: str | None = None) -> SparseLaViD
 
 
 def _chat(asked: argparse.Namespace) -> None:
+    if asked.out.exists() and not asked.out.is_dir():
+        raise UsageError(f"--out={asked.out} is no folder: name one, for the images of all turns.")
     pipe = _load(asked)
     given = {key: getattr(asked, key, None) for key in options.OPTIONS}
     sampling = options.changed(pipe.settings.sampling, draws=True, **given)

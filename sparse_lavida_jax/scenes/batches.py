@@ -6,6 +6,7 @@ import zlib
 
 import grain
 import numpy as np
+from jaxtyping import Float
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.batch import Row, make_row
@@ -40,8 +41,8 @@ class SceneBatches(Batches):
     multiple = 8
 
     def __init__(self, settings: config.Config, encoder: Encoder, **share: int):
-        self.encoder, self.probe, self._share = encoder, LENGTH_PROBE, share
-        weights, size = settings.data.tasks, settings.train.batch_size
+        self.encoder, self.probe = encoder, LENGTH_PROBE
+        weights = settings.data.tasks
         known = {task for group in GROUPS.values() for task in group}
         if unknown := sorted(set(weights) - known):
             raise config.ConfigError(
@@ -58,10 +59,14 @@ class SceneBatches(Batches):
                 f"Diffusion.text_loss=False leaves the tasks {', '.join(mute)} nothing to learn:"
                 " leave them out of Data.tasks, or train on text too."
             )
+        self._shares_up_to = {
+            group: _cumulated([weights[task] for task in members])
+            for group, members in self.groups.items()
+        }
         totals = [sum(weights[task] for task in members) for members in self.groups.values()]
         super().__init__(
             settings,
-            dict.fromkeys(self.groups, size),
+            dict.fromkeys(self.groups, 1.0),
             {group: total / sum(totals) for group, total in zip(self.groups, totals, strict=True)},
             **share,
         )
@@ -69,10 +74,11 @@ class SceneBatches(Batches):
     def dataset(self) -> grain.MapDataset:
         """Returns this process's rows of batch i at index i, those of lessons first."""
         parts, begin, mixed = [], 0, super().dataset()
+        share = {"process_index": self.process_index, "process_count": self.process_count}
         for lesson in sorted(self.settings.data.lessons.values(), key=lambda one: one.until):
             data = dataclasses.replace(self.settings.data, tasks=lesson.tasks, lessons={})
             settings = dataclasses.replace(self.settings, data=data)
-            batches = SceneBatches(settings, self.encoder, **self._share)
+            batches = SceneBatches(settings, self.encoder, **share)
             parts.append(batches.dataset()[begin : lesson.until])
             begin = lesson.until
         return grain.MapDataset.concatenate([*parts, mixed]) if parts else mixed
@@ -82,9 +88,7 @@ class SceneBatches(Batches):
 
     def made(self, group: str, number: int, attempt: int) -> Row:
         rng = _generator(self.settings.seed, group, number, attempt)
-        members = self.groups[group]
-        weights = np.array([self.settings.data.tasks[task] for task in members])
-        task = members[rng.choice(len(members), p=weights / weights.sum())]
+        task = self.groups[group][self._shares_up_to[group].searchsorted(rng.random(), "right")]
         example = self._example(task, int(rng.integers(2**40)), rng)
         if self.released:
             return SequenceRow.of(self.encoder.sequence(example), rng)
@@ -97,6 +101,12 @@ class SceneBatches(Batches):
         # Tasks made of others have no plan to drop, and skip this draw.
         with_plan = bool(tasks.TABLE[task].made_of) or rng.random() >= self.settings.data.plan_drop
         return self.encoder.scene_example(sample, extra_blocks=extra_blocks, with_plan=with_plan)
+
+
+def _cumulated(weights: list[float]) -> Float[np.ndarray, " n"]:
+    """Returns the share of all up to each one, rounded as `Generator.choice` rounds it."""
+    shares = np.cumsum(np.array(weights) / np.sum(weights))
+    return shares / shares[-1]
 
 
 def _generator(seed: int, group: str, index: int, attempt: int) -> np.random.Generator:
