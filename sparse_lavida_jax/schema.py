@@ -7,6 +7,7 @@ Config files are Python programs that return settings. Run only your own.
 import contextlib
 import dataclasses
 import functools
+import math
 import pathlib
 import re
 import runpy
@@ -72,7 +73,9 @@ _ABOVE_0 = Allowed(lambda value: value > 0, "it must be greater than 0")
 Positive = Annotated[int, _ABOVE_0]
 PositiveFloat = Annotated[float, _ABOVE_0]
 Count = Annotated[int, at_least(0)]
-NonNegative = Annotated[float, at_least(0)]
+NonNegative = Annotated[
+    float, Allowed(lambda x: 0 <= x < math.inf, "it must be 0 or more, and finite")
+]
 NonNegativeOrAuto = Annotated[
     float, Allowed(lambda x: x >= 0 or x == -1, "it must be 0 or more, or -1")
 ]
