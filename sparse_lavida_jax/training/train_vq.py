@@ -26,8 +26,7 @@ from PIL import Image
 from sparse_lavida_jax import config
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.scenes import world
-from sparse_lavida_jax.training import metrics
-from sparse_lavida_jax.training import muon
+from sparse_lavida_jax.training import metrics, muon
 from sparse_lavida_jax.visibility import AnyArray
 
 # All ours.
