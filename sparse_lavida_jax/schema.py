@@ -7,6 +7,7 @@ Config files are Python programs that return settings. Run only your own.
 import contextlib
 import dataclasses
 import functools
+import inspect
 import math
 import pathlib
 import re
@@ -157,6 +158,7 @@ class Section:
     def _check(self, name: str, holds: bool, allowed: str) -> None:
         if not holds:
             value = getattr(self, name)
+            allowed = allowed.replace("self.", "")  # of rules: f"a multiple of {self.width=}"
             raise ConfigError(f"{type(self).__name__}.{name}={value!r} is out of range: {allowed}.")
 
 
@@ -279,10 +281,12 @@ def run(path: pathlib.Path, function: str) -> Any:
         raise ConfigError(f"there is no config file {path}. {listed(path.parent)}")
     try:
         with _importable(path.parent):
-            made = runpy.run_path(str(path))
-            if function not in made:
+            made = runpy.run_path(str(path)).get(function)
+            if made is None:
                 raise ConfigError(f"{path} has no function {function}.")
-            return made[function](*arguments)
+            if arguments and not inspect.signature(made).parameters:
+                raise ConfigError(f"{path} takes nothing after a colon: leave :{arguments[0]} out.")
+            return made(*arguments)
     except ConfigError:
         raise
     except Exception as error:  # the file may do anything
