@@ -11,6 +11,7 @@ Every task takes one thing or a list of them, and returns one `Result` with an e
 """
 
 import contextlib
+import copy
 import dataclasses
 import logging
 import math
@@ -43,9 +44,11 @@ from sparse_lavida_jax.inference.requests import (
     row_seeds,
 )
 from sparse_lavida_jax.inference.results import FORMAT, SAMPLER_VERSION, Origin, Result
+from sparse_lavida_jax.kernels import attention
 from sparse_lavida_jax.lavida_o.prompts import ChatPrompts
 from sparse_lavida_jax.models import fuse, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.models.stack import implementation_of
 from sparse_lavida_jax.models.vq import ImageCodec
 from sparse_lavida_jax.sample import Callback
 from sparse_lavida_jax.sampling import presets
@@ -121,6 +124,7 @@ class SparseLaViDa:
         """
         if mesh is not None and task != "both":
             raise ValueError(f"over a mesh all parameters are kept: leave task={task!r} out.")
+        attention.admit_kernel()
         _check_is_ours(pathlib.Path(folder_or_name))
         folder = model_folder.find_model(folder_or_name)
         split = None if mesh is None else sharding.over(mesh)
@@ -430,7 +434,24 @@ class SparseLaViDa:
         bucket = record["bucket"] and Bucket(
             record["bucket"]["rows"], tuple(record["bucket"]["prompt_len"])
         )
-        return self.run(made, callback, bucket=bucket)
+        return self._attending(record.get("attention")).run(made, callback, bucket=bucket)
+
+    def _attending(self: S, implementation: str | None) -> S:
+        """Returns the same pipeline with the attention of a record, where that runs here."""
+        if implementation in (None, implementation_of(self.model.settings)):
+            return self
+        if not attention.runs_here(implementation):
+            log.warning(
+                "it was drawn with attention by %s, which does not run here: single bits may"
+                " differ.",
+                implementation,
+            )
+            return self
+        model, changes = copy.copy(self.model), {"attention_implementation": implementation}
+        model.settings = dataclasses.replace(model.settings, **changes)
+        return type(self)(
+            model, self.settings, self.prompts, self.codec, self.batch_size, self.source
+        )
 
     # -- requests in, results out ---------------------------------------------------------
 

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax._src import distributed  # what is public of it touches the devices
 from jax.experimental import multihost_utils
 
 from sparse_lavida_jax import config
@@ -100,6 +101,22 @@ def first_does(action: Callable[[], T]) -> T | None:
             raise failure
         raise ProcessError("the first process of this run could not go on; it says why.")
     return result
+
+
+def first_decides(what: str, decide: Callable[[], str], wait_s: float) -> str:
+    """Returns, in every process, the words that the first one finds; no device is touched.
+
+    Args:
+        what: names the question, which is asked once in a run.
+        wait_s: how long the others wait.
+    """
+    state = distributed.global_state
+    if state.client is None:
+        return decide()
+    key = f"sparse_lavida_jax/{what}"
+    if state.process_id == 0:
+        state.client.key_value_set(key, decide())
+    return state.client.blocking_key_value_get(key, round(1000 * wait_s))
 
 
 def agreed_on_first(*values: float) -> tuple[float, ...]:
