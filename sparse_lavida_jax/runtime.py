@@ -22,7 +22,6 @@ import numpy as np
 from jax._src import distributed  # what is public of it touches the devices
 from jax.experimental import multihost_utils
 
-from sparse_lavida_jax import config
 from sparse_lavida_jax.version import __version__
 
 T = TypeVar("T")
@@ -133,15 +132,18 @@ def holds_everywhere(holds: bool) -> bool:
     return bool(multihost_utils.process_allgather(np.int32(holds)).min())
 
 
-def check_same(settings: config.Config) -> None:
+def check_same(settings: dict[str, Any]) -> None:
     """Checks that all processes have the same settings and the same version of this program.
+
+    Args:
+        settings: of the run (`config.to_dict`).
 
     Raises:
         ProcessError: names the processes that differ from the first.
     """
     if not are_several():
         return
-    described = json.dumps([__version__, jax.__version__, config.to_dict(settings)], sort_keys=True)
+    described = json.dumps([__version__, jax.__version__, settings], sort_keys=True)
     own = np.frombuffer(hashlib.sha256(described.encode()).digest(), np.uint8)
     found = multihost_utils.process_allgather(own)
     different = np.flatnonzero((found != found[0]).any(axis=1)).tolist()

@@ -12,6 +12,7 @@ import jax
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.data import markdown
 from sparse_lavida_jax.evals import circumstances
+from sparse_lavida_jax.kernels import devices
 from sparse_lavida_jax.version import __version__
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "tokenizers", "pillow", "numpy")
@@ -66,7 +67,7 @@ def kernels() -> dict[str, Any]:
     from sparse_lavida_jax.kernels import admission  # other commands do without
 
     versions = {"version": __version__, "jax": jax.__version__}
-    return versions | dataclasses.asdict(admission.check())
+    return versions | dataclasses.asdict(admission.check(devices.accelerators()))
 
 
 def kernels_text(found: dict[str, Any]) -> str:

@@ -28,7 +28,6 @@ import jax
 from jax._src import xla_bridge  # no public name tells whether a device is in use
 
 from sparse_lavida_jax import runtime
-from sparse_lavida_jax.kernels import devices
 from sparse_lavida_jax.version import __version__
 
 COMMAND = "sparse-lavida doctor --kernels"
@@ -58,9 +57,9 @@ class Verdict:
     checks: tuple[dict[str, Any], ...] = ()
 
 
-def refusal(kernel: str, device: str) -> str | None:
+def refusal(kernel: str, device: str, accelerators: tuple[str, ...]) -> str | None:
     """Returns why a kernel is not to be used on a kind of device; None: it is admitted."""
-    verdict = admitted()
+    verdict = admitted(accelerators)
     if verdict is None:
         return (
             f"{kernel} was never checked on this machine, and its device is in use already: once it"
@@ -73,25 +72,30 @@ def refusal(kernel: str, device: str) -> str | None:
 
 
 @functools.cache
-def admitted() -> Verdict | None:
+def admitted(accelerators: tuple[str, ...]) -> Verdict | None:
     """Returns what is known of this machine's kernel, checking it first if nothing is.
 
     None where nothing is known and the device is in use already. Over several processes, all of
     which have to come here, the first one decides for all.
+
+    Args:
+        accelerators: of this machine (`devices.accelerators`); likewise below.
     """
 
     def decide() -> str:
-        verdict = remembered()
+        verdict = remembered(accelerators)
         if verdict is None and not xla_bridge.backends_are_initialized():
             log.warning("attention's kernel is checked, once for this device: some minutes.")
-            verdict = check()
+            verdict = check(accelerators)
         return json.dumps(verdict and dataclasses.asdict(verdict))
 
     found = runtime.first_decides("attention", decide, 2 * LIMIT_S)
     return _verdict(json.loads(found))
 
 
-def check(command: Sequence[str] = CHILD, limit_s: float = LIMIT_S) -> Verdict:
+def check(
+    accelerators: tuple[str, ...], command: Sequence[str] = CHILD, limit_s: float = LIMIT_S
+) -> Verdict:
     """Has a child check the kernel, and remembers what it found.
 
     Args:
@@ -99,9 +103,9 @@ def check(command: Sequence[str] = CHILD, limit_s: float = LIMIT_S) -> Verdict:
         limit_s: seconds until it is killed.
     """
     verdict = judged(*_run(command, limit_s))
-    if verdict.kernel or (verdict.device and devices.accelerators()):
+    if verdict.kernel or (verdict.device and accelerators):
         with contextlib.suppress(OSError):  # a cache that cannot be written is none
-            _remember(verdict)
+            _remember(verdict, memory(accelerators))
     return verdict
 
 
@@ -132,25 +136,24 @@ def judged(lines: Iterable[dict[str, Any]], ended: str) -> Verdict:
     return Verdict(found["device"], found["kernel"], why, tuple(checks.values()))
 
 
-def remembered() -> Verdict | None:
+def remembered(accelerators: tuple[str, ...]) -> Verdict | None:
     """Returns what an earlier process found; None if nothing, or nothing that can be read."""
     try:
-        return _verdict(json.loads(memory().read_text(encoding="utf-8")))
+        return _verdict(json.loads(memory(accelerators).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
 
 
-def memory() -> pathlib.Path:
+def memory(accelerators: tuple[str, ...]) -> pathlib.Path:
     """Returns the file that remembers the verdict on these devices, this jax and this code."""
-    digest = hashlib.sha256(repr((devices.accelerators(), jax.__version__, __version__)).encode())
+    digest = hashlib.sha256(repr((accelerators, jax.__version__, __version__)).encode())
     for path in sorted(pathlib.Path(__file__).parent.glob("*.*")):
         digest.update(path.read_bytes())
     folder = runtime.programs_folder().expanduser() / "kernels"
     return folder / f"{digest.hexdigest()[:16]}.json"
 
 
-def _remember(verdict: Verdict) -> None:
-    path = memory()
+def _remember(verdict: Verdict, path: pathlib.Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}")
     unfinished.write_text(json.dumps(dataclasses.asdict(verdict), indent=1), encoding="utf-8")
@@ -200,6 +203,7 @@ def _environment() -> dict[str, str]:
     more = {
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "JAX_TRACEBACK_FILTERING": "off",  # the last line of an error is then the error
     }
     if jax.config.jax_platforms:
         more["JAX_PLATFORMS"] = jax.config.jax_platforms

@@ -236,10 +236,10 @@ def admit_kernel() -> None:
 
     Once for each device, jax and version (`kernels.admission`); does nothing on a CPU.
     """
-    if devices.accelerators():
+    if accelerators := devices.accelerators():
         from sparse_lavida_jax.kernels import admission  # the CPU does without
 
-        admission.admitted()
+        admission.admitted(accelerators)
 
 
 def device_kernel() -> str | None:
@@ -265,7 +265,8 @@ def default_implementation() -> str:
     else:
         from sparse_lavida_jax.kernels import admission  # the CPU does without
 
-        refusal = admission.refusal(kernel, jax.devices()[0].device_kind)
+        kind = jax.devices()[0].device_kind
+        refusal = admission.refusal(kernel, kind, devices.accelerators())
     if kernel is not None and refusal is None:
         return kernel
     _announce(refusal)

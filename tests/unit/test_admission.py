@@ -78,18 +78,18 @@ PLANTED = {
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_kernel_is_refused_and_a_sound_one_admitted(name):
     planted, why = PLANTED[name]
-    verdict = admission.check(child(planted))
+    verdict = admission.check(HERE, child(planted))
     assert (verdict.device, verdict.kernel) == ("cpu", "pallas_tpu")
     assert why in verdict.why and bool(why) == bool(verdict.why)
     assert [found["check"] for found in verdict.checks] == [ON]
-    assert admission.remembered() == verdict
+    assert admission.remembered(HERE) == verdict
     if name == "sound":
         assert verdict.checks[0]["same_bits"] and verdict.checks[0]["off"] < admission.MOST_OFF
 
 
 @pytest.mark.slow
 def test_a_kernel_that_hangs_is_refused_once_its_time_is_over():
-    verdict = admission.check(child("time.sleep(600)"), limit_s=60.0)
+    verdict = admission.check(HERE, child("time.sleep(600)"), limit_s=60.0)
     assert verdict.why == (
         f"pallas_tpu is refused on cpu: the check did not end within 60 s, at {ON}"
     )
@@ -104,17 +104,17 @@ def printing(*lines, then=""):
 def test_a_child_that_hangs_is_killed_and_remembered():
     hangs = printing(GPU, {"check": "a"}, {"check": "a", "off": 0.0}, {"check": "b"},
         then="time.sleep(600)")  # fmt: skip
-    verdict = admission.check(hangs, limit_s=3.0)
+    verdict = admission.check(HERE, hangs, limit_s=3.0)
     assert verdict.why.endswith("did not end within 3 s, at b")
-    assert admission.remembered() == verdict
+    assert admission.remembered(HERE) == verdict
 
 
 def test_a_device_that_cannot_be_used_is_tried_again_the_next_time():
-    verdict = admission.check(printing(then="raise RuntimeError('it is busy')"))
+    verdict = admission.check(HERE, printing(then="raise RuntimeError('it is busy')"))
     assert verdict == admission.Verdict(
         why="the device could not be used: ended with status 1 (RuntimeError: it is busy)"
     )
-    assert admission.remembered() is None
+    assert admission.remembered(HERE) is None
 
 
 @pytest.mark.parametrize(
@@ -144,13 +144,12 @@ def test_a_device_is_checked_once(gpu, monkeypatch):
 
 
 def test_another_version_of_jax_or_another_device_is_checked_again(monkeypatch):
-    before = admission.memory()
-    assert before == admission.memory()
+    before = admission.memory(HERE)
+    assert before == admission.memory(HERE)
     with monkeypatch.context() as patch:
         patch.setattr(jax, "__version__", "0.99")
-        assert admission.memory() != before
-    monkeypatch.setattr(devices, "accelerators", lambda: ("0x10de:0x2330",))
-    assert admission.memory() != before
+        assert admission.memory(HERE) != before
+    assert admission.memory(("0x10de:0x2330",)) != before
 
 
 def test_a_refused_kernel_gives_way_to_blocks_and_one_line_says_so(gpu, monkeypatch, caplog):
@@ -177,7 +176,7 @@ def test_a_device_that_is_in_use_gets_blocks_and_one_line_names_the_command(
 
 def test_what_was_found_of_another_device_does_not_count(gpu, monkeypatch):
     other = dataclasses.replace(ADMITTED, device="another GPU")
-    monkeypatch.setattr(admission, "remembered", lambda: other)
+    monkeypatch.setattr(admission, "remembered", lambda _: other)
     assert attention.default_implementation() == "blockwise"
 
 
@@ -196,7 +195,7 @@ def test_the_first_process_decides_for_all(number, monkeypatch):
 
 def test_a_cpu_has_nothing_to_check(monkeypatch):
     monkeypatch.undo()  # no accelerator
-    monkeypatch.setattr(admission, "admitted", lambda: pytest.fail("checked"))
+    monkeypatch.setattr(admission, "admitted", lambda _: pytest.fail("checked"))
     assert devices.accelerators() == ()
     attention.admit_kernel()
     assert attention.default_implementation() == "reference"
@@ -223,7 +222,7 @@ def test_the_doctor_prints_a_table_and_remembers(monkeypatch, capsys):
     told = capsys.readouterr().out
     assert "a GPU: pallas_gpu is admitted" in told
     assert "| a | yes | 0.0123 | | |" in told and "| race: a | | | 10 | 40 |" in told
-    assert admission.remembered() == admission.judged(lines, "")
+    assert admission.remembered(HERE) == admission.judged(lines, "")
 
 
 def test_the_doctor_says_where_there_is_no_kernel():

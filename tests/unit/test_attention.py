@@ -211,7 +211,7 @@ def gpu(monkeypatch):
     def pretend(capability: str, version=(0, 11, 2)):
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
         monkeypatch.setattr(jax, "devices", lambda: [Device(capability)])
-        monkeypatch.setattr(admission, "admitted", lambda: ADMITTED)
+        monkeypatch.setattr(admission, "admitted", lambda _: ADMITTED)
         monkeypatch.setattr(jax, "__version_info__", version)
 
     for cached in (attention.default_implementation, attention._announce):
