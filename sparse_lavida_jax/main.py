@@ -129,7 +129,7 @@ def _train(asked: flags.FlagValues, settings: config.Config) -> None:
         else:
             from sparse_lavida_jax.training import train_vq
 
-            train_vq.train(settings, run.folder)
+            train_vq.train(settings, run.folder, run.is_asked_to_stop)
 
 
 def _sample(asked: flags.FlagValues, settings: config.Config) -> None:
@@ -175,7 +175,9 @@ def _written(dst: str, done: Any) -> str:
 
 def _verify(asked: flags.FlagValues, settings: config.Config) -> str:
     folder = model_folder.find_model(asked.src)
-    return f"{folder}: {manifest.verify(folder)} files, all as they were written"
+    count = manifest.verify(folder)
+    manifest.verify_tensors(folder)
+    return f"{folder}: {count} files, all as they were written"
 
 
 def _prepare(asked: flags.FlagValues, settings: config.Config) -> str:

@@ -23,6 +23,7 @@ import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 from flax import nnx
 
+from sparse_lavida_jax import runtime
 from sparse_lavida_jax.models import parameters
 from sparse_lavida_jax.models.parameters import ChooseSharding
 
@@ -60,6 +61,8 @@ def load_params(
     *,
     sharding: ChooseSharding | None = None,
     dtype: str | ChooseDtype | None = None,
+    digests: Mapping[str, str] | None = None,
+    check_finite: bool = True,
 ) -> Any:
     """Returns a module with the parameters in `folder`.
 
@@ -69,9 +72,13 @@ def load_params(
             default device.
         dtype: of the parameters in memory, or what chooses it by name (stacked, as for `sharding`);
             that of the module by default.
+        digests: SHA-256 of each array (`read_digests`), compared with what is read whole; None or
+            none at all: not compared.
+        check_finite: whether to refuse arrays that hold a NaN or an infinite number.
 
     Raises:
-        CheckpointError: lists every missing, unknown or misshapen parameter.
+        CheckpointError: lists every missing, unknown or misshapen parameter, or names one that is
+            damaged or holds what is no number.
     """
     store = ParamsReader(folder)
     store.check({name: leaf.shape for name, leaf in by_layer(module).items()})
@@ -87,6 +94,14 @@ def load_params(
                 for part, one in _layers(name, leaf)
             }
         )
+        for part, array in found.items():
+            if digests and sharding is None and digest_of({part: array}) != digests.get(part):
+                raise CheckpointError(
+                    f"the parameter {part} in {folder} is not what was written: its SHA-256 is not"
+                    f" the one in {TENSORS}. Copy the model folder again."
+                )
+            if check_finite:
+                refuse_nonfinite(f"the parameter {part} in {folder}", array)
         return {name: _stacked(name, leaf, found, where[name]) for name, leaf in leaves.items()}
 
     return _filled(module, read, dtype)
@@ -121,6 +136,7 @@ def _filled(
     }
     filled: dict[str, jax.Array] = {}
     for names in _batches(wanted):
+        runtime.check_interrupt()
         filled |= read({name: wanted[name] for name in names})
     nnx.replace_by_pure_dict(
         state,
@@ -207,7 +223,8 @@ class ParamsReader:
     def __init__(self, folder: pathlib.Path):
         self.folder = folder.resolve()
         try:
-            self._metadata = ocp.metadata(str(self.folder)).metadata
+            with silence():
+                self._metadata = ocp.metadata(str(self.folder)).metadata
         except Exception as error:  # the store raises whatever its layers raise
             raise self._unreadable(error) from error
         self.leaves: dict[str, Any] = parameters.by_name(self._metadata)
@@ -250,9 +267,10 @@ class ParamsReader:
         if not targets:
             return {}
         try:
-            tree = ocp.load(
-                str(self.folder), jax.tree_util.tree_map_with_path(target, self._metadata)
-            )
+            with silence():
+                tree = ocp.load(
+                    str(self.folder), jax.tree_util.tree_map_with_path(target, self._metadata)
+                )
         except Exception as error:
             raise self._unreadable(error) from error
         return {name: leaf for name, leaf in parameters.by_name(tree).items() if name in targets}
@@ -367,7 +385,26 @@ def _give_back_memory() -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# Digests: the store does not notice a flipped bit.
+# Digests: the store does not notice a flipped bit. And numbers that are none.
+
+
+def refuse_nonfinite(what: str, array: np.ndarray | jax.Array) -> None:
+    """Refuses an array, named `what`, that holds a NaN or an infinite number.
+
+    Raises:
+        CheckpointError: it does.
+    """
+    if isinstance(array, jax.Array) and not array.is_fully_replicated:
+        is_finite = bool(jnp.isfinite(array).all())
+    else:  # a part at a time: the answers need a byte for each number
+        flat = np.asarray(array).reshape(-1)
+        parts = (flat[i : i + BATCH_BYTES // 64] for i in range(0, flat.size, BATCH_BYTES // 64))
+        is_finite = all(np.isfinite(part).all() for part in parts)
+    if not is_finite:
+        raise CheckpointError(
+            f"{what} holds NaN or infinite numbers, so the model computes nothing. Get it again, or"
+            " pass check_finite=False to look at it in Python all the same."
+        )
 
 
 def digest_of(leaves: Mapping[str, np.ndarray]) -> str:

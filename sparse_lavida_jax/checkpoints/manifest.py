@@ -3,6 +3,7 @@
 
 import contextlib
 import pathlib
+import re
 
 import safetensors
 
@@ -12,6 +13,7 @@ from sparse_lavida_jax.data import files
 
 MANIFEST = "MANIFEST.sha256"
 TENSORS_NAMED = 5  # in a complaint about a damaged file
+_LINE = re.compile(r"[0-9a-f]{64}  \S.*")
 
 
 def write(folder: pathlib.Path) -> None:
@@ -37,31 +39,72 @@ def digest(folder: pathlib.Path) -> str:
 
 
 def verify(folder: pathlib.Path) -> int:
-    """Compares every file of a model folder with the manifest; returns how many there are.
+    """Compares the files of a model folder with the manifest; returns how many there are.
+
+    Files that are hidden (`.git*`, `.cache`) and not listed are left aside.
 
     Raises:
-        CheckpointError: names the first file that is missing or changed, and the tensors that
-            this changed.
+        CheckpointError: names the first file that is missing, not listed or changed, and the
+            tensors that a change concerns; or the manifest lists nothing, or is damaged.
     """
+    known = _read(folder)
+    names = {name.relative_to(folder) for name in folder.rglob("*") if name.is_file()}
+    is_hidden = re.compile(r"(^|/)\.").search
+    there = {name.as_posix() for name in names if not is_hidden(name.as_posix())} - {MANIFEST}
+    for name in sorted(known.keys() - there):
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder / name} is missing. Copy the folder {folder} again.")
+    if unknown := sorted(there - known.keys()):
+        raise CheckpointError(
+            f"{folder / unknown[0]} is not in {MANIFEST}, which lists every file of a model folder:"
+            f" the list is cut short, or the file was put there later. Copy the folder {folder}"
+            " again, or take the file away."
+        )
+    for name, digest in known.items():
+        path = folder / name
+        if files.sha256(path) != digest:
+            raise CheckpointError(
+                f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}."
+                f"{_damaged_tensors(folder, path)} Copy the folder {folder} again."
+            )
+    return len(known)
+
+
+def verify_tensors(folder: pathlib.Path, inside: str = "") -> None:
+    """Compares arrays with their own digests, which a manifest that was made anew leaves alone.
+
+    Args:
+        inside: the folder whose safetensors files to look at, such as `vq`; by default all, and
+            the parameters of the model.
+
+    Raises:
+        CheckpointError: names those that are not what was written.
+    """
+    known, found = arrays.read_digests(folder), {}
+    for path in sorted((folder / inside).rglob("*.safetensors")):
+        found |= _digests_in(folder, path)
+    if inside:
+        known = {name: sum for name, sum in known.items() if name.startswith(f"{inside}/")}
+    elif (folder / arrays.PARAMS).is_dir():
+        found |= arrays.ParamsReader(folder / arrays.PARAMS).digests()
+    if complaint := _complaint(known, found):
+        raise CheckpointError(f"{folder} is damaged.{complaint} Copy it again.")
+
+
+def _read(folder: pathlib.Path) -> dict[str, str]:
+    """Returns what the manifest says: digests by the name of the file."""
     try:
         lines = (folder / MANIFEST).read_text().splitlines()
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder} has no {MANIFEST}: it was not written to its end. Copy it again."
         ) from None
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder / MANIFEST} is damaged. Copy {folder} again.") from error
-    for line in lines:
-        known, _, name = line.partition("  ")
-        path = folder / name
-        if not path.is_file():
-            raise CheckpointError(f"{path} is missing. Copy the folder {folder} again.")
-        if files.sha256(path) != known:
-            raise CheckpointError(
-                f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}."
-                f"{_damaged_tensors(folder, path)} Copy the folder {folder} again."
-            )
-    return len(lines)
+    if not lines or not all(map(_LINE.fullmatch, lines)):
+        what = "is damaged" if lines else "is empty"
+        raise CheckpointError(f"{folder / MANIFEST} {what}. Copy the folder {folder} again.")
+    return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
 
 
 def _damaged_tensors(folder: pathlib.Path, path: pathlib.Path) -> str:
@@ -77,7 +120,12 @@ def _damaged_tensors(folder: pathlib.Path, path: pathlib.Path) -> str:
         digests = {key: known for key, known in digests.items() if ":" not in key}
     else:
         return ""
-    damaged = [key for key, known in digests.items() if found.get(key) != known]
+    return _complaint(digests, found)
+
+
+def _complaint(known: dict[str, str], found: dict[str, str]) -> str:
+    """Returns a sentence with the arrays whose digests are not those known; there may be none."""
+    damaged = [name for name in known if found.get(name) != known[name]]
     if not damaged:
         return ""
     more = f" and {len(damaged) - TENSORS_NAMED} more" if len(damaged) > TENSORS_NAMED else ""

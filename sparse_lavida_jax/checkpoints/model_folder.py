@@ -14,7 +14,6 @@ MANIFEST.sha256   of all of the above
 
 import contextlib
 import dataclasses
-import json
 import pathlib
 import shutil
 from collections.abc import Callable, Iterator
@@ -25,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from sparse_lavida_jax import config
+from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.checkpoints import arrays, manifest
 from sparse_lavida_jax.checkpoints.arrays import CheckpointError, ChooseDtype
 from sparse_lavida_jax.data import files
@@ -58,19 +57,21 @@ class LoadedModel(NamedTuple):
 # Reading.
 
 
+@runtime.interrupts_held()
 def load_model(
     folder_or_name: pathlib.Path | str,
     *,
     make_model: Callable[[config.Config], nnx.Module] | None = None,
     sharding: ChooseSharding | None = None,
     dtype: str | ChooseDtype | None = None,
+    check_finite: bool = True,
 ) -> LoadedModel:
     """Reads a model folder, a run directory with a finished model, or a bundled model by name.
 
     Args:
         make_model: makes the model whose parameters to fill in; the denoiser by default. Only its
             shapes are used.
-        sharding, dtype: see `arrays.load_params`.
+        sharding, dtype, check_finite: see `arrays.load_params`.
 
     Raises:
         CheckpointError: nothing there, a damaged file, or other parameters than the model's.
@@ -82,8 +83,16 @@ def load_model(
         module = denoiser.shapes(settings.model)
     else:
         module = jax.eval_shape(lambda: make_model(settings))
-    model = arrays.load_params(folder / arrays.PARAMS, module, sharding=sharding, dtype=dtype)
+    model = arrays.load_params(
+        folder / arrays.PARAMS,
+        module,
+        sharding=sharding,
+        dtype=dtype,
+        digests=arrays.read_digests(folder),
+        check_finite=check_finite,
+    )
     vq = folder / "vq"
+    manifest.verify_tensors(folder, vq.name)
     return LoadedModel(model, settings, folder / "tokenizer.json", vq if vq.is_dir() else None)
 
 
@@ -127,10 +136,10 @@ def read_config(folder: pathlib.Path) -> config.Config:
     """
     path = folder / "config.json"
     try:
-        given = json.loads(path.read_text())
+        given = files.read_json(path)
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no config.json, so its model is unknown.") from None
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     tag = given.pop("format", None) if isinstance(given, dict) else None
     if tag != FORMAT:

@@ -8,7 +8,6 @@ listed at once, and where there is one nothing is written.
 
 import contextlib
 import dataclasses
-import json
 import pathlib
 import re
 import shutil
@@ -21,12 +20,13 @@ import numpy as np
 import safetensors
 from flax import nnx
 
-from sparse_lavida_jax import config
+from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.checkpoints import arrays, model_folder
 from sparse_lavida_jax.convert import names, tensors
 from sparse_lavida_jax.convert.settings import has_generation_branch, settings_from
 from sparse_lavida_jax.convert.tensors import ConvertError
 from sparse_lavida_jax.data import files
+from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
 from sparse_lavida_jax.models import vq as image_tokenizer
 from sparse_lavida_jax.models.denoiser import ImageEmbedding
 
@@ -105,6 +105,7 @@ def convert(
     *,
     dtype: str | None = None,
     understanding_only: bool = False,
+    check_finite: bool = True,
     on_progress: Progress | None = None,
 ) -> Converted:
     """Writes the model folder `dst` from the released folder `src`.
@@ -113,9 +114,11 @@ def convert(
         src: holds config.json, tokenizer.json and safetensors files, sharded or not.
         dtype: float32 or bfloat16, of the parameters on disk; by default as they are.
         understanding_only: takes LLaDA, a model without images, too.
+        check_finite: whether to refuse tensors that hold a NaN or an infinite number.
 
     Raises:
         ConvertError: lists everything that is wrong with `src`.
+        CheckpointError: a tensor holds what is no number.
         CheckpointError: `dst` holds something else, or the disk is full.
     """
     src, dst = pathlib.Path(src), pathlib.Path(dst).resolve()
@@ -124,7 +127,9 @@ def convert(
     settings, wanted = _match(released, dtype)
     laid_out = {home: [] for home in ("params", "vq", "unused")}
     for name in wanted:
-        laid_out[name.home].append(_laid_out(name, released.stored[name.official], dtype))
+        laid_out[name.home].append(
+            _laid_out(name, released.stored[name.official], dtype, check_finite)
+        )
     converted = [tensor for found in laid_out.values() for tensor in found]
     total, done = sum(tensor.nbytes for tensor in converted), 0
     dtypes = sorted({str(tensors.DTYPES[tensor.dtype]) for tensor in converted})
@@ -143,12 +148,17 @@ def convert(
     return Converted(len(converted), num_parameters, tuple(dtypes))
 
 
-def _laid_out(name: names.Name, stored: tensors.Tensor, dtype: str | None) -> tensors.Tensor:
-    """Returns a released tensor as ours, still to be read."""
+def _laid_out(
+    name: names.Name, stored: tensors.Tensor, dtype: str | None, check_finite: bool
+) -> tensors.Tensor:
+    """Returns a released tensor as ours, still to be read; what is unused may hold anything."""
     kind = tensors.DTYPES[stored.dtype] if dtype is None else jnp.dtype(dtype)
 
     def read() -> np.ndarray:
-        ours = names.to_ours(name, stored.read().astype(kind, copy=False))
+        array = stored.read()
+        if check_finite and name.home != "unused":
+            arrays.refuse_nonfinite(f"{name.official} in {stored.file}", array)
+        ours = names.to_ours(name, array.astype(kind, copy=False))
         return np.ascontiguousarray(ours)  # and lets go of the released one
 
     return tensors.Tensor(name.ours, tensors.dtype_name(kind), name.our_shape, read)
@@ -185,6 +195,7 @@ def _write(
     yield from wanted["vq"] + wanted["unused"]
 
 
+@runtime.interrupts_held()
 def _first_registers(
     released: _Released, model: config.Model, embedding: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
@@ -237,7 +248,10 @@ def _look_through(folder: pathlib.Path, understanding_only: bool) -> _Released:
     with released.noting():
         if not (folder / "tokenizer.json").is_file():
             raise ConvertError("tokenizer.json is missing.")
-        _read_json(folder / "tokenizer.json")
+        try:
+            ChatTokenizer(folder / "tokenizer.json")
+        except ValueError as error:
+            raise ConvertError(str(error)) from error
     if not released.stored:
         released.complain()
     return released
@@ -374,7 +388,7 @@ def _by_layer(problems: list[str]) -> list[str]:
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
     try:
-        given = json.loads(path.read_text())
+        given = files.read_json(path)
     except (OSError, ValueError) as error:
         raise ConvertError(f"{path} cannot be read: {error}. Download it again.") from error
     if not isinstance(given, dict):

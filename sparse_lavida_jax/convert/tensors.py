@@ -13,6 +13,7 @@ import numpy as np
 import safetensors
 
 from sparse_lavida_jax.checkpoints.arrays import CheckpointError
+from sparse_lavida_jax.data import files
 
 DTYPES = {"F32": jnp.dtype("float32"), "BF16": jnp.dtype("bfloat16"), "F16": jnp.dtype("float16")}
 _LENGTH_BYTES = 8  # of the number at the beginning that says how long the header is
@@ -61,6 +62,7 @@ def list_tensors(path: pathlib.Path) -> dict[str, Tensor]:
     """
     try:
         with safetensors.safe_open(path, "numpy") as file:
+            _check_header(path)
             found = {name: file.get_slice(name) for name in file.offset_keys()}
             shapes = {name: tuple(one.get_shape()) for name, one in found.items()}
             reads = {name: functools.partial(read, path, name) for name in found}
@@ -68,10 +70,21 @@ def list_tensors(path: pathlib.Path) -> dict[str, Tensor]:
                 name: Tensor(name, one.get_dtype(), shapes[name], reads[name], path.name)
                 for name, one in found.items()
             }
-    except (OSError, safetensors.SafetensorError) as error:
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise ConvertError(
             f"{path.name} is cut short or damaged ({error}). Download it again."
         ) from error
+
+
+def _check_header(path: pathlib.Path) -> None:
+    """Refuses a header that names a tensor twice, of which the library takes the last.
+
+    Raises:
+        ValueError: it does.
+    """
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        files.parse_json(file.read(length), unique=True)
 
 
 def read(path: pathlib.Path, name: str, row: int | None = None) -> np.ndarray:

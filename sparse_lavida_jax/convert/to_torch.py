@@ -7,7 +7,6 @@ with the release. One tensor at a time is read and written.
 
 import dataclasses
 import functools
-import json
 import pathlib
 import shutil
 from collections.abc import Callable, Iterator
@@ -106,7 +105,7 @@ def _look_through(folder: pathlib.Path) -> _Model:
     elif not settings.model.understanding_only:
         raise ConvertError(f"{folder} has no image tokenizer, and a released model needs one.")
     index = folder / OFFICIAL / INDEX
-    placed = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+    placed = files.read_json(index)["weight_map"] if index.is_file() else {}
     return _Model(folder, settings, vq, placed)
 
 
@@ -180,7 +179,7 @@ def _write_config(path: pathlib.Path, model: _Model, wanted: list[tensors.Tensor
     """Writes config.json; that of the release as it was, unless the parameters changed."""
     kind = next(tensor.dtype for tensor in wanted if tensor.name == WORDS)
     dtype = str(tensors.DTYPES[kind])
-    given: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    given: dict[str, Any] = files.read_json(path) if path.is_file() else {}
     wished = dict(given or official_config(model.settings, dtype))
     if given.get("torch_dtype", dtype) != dtype:
         wished["torch_dtype"] = dtype
