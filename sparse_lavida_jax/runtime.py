@@ -29,7 +29,6 @@ from sparse_lavida_jax.version import __version__
 T = TypeVar("T")
 
 MOST_BYTES = 5 * 2**30  # of compiled programs; beyond it the oldest are deleted
-NO_LIMIT = -1  # of them, as jax says it
 LOCK_SECONDS = 10  # to wait for the lock of their folder
 
 
@@ -177,7 +176,8 @@ def programs_folder() -> pathlib.Path:
 def keep_programs(folder: pathlib.Path | str | None = None) -> None:
     """Keeps compiled programs, so that the next process does not compile them again.
 
-    Only commands call it: a library changes no setting of its process.
+    At most `MOST_BYTES` of them, unless `JAX_COMPILATION_CACHE_MAX_SIZE` says otherwise. Commands
+    call it, and a notebook may: a library changes no setting of its process.
 
     Args:
         folder: by default that of `JAX_COMPILATION_CACHE_DIR`, otherwise `programs_folder()`.
@@ -186,9 +186,9 @@ def keep_programs(folder: pathlib.Path | str | None = None) -> None:
     folder = pathlib.Path(given or folder or programs_folder()).expanduser()
     if given is None:  # jax reads the variable itself
         jax.config.update("jax_compilation_cache_dir", str(folder))
-    if jax.config.jax_compilation_cache_max_size == NO_LIMIT:
+    if "JAX_COMPILATION_CACHE_MAX_SIZE" not in os.environ:
         jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
-    _complete(folder)
+        _complete(folder)
 
 
 def _complete(folder: pathlib.Path) -> None:

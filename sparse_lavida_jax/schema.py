@@ -173,10 +173,13 @@ class Section:
             raise ConfigError(f"{type(self).__name__}.{name}={value} is out of range: {allowed}.")
 
 
-def build(schema: type[T], given: ConfigDict | dict[str, Any]) -> T:
+def build(schema: type[T], given: Any) -> T:
     """Turns a config section, and the sections in it, into its frozen dataclass.
 
     An older name of a setting (`OLD_NAMES`) is taken for the new one.
+
+    Args:
+        given: a `ConfigDict`, or a dict as JSON has it.
 
     Raises:
         ConfigError: no settings by name, an unknown name (lists the known ones), a wrong type, or a

@@ -284,8 +284,7 @@ class ParamsReader:
         return found
 
     def _unreadable(self, error: Exception) -> CheckpointError:
-        cause = str(error).partition(" [tensorstore_spec=")[0]
-        return CheckpointError(f"the parameters in {self.folder} cannot be read: {cause}")
+        return CheckpointError(f"the parameters in {self.folder} cannot be read: {cause_of(error)}")
 
 
 class ParamsWriter:
@@ -349,9 +348,13 @@ def _plain_errors() -> Iterator[None]:
     except OSError:
         raise
     except Exception as error:  # the store raises whatever its layers raise
-        if code := re.search(r"os_error_code='(\d+)'", str(error)):
-            raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
-        raise OSError(str(error)) from error
+        raise OSError(cause_of(error)) from error
+
+
+def cause_of(error: Exception) -> str:
+    """Returns what an error of the store says, in the words of the system if it was the system."""
+    code = re.search(r"os_error_code='(\d+)'", str(error))
+    return os.strerror(int(code[1])) if code else str(error).partition(" [tensorstore_spec=")[0]
 
 
 @contextlib.contextmanager
@@ -366,6 +369,15 @@ def silence() -> Iterator[None]:
     finally:
         gc.collect()
         logging.disable(before)
+
+
+def silence_background() -> None:
+    """Keeps the threads in which the store writes from logging what it raises later, too."""
+    logging.getLogger("absl").addFilter(_is_none_of_the_store)
+
+
+def _is_none_of_the_store(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and "orbax" in record.pathname)
 
 
 def _is_news(record: logging.LogRecord) -> bool:

@@ -84,6 +84,7 @@ class States:
         self._checkpointer = self._open()
 
     def _open(self) -> ocp.training.Checkpointer:
+        arrays.silence_background()
         if runtime.is_first() and not self.read_only:
             for half_written in self.folder.glob("*.orbax-checkpoint-tmp*"):
                 shutil.rmtree(half_written)
@@ -238,8 +239,9 @@ class States:
             if not runtime.are_several():
                 self._checkpointer = self._open()
             raise model_folder.WriteError(
-                f"a state could not be written to {self.folder} ({error}). Intact are those of"
-                f" steps {self.steps}: run the same command again to go on from there."
+                f"a state could not be written to {self.folder} ({arrays.cause_of(error)})."
+                f" Intact are those of steps {self.steps}: run the same command again to go on"
+                " from there."
             ) from error
 
     def _read(self, step: int, template: Any, only: tuple[str, ...]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import pathlib
+import resource
 import shutil
 import types
 
@@ -13,10 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import safetensors.numpy
 from flax import nnx
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import arrays, manifest, model_folder
+from sparse_lavida_jax.data import files
 from sparse_lavida_jax.models import layers
 from sparse_lavida_jax.training.states import (
     MODELS,
@@ -73,6 +76,7 @@ def save(tmp_path):
     vq = tmp_path / "codec"
     vq.mkdir()
     (vq / "config.json").write_text("{}")
+    safetensors.numpy.save_file({"x": np.zeros(2)}, vq / "params.safetensors")
 
     def save(model=None, **changes):
         arguments = {"tokenizer_path": tokenizer, "vq_folder": vq, "readme": "# test\n", **changes}
@@ -183,6 +187,102 @@ def test_a_copy_that_was_cut_short_is_refused(save):
     (folder / manifest.MANIFEST).unlink()
     with pytest.raises(model_folder.CheckpointError, match="not written to its end"):
         load(folder)
+
+
+def wrong_manifest(folder, kind):
+    """Makes the list of files another one, as damage or a hand may."""
+    path = folder / manifest.MANIFEST
+    lines = path.read_text().splitlines(keepends=True)
+    changed = {
+        "empty": [],
+        "cut at a line": lines[:3],
+        "cut inside a line": [*lines[:-1], lines[-1][:40]],
+        "without the parameters": [line for line in lines if "params" not in line],
+        "a page of something else": ["<html>\n"],
+    }
+    path.write_text("".join(changed[kind]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("empty", r"MANIFEST\.sha256 is empty"),
+        ("cut at a line", r"is not in MANIFEST\.sha256"),
+        ("cut inside a line", r"MANIFEST\.sha256 is damaged"),
+        ("without the parameters", r"params/.* is not in MANIFEST\.sha256"),
+        ("a page of something else", r"MANIFEST\.sha256 is damaged"),
+    ],
+)
+def test_a_list_of_files_that_leaves_some_out_is_refused(save, kind, told):
+    folder = save()
+    wrong_manifest(folder, kind)
+    with pytest.raises(model_folder.CheckpointError, match=told):
+        load(folder)
+
+
+def test_a_file_too_many_is_refused_and_a_hidden_one_is_not(save):
+    folder = save()
+    (folder / ".cache").mkdir()
+    (folder / ".cache" / "notes").write_text("of a hub")
+    load(folder)
+    (folder / "vq" / "more.txt").write_text("")
+    with pytest.raises(model_folder.CheckpointError, match=r"more\.txt is not in MANIFEST"):
+        load(folder)
+
+
+def test_a_folder_in_place_of_a_file_is_refused(save):
+    folder = save()
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").mkdir()
+    with pytest.raises(model_folder.CheckpointError, match=r"tokenizer\.json is missing"):
+        load(folder)
+
+
+@pytest.mark.parametrize("inside", ["", "vq"])
+def test_a_list_of_files_made_anew_does_not_hide_other_tensors(save, inside):
+    """Those of the parameters when they are read, and those of the image tokenizer."""
+    folder = save()
+    digests = arrays.read_digests(folder)
+    name = "vq/params.safetensors:x" if inside else "joint_layers/01/weight"
+    assert name in digests
+    arrays.write_digests(folder, digests | {name: "0" * 64})
+    (folder / manifest.MANIFEST).unlink()
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    lines = [f"{files.sha256(p)}  {p.relative_to(folder).as_posix()}\n" for p in paths]
+    (folder / manifest.MANIFEST).write_text("".join(lines))
+    with pytest.raises(model_folder.CheckpointError, match=f"{name} .*is not what was written"):
+        load(folder)
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+def test_what_is_no_number_is_refused_unless_it_is_asked_for(save, wrong):
+    model = make_model()
+    model.joint_layers.weight = nnx.Param(model.joint_layers.weight[...].at[1, 2, 0].set(wrong))
+    folder = save(model)
+    with pytest.raises(model_folder.CheckpointError, match=r"layers/01/weight .* NaN or inf"):
+        load(folder)
+    same(model_folder.load_model(folder, make_model=make_model, check_finite=False).model, model)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{"model": null}', "Model is None: it must hold settings by name"),
+        ('{"model": {"vision": null}}', "Vision is None: it must hold settings by name"),
+        ('{"model": {"num_layers": 1000000}}', r"num_layers=1000000 .* must lie in 0\.\.1024"),
+        ('{"seed": 1, "seed": 2}', "the key 'seed' is there twice"),
+        ('{"model": ' * 100_000, "nested more than 100 deep"),
+        ('{"data": {"tasks": [[1]]}}', "Data.tasks=.* is a list; it must be a dict"),
+        ('{"model": {"rope_theta": Infinity}}', "it must be finite"),
+        ('{"model": {"vision": {"grid_sizes": [[1]]}}}', r"must hold 2 values"),
+        ("[]", "has the format None"),
+    ],
+)
+def test_settings_that_no_model_has_are_refused_in_a_sentence(save, text, told):
+    folder, tag = save(), f'{{"format": "{model_folder.FORMAT}", '
+    (folder / "config.json").write_text(text.replace("{", tag, 1))
+    with pytest.raises(model_folder.CheckpointError, match=told):
+        model_folder.read_config(folder)
 
 
 def test_settings_of_another_version_are_reported(save):
@@ -426,6 +526,23 @@ def test_a_write_that_fails_in_the_background_is_reported_at_the_next_one(states
         states.save(2, make_state(2))
     states.save(2, make_state(2))
     assert states.restore(make_state())[0] == 2
+
+
+def test_a_disk_that_fills_up_in_the_background_is_one_sentence(states, capfd, caplog):
+    """What the system refuses is any file above a few kilobytes."""
+    states.save(1, make_state(1))
+    states.wait()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        states.save(2, {"x": np.random.default_rng(0).normal(size=200_000)})
+        with pytest.raises(model_folder.CheckpointError, match=r"\(File too large\)\. Intact"):
+            states.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert states.restore(make_state())[0] == 1
+    assert caplog.records == []
+    assert capfd.readouterr() == ("", "")
 
 
 def test_the_best_state_and_one_every_so_often_are_kept(tmp_path):

@@ -465,6 +465,56 @@ def test_what_is_wrong_in_many_layers_is_one_line_that_lists_them(tmp_path, comp
     assert len(sentence.splitlines()) == 1 + 17
 
 
+@pytest.mark.parametrize("wrong", [np.nan, -np.inf])
+def test_weights_that_are_no_numbers_are_refused(tmp_path, complaint, wrong):
+    state, name = torch_folder.arbitrary(), "model.transformer.blocks.1.attn_norm.weight"
+    state[name] = np.full_like(state[name], wrong)
+    told = complaint(torch_folder.write(tmp_path / "released", state))
+    assert f"{name} in model-" in told
+    assert "holds NaN or infinite numbers" in told
+
+
+def test_weights_that_are_no_numbers_are_converted_if_that_is_asked_for(tmp_path):
+    state, name = torch_folder.arbitrary(), "model.image_newline"
+    state[name] = np.full_like(state[name], np.nan)
+    folder = torch_folder.write(tmp_path / "released", state)
+    from_torch.convert(folder, tmp_path / "model", check_finite=False)
+    to_torch.export(tmp_path / "model", tmp_path / "back")
+    assert bits(torch_folder.read(tmp_path / "back")) == bits(state)
+
+
+def test_a_key_that_is_there_twice_is_refused(folder, complaint):
+    given = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(given.replace("{", '{"d_model": 8, ', 1))
+    assert "the key 'd_model' is there twice" in complaint(folder)
+
+
+def test_a_tensor_that_a_file_names_twice_is_refused(folder, complaint):
+    path = folder / SHARD
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = content[8 : 8 + length].decode().rstrip()
+    name = next(name for name in json.loads(header) if name != "__metadata__")
+    again = header[:-1] + f',"{name}":' + json.dumps(json.loads(header)[name]) + "}"
+    path.write_bytes(len(again).to_bytes(8, "little") + again.encode() + content[8 + length :])
+    assert f"{SHARD} is cut short or damaged (the key '{name}' is there twice)" in complaint(folder)
+
+
+@pytest.mark.parametrize("text", ["{}", "[" * 100_000, '{"version": "1.0"}'])
+def test_a_tokenizer_that_is_none_is_refused_before_it_is_used(folder, complaint, text):
+    (folder / "tokenizer.json").write_text(text)
+    assert f"{folder / 'tokenizer.json'} is damaged" in complaint(folder)
+
+
+def test_a_folder_in_place_of_a_file(folder, complaint):
+    for name in ("tokenizer.json", SHARD):
+        (folder / name).unlink()
+        (folder / name).mkdir()
+    sentence = complaint(folder)
+    assert "tokenizer.json is missing" in sentence
+    assert f"names {SHARD}, which is not there" in sentence
+
+
 def test_a_folder_without_tokenizer(folder, complaint):
     (folder / "tokenizer.json").unlink()
     assert f"{folder} cannot be converted: tokenizer.json is missing." in complaint(folder)
