@@ -164,7 +164,7 @@ def test_an_address_is_no_folder(folder, capsys, word):
 
 def test_the_image_tokenizer_has_its_own_stage(folder, monkeypatch):
     seen = []
-    fake = types.SimpleNamespace(train=lambda settings, workdir: seen.append(workdir))
+    fake = types.SimpleNamespace(train=lambda settings, workdir, stop: seen.append(workdir))
     monkeypatch.setattr(sparse_lavida_jax.training, "train_vq", fake, raising=False)
     assert main.main(["main", "--config=configs/toy_vq.py", "--workdir=elsewhere"]) == 0
     assert [str(path) for path in seen] == ["elsewhere"]
