@@ -157,13 +157,16 @@ def _convert(asked: flags.FlagValues, settings: config.Config) -> str:
 
     src, dst, dtype = asked.src, asked.dst, asked.dtype or None
     with progress(f"{src} -> {dst}", in_bytes=True) as on_progress:
-        done = from_torch.convert(src, dst, dtype=dtype, on_progress=on_progress)
+        how: dict[str, Any] = {"dtype": dtype, "kind": asked.format or "safetensors"}
+        done = from_torch.convert(src, dst, **how, on_progress=on_progress)
     return f"{_written(dst, done)}, {', '.join(done.dtypes)}"
 
 
 def _export(asked: flags.FlagValues, settings: config.Config) -> str:
     from sparse_lavida_jax.convert import to_torch
 
+    if asked.format:
+        return f"{asked.dst}: {model_folder.copy(asked.src, asked.dst, asked.format)} tensors"
     done = to_torch.export(asked.src, asked.dst)
     return f"{_written(asked.dst, done)}, safetensors files: {done.num_shards}"
 
@@ -292,6 +295,10 @@ def _steps(words: str) -> range:
     return range(int(first), int(last))
 
 
+_FORMAT = (
+    "Of the parameters that convert writes, by default safetensors; with it, export writes a model"
+    " folder in place of one for PyTorch."
+)
 _SHARD = (
     "Which items to evaluate, as i/n: every n-th from the i-th (0 the first) on. By default each"
     " process of a cluster takes its share."
@@ -301,6 +308,7 @@ FLAGS: tuple[tuple[str, str | int | bool | tuple[str, ...], str], ...] = (
     ("mode", tuple(MODES), "What to do."),
     ("task", tuple(SAMPLE_TASKS), "What to sample."),
     ("dtype", ("", "float32", "bfloat16"), "Of converted parameters; by default as released."),
+    ("format", ("", "safetensors", "orbax"), _FORMAT),
     ("config", "", "A file of configs/."),
     ("workdir", "", "Run directory; by default runs/<name>."),
     ("checkpoint", "", "A model folder, a run directory, or a bundled model."),

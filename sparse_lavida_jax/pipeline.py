@@ -549,7 +549,7 @@ def untrained_warning(name: str, preset: str) -> str:
 
 def _check_is_ours(folder: pathlib.Path) -> None:
     """Refuses a released PyTorch folder, and says what to do with it."""
-    if any(folder.glob("*.safetensors*")) and not (folder / "params").is_dir():
+    if any(folder.glob("*.safetensors*")) and not model_folder.is_ours(folder):
         raise model_folder.CheckpointError(
             f"{folder} is a PyTorch folder: convert it first, with"
             f" `sparse-lavida convert {folder} MODEL`, and give the MODEL folder."

@@ -11,7 +11,8 @@ import safetensors.numpy
 import tiny
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.convert import names, settings, tensors
+from sparse_lavida_jax.checkpoints import tensors
+from sparse_lavida_jax.convert import names, settings
 
 INDEX = "model.safetensors.index.json"
 

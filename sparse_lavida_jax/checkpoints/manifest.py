@@ -7,7 +7,7 @@ import re
 
 import safetensors
 
-from sparse_lavida_jax.checkpoints import arrays
+from sparse_lavida_jax.checkpoints import arrays, stores
 from sparse_lavida_jax.checkpoints.arrays import CheckpointError
 from sparse_lavida_jax.data import files
 
@@ -18,8 +18,8 @@ _LINE = re.compile(r"[0-9a-f]{64}  \S.*")
 
 def write(folder: pathlib.Path) -> None:
     """Writes the digests of all files, and of the tensors in safetensors files."""
-    digests = arrays.read_digests(folder)
-    for path in sorted(folder.rglob("*.safetensors")):
+    digests = arrays.read_digests(folder)  # of the parameters, which were digested as written
+    for path in _others(folder, ""):
         digests |= _digests_in(folder, path)
     arrays.write_digests(folder, digests)
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -81,12 +81,12 @@ def verify_tensors(folder: pathlib.Path, inside: str = "") -> None:
         CheckpointError: names those that are not what was written.
     """
     known, found = arrays.read_digests(folder), {}
-    for path in sorted((folder / inside).rglob("*.safetensors")):
+    for path in _others(folder, inside):
         found |= _digests_in(folder, path)
     if inside:
         known = {name: sum for name, sum in known.items() if name.startswith(f"{inside}/")}
-    elif (folder / arrays.PARAMS).is_dir():
-        found |= arrays.ParamsReader(folder / arrays.PARAMS).digests()
+    elif stores.holds_params(folder):
+        found |= stores.open_params(folder).digests()
     if complaint := _complaint(known, found):
         raise CheckpointError(f"{folder} is damaged.{complaint} Copy it again.")
 
@@ -111,12 +111,12 @@ def _damaged_tensors(folder: pathlib.Path, path: pathlib.Path) -> str:
     """Returns a sentence with the arrays that a damaged file changed; there may be none."""
     name, digests = path.relative_to(folder).as_posix(), arrays.read_digests(folder)
     found: dict[str, str] = {}
-    if path.suffix == ".safetensors":
+    if path in _others(folder, ""):
         found = _digests_in(folder, path)
         digests = {key: known for key, known in digests.items() if key.startswith(f"{name}:")}
-    elif name.startswith(f"{arrays.PARAMS}/"):
-        with arrays.silence(), contextlib.suppress(CheckpointError):
-            found = arrays.ParamsReader(folder / arrays.PARAMS).digests()
+    elif path.suffix == ".safetensors" or name.startswith(f"{stores.PARAMS}/"):
+        with stores.silence(), contextlib.suppress(CheckpointError):
+            found = stores.open_params(folder).digests()
         digests = {key: known for key, known in digests.items() if ":" not in key}
     else:
         return ""
@@ -131,6 +131,12 @@ def _complaint(known: dict[str, str], found: dict[str, str]) -> str:
     more = f" and {len(damaged) - TENSORS_NAMED} more" if len(damaged) > TENSORS_NAMED else ""
     named, several = f"{', '.join(damaged[:TENSORS_NAMED])}{more}", len(damaged) > 1
     return f" The tensor{'s' * several} {named} {'are' if several else 'is'} not what was written."
+
+
+def _others(folder: pathlib.Path, inside: str) -> list[pathlib.Path]:
+    """Returns the safetensors files that do not hold the parameters of the model."""
+    found = set((folder / inside).rglob("*.safetensors")) - set(folder.glob(stores.FILES))
+    return sorted(found)
 
 
 def _digests_in(folder: pathlib.Path, path: pathlib.Path) -> dict[str, str]:

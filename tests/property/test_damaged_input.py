@@ -23,7 +23,7 @@ from PIL import Image
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.convert import settings as released
-from sparse_lavida_jax.convert.tensors import ConvertError
+from sparse_lavida_jax.convert.settings import ConvertError
 from sparse_lavida_jax.data import files, image_files
 from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference import records

@@ -18,9 +18,9 @@ import safetensors.numpy
 from flax import nnx
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.checkpoints import arrays, manifest, model_folder
+from sparse_lavida_jax.checkpoints import arrays, manifest, model_folder, stores, tensors
 from sparse_lavida_jax.data import files
-from sparse_lavida_jax.models import layers
+from sparse_lavida_jax.models import layers, parameters
 from sparse_lavida_jax.training.states import (
     MODELS,
     States,
@@ -121,11 +121,64 @@ def test_a_model_without_images_has_no_image_tokenizer(save):
 
 
 def test_layers_lie_one_by_one_on_disk(save):
-    tree = arrays.ocp.load(str(save() / "params"))
+    tree = stores.ocp.load(str(save(kind="orbax") / "params"))
     assert sorted(tree) == ["blocks", "joint_layers", "table"]
     assert sorted(tree["joint_layers"]) == ["00", "01", "02"]
     assert tree["joint_layers"]["01"]["weight"].shape == (3, 3)
     assert sorted(tree["blocks"]) == ["0", "1"]
+    with safetensors.safe_open(save() / "model.safetensors", "numpy") as file:
+        assert file.metadata() == stores.METADATA
+        assert sorted(file.keys()) == sorted(parameters.by_name(tree))
+        for name, leaf in parameters.by_name(tree).items():
+            np.testing.assert_array_equal(file.get_tensor(name), leaf)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "orbax"])
+def test_a_folder_is_written_anew_in_the_other_store(save, tmp_path, kind):
+    folder = save(kind="orbax" if kind == "safetensors" else "safetensors")
+    (folder / "vq" / "notes.txt").write_text("kept")
+    manifest.write(folder)
+    copied = tmp_path / "copied"
+    assert model_folder.copy(folder, copied, kind) == 6
+    assert (copied / "params").is_dir() == (kind == "orbax")
+    assert (copied / "model.safetensors").is_file() == (kind == "safetensors")
+    same(load(copied).model, make_model())
+    assert (copied / "vq" / "notes.txt").read_text() == "kept"
+    assert (copied / arrays.TENSORS).read_text() == (folder / arrays.TENSORS).read_text()
+    manifest.verify_tensors(copied)
+
+
+def test_large_parameters_lie_in_several_files(save, monkeypatch):
+    monkeypatch.setattr(tensors.write_sharded, "__defaults__", (60,))
+    folder = save()
+    placed = tensors.read_index(folder / tensors.INDEX)
+    assert len(set(placed.values())) == len(sorted(folder.glob(stores.FILES))) > 2
+    assert not (folder / tensors.SINGLE).exists()
+    same(load(folder).model, make_model())
+    manifest.verify_tensors(folder)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "orbax"])
+def test_either_store_is_read_into_a_mesh(save, kind):
+    folder = save(kind=kind)
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def choose(name, shape):
+        return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*[None] * len(shape)))
+
+    loaded = model_folder.load_model(
+        folder, make_model=make_model, sharding=choose, dtype="bfloat16"
+    )
+    for leaf, whole in zip(*map(jax.tree.leaves, (loaded.model, make_model())), strict=True):
+        assert leaf.sharding.mesh == mesh
+        np.testing.assert_array_equal(leaf, whole.astype("bfloat16"))
+
+
+def test_an_index_that_names_a_file_elsewhere_is_refused(tmp_path):
+    index = {"weight_map": {"table": "../model.safetensors"}}
+    (tmp_path / tensors.INDEX).write_text(json.dumps(index))
+    with pytest.raises(model_folder.CheckpointError, match="which is elsewhere"):
+        stores.open_params(tmp_path)
 
 
 def test_half_precision_on_disk_is_whole_precision_in_memory(save):
@@ -159,7 +212,7 @@ def test_the_real_model_survives(tmp_path):
 
 def test_every_parameter_that_does_not_fit_is_listed_at_once(save):
     with pytest.raises(model_folder.CheckpointError) as error:
-        arrays.load_params(save() / "params", jax.eval_shape(lambda: WiderModel(rngs=nnx.Rngs(0))))
+        stores.load_params(save(), jax.eval_shape(lambda: WiderModel(rngs=nnx.Rngs(0))))
     lines = str(error.value).splitlines()[1:]
     assert [line.strip() for line in lines] == [
         "head: missing, the model has (7,)",
@@ -168,9 +221,10 @@ def test_every_parameter_that_does_not_fit_is_listed_at_once(save):
     ]
 
 
-def test_a_damaged_file_is_named(save):
-    folder = save()
-    path = flip_a_byte(folder / "params")
+@pytest.mark.parametrize("kind", ["safetensors", "orbax"])
+def test_a_damaged_file_is_named(save, kind):
+    folder = save(kind=kind)
+    path = flip_a_byte(folder / "params" if kind == "orbax" else folder)
     with pytest.raises(model_folder.CheckpointError, match=f"{path.name} is damaged"):
         load(folder)
 
@@ -197,7 +251,7 @@ def wrong_manifest(folder, kind):
         "empty": [],
         "cut at a line": lines[:3],
         "cut inside a line": [*lines[:-1], lines[-1][:40]],
-        "without the parameters": [line for line in lines if "params" not in line],
+        "without the parameters": [line for line in lines if "model.safet" not in line],
         "a page of something else": ["<html>\n"],
     }
     path.write_text("".join(changed[kind]))
@@ -209,7 +263,7 @@ def wrong_manifest(folder, kind):
         ("empty", r"MANIFEST\.sha256 is empty"),
         ("cut at a line", r"is not in MANIFEST\.sha256"),
         ("cut inside a line", r"MANIFEST\.sha256 is damaged"),
-        ("without the parameters", r"params/.* is not in MANIFEST\.sha256"),
+        ("without the parameters", r"model\.safetensors is not in MANIFEST\.sha256"),
         ("a page of something else", r"MANIFEST\.sha256 is damaged"),
     ],
 )
@@ -296,16 +350,18 @@ def test_settings_of_another_version_are_reported(save):
         model_folder.read_config(folder)
 
 
-def test_a_write_that_fails_leaves_the_old_model(save, monkeypatch):
+@pytest.mark.parametrize("kind", ["safetensors", "orbax"])
+def test_a_write_that_fails_leaves_the_old_model(save, monkeypatch, kind):
     folder = save()
 
-    def run_out_of_space(path, _):
+    def run_out_of_space(path, *_):
         raise OSError(errno.ENOSPC, "No space left on device", path)
 
-    monkeypatch.setattr(arrays.ocp.partial, "save", run_out_of_space)
+    monkeypatch.setattr(stores.ocp.partial, "save", run_out_of_space)
+    monkeypatch.setattr(tensors, "write", run_out_of_space)
     before = sorted(folder.parent.iterdir())
     with pytest.raises(model_folder.CheckpointError, match=r"No space left.*is unchanged"):
-        save(Model(2, rngs=nnx.Rngs(1)))
+        save(Model(2, rngs=nnx.Rngs(1)), kind=kind)
     same(load(folder).model, make_model())
     assert sorted(folder.parent.iterdir()) == before
 

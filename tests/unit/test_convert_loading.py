@@ -91,7 +91,7 @@ def test_a_run_gives_its_parameters_without_its_training_state(converted, tmp_pa
 
 def test_a_module_is_filled_by_names_on_disk(converted):
     loaded = model_folder.load_model(converted)
-    store = arrays.ParamsReader(converted / "params")
+    store = stores.open_params(converted)
     module = denoiser.shapes(loaded.config.model)
     filled = arrays.module_of(module, store.read(store.leaves))
     assert jax.tree.all(jax.tree.map(np.array_equal, filled, loaded.model))
