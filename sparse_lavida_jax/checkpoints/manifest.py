@@ -22,6 +22,7 @@ def write(folder: pathlib.Path) -> None:
     for path in _others(folder, ""):
         digests |= _digests_in(folder, path)
     arrays.write_digests(folder, digests)
+    (folder / MANIFEST).unlink(missing_ok=True)  # lists all but itself
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     lines = [f"{files.sha256(path)}  {path.relative_to(folder).as_posix()}\n" for path in paths]
     (folder / MANIFEST).write_text("".join(lines))

@@ -177,7 +177,8 @@ def write_params(folder: pathlib.Path, wanted: Sequence[Tensor], kind: Format) -
     if kind == "orbax":
         _write_orbax(folder, map(noted, wanted))
     else:
-        tensors.write_sharded(folder, [*map(noted, wanted)], metadata=METADATA)
+        every = [*map(noted, wanted)]
+        tensors.write_sharded(folder, every, tensors.SHARD_BYTES, metadata=METADATA)
     arrays.write_digests(folder, digests)
 
 
@@ -225,9 +226,8 @@ def _is_sharded(folder: pathlib.Path) -> bool:
 
 
 class _OrbaxReader(ParamsReader):
-    batch_bytes = BATCH_BYTES
-
     def __init__(self, folder: pathlib.Path):
+        self.batch_bytes = BATCH_BYTES
         self._store = (folder / PARAMS).resolve()
         try:
             with silence():

@@ -129,7 +129,7 @@ def write(
     with path.open("wb") as file:
         file.write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
         for tensor in tensors:
-            np.ascontiguousarray(tensor.read()).tofile(file)
+            file.write(np.ascontiguousarray(tensor.read()).reshape(-1).view(np.uint8).data)
 
 
 def write_sharded(

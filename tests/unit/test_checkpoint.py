@@ -149,7 +149,7 @@ def test_a_folder_is_written_anew_in_the_other_store(save, tmp_path, kind):
 
 
 def test_large_parameters_lie_in_several_files(save, monkeypatch):
-    monkeypatch.setattr(tensors.write_sharded, "__defaults__", (60,))
+    monkeypatch.setattr(tensors, "SHARD_BYTES", 60)
     folder = save()
     placed = tensors.read_index(folder / tensors.INDEX)
     assert len(set(placed.values())) == len(sorted(folder.glob(stores.FILES))) > 2

@@ -560,16 +560,21 @@ def small_disk():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("size", "batch_bytes"),
-    [(100, 2**28), (30_000, 2**28), (70_000, 10_000)],
-    ids=["settings", "parameters", "image tokenizer"],
+    ("size", "kind", "batch_bytes"),
+    [
+        (100, "safetensors", 0),
+        (30_000, "safetensors", 0),
+        (30_000, "orbax", 2**28),
+        (70_000, "orbax", 10_000),
+    ],
+    ids=["settings", "parameters", "parameters in the store", "image tokenizer"],
 )
 def test_a_disk_that_is_really_full_is_one_sentence(
-    folder, complaint, small_disk, monkeypatch, caplog, size, batch_bytes
+    folder, complaint, small_disk, monkeypatch, caplog, size, kind, batch_bytes
 ):
-    monkeypatch.setattr(arrays, "BATCH_BYTES", batch_bytes)
+    monkeypatch.setattr(stores, "BATCH_BYTES", batch_bytes)
     small_disk(size)
-    sentence = complaint(folder)
+    sentence = complaint(folder, kind=kind)
     assert "could not be written" in sentence
     assert "File too large" in sentence
     assert len(sentence) < 300

@@ -288,6 +288,7 @@ def test_compiled_programs_are_kept_unless_told_otherwise(folder, monkeypatch):
     monkeypatch.setattr(sparse_lavida_jax, "train", fake, raising=False)
     updates = {}
     monkeypatch.setattr(runtime.jax.config, "update", updates.__setitem__)
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_MAX_SIZE", raising=False)
     assert main.main(["main", "--config=configs/toy.py", "--compilation_cache="]) == 0
     assert updates == {}
     assert main.main(["main", "--config=configs/toy.py"]) == 0
