@@ -70,7 +70,7 @@ class Load:
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class Answered:
     """What became of a request.
 
     Attributes:
@@ -90,9 +90,9 @@ class Answer:
 # Load.
 
 
-def drive(address: str, load: Load) -> list[Answer]:
+def drive(address: str, load: Load) -> list[Answered]:
     """Asks a server, and returns what became of the requests that are measured."""
-    lock, arrivals, answers = threading.Lock(), _arrivals(load), list[Answer]()
+    lock, arrivals, answers = threading.Lock(), _arrivals(load), list[Answered]()
     begin = time.monotonic()
 
     def client() -> None:
@@ -107,7 +107,7 @@ def drive(address: str, load: Load) -> list[Answer]:
             code, batch = _ask(address, task, body)
             late = time.monotonic() - begin - due
             with lock:
-                answers.append(Answer(task, due, late, code, batch))
+                answers.append(Answered(task, due, late, code, batch))
 
     threads = [threading.Thread(target=client) for _ in range(load.clients)]
     for thread in threads:
@@ -149,7 +149,7 @@ def _ask(address: str, task: str, body: dict[str, Any]) -> tuple[int, int]:
         return 0, 0
 
 
-def summary(answers: list[Answer], load: Load) -> dict[str, Any]:
+def summary(answers: list[Answered], load: Load) -> dict[str, Any]:
     """Returns the numbers of a row; latencies are those of requests that were answered."""
     done = [answer for answer in answers if answer.code == 200]
     until = max((answer.due + answer.latency for answer in done), default=math.inf)

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from sparse_lavida_jax.bench import serving
-from sparse_lavida_jax.bench.serving import Answer, Load
+from sparse_lavida_jax.bench.serving import Answered, Load
 
 SECONDS = 0.05  # that an answer takes
 
@@ -75,8 +75,8 @@ def test_a_server_that_is_not_there_is_counted():
 
 def test_rows_hold_percentiles_and_what_was_answered_in_a_minute():
     load = Load(1, 60.0, before=10.0)
-    answers = [Answer("generate", 10.0 + i, (i + 1) / 10, 200, 1 + i % 2) for i in range(50)]
-    answers.append(Answer("ask", 65.0, 5.0, 200, 1))
+    answers = [Answered("generate", 10.0 + i, (i + 1) / 10, 200, 1 + i % 2) for i in range(50)]
+    answers.append(Answered("ask", 65.0, 5.0, 200, 1))
     found = serving.summary(answers, load)
     assert found["images_a_minute"] == pytest.approx(50)
     assert found["generate_s"]["p50"] == pytest.approx(2.5)
