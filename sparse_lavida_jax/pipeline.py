@@ -10,6 +10,7 @@ Every task takes one thing or a list of them, and returns one `Result` with an e
 `apps.conversation.Conversation` lets tasks take turns.
 """
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -26,7 +27,8 @@ from sparse_lavida_jax.checkpoints import manifest, model_folder
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.templates import PromptLanguage, RequestError
 from sparse_lavida_jax.inference import records
-from sparse_lavida_jax.inference.engine import Bucket, Engine, TaskRun
+from sparse_lavida_jax.inference.batches import Bucket, Padding
+from sparse_lavida_jax.inference.engine import Engine, Programs, TaskRun
 from sparse_lavida_jax.inference.requests import (
     ROUNDS,
     ChangeOptions,
@@ -463,14 +465,16 @@ class SparseLaViDa:
         callback: Callback | None = None,
         *,
         bucket: Bucket | None = None,
-        shared: bool = False,
+        padding: Padding = "fit",
+        programs: Programs = contextlib.nullcontext,
     ) -> Result:
         """Does what is asked: requests of one task with the same sampling settings.
 
         Args:
             callback: called before the first step and after each segment (`sample.Progress`).
-            bucket: the shapes to pad images to, for `replay`; by default those that fit.
-            shared: whether to pad to shapes that many batches share.
+            bucket: the shapes to pad images to, for `replay`; by default as `padding` says.
+            padding: see `batches.Padding`.
+            programs: entered around each batch, with what chooses its compiled programs.
 
         Raises:
             RequestError: several tasks or settings, or none; an image, text or size that the
@@ -482,8 +486,8 @@ class SparseLaViDa:
             raise RequestError("what is run together is of one task, with the same settings.")
         ((_, sampling),) = tasks
         parts = self.engine, self.settings, self.prompts, self.codec, self.source
-        how = {"callback": callback, "bucket": bucket, "shared": shared}
-        return TaskRun(*parts, sampling or self.settings.sampling, **how).run(requests)
+        how = sampling or self.settings.sampling
+        return TaskRun(*parts, how, callback, bucket, padding, programs).run(requests)
 
     @runtime.interrupts_held()
     def decode(
@@ -509,7 +513,8 @@ class SparseLaViDa:
         """
         rows = [Request(task="", seed=one) for one in row_seeds(seed, len(examples))]
         how = sampling or self.settings.sampling
-        done = self.engine.decode(examples, rows, how, shared=shared, callback=callback)
+        padding: Padding = "full" if shared else "fit"
+        done = self.engine.decode(examples, rows, how, padding=padding, callback=callback)
         return done.responses
 
     def texts(self, responses: Sequence[Int[np.ndarray, "_l 1"]]) -> list[str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of a run, the folder in which compiled programs are kept, and Ctrl-C.
+"""The processes of a run, their memory, the folder of compiled programs, and Ctrl-C.
 
 Where several processes train one model together, each runs the same program on its own devices.
 Arrays lie over the devices of all, and every process takes part in every computation on such an
@@ -8,11 +8,13 @@ communicates.
 """
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
 import pathlib
 import signal
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -28,6 +30,7 @@ from sparse_lavida_jax.version import __version__
 
 T = TypeVar("T")
 
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's mallopt
 MOST_BYTES = 5 * 2**30  # of compiled programs; beyond it the oldest are deleted
 LOCK_SECONDS = 10  # to wait for the lock of their folder
 
@@ -161,6 +164,22 @@ def pass_signal_on(number: int) -> None:
     """Passes a signal on to all processes: where there are several, JAX listens for SIGTERM."""
     if number != signal.SIGTERM:
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def keep_freed_memory() -> None:
+    """Keeps what a step on the CPU frees for the next one, where the C library is glibc.
+
+    Otherwise it gives arrays of 32 MB and more back to the system, which clears every page again
+    when the next step touches it: a sixth of the time of a step of `configs/scenes.py`.
+
+    Only commands call it: a library changes no setting of its process.
+    """
+    if jax.default_backend() != "cpu" or sys.platform != "linux":
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+    if mallopt is not None:
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -175,6 +175,7 @@ class Progress:
         canvas: the responses; `mask_id` where nothing is decoded yet.
         decoded_at: the block that decoded each token (`SamplerState`).
         blocks: of the segment that has ended; none before the first step.
+        rows: numbers of the requests that the first rows are of; the others fill the batch up.
     """
 
     making: str
@@ -184,6 +185,7 @@ class Progress:
     decoded_at: Int[np.ndarray, "b l"]
     blocks: range
     mask_id: int
+    rows: tuple[int, ...] = ()
 
     def after(self, block: int) -> Int[np.ndarray, "b l g"]:
         """Returns the canvas as it was after a block, whole tokens at a time."""

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model that takes a step when a test lets it, to look at what stands in a queue."""
+"""A model that takes a step when a test lets it, to look at what stands in a queue.
+
+Requests for a batch of them are named by their words, one after another: "a b".
+"""
 
 import threading
+import types
 
 import numpy as np
 
@@ -21,43 +25,46 @@ class Staged(SparseLaViDa):
 
     settings = config.Config()
     source = Origin("runs/staged", "ab")
+    prompts = types.SimpleNamespace(refusal=lambda task: "")
+    batch_size = 1  # no property here
 
-    def __init__(self):
+    def __init__(self, batch_size=1):
+        self.batch_size = batch_size
         self.go = threading.Semaphore(0)
         self.at_step = threading.Semaphore(0)
         self.asked, self.together, self.most_together = [], 0, 0
 
     def requests(self, task, words, shown=None, **options):
-        return [Request(task=task, words=words)]
+        asked = [words] if isinstance(words, str) else words
+        most = options.get("max_new_tokens")
+        return [Request(task=task, words=one, max_new_tokens=most) for one in asked]
 
-    def run(self, requests, callback):
-        (request,) = requests
-        draws = TASKS[request.task].draws
-        self._take_steps("image" if draws else "text", request.words, callback)
-        made = {"texts": ("b",), "tokens": TOKENS}
+    def run(self, requests, callback, **_):
+        task, number = requests[0].task, len(requests)
+        draws, words = TASKS[task].draws, tuple(request.words for request in requests)
+        self._take_steps("image" if draws else "text", words, callback)
+        made = {"texts": tuple("b" for _ in words), "tokens": TOKENS * number}
         if draws:
-            made = {"pixels": (np.full((2, 2, 3), 9, np.uint8),)}
-        sampling = self.settings.sampling
-        return Result(
-            request.task, (request.words,), (0,), sampling, self.source, {}, tokens_passed=7, **made
-        )
+            made = {"pixels": (np.full((2, 2, 3), 9, np.uint8),) * number}
+        settings = self.settings.sampling, self.source
+        return Result(task, words, (0,) * number, *settings, {}, passed=(7,) * number, **made)
 
     def preview(self, cells, rows):
         """An image of how many cells are decoded."""
         return np.full((rows, rows, 3), (cells > 0).sum(), np.uint8)
 
     def _take_steps(self, making, words, callback):
-        self.asked.append(words)
+        self.asked.append(" ".join(words))
         self.together += 1
         self.most_together = max(self.most_together, self.together)
         try:
             for step in range(3):
-                callback(after(making, step))
+                callback(after(making, step, len(words)))
                 self.at_step.release()
                 assert self.go.acquire(timeout=PATIENCE)
-            if words == "wrong":
+            if "wrong" in words:
                 raise RequestError("no.")
-            if words == "broken":
+            if "broken" in words:
                 raise ZeroDivisionError("x")
         finally:
             self.together -= 1
@@ -66,8 +73,8 @@ class Staged(SparseLaViDa):
         self.go.release(1000)
 
 
-def after(making, steps):
-    """An image of four cells, of which a step decodes one."""
-    decoded = np.arange(4) < steps
-    canvas = decoded.astype(np.int32)[None, :, None]
-    return Progress(making, steps, 3, canvas, decoded.astype(np.int32)[None], range(1), mask_id=0)
+def after(making, steps, rows=1, total=3):
+    """Images of four cells, of which a step decodes one."""
+    decoded = np.repeat(np.arange(4)[None] < steps, rows, axis=0).astype(np.int32)
+    canvas = decoded[..., None]
+    return Progress(making, steps, total, canvas, decoded, range(1), 0, (*range(rows),))

@@ -13,7 +13,8 @@ import tiny
 from sparse_lavida_jax import config, sequence
 from sparse_lavida_jax import pipeline as pipelines
 from sparse_lavida_jax.checkpoints import model_folder
-from sparse_lavida_jax.inference.engine import Bucket, Decoded, Engine
+from sparse_lavida_jax.inference.batches import Bucket
+from sparse_lavida_jax.inference.engine import Decoded, Engine
 from sparse_lavida_jax.inference.results import Origin, Result
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.models.vq import ImageCodec
@@ -200,7 +201,8 @@ class Knowing(pipelines.SparseLaViDa):
 
 def decoded(responses) -> Decoded:
     """Returns responses as `Engine.decode` does."""
-    return Decoded(list(responses), Bucket(1, (16, 0)), 0)
+    made = list(responses)
+    return Decoded(made, [Bucket(1, (16, 0))] * len(made), [0] * len(made))
 
 
 def _key(prompt, image):

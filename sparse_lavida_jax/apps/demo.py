@@ -2,8 +2,8 @@
 """A page to play with: every task that the model knows is a tab. What `sparse-lavida demo` runs.
 
 Needs the extra packages `sparse-lavida-jax[demo]`. The page uses the same queue as the server
-that it is mounted in: one request at a time, the others see how many are before them, and "Stop"
-(or closing the page) frees the device at the next segment.
+that it is mounted in: what can be done together is, others see how many are before them, and
+"Stop" (or closing the page) frees the device at the next segment.
 """
 
 import asyncio
@@ -18,8 +18,9 @@ import gradio.themes
 import numpy as np
 
 from sparse_lavida_jax import config
+from sparse_lavida_jax.apps.batching import Cancelled, QueueFull, Stopped, Ticket
 from sparse_lavida_jax.apps.errors import REFUSED
-from sparse_lavida_jax.apps.serving import Cancelled, QueueFull, Service, Ticket
+from sparse_lavida_jax.apps.serving import Service
 from sparse_lavida_jax.apps.tasks import FORMS
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.inference.requests import LARGEST_SEED, TASKS
@@ -67,7 +68,7 @@ def make_page(service: Service) -> gr.Blocks:
     )
     with page:
         name = pathlib.Path(service.pipe.source.name).name or "a model"
-        gr.Markdown(f"## Sparse-LaViDa: {name}\nOne request runs at a time; the others wait.")
+        gr.Markdown(f"## Sparse-LaViDa: {name}\nRequests of one kind run together; others wait.")
         shown: list[gr.Image] = []  # that tasks are about
         drawn: list[gr.Image] = []  # that "generate" makes
         for task, form in TABS.items():
@@ -260,7 +261,7 @@ async def _run(
             result = await waited
         finally:
             ticket.cancel()
-    except (*REFUSED, QueueFull, Cancelled) as error:
+    except (*REFUSED, QueueFull, Stopped, Cancelled) as error:
         raise gr.Error(str(error), print_exception=False) from error
     passed = f"{result.tokens_passed} tokens through the network, seed {result.seeds[0]}"
     note = f"{ticket.seconds:.2f} seconds, {passed}"

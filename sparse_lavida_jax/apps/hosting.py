@@ -6,7 +6,7 @@ import errno
 import importlib.util
 import ipaddress
 import socket
-import sys
+from typing import Any
 
 from sparse_lavida_jax import runtime
 from sparse_lavida_jax.apps.errors import DEFAULT_MODEL, UsageError
@@ -16,27 +16,39 @@ from sparse_lavida_jax.pipeline import SparseLaViDa
 
 _SERVING = ("fastapi", "uvicorn", "python_multipart", "prometheus_client")
 PACKAGES: dict[str, tuple[str, ...]] = {"serve": _SERVING, "demo": (*_SERVING, "gradio")}
-CLOSE_SECONDS = 5  # that open connections have to end
+# The least and the most that the options of the queue may be.
+RANGES = {
+    "batch_size": (1, 1024),
+    "longest_wait": (0, 60),
+    "max_waiting": (0, 100_000),
+    "programs": (1, 100_000),
+    "grace": (0, 86_400),
+}
 
 
 def run(name: str, asked: argparse.Namespace) -> int:
     """Serves until it is interrupted.
 
     Raises:
-        UsageError: an extra package is missing, or the address cannot be used.
+        UsageError: an extra package is missing, an option is out of range, or the address cannot
+            be used.
         CheckpointError: there is no such model.
     """
     _check_packages(name)
-    if asked.max_waiting < 0:
-        raise UsageError(f"--max-waiting={asked.max_waiting} is out of range: 0 or more.")
+    for option, (least, most) in RANGES.items():
+        if not least <= (value := getattr(asked, option)) <= most:
+            named = f"--{option.replace('_', '-')}={value}"
+            raise UsageError(f"{named} is out of range: {least} to {most}.")
     with listen(asked.host, asked.port) as door:
-        import uvicorn
-
         from sparse_lavida_jax.apps import server
 
         runtime.keep_programs()
-        pipe = SparseLaViDa.from_pretrained(asked.checkpoint or DEFAULT_MODEL)
-        service = Service(pipe, Limits(waiting=asked.max_waiting))
+        model = asked.checkpoint or DEFAULT_MODEL
+        pipe = SparseLaViDa.from_pretrained(model, batch_size=asked.batch_size)
+        limits = Limits(
+            waiting=asked.max_waiting, longest_wait=asked.longest_wait, programs=asked.programs
+        )
+        service = Service(pipe, limits)
         host, port = door.getsockname()[:2]
         app = server.make_app(service, _names(host, asked.host))
         if name == "demo":
@@ -44,14 +56,27 @@ def run(name: str, asked: argparse.Namespace) -> int:
 
             app = demo.mounted(app, service, host, port)
         if asked.warmup:
-            print("compiling ...", file=sys.stderr)
-            pipe.warmup()
+            service.warm_up()
         _tell(name, host, port)
-        settings = uvicorn.Config(
-            app, log_level="warning", timeout_graceful_shutdown=CLOSE_SECONDS, ws="none"
-        )
-        uvicorn.Server(settings).run(sockets=[door])
+        server_of(app, service, asked.grace).run(sockets=[door])
     return 0
+
+
+def server_of(app: Any, service: Service, grace: int) -> Any:
+    """Returns what serves an app (a `uvicorn.Server`); stopped, it turns away what waits.
+
+    Args:
+        grace: seconds that what runs then has to end.
+    """
+    import uvicorn
+
+    class Stopping(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            service.stop()
+            await super().shutdown(sockets)
+
+    settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=grace, ws="none")
+    return Stopping(settings)
 
 
 def listen(host: str, port: int) -> socket.socket:

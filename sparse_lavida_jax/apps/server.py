@@ -4,9 +4,9 @@
     POST /v1/images/generations   prompt, n, size, seed, steps, guidance, registers, sampler
     POST /v1/images/edits         image, prompt, mask (then only what is transparent is drawn), ...
     POST /v1/chat/completions     one user message, with at most one image as a data URI
-    GET  /v1/models, /healthz, /metrics
+    GET  /v1/models, /health, /ready, /metrics
 
-Needs the extra packages `sparse-lavida-jax[serve]`. Requests are done one after another
+Needs the extra packages `sparse-lavida-jax[serve]`. Requests are done in batches
 (`serving.Service`); a client that goes away frees the device at the next segment.
 """
 
@@ -32,8 +32,9 @@ from prometheus_client import core
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
+from sparse_lavida_jax.apps.batching import Cancelled, QueueFull, Stopped, Ticket
 from sparse_lavida_jax.apps.errors import REFUSED
-from sparse_lavida_jax.apps.serving import Cancelled, QueueFull, Service, Ticket
+from sparse_lavida_jax.apps.serving import Service
 from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference.requests import LARGEST_SEED, Shown
 from sparse_lavida_jax.inference.results import Result
@@ -42,6 +43,7 @@ from sparse_lavida_jax.version import __version__
 
 POLL_SECONDS = 0.05  # between two looks whether a client is still there
 RETRY_SECONDS = 2  # what a client is told when the queue is full
+STOPPED_SECONDS = 60  # when the server stops
 CLIENT_LEFT = 499  # nobody reads it: nginx's code for a request whose client went away
 FORM_ROOM = 2**20  # bytes of a request besides its images
 IMAGES = 2  # most files of one request: an image and a mask
@@ -138,8 +140,8 @@ async def edit(request: fastapi.Request):
         }
         words = {key: value for key, value in form.items() if isinstance(value, str)}
         shown = files["image"] + files["image[]"]
-        if len(shown) != 1 or len(files["mask"]) > 1:
-            raise HTTPException(400, "send one file named image, and at most one named mask.")
+        if len(shown) != 1 or len(files["mask"]) > 1 or "mask" in words:
+            raise HTTPException(400, "send one file named image, and at most one file named mask.")
         contents, *masks = [await one.read() for one in shown + files["mask"]]
     try:
         asked = ImageBody.model_validate(words)
@@ -161,7 +163,8 @@ async def chat(asked: ChatBody, request: fastapi.Request):
         raise HTTPException(400, "one answer is given, whole: leave n and stream out.")
     with _refusing():
         words, image = _question(asked.messages, service)
-    most = asked.max_completion_tokens or asked.max_tokens
+    most = asked.max_completion_tokens
+    most = asked.max_tokens if most is None else most
     ticket, result = await _done(request, "ask", asked, words, image, max_new_tokens=most)
     ended = (result.tokens[0] == service.pipe.settings.model.end_of_text_id).any()
     message = {"role": "assistant", "content": result.text}
@@ -184,8 +187,17 @@ def models(request: fastapi.Request) -> dict[str, Any]:
     return {"object": "list", "data": [card]}
 
 
+@router.get("/ready")
+def ready(request: fastapi.Request) -> dict[str, Any]:
+    """Says that nothing has to be compiled before usual requests; until then 503."""
+    if not _service(request).ready:
+        raise HTTPException(503, "not ready: it is compiling, or it stops.")
+    return {"status": "ready"}
+
+
+@router.get("/health")
 @router.get("/healthz")
-def healthz(request: fastapi.Request) -> dict[str, Any]:
+def health(request: fastapi.Request) -> dict[str, Any]:
     """Says that it is up, and how long the queue is."""
     service = _service(request)
     queue = {"running": service.running, "waiting": service.waiting}
@@ -322,6 +334,8 @@ def _refusing() -> Iterator[None]:
         raise HTTPException(400, str(error)) from error
     except QueueFull as error:
         raise HTTPException(429, str(error), {"Retry-After": str(RETRY_SECONDS)}) from error
+    except Stopped as error:
+        raise HTTPException(503, str(error), {"Retry-After": str(STOPPED_SECONDS)}) from error
     except (Cancelled, asyncio.CancelledError) as error:
         raise HTTPException(CLIENT_LEFT, "the request was cancelled.") from error
     except Exception as error:
@@ -337,6 +351,7 @@ def _notes(ticket: Ticket, result: Result) -> dict[str, Any]:
         "plans": list(result.plans),
         "seconds": round(ticket.seconds, 4),
         "tokens_passed": result.tokens_passed,
+        "batch": ticket.batch,
     }
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One model and its queue: one request at a time, limits on requests, cancelling at any segment.
+"""One model for many clients: a queue that is done in batches, limits on requests, and counts.
 
     service = Service(SparseLaViDa.from_pretrained("scenes"))
     ticket = service.submit("generate", "a red circle above a blue square", seed=3)
@@ -13,92 +13,28 @@ import base64
 import binascii
 import collections
 import concurrent.futures
-import dataclasses
+import contextlib
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
+from sparse_lavida_jax.apps.batching import Batcher, Cancelled, Limits, Stopped, Ticket
 from sparse_lavida_jax.apps.errors import REFUSED
-from sparse_lavida_jax.apps.tasks import cell_rows
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.data.templates import RequestError, check_words
-from sparse_lavida_jax.inference.requests import Request, Shown
+from sparse_lavida_jax.inference.requests import Shown
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.pipeline import SparseLaViDa
-from sparse_lavida_jax.sample import Progress
+from sparse_lavida_jax.sampling.options import ALIASES, OPTIONS
 
-CLOSE_SECONDS = 30.0  # most that closing waits for the segment that runs
-
-
-class QueueFull(Exception):
-    """The queue is full; the message says so."""
-
-
-class Cancelled(Exception):
-    """The request was cancelled before it was done."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """The most that a request may ask for.
-
-    Attributes:
-        waiting: requests that wait while one runs.
-        words: characters of a prompt.
-        upload: bytes of an image file.
-        images: images of one request, and attempts at one.
-        new_tokens: of one answer.
-    """
-
-    waiting: int = 8
-    words: int = 4000
-    upload: int = 16 * 2**20
-    images: int = 4
-    new_tokens: int = 1024
-
-
-@dataclasses.dataclass(eq=False)
-class Ticket:
-    """A request that waits, runs, and ends.
-
-    Attributes:
-        task: what is asked for.
-        queue: all requests that have not ended, the one that runs first.
-        future: its result.
-        began: when it came to the device, in seconds of `time.monotonic`; None: it waits.
-        state: how far the sampler is; None before it starts.
-        preview: the first image with the cells that are decoded so far, if asked for.
-        seconds: on the device, in the end.
-        cancelled: whether nobody waits for the result any more.
-    """
-
-    task: str
-    queue: list["Ticket"] = dataclasses.field(repr=False)
-    future: concurrent.futures.Future[Result] = dataclasses.field(init=False, repr=False)
-    began: float | None = None
-    state: Progress | None = dataclasses.field(default=None, repr=False)
-    preview: image_files.Pixels | None = dataclasses.field(default=None, repr=False)
-    seconds: float = 0.0
-    cancelled: bool = False
-
-    @property
-    def ahead(self) -> int:
-        """How many requests come before it, with the one that runs; 0 once it runs."""
-        queue = [*self.queue]  # which another thread may change
-        return queue.index(self) if self in queue else 0
-
-    def cancel(self) -> None:
-        """Ends it: at once if it waits, after the present segment if it runs."""
-        self.cancelled = True
-        self.future.cancel()
+WARM_UP = "a red circle above a blue square"  # of the length of most prompts
 
 
 class Service:
     """A model, its queue, and counts of what was done so far.
 
     Args:
-        pipe: does the tasks, one request at a time.
+        pipe: does the tasks; its `batch_size` is the largest batch.
         limits: on requests.
 
     Attributes:
@@ -112,9 +48,9 @@ class Service:
         self.counts: collections.Counter[tuple[str, str]] = collections.Counter()
         self.tokens: collections.Counter[str] = collections.Counter()
         self.seconds: dict[str, float] = collections.defaultdict(float)
-        self._device = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="device")
+        self._warm = True
         self._lock = threading.Lock()
-        self._open: list[Ticket] = []
+        self._batcher = Batcher(pipe, self.limits, self._count)
 
     def submit(
         self,
@@ -134,48 +70,64 @@ class Service:
         Raises:
             one of errors.REFUSED: it cannot be done, or asks for more than the limits allow.
             QueueFull: too many requests wait already.
+            Stopped: the service takes nothing more.
         """
         self._check(words, options)
+        if words is None or isinstance(words, str):
+            options = _by_row(options)
         try:
             requests = self.pipe.requests(task, words, shown, **options)
         except REFUSED:
             with self._lock:
                 self.counts[task, "refused"] += 1
             raise
-        ticket = Ticket(task, self._open)
-        with self._lock:
-            if len(self._open) > self.limits.waiting:
-                raise QueueFull(
-                    f"{len(self._open) - 1} requests wait already and the queue is full: try again"
-                    " in a moment."
-                )
-            self._open.append(ticket)
-            ticket.future = self._device.submit(self._do, ticket, requests, preview)
-        ticket.future.add_done_callback(lambda _: self._close(ticket))
+        ticket = Ticket(requests, self._batcher.open, looks=preview)
+        self._batcher.add(ticket)
         return ticket
 
     @property
     def waiting(self) -> int:
-        """How many requests wait, without the one that runs."""
-        with self._lock:
-            return sum(ticket.began is None for ticket in self._open)
+        """How many requests wait."""
+        return len(self._batcher.waiting)
 
     @property
     def running(self) -> bool:
         """Whether the device is at work."""
-        with self._lock:
-            return any(ticket.began is not None for ticket in self._open)
+        return self._batcher.running
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are taken, and nothing is being compiled beforehand."""
+        return self._warm and not self._batcher.stops
+
+    def warm_up(self) -> threading.Thread:
+        """Begins to compile what images and short answers by default need, in every size of batch.
+
+        Requests are taken meanwhile and do not wait for it. Afterwards the service is `ready`.
+        """
+        self._warm = False
+        thread = threading.Thread(target=self._rehearse, name="warm-up")
+        thread.start()
+        return thread
+
+    def _rehearse(self) -> None:
+        tasks = [task for task in ("generate", "ask") if not self.pipe.prompts.refusal(task)]
+        most = self.pipe.batch_size
+        sizes = [1 << i for i in range(most.bit_length()) if 1 << i < most] + [most]
+        for rows in sizes:
+            for task in tasks:
+                made = self.pipe.requests(task, [WARM_UP] * rows)
+                with contextlib.suppress(Cancelled):
+                    self._batcher.rehearse(made)
+        self._warm = True
+
+    def stop(self) -> None:
+        """Takes nothing more, and turns away what waits; what runs goes on."""
+        self._batcher.stop()
 
     def close(self) -> None:
         """Cancels all requests and ends the work."""
-        with self._lock:
-            left = list(self._open)
-        for ticket in left:
-            ticket.cancel()
-        self._device.shutdown(wait=False, cancel_futures=True)
-        # Those that waited are cancelled already; `wait` would never hear of them.
-        running = [ticket.future for ticket in left if not ticket.future.cancelled()]
-        concurrent.futures.wait(running, CLOSE_SECONDS)
+        self._batcher.close()
 
     def image(self, contents: bytes, name: str = "the image") -> image_files.Pixels:
         """Returns the pixels of an uploaded file.
@@ -225,33 +177,28 @@ class Service:
             if asked is not None and not 1 <= asked <= most:
                 raise RequestError(f"{name}={asked} is out of range: 1 to {most}.")
 
-    def _do(self, ticket: Ticket, requests: Sequence[Request], preview: bool) -> Result:
-        """Does a request, in the one thread of the device."""
-        ticket.began = time.monotonic()
-
-        def look(state: Progress) -> None:
-            ticket.state = state
-            if ticket.cancelled:
-                raise Cancelled(
-                    f"cancelled after {state.steps} of {state.total} steps of the {state.making}."
-                )
-            if preview and state.making == "image" and state.steps:
-                cells = state.canvas[0]
-                ticket.preview = self.pipe.preview(cells, cell_rows(len(cells), requests[0].size))
-
-        try:
-            return self.pipe.run(requests, callback=look)
-        finally:
-            ticket.seconds = time.monotonic() - ticket.began
-
-    def _close(self, ticket: Ticket) -> None:
+    def _count(self, ticket: Ticket) -> None:
         with self._lock:
-            self._open.remove(ticket)
             outcome = _outcome(ticket.future)
             self.counts[ticket.task, outcome] += 1
             if outcome == "done":
+                share = len(ticket.requests) / ticket.batch
                 self.tokens[ticket.task] += ticket.future.result().tokens_passed
-                self.seconds[ticket.task] += ticket.seconds
+                self.seconds[ticket.task] += ticket.seconds * share
+
+
+def _by_row(options: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options of one request, with numbers that rows of a batch may differ in as lists.
+
+    They are then no part of the settings, in which all rows of a batch agree.
+    """
+    own = {
+        name for name in options if (known := OPTIONS.get(ALIASES.get(name, name))) and known.by_row
+    }
+    return {
+        name: [float(value)] if name in own and isinstance(value, int | float) else value
+        for name, value in options.items()
+    }
 
 
 def _outcome(future: concurrent.futures.Future[Result]) -> str:
@@ -260,4 +207,4 @@ def _outcome(future: concurrent.futures.Future[Result]) -> str:
         return "cancelled"
     if error is None:
         return "done"
-    return "refused" if isinstance(error, REFUSED) else "failed"
+    return "refused" if isinstance(error, (*REFUSED, Stopped)) else "failed"

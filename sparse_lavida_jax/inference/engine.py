@@ -5,9 +5,11 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +19,8 @@ from jaxtyping import Int
 from sparse_lavida_jax import config, sample, sequence
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.templates import PromptLanguage, RequestError
-from sparse_lavida_jax.inference import regions
+from sparse_lavida_jax.inference import batches, regions
+from sparse_lavida_jax.inference.batches import Bucket, Padding
 from sparse_lavida_jax.inference.requests import (
     TASKS,
     Grid,
@@ -34,19 +37,12 @@ from sparse_lavida_jax.sample import Callback
 from sparse_lavida_jax.sampling import plans, presets
 from sparse_lavida_jax.sampling.prefixes import Prefixes
 from sparse_lavida_jax.sampling.presets import StepSettings
-from sparse_lavida_jax.sampling.prompts import LaidOut, batched, lay_out, lengths_of
+from sparse_lavida_jax.sampling.prompts import LaidOut, batched, lay_out
 from sparse_lavida_jax.sequence import Kind
 from sparse_lavida_jax.version import __version__
 
-SHARED_PROMPT = 128  # tokens
-
-
-@dataclasses.dataclass(frozen=True)
-class Bucket:
-    """The shapes that a batch is padded to: with the request, all that the exact bits depend on."""
-
-    rows: int
-    prompt_len: tuple[int, int]
+# Entered where programs are run, with what chooses them.
+Programs = Callable[[Hashable], contextlib.AbstractContextManager[None]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,13 +51,13 @@ class Decoded:
 
     Attributes:
         responses: of the examples, in their order.
-        bucket: the shapes that they were padded to.
-        tokens: how many passed through the network (`tokens_passed`), all rows together.
+        buckets: the shapes that each was padded to.
+        tokens: how many of each passed through the network (`tokens_passed`).
     """
 
     responses: list[Int[np.ndarray, "_l g"]]
-    bucket: Bucket
-    tokens: int
+    buckets: list[Bucket]
+    tokens: list[int]
 
 
 class Engine:
@@ -79,6 +75,7 @@ class Engine:
         self.batch_size = batch_size
         self.text_block_len = text_block_len
         self._quantized: dict[str, Denoiser] = {}
+        self._quantizing = threading.Lock()  # several threads may decode
         self._prefixes = collections.defaultdict(Prefixes, {"": Prefixes()})
 
     def decode(
@@ -89,8 +86,9 @@ class Engine:
         *,
         making: str = "",
         bucket: Bucket | None = None,
-        shared: bool = False,
+        padding: Padding = "fit",
         callback: Callback | None = None,
+        programs: Programs = contextlib.nullcontext,
     ) -> Decoded:
         """Decodes the responses of examples of one kind; those of one shape together.
 
@@ -100,10 +98,10 @@ class Engine:
             requests: of the examples: seeds and scales.
             making: what is made, a key of `state.NOISE`: it has noise of its own, and `callback` is
                 told it; by default the kind.
-            bucket: the shapes to pad to; by default those that fit.
-            shared: whether to pad to shapes that many batches share, so that few programs are
-                compiled for them.
+            bucket: the shapes to pad to; by default as `padding` says.
+            padding: see `batches.Padding`.
             callback: called before the first step and after each segment.
+            programs: entered while a batch is decoded.
 
         Raises:
             ConfigError: more steps than there are tokens.
@@ -119,48 +117,45 @@ class Engine:
             lay_out(dataclasses.replace(example, request=request), model, settings)
             for example, request in zip(examples, requests, strict=True)
         ]
-        bucket = bucket or self._bucket(laid, shared=shared)
-        responses: dict[int, np.ndarray] = {}
-        tokens, shapes = 0, [(len(one.response), one.grid or ()) for one in examples]
-        for shape in sorted(set(shapes)):
-            members = [i for i, other in enumerate(shapes) if other == shape]
-            for start in range(0, len(members), bucket.rows):
-                chunk = members[start : start + bucket.rows]
-                filled = [laid[i] for i in chunk + [chunk[-1]] * (bucket.rows - len(chunk))]
-                rows = [one.example for one in filled]
-                plan = _plan_of(rows, most, settings, model, block)
-                decoded = sample.sample(
+        decoded = {}
+        for chunk in batches.chunks(laid, self.batch_size, padding, bucket):
+            filled = [laid[i] for i in chunk.filled]
+            rows = [one.example for one in filled]
+            plan = _plan_of(rows, most, settings, model, block)
+            greedy = not any(requests[i].temperature for i in chunk.members)
+            key = making, sampling, settings.guidance_rows, greedy, chunk.shape, chunk.bucket
+            with programs(key):
+                responses = sample.sample(
                     self._model(sampling.quantize),
                     rows,
                     plan.segments,
                     settings=settings,
-                    prompt=batched(filled, model, bucket.prompt_len),
-                    callback=callback,
+                    prompt=batched(filled, model, chunk.bucket.prompt_len),
+                    callback=_told_rows(callback, chunk.members),
                     making=making or kind,
                     prefixes=self._prefixes[sampling.quantize],
                 )
-                responses.update(zip(chunk, decoded[: len(chunk)], strict=True))
-                tokens += sum(
-                    int(plan.tokens[row]) + _prompt_tokens(laid[i]) * plan.prompt_passes
-                    for row, i in enumerate(chunk)
-                )
-        return Decoded([responses[i] for i in range(len(examples))], bucket, tokens)
-
-    def _bucket(self, laid: Sequence[LaidOut], *, shared: bool) -> Bucket:
-        """Returns the shapes that hold all of some examples; rows are a power of two."""
-        lengths = lengths_of(laid)
-        if shared:
-            understanding, generation = (-(-n // SHARED_PROMPT) * SHARED_PROMPT for n in lengths)
-            return Bucket(self.batch_size, (understanding, generation))
-        return Bucket(min(self.batch_size, 1 << (len(laid) - 1).bit_length()), lengths)
+            for row, i in enumerate(chunk.members):
+                passed = int(plan.tokens[row]) + _prompt_tokens(laid[i]) * plan.prompt_passes
+                decoded[i] = responses[row], chunk.bucket, passed
+        columns = zip(*(decoded[i] for i in range(len(examples))), strict=True)
+        return Decoded(*map(list, columns))
 
     def _model(self, method: str) -> Denoiser:
         """Returns the model, in 8 bits if asked for; those parameters are kept next to it."""
         if not method:
             return self.model
-        if method not in self._quantized:
-            self._quantized[method] = quantize.quantized(self.model, method)
-        return self._quantized[method]
+        with self._quantizing:
+            if method not in self._quantized:
+                self._quantized[method] = quantize.quantized(self.model, method)
+            return self._quantized[method]
+
+
+def _told_rows(callback: Callback | None, rows: Sequence[int]) -> Callback | None:
+    """Returns a callback that is told which examples a batch holds."""
+    if callback is None:
+        return None
+    return lambda state: callback(dataclasses.replace(state, rows=tuple(rows)))
 
 
 def check_steps(
@@ -315,9 +310,11 @@ class TaskRun:
     Attributes:
         engine, settings, prompts, codec, source: of the pipeline.
         sampling: of all requests, except for what a request has of its own.
-        callback, bucket, shared: see `SparseLaViDa.run`.
+        callback, bucket, padding, programs: see `SparseLaViDa.run`.
         seconds: what each stage took.
-        tokens: that passed through the network.
+        first: the request that the first example is of, where one is done after another.
+        buckets: of the images that were decoded last.
+        tokens: of each request, that passed through the network.
     """
 
     engine: Engine
@@ -328,9 +325,12 @@ class TaskRun:
     sampling: config.Sampling
     callback: Callback | None = None
     bucket: Bucket | None = None
-    shared: bool = False
+    padding: Padding = "fit"
+    programs: Programs = contextlib.nullcontext
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
-    tokens: int = 0
+    first: int = 0
+    buckets: list[Bucket] = dataclasses.field(default_factory=list)
+    tokens: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
 
     def run(self, requests: Sequence[Request]) -> Result:
         """Does what is asked by requests of one task."""
@@ -353,7 +353,7 @@ class TaskRun:
         requests: Sequence[Request],
         sampling: config.Sampling | None = None,
     ) -> list[Int[np.ndarray, "_l g"]]:
-        """Decodes examples, and keeps the bucket that images were decoded in."""
+        """Decodes examples, and keeps the buckets that images were decoded in."""
         with self.timed(making):
             decoded = self.engine.decode(
                 examples,
@@ -361,12 +361,14 @@ class TaskRun:
                 sampling or self.sampling,
                 making=making,
                 bucket=self.bucket if making == "image" else None,
-                shared=self.shared,
+                padding=self.padding,
                 callback=self.callback,
+                programs=self.programs,
             )
         if making == "image":
-            self.bucket = decoded.bucket
-        self.tokens += decoded.tokens
+            self.buckets = decoded.buckets
+        for row, passed in enumerate(decoded.tokens, self.first):
+            self.tokens[row] += passed
         return decoded.responses
 
     @contextlib.contextmanager
@@ -382,8 +384,10 @@ class TaskRun:
         """Returns what was found, with the records of images."""
         records = ()
         if "pixels" in found:
-            layouts = found.get("plans") or [None] * len(requests)
-            records = tuple(map(self._record, requests, layouts))
+            none = [None] * len(requests)
+            layouts = found.get("plans") or none
+            buckets = none if requests[0].task == "reflect" else self.buckets
+            records = tuple(map(self._record, requests, layouts, buckets))
         return Result(
             requests[0].task,
             tuple(request.words for request in requests),
@@ -392,13 +396,12 @@ class TaskRun:
             self.source,
             self.seconds,
             records=records,
-            tokens_passed=self.tokens,
+            passed=tuple(self.tokens[row] for row in range(len(requests))),
             **found,
         )
 
-    def _record(self, request: Request, plan: str | None) -> dict[str, Any]:
+    def _record(self, request: Request, plan: str | None, bucket: Bucket | None) -> dict[str, Any]:
         """Returns what `replay` needs, for `json`."""
-        reflects = request.task == "reflect"
         known = None if request.known is None else np.asarray(request.known).tolist()
         recipe: dict[str, Any] = {
             "generate": lambda: {"size": None if request.size is None else list(request.size)},
@@ -407,7 +410,6 @@ class TaskRun:
             "outpaint": lambda: {"box": list(request.box)} if request.box else {"known": known},
             "reflect": lambda: {"rounds": request.rounds, "plan": request.plan},
         }[request.task]()
-        bucket = None if reflects or self.bucket is None else dataclasses.asdict(self.bucket)
         return {
             "format": FORMAT,
             "sampler": SAMPLER_VERSION,
@@ -417,7 +419,7 @@ class TaskRun:
             "recipe": recipe,
             "plan": plan,
             "picture": request.images[0].as_json() if request.images else None,
-            "bucket": bucket,
+            "bucket": None if bucket is None else dataclasses.asdict(bucket),
             "sampling": dataclasses.asdict(of_row(self.sampling, request)),
             "checkpoint": dataclasses.asdict(self.source),
             "version": __version__,
@@ -435,12 +437,14 @@ class TaskRun:
             for canvas, layout in zip(canvases, layouts or [None] * len(requests), strict=True)
         ]
         cells = self.decode("image", examples, requests)
+        pixels: list[Pixels] = []
         with self.timed("pixels"):
-            pixels = tuple(
-                self.codec.decode(one[None], canvas.cells[0], self.sampling.vq_dtype)[0]
-                for one, canvas in zip(cells, canvases, strict=True)
-            )
-        return self.result(requests, tokens=tuple(cells), pixels=pixels, plans=tuple(layouts or ()))
+            pairs = zip(canvases, cells, strict=True)
+            for (rows, _), group in itertools.groupby(pairs, lambda pair: pair[0].cells):
+                own = np.stack([one for _, one in group])
+                pixels.extend(self.codec.decode(own, rows, self.sampling.vq_dtype))
+        found = {"pixels": tuple(pixels), "plans": tuple(layouts or ())}
+        return self.result(requests, tokens=tuple(cells), **found)
 
     def _canvas(self, request: Request) -> _Canvas:
         side, grid = self.codec.image_size, self.settings.model.grid_size
@@ -505,7 +509,9 @@ class TaskRun:
 
     def reflect(self, requests: Sequence[Request]) -> Result:
         """Returns the last images of requests, with all attempts and their verdicts."""
-        done = [self._reflect(request) for request in requests]
+        done = []
+        for self.first, request in enumerate(requests):
+            done.append(self._reflect(request))
         return self.result(
             requests,
             tokens=tuple(cells for cells, _ in done),

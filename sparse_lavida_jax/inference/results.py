@@ -52,8 +52,8 @@ class Result:
         plans: the layouts that images were drawn after.
         attempts: of "reflect": every image with what was said of it, one entry a row.
         records: how to draw each image again (`SparseLaViDa.replay`).
-        tokens_passed: tokens that all steps of all rows passed through the network, prompts
-            included and padding not, as planned: a text that ends early passes fewer.
+        passed: tokens that all steps of a row passed through the network, prompts included and
+            padding not, as planned: a text that ends early passes fewer.
     """
 
     task: str
@@ -69,7 +69,12 @@ class Result:
     plans: tuple[str, ...] = ()
     attempts: tuple[tuple[tuple[UInt8[np.ndarray, "_h _w 3"], str], ...], ...] = ()
     records: tuple[dict[str, Any], ...] = ()
-    tokens_passed: int = 0
+    passed: tuple[int, ...] = ()
+
+    @property
+    def tokens_passed(self) -> int:
+        """Tokens that all rows passed through the network."""
+        return sum(self.passed)
 
     @property
     def images(self) -> tuple[Image.Image, ...]:
@@ -90,6 +95,12 @@ class Result:
     def box(self) -> Box | None:
         """The first box."""
         return self.boxes[0]
+
+    def part(self, start: int, stop: int) -> "Result":
+        """Returns the result of some rows; `seconds` are those of all."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        own = {name: x[start:stop] for name, x in fields.items() if isinstance(x, tuple)}
+        return dataclasses.replace(self, **own)
 
     def save(self, path: pathlib.Path | str, row: int = 0) -> None:
         """Writes an image; a PNG holds everything that drew it.

@@ -7,6 +7,7 @@ the response, and on nothing else of a request. So they are computed once for ea
 
 import collections
 import hashlib
+import threading
 from collections.abc import Callable
 
 import jax
@@ -23,12 +24,15 @@ MOST_BYTES = 2**30
 class Prefixes:
     """Keys and values of prefixes of one model, the least recently used of which are let go.
 
+    Several threads may ask at once.
+
     Args:
         most_bytes: of all that are kept; a larger one is computed by every request.
     """
 
     def __init__(self, most_bytes: int = MOST_BYTES):
         self.most_bytes = most_bytes
+        self._lock = threading.Lock()
         self._kept: collections.OrderedDict[str, KVCache] = collections.OrderedDict()
 
     def get(self, prompt: Prompt, kind: Kind, make: Callable[[], KVCache]) -> KVCache:
@@ -38,12 +42,14 @@ class Prefixes:
             kind: of the response, which decides whose keys the split layers write.
         """
         name = f"{kind} {_digest(prompt)}"
-        found = self._kept.pop(name, None)
+        with self._lock:
+            found = self._kept.pop(name, None)
         if found is None:
             found = make()
-        self._kept[name] = found
-        while self.num_bytes > self.most_bytes:
-            self._kept.popitem(last=False)
+        with self._lock:
+            self._kept[name] = found
+            while self.num_bytes > self.most_bytes:
+                self._kept.popitem(last=False)
         return found
 
     @property

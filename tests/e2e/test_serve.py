@@ -28,7 +28,7 @@ openai = pytest.importorskip("openai", reason=WHY)
 
 from serving_on_loopback import served  # noqa: E402
 
-from sparse_lavida_jax.apps import server  # noqa: E402
+from sparse_lavida_jax.apps import hosting, server  # noqa: E402
 from sparse_lavida_jax.apps.serving import Limits, Service  # noqa: E402
 from sparse_lavida_jax.pipeline import SparseLaViDa  # noqa: E402
 
@@ -118,6 +118,7 @@ def user(*parts):
     return {"model": "tiny", "messages": [{"role": "user", "content": list(parts)}]}
 
 
+SAID = {"type": "text", "text": "why?"}
 IMAGE_THERE = {"type": "image_url", "image_url": {"url": "http://example.org/a.png"}}
 REFUSED = [
     (400, "images/generations", {"prompt": " "}, "the prompt is empty"),
@@ -135,6 +136,7 @@ REFUSED = [
     (400, "chat/completions", user({"type": "audio"}), "a part of type 'audio' is not known"),
     (400, "chat/completions", user("a"), "must be a text, or a list of parts"),
     (400, "chat/completions", user({"type": "image_url", "image_url": "a.png"}), "is not fetched"),
+    (400, "chat/completions", {**user(SAID), "max_completion_tokens": 0}, "max_new_tokens=0"),
     (400, "chat/completions", {"messages": []}, "one question at a time"),
     (400, "chat/completions", {**user(), "stream": True}, "leave n and stream out"),
 ]
@@ -152,6 +154,8 @@ def test_what_cannot_be_is_refused_with_a_sentence(address, code, path, asked, t
 def test_broken_and_large_uploads_are_refused(client, address, service):
     with pytest.raises(openai.BadRequestError, match="the image is no image that can be read"):
         client.images.edit(image=("a.png", b"not an image"), prompt="a")
+    with pytest.raises(openai.BadRequestError, match="at most one file named mask"):
+        client.images.edit(image=("a.png", b"x"), prompt="a", extra_body={"mask": "iVBORw0KGgo="})
     with pytest.raises(openai.BadRequestError, match="has 200001 bytes: at most 200000"):
         client.images.edit(image=("a.png", bytes(200_001)), prompt="a")
     reply = httpx.post(f"{address}/v1/images/generations", content=bytes(3_000_000))
@@ -236,7 +240,7 @@ def test_a_full_queue_gives_429_and_health_goes_on(slow):
     with pytest.raises(openai.RateLimitError, match="1 requests wait already") as caught:
         client.images.generate(prompt="c")
     assert caught.value.response.headers["retry-after"] == "2"
-    health = httpx.get(str(client.base_url).replace("/v1/", "/healthz")).json()
+    health = httpx.get(str(client.base_url).replace("/v1/", "/health")).json()
     assert (health["running"], health["waiting"], health["model"]) == (True, 1, "staged")
     service.pipe.run_free()
     for thread in threads:
@@ -246,6 +250,29 @@ def test_a_full_queue_gives_429_and_health_goes_on(slow):
     assert 'sparse_lavida_requests_total{outcome="done",task="ask"} 2.0' in metrics
     assert 'sparse_lavida_tokens_total{task="ask"} 14.0' in metrics
     assert "sparse_lavida_waiting 0.0" in metrics
+
+
+def test_a_server_that_stops_turns_away_who_waits_and_finishes_what_runs():
+    service, replies = Service(staged.Staged()), {}
+    with hosting.listen("127.0.0.1", 0) as door:
+        started = hosting.server_of(server.make_app(service), service, staged.PATIENCE)
+        serving = threading.Thread(target=started.run, kwargs={"sockets": [door]})
+        serving.start()
+        address = f"http://127.0.0.1:{door.getsockname()[1]}"
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        until(lambda: _answers(f"{address}/ready"))
+        runs = ask(client, "runs", replies)
+        until(lambda: service.running)
+        waits = ask(client, "waits", replies)
+        until(lambda: service.waiting == 1)
+        started.should_exit = True
+        waits.join(staged.PATIENCE)
+        assert replies == {"waits": "InternalServerError"}  # the client's name for 503
+        service.pipe.run_free()
+        runs.join(staged.PATIENCE)
+        assert replies["runs"] == "b"
+        serving.join(staged.PATIENCE)
+        assert not serving.is_alive()
 
 
 def test_a_client_that_leaves_frees_the_device_at_the_next_segment(slow):

@@ -14,7 +14,7 @@ CHECKOUT = pathlib.Path(__file__).parents[2]
 PACKAGE = CHECKOUT / "sparse_lavida_jax"
 TOUR = runpy.run_path(str(CHECKOUT / "docs" / "tour.py"))["TOUR"]
 UNIT_TESTS = {path.name for path in (CHECKOUT / "tests/unit").glob("*.py")}
-PAGES = ("method", "extending", "troubleshooting")
+PAGES = ("method", "extending", "serving", "troubleshooting")
 # A command stands in backticks, or on a line of its own with a prompt before it.
 COMMANDS = re.compile(
     r"`((?:sparse-lavida|python -m sparse_lavida_jax\.main) [^`]+)`"

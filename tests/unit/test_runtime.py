@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where compiled programs are kept, and Ctrl-C while a device computes."""
+"""Where compiled programs are kept, whether freed memory is, and Ctrl-C on a device."""
 
 import os
 import signal
+import types
 
 import jax
 import pytest
@@ -99,3 +100,19 @@ def test_who_listens_to_interrupts_in_another_way_still_does(interrupt):
         interrupt()
         runtime.check_interrupt()
     assert came == ["mine"]
+
+
+def test_memory_is_kept_where_the_c_library_can_be_told_to(monkeypatch):
+    told = []
+    library = types.SimpleNamespace(mallopt=lambda *option: told.append(option))
+    monkeypatch.setattr(runtime.ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(runtime.sys, "platform", "linux")
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    runtime.keep_freed_memory()
+    assert (runtime.M_MMAP_MAX, 0) in told
+    del library.mallopt  # as of musl
+    runtime.keep_freed_memory()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    library.mallopt = told.append
+    runtime.keep_freed_memory()
+    assert len(told) == 2

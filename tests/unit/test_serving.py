@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request at a time, a queue of known length, limits, and cancelling at the next segment."""
+"""A queue of known length, limits, cancelling at the next segment, and stopping."""
 
 import base64
 import io
 import socket
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -13,8 +14,9 @@ from PIL import Image
 
 from sparse_lavida_jax import cli
 from sparse_lavida_jax.apps import hosting, serving
+from sparse_lavida_jax.apps.batching import Cancelled, QueueFull, Stopped
 from sparse_lavida_jax.apps.errors import UsageError
-from sparse_lavida_jax.apps.serving import Cancelled, Limits, QueueFull, Service
+from sparse_lavida_jax.apps.serving import Limits, Service
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.data.templates import RequestError
 
@@ -78,7 +80,7 @@ def test_a_request_that_waits_is_cancelled_at_once(service):
     waits = service.submit("ask", "b")
     waits.cancel()
     assert waits.future.cancelled()
-    assert repr(waits) == "Ticket(task='ask', began=None, seconds=0.0, cancelled=True)"
+    assert repr(waits) == "Ticket(looks=False, began=None, batch=0, seconds=0.0, cancelled=True)"
     assert service.waiting == 0
 
 
@@ -96,11 +98,26 @@ def test_closing_cancels_what_runs_and_what_waits(service):
     begun(service)
     closing = threading.Thread(target=service.close)
     closing.start()
+    while not tickets[0].cancelled:
+        time.sleep(0.01)
     service.pipe.run_free()
     closing.join(staged.PATIENCE)
     assert not closing.is_alive()
     assert isinstance(tickets[0].future.exception(staged.PATIENCE), Cancelled)
     assert tickets[1].future.cancelled()
+
+
+def test_stopping_turns_away_what_waits_and_lets_what_runs_end(service):
+    runs, waits = service.submit("ask", "runs"), service.submit("ask", "waits")
+    begun(service)
+    service.stop()
+    with pytest.raises(Stopped, match="this server stops"):
+        waits.future.result(staged.PATIENCE)
+    with pytest.raises(Stopped, match="takes nothing more"):
+        service.submit("ask", "late")
+    service.pipe.run_free()
+    assert runs.future.result(staged.PATIENCE).text == "b"
+    assert service.counts == {("ask", "refused"): 1, ("ask", "done"): 1}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -178,6 +195,15 @@ def test_an_address_that_cannot_be_used_is_told(host, port, told):
         hosting.listen(host, port)
 
 
+@pytest.mark.parametrize(
+    "option", ["--max-waiting=-1", "--batch-size=0", "--longest-wait=nan", "--programs=0"]
+)
+def test_options_of_the_queue_have_ranges(option, capsys):
+    pytest.importorskip("gradio")
+    assert cli.main(["sparse-lavida", "demo", option]) == cli.MISTAKE
+    assert f"{option} is out of range:" in capsys.readouterr().err
+
+
 def test_an_unknown_host_is_told(monkeypatch):
     def unknown(*_, **__):
         raise socket.gaierror(-2, "Name or service not known")
@@ -208,5 +234,7 @@ def test_only_loopback_is_served_unless_told_otherwise(capsys):
 
 
 def test_limits_of_the_server_are_those_of_the_service():
-    assert Limits().waiting == cli.parser_of("serve").parse_args([]).max_waiting
+    asked = cli.parser_of("serve").parse_args([])
+    found = asked.max_waiting, asked.longest_wait, asked.programs
+    assert (Limits().waiting, Limits().longest_wait, Limits().programs) == found
     assert serving.Limits(waiting=0).waiting == 0

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rows share a batch, and the shapes that batches are padded to."""
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+from typing import Literal
+
+from sparse_lavida_jax.inference.requests import Request
+from sparse_lavida_jax.sampling.prompts import LaidOut, lengths_of
+
+# How batches are padded:
+# fit: no more than they need;
+# full: to all rows and to steps of `LENGTHS[-1]`, so that an evaluation runs few programs;
+# served: every row to a length of `LENGTHS` by itself, so that a server runs few programs and what
+#   a row gets does not depend on the others.
+Padding = Literal["fit", "full", "served"]
+LENGTHS = (32, 64, 128)  # tokens; longer prompts are padded to multiples of the last
+CHARACTERS = 4  # of a token, about
+
+# Tasks whose rows have nothing to do with each other. Of the others, the phrases of "ground" are
+# about one image, "reflect" takes as many attempts as it takes, and gaps differ in number.
+SHARING = ("generate", "edit", "inpaint", "outpaint", "ask", "reason", "caption")
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """The shapes that a batch is padded to: with the request, all that the exact bits depend on."""
+
+    rows: int
+    prompt_len: tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Examples that are decoded together: their numbers, what they share, and their bucket."""
+
+    members: list[int]
+    shape: Hashable
+    bucket: Bucket
+
+    @property
+    def filled(self) -> list[int]:
+        """The number of the example in each row: the last one fills the batch up."""
+        return self.members + [self.members[-1]] * (self.bucket.rows - len(self.members))
+
+
+def kind_of(request: Request) -> Hashable:
+    """Returns what requests agree in that can be rows of one batch.
+
+    Words, seed and scales are each row's own. But whether a scale is 0 chooses the program, long
+    words would keep short ones waiting, and given cells must be the same.
+    """
+    scales = request.temperature, request.guidance, request.guidance_image
+    how = request.sampling
+    # The codes of a step lie in more cells or fewer, as the order of the row has it.
+    by_seed = how is not None and how.grid == "code" and how.order_seed < 0
+    return (
+        request.task,
+        how,
+        _few((1 + len(request.words) // CHARACTERS, 0))[0],
+        tuple(None if scale is None else scale > 0 for scale in scales),
+        request.size,
+        request.box,
+        request.max_new_tokens,
+        "told" if isinstance(request.plan, str) else request.plan,
+        None if request.known is None else request.known.tobytes(),
+        tuple(image.pixels.shape for image in request.images),
+        request.seed if by_seed else None,
+    )
+
+
+def chunks(
+    laid: Sequence[LaidOut], most: int, padding: Padding, bucket: Bucket | None = None
+) -> list[Chunk]:
+    """Returns which examples are decoded together: those of one shape, at most `most` of them.
+
+    Args:
+        bucket: of all, whatever `padding` says.
+    """
+    apart, shapes = padding == "served", dict[Hashable, list[int]]()
+    for number, one in enumerate(laid):
+        shapes.setdefault(_shape(one, apart=apart), []).append(number)
+    found = []
+    for shape, members in shapes.items():
+        padded = bucket or _bucket([laid[i] for i in members] if apart else laid, most, padding)
+        starts = range(0, len(members), padded.rows)
+        found += [Chunk(members[i : i + padded.rows], shape, padded) for i in starts]
+    return found
+
+
+def _shape(laid: LaidOut, *, apart: bool) -> Hashable:
+    """Returns what rows of a batch have in common.
+
+    Args:
+        apart: whether all that the batch is padded to is among it.
+    """
+    example = laid.example
+    own = len(example.response), example.grid
+    if not apart:
+        return own
+    views = tuple(view.shape for view in example.shown)
+    return *own, _few(lengths_of([laid])), example.given.tobytes(), views
+
+
+def _bucket(laid: Sequence[LaidOut], most: int, padding: Padding) -> Bucket:
+    """Returns the shapes that hold all of some examples; rows are a power of two, or all."""
+    lengths, rows = lengths_of(laid), min(most, 1 << (len(laid) - 1).bit_length())
+    if padding == "fit":
+        return Bucket(rows, lengths)
+    if padding == "served":
+        return Bucket(rows, _few(lengths))
+    understanding, generation = (_to_multiple(length) for length in lengths)
+    return Bucket(most, (understanding, generation))
+
+
+def _few(lengths: tuple[int, int]) -> tuple[int, int]:
+    understanding, generation = (
+        next((one for one in (0, *LENGTHS) if one >= length), _to_multiple(length))
+        for length in lengths
+    )
+    return understanding, generation
+
+
+def _to_multiple(length: int) -> int:
+    return -(-length // LENGTHS[-1]) * LENGTHS[-1]

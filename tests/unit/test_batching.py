@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that share a batch, take turns on the device, or compile beside the others."""
+
+import threading
+import time
+
+import pytest
+import staged
+
+from sparse_lavida_jax.apps import batching
+from sparse_lavida_jax.apps.batching import Cancelled
+from sparse_lavida_jax.apps.serving import Limits, Service
+from sparse_lavida_jax.data.templates import RequestError
+from sparse_lavida_jax.inference.results import Result
+
+
+@pytest.fixture
+def service():
+    made = Service(staged.Staged(batch_size=4), Limits(longest_wait=0.0))
+    yield made
+    made.pipe.run_free()
+    made.close()
+
+
+def running(service, words="first"):
+    """A request that is at its first step, so that others gather behind it."""
+    ticket = service.submit("ask", words)
+    assert service.pipe.at_step.acquire(timeout=staged.PATIENCE)
+    return ticket
+
+
+def texts(tickets):
+    return [ticket.future.result(staged.PATIENCE).text for ticket in tickets]
+
+
+def until(condition):
+    deadline = time.monotonic() + staged.PATIENCE
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert condition()
+
+
+def test_requests_of_one_kind_that_wait_are_done_together_up_to_the_largest_batch(service):
+    first = running(service)
+    tickets = [service.submit("ask", words) for words in "abcdef"]
+    assert [ticket.ahead for ticket in tickets] == [1, 2, 3, 4, 5, 6]
+    service.pipe.run_free()
+    assert texts([first, *tickets]) == ["b"] * 7
+    assert service.pipe.asked == ["first", "a b c d", "e f"]
+    assert [ticket.batch for ticket in tickets] == [4, 4, 4, 4, 2, 2]
+    assert service.counts == {("ask", "done"): 7}
+    assert service.tokens == {"ask": 49}
+
+
+def test_requests_of_other_kinds_are_no_company(service):
+    first = running(service)
+    asked = [("ask", "a", None), ("caption", "b", None), ("ask", "c", 8), ("ask", "d", None)]
+    tickets = [service.submit(task, words, max_new_tokens=n) for task, words, n in asked]
+    service.pipe.run_free()
+    assert texts([first, *tickets]) == ["b"] * 5
+    assert sorted(service.pipe.asked) == ["a d", "b", "c", "first"]
+
+
+def test_tasks_whose_rows_depend_on_each_other_are_done_one_by_one(service):
+    first = running(service)
+    tickets = [service.submit("reflect", words) for words in "ab"]
+    service.pipe.run_free()
+    for ticket in tickets:
+        assert ticket.future.result(staged.PATIENCE).pixels
+    texts([first])
+    assert service.pipe.asked == ["first", "a", "b"]
+
+
+def test_an_error_reaches_who_asked_and_no_other(service):
+    first = running(service)
+    tickets = [service.submit("ask", words) for words in ("a", "wrong", "c")]
+    service.pipe.run_free()
+    assert isinstance(tickets[1].future.exception(staged.PATIENCE), RequestError)
+    assert texts([first, tickets[0], tickets[2]]) == ["b"] * 3
+    assert service.pipe.asked == ["first", "a wrong c", "a", "wrong", "c"]
+
+
+def test_a_batch_goes_on_while_somebody_waits_for_it(service):
+    first = running(service)
+    left, stays = service.submit("ask", "left"), service.submit("ask", "stays")
+    service.pipe.go.release(3)
+    texts([first])
+    for _ in range(3):
+        assert service.pipe.at_step.acquire(timeout=staged.PATIENCE)  # the last two of "first"
+    left.cancel()
+    service.pipe.go.release()
+    with pytest.raises(Cancelled, match="cancelled after 1 of 3 steps of the text"):
+        left.future.result(staged.PATIENCE)
+    assert not stays.future.done()
+    service.pipe.run_free()
+    assert texts([stays]) == ["b"]
+    assert service.counts == {("ask", "done"): 2, ("ask", "cancelled"): 1}
+
+
+def test_a_batch_that_nobody_waits_for_ends_at_the_next_segment(service):
+    first = running(service)
+    left = [service.submit("ask", words) for words in "ab"]
+    service.pipe.go.release(3)
+    texts([first])
+    for _ in range(3):
+        assert service.pipe.at_step.acquire(timeout=staged.PATIENCE)
+    for ticket in left:
+        ticket.cancel()
+    service.pipe.go.release()
+    for ticket in left:
+        assert isinstance(ticket.future.exception(staged.PATIENCE), Cancelled)
+    until(lambda: not service.running)
+    assert service.pipe.together == 0
+
+
+def test_who_asks_again_at_once_is_waited_for():
+    service = Service(staged.Staged(batch_size=4), Limits(longest_wait=float(staged.PATIENCE)))
+    service.pipe.run_free()
+    for words in "ab":  # one after another: nobody else is expected
+        ticket = service.submit("ask", words)
+        texts([ticket])
+    until(lambda: not service.running)
+    service._batcher._expected[ticket.kind] = 2
+    second = service.submit("ask", "c")
+    time.sleep(0.05)
+    assert second.began is None  # the device is free, and another one is expected
+    third = service.submit("ask", "d")
+    assert texts([second, third]) == ["b", "b"]
+    assert service.pipe.asked == ["a", "b", "c d"]
+    service.close()
+
+
+# ---------------------------------------------------------------------------------------------
+# Turns.
+
+
+class Stepping(staged.Staged):
+    """Takes as many steps as the words say, "heavy 6", and writes down which; meets others."""
+
+    def __init__(self):
+        super().__init__(batch_size=4)
+        self.steps, self.at = [], {}
+
+    def run(self, requests, callback, *, programs, **_):
+        name, total = requests[0].words.split()
+        with programs(name.startswith("new") and name):
+            for step in range(int(total)):
+                callback(staged.after("text", step, len(requests), int(total)))
+                self.steps.append(name)
+                self.at.get((name, step), lambda: None)()
+        number = len(requests)
+        settings = self.settings.sampling, self.source
+        said = {"texts": ("b",) * number, "passed": (1,) * number}
+        return Result("ask", ("",) * number, (0,) * number, *settings, {}, **said)
+
+
+def test_who_has_compiled_programs_does_not_wait_for_those_of_its_kind_that_have_none(stepping):
+    def compiles():
+        stepping.pipe.at.clear()
+        others = [stepping.submit("ask", f"new_{i} 1") for i in range(8)]  # of the same kind
+        warm = stepping.submit("ask", "warm 1")
+        assert warm.future.result(staged.PATIENCE).text == "b"
+        assert [other.future.result(staged.PATIENCE).text for other in others] == ["b"] * 8
+
+    stepping.pipe.at["new", 0] = compiles
+    stepping.submit("ask", "new 1").future.result(staged.PATIENCE)
+
+
+@pytest.fixture
+def stepping():
+    made = Service(Stepping(), Limits(longest_wait=0.0, programs=3))
+    made._batcher.known.add(False)
+    yield made
+    made.close()
+
+
+def arrives(service, words, kind):
+    """Submits a request, and waits until it wants the device."""
+    device, before = service._batcher.device, len(service._batcher.device._waiting)
+    ticket = service.submit("ask", words, max_new_tokens=kind)
+    until(lambda: len(device._waiting) > before)
+    return ticket
+
+
+def test_a_light_request_waits_for_one_segment_of_a_heavy_one(stepping):
+    light = []
+    stepping.pipe.at["heavy", 1] = lambda: light.append(arrives(stepping, "light 2", 1))
+    heavy = stepping.submit("ask", "heavy 5")
+    heavy.future.result(staged.PATIENCE)
+    light[0].future.result(staged.PATIENCE)
+    assert stepping.pipe.steps == ["heavy"] * 2 + ["light"] * 2 + ["heavy"] * 3
+
+
+def test_a_heavy_request_waits_for_a_light_one_and_gets_a_turn_between_two(stepping):
+    later = []
+    at = stepping.pipe.at
+    at["light", 0] = lambda: later.append(arrives(stepping, "heavy 5", 1))
+    at["light", 2] = lambda: later.append(arrives(stepping, "second 2", 2))
+    first = stepping.submit("ask", "light 4")
+    for ticket in (first, *later):
+        ticket.future.result(staged.PATIENCE)
+    until(lambda: len(stepping.pipe.steps) == 11)
+    assert stepping.pipe.steps == ["light"] * 4 + ["heavy"] + ["second"] * 2 + ["heavy"] * 4
+
+
+def test_programs_that_never_ran_do_not_keep_others_from_the_device(stepping):
+    done = threading.Event()
+
+    def compiles():
+        other = stepping.submit("ask", "other 2", max_new_tokens=1)
+        other.future.result(staged.PATIENCE)  # it is done before this one goes on
+        done.set()
+
+    stepping.pipe.at["new", 0] = compiles
+    stepping.submit("ask", "new 2").future.result(staged.PATIENCE)
+    assert done.is_set()
+    assert stepping.pipe.steps == ["new", "other", "other", "new"]
+    assert stepping._batcher.known == {False, "new"}
+
+
+def test_programs_are_dropped_before_there_are_too_many(stepping, monkeypatch):
+    dropped = []
+    monkeypatch.setattr(batching.jax, "clear_caches", lambda: dropped.append(1))
+    for name in ("new_a", "new_b", "new_c", "new_d"):
+        stepping.submit("ask", f"{name} 1").future.result(staged.PATIENCE)
+    assert dropped == [1]
+    assert len(stepping._batcher.known) <= 3
+
+
+def test_a_service_is_ready_when_every_size_of_batch_has_run():
+    service = Service(staged.Staged(batch_size=6))
+    warming = service.warm_up()
+    assert service.pipe.at_step.acquire(timeout=staged.PATIENCE)
+    assert not service.ready
+    service.pipe.run_free()
+    warming.join(staged.PATIENCE)
+    assert service.ready
+    assert [asked.count("circle") for asked in service.pipe.asked] == [1, 1, 2, 2, 4, 4, 6, 6]
+    assert service.counts == {}
+    service.stop()
+    assert not service.ready
+
+
+def test_closing_ends_the_warm_up():
+    service = Service(staged.Staged(batch_size=6))
+    warming = service.warm_up()
+    assert service.pipe.at_step.acquire(timeout=staged.PATIENCE)
+    closing = threading.Thread(target=service.close)
+    closing.start()
+    until(lambda: service._batcher.stops)
+    service.pipe.run_free()
+    closing.join(staged.PATIENCE)
+    warming.join(staged.PATIENCE)
+    assert not warming.is_alive() and not service.ready
+    assert service.pipe.together == 0

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a row of a served batch gets does not depend on who else is in the batch."""
+
+import random
+
+import numpy as np
+import pytest
+import stand_ins
+
+from sparse_lavida_jax.inference import batches
+from sparse_lavida_jax.inference.batches import kind_of
+from sparse_lavida_jax.pipeline import SparseLaViDa
+from sparse_lavida_jax.sample import Progress
+from sparse_lavida_jax.scenes import tasks, world
+
+LONG = " and ".join(["a red circle above a blue square"] * 5)
+PROMPTS = ("a red circle", "two squares", "a red circle above a blue square", LONG)
+
+
+@pytest.fixture(scope="module")
+def pipe(tmp_path_factory):
+    folder = stand_ins.model_of_every_task(tmp_path_factory.mktemp("company") / "tiny")
+    return SparseLaViDa.from_pretrained(folder, batch_size=4)
+
+
+def served(pipe, made, **how):
+    return pipe.run(made, padding="served", **how)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_images_are_those_of_a_batch_of_their_own(pipe, seed):
+    dice = random.Random(seed)
+    made = [
+        pipe.requests(
+            "generate", dice.choice(PROMPTS), seed=dice.randrange(100), steps=2,
+            guidance=[dice.choice((1.0, 3.0))], temperature=[dice.choice((0.5, 1.0))],
+        )[0]
+        for _ in range(dice.randint(3, 6))
+    ]  # fmt: skip
+    assert len({kind_of(one) for one in made}) == len({one.words == LONG for one in made})
+    result = served(pipe, made)
+    for row, record in enumerate(result.records):
+        alone = pipe.replay(record)
+        np.testing.assert_array_equal(alone.tokens[0], result.tokens[row])
+        np.testing.assert_array_equal(alone.pixels[0], result.pixels[row])
+        assert record["bucket"]["rows"] in (1, 2, 4)
+        part = result.part(row, row + 1)
+        assert part.prompts == (made[row].words,)
+        assert (part.passed, part.records) == ((result.passed[row],), (record,))
+
+
+def test_answers_are_those_of_a_batch_of_copies(pipe):
+    image = world.render(tasks.sample("edit", 0, 0).image)
+    asked = ("how many squares are there?", "what is red?", f"is there {LONG}?")
+    made = [pipe.requests("ask", words, image, seed=3)[0] for words in asked]
+    result = served(pipe, made)
+    shapes = [[0, 1], [2]]  # the long one is padded to more
+    for rows in shapes:
+        for row in rows:
+            copies = served(pipe, [made[row]] * len(rows))
+            np.testing.assert_array_equal(copies.tokens[0], result.tokens[row])
+            assert copies.texts[0] == result.texts[row]
+            assert copies.passed[0] == result.passed[row]
+
+
+def test_rows_of_other_shapes_are_decoded_apart_and_told_by_number(pipe):
+    image = world.render(tasks.sample("edit", 0, 0).image)
+    boxes = ([0, 0, 16, 16], [0, 0, 48, 48], [0, 0, 16, 16])
+    made = [
+        pipe.requests("inpaint", "a red circle", image, box=box, seed=i, steps=2, plan=False)[0]
+        for i, box in enumerate(boxes)
+    ]
+    assert kind_of(made[0]) == kind_of(made[2]) != kind_of(made[1])
+    told: list[Progress] = []
+    result = served(pipe, made, callback=told.append)
+    assert {state.rows for state in told} == {(0, 2), (1,)}
+    assert {len(state.canvas) for state in told} == {2, 1}
+    for row, record in enumerate(result.records):
+        np.testing.assert_array_equal(pipe.replay(record, image).pixels[0], result.pixels[row])
+
+
+def test_programs_are_entered_by_what_chooses_them(pipe):
+    entered = []
+
+    class Entered:
+        def __init__(self, key):
+            entered.append(key)
+
+        def __enter__(self):
+            pass
+
+        def __exit__(self, *_):
+            pass
+
+    for number in (1, 2, 2):
+        made = pipe.requests("generate", ["a red circle"] * number, steps=2, plan=False)
+        served(pipe, made, programs=Entered)
+    assert len(entered) == 3
+    assert entered[1] == entered[2] != entered[0]
+
+
+@pytest.mark.parametrize(
+    ("length", "padded"), [(0, 0), (16, 32), (32, 32), (48, 64), (128, 128), (144, 256)]
+)
+def test_lengths_are_padded_to_a_few(length, padded):
+    assert batches._few((length, 0)) == (padded, 0)
