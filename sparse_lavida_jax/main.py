@@ -56,7 +56,8 @@ TAKES = {
     " distributed coordinator num_processes process_id",
     "sample": "config checkpoint task prompt image picture out seed",
     "evaluate": "config checkpoint workdir shard",
-    "convert": "dtype",
+    "convert": "dtype format",
+    "export": "format",
     "prepare": "config",
 }
 TAKEN_BY_ALL = ("mode", "help", "compilation_cache")
