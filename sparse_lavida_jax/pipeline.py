@@ -22,10 +22,11 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from sparse_lavida_jax import config
+from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.checkpoints import manifest, model_folder
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.templates import PromptLanguage, RequestError
+from sparse_lavida_jax.inference import records
 from sparse_lavida_jax.inference.batches import Bucket, Padding
 from sparse_lavida_jax.inference.engine import Engine, Programs, TaskRun
 from sparse_lavida_jax.inference.requests import (
@@ -42,7 +43,7 @@ from sparse_lavida_jax.inference.requests import (
     recorded_image,
     row_seeds,
 )
-from sparse_lavida_jax.inference.results import FORMAT, SAMPLER_VERSION, Origin, Result
+from sparse_lavida_jax.inference.results import Origin, Result
 from sparse_lavida_jax.lavida_o.prompts import ChatPrompts
 from sparse_lavida_jax.models import fuse, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
@@ -95,6 +96,7 @@ class SparseLaViDa:
         self.warned = False
 
     @classmethod
+    @runtime.interrupts_held()
     def from_pretrained(
         cls: type[S],
         folder_or_name: str | pathlib.Path,
@@ -401,35 +403,26 @@ class SparseLaViDa:
             shown: the image that it was drawn after; by default the file that it was read from.
 
         Raises:
-            RequestError: a record of another version or checkpoint, or another image.
+            RequestError: a record of another version or checkpoint, a damaged one, or another
+                image.
         """
-        if record.get("format") != FORMAT:
-            raise RequestError(f"the record has format {record.get('format')!r}, not {FORMAT!r}.")
-        if (version := record.get("sampler", 1)) != SAMPLER_VERSION:
-            raise RequestError(
-                f"it was drawn by version {version} of the sampler, of sparse-lavida-jax"
-                f" {record.get('version', '0.1.0')}, and this is version {SAMPLER_VERSION}, which"
-                " draws something else: install what drew it."
-            )
-        theirs = record["checkpoint"]["sha256"]
+        records.check(record)
+        name, theirs = (record["checkpoint"].get(key, "") for key in ("name", "sha256"))
         if theirs != self.source.sha256:
             raise RequestError(
-                f"it was drawn by another checkpoint: {record['checkpoint']['name']} with SHA-256"
-                f" {theirs[:12]}, this is {self.source.name} with {self.source.sha256[:12]}."
+                f"it was drawn by another checkpoint: {name} with SHA-256 {theirs[:12]},"
+                f" this is {self.source.name} with {self.source.sha256[:12]}."
             )
         task, recipe = record["task"], dict(record["recipe"])
         if task != "reflect":
-            recipe["plan"] = False if record["plan"] is None else record["plan"]
-        if "known" in recipe:
-            recipe["known"] = np.array(recipe["known"], bool)
+            recipe["plan"] = False if record.get("plan") is None else record["plan"]
         sampling = config.build(config.Sampling, record["sampling"])
         seen = recorded_image(record, shown)
         made = self.requests(
             task, record["prompt"], seen, seed=record["seed"], sampling=sampling, **recipe
         )
-        bucket = record["bucket"] and Bucket(
-            record["bucket"]["rows"], tuple(record["bucket"]["prompt_len"])
-        )
+        shapes = record.get("bucket")
+        bucket = shapes and Bucket(shapes["rows"], tuple(shapes["prompt_len"]))
         return self.run(made, callback, bucket=bucket)
 
     # -- requests in, results out ---------------------------------------------------------
@@ -465,6 +458,7 @@ class SparseLaViDa:
             self.warned = True
         return made
 
+    @runtime.interrupts_held()
     def run(
         self,
         requests: Sequence[Request],
@@ -495,6 +489,7 @@ class SparseLaViDa:
         how = sampling or self.settings.sampling
         return TaskRun(*parts, how, callback, bucket, padding, programs).run(requests)
 
+    @runtime.interrupts_held()
     def decode(
         self,
         examples: Sequence[Example],
@@ -559,7 +554,7 @@ def untrained_warning(name: str, preset: str) -> str:
 
 def _check_is_ours(folder: pathlib.Path) -> None:
     """Refuses a released PyTorch folder, and says what to do with it."""
-    if any(folder.glob("*.safetensors*")) and not (folder / "params").is_dir():
+    if any(folder.glob("*.safetensors*")) and not model_folder.is_ours(folder):
         raise model_folder.CheckpointError(
             f"{folder} is a PyTorch folder: convert it first, with"
             f" `sparse-lavida convert {folder} MODEL`, and give the MODEL folder."
