@@ -27,6 +27,7 @@ from sparse_lavida_jax.sample import Progress
 CLOSE_SECONDS = 30.0  # most that closing waits for the segments that run
 MOST_THREADS = 32  # batches that are begun, those that wait for a compilation among them
 MOST_COMPILING = 2  # at once
+WAIT_SHARE = 0.25  # of the seconds of a batch: what waiting for company may cost
 MOST_KINDS = 256  # of which it is known how many rows are expected
 
 
@@ -52,9 +53,11 @@ class Limits:
         upload: bytes of an image file.
         images: images of one request, and attempts at one.
         new_tokens: of one answer.
-        longest_wait: seconds that a request waits for company though the device is free.
+        longest_wait: seconds that a request waits for company though the device is free, at most.
         together: batches of different kinds that take turns on the device; each has a cache.
         programs: batches of different shapes whose compiled programs are kept.
+        only: steps and registers of images that may be asked for besides the model's own, and
+            nothing else that needs programs; registers None: the model's own. None: any.
     """
 
     waiting: int = 64
@@ -62,9 +65,10 @@ class Limits:
     upload: int = 16 * 2**20
     images: int = 4
     new_tokens: int = 1024
-    longest_wait: float = 0.02
+    longest_wait: float = 0.5
     together: int = 4
     programs: int = 64
+    only: tuple[tuple[int, int | None], ...] | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -289,7 +293,8 @@ class Batcher:
         self._changed = threading.Condition()
         self._busy: collections.Counter[Hashable] = collections.Counter()  # kinds on the device
         self._begun = 0  # batches, those that compile among them
-        self._expected: dict[Hashable, int] = {}  # rows of the next batch of each kind
+        # Rows of the next batch of each kind, and seconds to wait for them.
+        self._expected: dict[Hashable, tuple[int, float]] = {}
         self._rehearsed: set[Ticket] = set()
         self._compiling = threading.BoundedSemaphore(MOST_COMPILING)
         self._workers = concurrent.futures.ThreadPoolExecutor(
@@ -398,8 +403,7 @@ class Batcher:
     def _gather(self) -> list[Ticket]:
         """Returns requests that are done together from now on; none where none could begin.
 
-        They wait for company only where more are expected (`_done`), and at most for
-        `limits.longest_wait`.
+        They wait for company only where more are expected (`_done`).
         """
         with self._changed:
             while True:
@@ -410,10 +414,9 @@ class Batcher:
                     return []
                 kind = first.kind
                 self._begin(first)
-                expected = self._expected.get(kind, 0) if first.shares else 0
+                expected, wait = self._expected.get(kind, (0, 0.0))
                 self._changed.wait_for(
-                    lambda kind=kind, expected=expected: self._rows_of(kind) >= expected,
-                    self.limits.longest_wait,
+                    lambda kind=kind, expected=expected: self._rows_of(kind) >= expected, wait
                 )
                 if batch := self._taken(kind):
                     return batch
@@ -450,12 +453,15 @@ class Batcher:
 
         Who was answered may ask again at once, and who came meanwhile is there already.
         """
-        kind, rows = tickets[0].kind, sum(len(ticket.requests) for ticket in tickets)
+        first, rows = tickets[0], sum(len(ticket.requests) for ticket in tickets)
+        wait = min(self.limits.longest_wait, WAIT_SHARE * _since(first))
         with self._changed:
             if len(self._expected) >= MOST_KINDS:
                 self._expected.clear()
-            self._expected[kind] = min(rows + self._rows_of(kind), self.pipe.batch_size)
-            self._end(tickets[0])
+            if first.shares:
+                most = min(rows + self._rows_of(first.kind), self.pipe.batch_size)
+                self._expected[first.kind] = most, wait
+            self._end(first)
 
     def _drop_programs(self) -> None:
         """Frees all compiled programs if there are too many; no batch runs then.
