@@ -18,7 +18,9 @@ from sparse_lavida_jax.apps.errors import DEFAULT_MODEL, UsageError
 from sparse_lavida_jax.apps.tasks import FORMS, cell_rows
 from sparse_lavida_jax.apps.terminal import progress, say
 from sparse_lavida_jax.data import image_files
+from sparse_lavida_jax.data.files import parse_json
 from sparse_lavida_jax.data.templates import RequestError, check_words
+from sparse_lavida_jax.inference import records
 from sparse_lavida_jax.inference.requests import TASKS, ShownImage, shown_images
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.pipeline import SparseLaViDa
@@ -188,7 +190,7 @@ def read_batch(path: pathlib.Path) -> list[dict[str, Any]]:
 
 def _entry(where: str, line: str) -> dict[str, Any]:
     try:
-        entry = json.loads(line)
+        entry = parse_json(line)
         if not isinstance(entry, dict) or not str(entry.get("prompt", "")).strip():
             raise ValueError('it must be an object with a prompt: {"prompt": "a red circle"}.')
         named = {OTHER_KEYS.get(str(key), str(key)): value for key, value in entry.items()}
@@ -235,8 +237,8 @@ def _chat(asked: argparse.Namespace) -> None:
 def _replay(asked: argparse.Namespace) -> None:
     record = image_files.read_record(asked.replay)
     image_files.check_writable(asked.out)
-    recorded = record.get("checkpoint", {}).get("name")
-    pipe = _load(asked, recorded)
+    records.check(record)
+    pipe = _load(asked, record["checkpoint"].get("name"))
     here = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
     if record.get("software") != here:
         say(
