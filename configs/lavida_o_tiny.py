@@ -4,7 +4,8 @@ r"""LaViDa-O's structure at a tiny width: 32 layers, two branches, views of imag
     python -m sparse_lavida_jax.bench.sampling --config=configs/lavida_o_tiny.py --random-weights \
         --suite=headline
 
-What runs here runs at full size; nothing about its speed follows from it.
+`configs/lavida_o_tiny.py:lora` trains adapters of a frozen base in bfloat16. What runs here runs at
+full size; nothing about its speed follows from it.
 """
 
 import pathlib
@@ -15,7 +16,7 @@ import ml_collections
 FULL = pathlib.Path(__file__).with_name("lavida_o.py")
 
 
-def get_config() -> ml_collections.ConfigDict:
+def get_config(trained: str = "all") -> ml_collections.ConfigDict:
     c = runpy.run_path(str(FULL))["get_config"]()
     c.name = "lavida_o_tiny"
     c.model.update(
@@ -33,4 +34,7 @@ def get_config() -> ml_collections.ConfigDict:
     )  # fmt: skip
     c.data.update(text_block_len=8, max_answer_len=16)
     c.sampling.update(num_steps=8, text_steps=4)
+    if trained == "lora":
+        c.lora = dict(rank=2, alpha=4.0)
+        c.optimizer = dict(frozen_dtype="bfloat16")
     return c

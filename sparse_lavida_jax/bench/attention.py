@@ -48,7 +48,7 @@ def main(argv: list[str]) -> None:
     del argv
     logging.set_verbosity(logging.WARNING)
     if TUNE.value:
-        tune.main(1 if DRY.value else RUNS.value, dry=DRY.value)
+        tune.main(SHAPES.value, 1 if DRY.value else RUNS.value, dry=DRY.value)
         return
     if DRY.value:
         for case in _cases(heads=2, timed=False):

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import os
 import pathlib
 import re
 import uuid
@@ -16,7 +17,10 @@ from sparse_lavida_jax.data import files
 from sparse_lavida_jax.evals.circumstances import circumstances, commit, device
 
 SCHEMA = "sparse-lavida-bench/1"
-RESULTS = pathlib.Path(__file__).parent / "results"
+# Of the rows; SPARSE_LAVIDA_RESULTS names another folder, for those of `launch/device_day.sh`.
+RESULTS = pathlib.Path(
+    os.environ.get("SPARSE_LAVIDA_RESULTS") or pathlib.Path(__file__).with_name("results")
+)
 PACKAGE = pathlib.Path(__file__).parents[1]
 
 

@@ -10,7 +10,7 @@ nothing beats it by `WORTH`. On a GPU forward and backward kernels are chosen ea
 import dataclasses
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -44,10 +44,12 @@ class TileChoice:
     rule_us: dict[str, float]
 
 
-def main(runs: int, *, dry: bool) -> None:
+def main(names: Sequence[str], runs: int, *, dry: bool) -> None:
     """Measures, rewrites the entries of this device, and says what changed.
 
     Args:
+        names: of the shapes that are timed. Those that share an entry of the table go together.
+        runs: timed runs of each candidate.
         dry: goes the whole way on a tiny shape with the kernel interpreted, and writes nothing.
     """
     implementation = methods.interpreted() if dry else attention.device_kernel()
@@ -62,7 +64,9 @@ def main(runs: int, *, dry: bool) -> None:
         few = slice(DRY_CANDIDATES if dry else None)
         return _times(case, list(dict.fromkeys(candidates))[few], implementation, runs, dry)
 
-    choices = [choose(entry, members, on_gpu, times) for entry, members in entries(dry).items()]
+    choices = [
+        choose(entry, members, on_gpu, times) for entry, members in entries(names, dry).items()
+    ]
     before = json.loads(devices.TABLE.read_text())
     after = rewritten(before, devices.device_kind(), HEAD_DIM, choices)
     if dry:
@@ -72,15 +76,15 @@ def main(runs: int, *, dry: bool) -> None:
     print(changes(before, after) or "nothing changed")
 
 
-def entries(dry: bool) -> dict[str, list[Case]]:
+def entries(names: Sequence[str], dry: bool) -> dict[str, list[Case]]:
     """The frozen shapes by the entry of the table that serves them; one tiny shape to go dry."""
     if dry:  # every sixth token of a shape, one head: a few tiles of every class
         tags, few = shapes.tags("t2i_1536"), slice(None, None, 6)
         own = shapes.RowTags(tags.query_block[few], tags.query_horizon[few], tags.key_block[few])
         cases = [Case("tiny", 1, own, heads=1, timed=False)]
     else:
-        names = [name for name in shapes.names() if not name.startswith("full")]
-        cases = [Case(name, 1, shapes.tags(name)) for name in names]
+        skipping = [name for name in names if not name.startswith("full")]
+        cases = [Case(name, 1, shapes.tags(name)) for name in skipping]
     found: dict[str, list[Case]] = {}
     for case in cases:
         found.setdefault(devices.bucket(*case.lengths), []).append(case)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The day of a new device: every part in turn, what failed is told, what is done stays done."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = pathlib.Path(__file__).parents[2] / "launch" / "device_day.sh"
+DRY = """admission tests attention tune headline ablation edit reasoning quant fastpath batch
+ training lora""".split()
+
+
+def run(*words, **environment):
+    return subprocess.run(
+        ["bash", str(SCRIPT), *map(str, words)],
+        capture_output=True, text=True, check=False, env=os.environ | environment,
+    )  # fmt: skip
+
+
+def parts(results):
+    """What became of each part, in order."""
+    lines = (results / "device_day" / "parts.tsv").read_text().splitlines()
+    return {name: became for name, became, _ in (line.split("\t") for line in lines)}
+
+
+@pytest.fixture
+def python(tmp_path):
+    """Returns a function that makes an interpreter which only notes its calls, and does `then`."""
+
+    def made(then="true"):
+        program = tmp_path / "python"
+        program.write_text(f'#!/bin/bash\necho "$@" >> {tmp_path}/calls\n{then}\n')
+        program.chmod(0o755)
+        return str(program)
+
+    return made
+
+
+@pytest.mark.parametrize("dry", [True, False])
+def test_every_part_runs_once_and_the_most_valuable_first(tmp_path, python, dry):
+    results = tmp_path / "results"
+    words = ["--dry-run"] * dry + [results]
+    first, again = (run(*words, PYTHON=python()) for _ in range(2))
+    assert (first.returncode, again.returncode) == (0, 0), first.stderr
+    names = list(parts(results))
+    assert set(parts(results).values()) == {"done"} and names[:3] == DRY[:3]
+    assert set(names) >= set(DRY) and (names == DRY) == dry
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert len(calls) == len(names) + 2  # the bars, twice
+    assert "doctor --kernels" in calls[0] and all((results / "device_day").glob("*.log"))
+
+
+def test_what_failed_or_had_no_time_is_told_and_gone_on_with(tmp_path, python):
+    some = {"PARTS": "tests attention lora"}
+    then = 'case "$*" in *pytest*) exit 3 ;; *attention*) echo "no time for full_8192" ;; esac'
+    ended = run("--dry-run", tmp_path, PYTHON=python(then), **some)
+    assert ended.returncode == 1
+    assert parts(tmp_path) == {"tests": "failed (3)", "attention": "to go on", "lora": "done"}
+    assert "tests\tfailed (3)" in ended.stdout
+    ended = run("--dry-run", tmp_path, PYTHON=python(), **some)
+    assert ended.returncode == 0 and set(parts(tmp_path).values()) == {"done"}
+    assert (tmp_path / "calls").read_text().count("config=configs/lavida_o_tiny.py:lora") == 1
+
+
+@pytest.mark.parametrize("words", [["--dry-run"], ["--help"], ["a", "b"]])
+def test_a_mistake_is_answered_with_what_it_takes(words):
+    done = run(*words)
+    assert done.returncode == 2
+    assert "launch/device_day.sh [--dry-run] [RESULTS]" in done.stderr
+    assert "PARTS   which parts" in done.stderr and "set -e" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_dry_run_goes_through_every_part_and_ends_with_the_bars(tmp_path):
+    done = run("--dry-run", tmp_path, PYTHON=sys.executable)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert list(parts(tmp_path)) == DRY
+    assert "## Whole requests, held against their bars" in done.stdout
+    assert (tmp_path / "cpu" / "headline").is_dir() and (tmp_path / "cpu" / "training").is_dir()
