@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every way to launch training calls the same main with the flags it was given; what it would run shows."""
+"""Every way to launch training calls the same main with its flags; what it would run shows."""
 
 import itertools
 import os
