@@ -65,7 +65,7 @@ if $dry; then
     part attention "${attention[@]}" --dry-run --shapes=decode_mid --batches=1
     part tune "${attention[@]}" --tune --dry-run
     for suite in "${suites[@]}"; do
-        part "$suite" "${sampling[@]}" --config="$tiny" --runs=5 --suite="$suite"
+        part "$suite" "${sampling[@]}" --minutes=0 --config="$tiny" --runs=5 --suite="$suite"
     done
     part training "${training[@]}" --config="$tiny" --batch=2 --runs=2
     part lora "${training[@]}" --config="$tiny:lora" --batch=2 --runs=2

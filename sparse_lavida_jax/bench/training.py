@@ -39,6 +39,7 @@ from sparse_lavida_jax.bench import aot, memory, objectives
 from sparse_lavida_jax.bench.record import Bench
 from sparse_lavida_jax.bench.table import table
 from sparse_lavida_jax.kernels import attention
+from sparse_lavida_jax.models import parameters
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.training import optimizer
@@ -122,8 +123,10 @@ def _subject() -> tuple[config.Config, Denoiser, objectives.MakeExample]:
     if CONFIG.value:
         settings = config.read(pathlib.Path(CONFIG.value))
         params = Denoiser(settings.model, rngs=nnx.Rngs(settings.seed))
-        frozen = optimizer.frozen_dtype(settings.optimizer)
-        params = jax.tree.map(lambda x: x.astype(frozen), params)
+        dtype_of = optimizer.dtypes(settings)  # what adapters leave alone is not all frozen
+        params = jax.tree.map_with_path(
+            lambda path, x: x.astype(dtype_of(parameters.leaf_name(path))), params
+        )
         make_example = objectives.random_examples(settings.model, settings.seed)
     else:
         pipe = SparseLaViDa.from_pretrained(CHECKPOINT.value)
