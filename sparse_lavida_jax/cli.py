@@ -76,10 +76,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(program: str, name: str, words: Sequence[str]) -> int:
     if name in MODES:
         return full.run([program, *_mode_words(name, [w for w in words if w != "--debug"])])
+    parser = parser_of(name)
     try:
-        asked = parser_of(name).parse_args(words)
+        asked = parser.parse_args(words)
     except SystemExit:  # --help
         return 0
+    if name == "generate" and asked.replay is not None:
+        _check_replay(parser, asked)
     if name in ("demo", "serve"):
         from sparse_lavida_jax.apps import hosting
 
@@ -130,8 +133,24 @@ def _mode_words(mode: str, words: Sequence[str]) -> list[str]:
     return [f"--mode={mode}", *named, *settings, *plain[len(names) :]]
 
 
+def _check_replay(parser: Parser, asked: argparse.Namespace) -> None:
+    """Refuses what `replay` does not take next to `generate --replay`."""
+    taken = vars(parser_of("replay").parse_args(["PNG"]))
+    for key, value in vars(asked).items():
+        if key not in taken and value != parser.get_default(key):
+            named = "the prompt" if key == "prompt" else f"--{key.replace('_', '-')}"
+            raise UsageError(f"--replay draws an image as it was drawn: leave {named} out.")
+
+
 # ---------------------------------------------------------------------------------------------
 # Options.
+
+
+def _text(text: str) -> str:
+    """Reads what may not be empty, as a variable of a shell that was never set is."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("it is empty: give a value, or leave it out")
+    return text
 
 
 def _size(text: str) -> tuple[int, int]:
@@ -161,7 +180,7 @@ _registers.__name__ = "number of registers such as 64 or 64:8"
 def _argument(
     names: str,
     help: str,
-    type: Callable[[str], Any] | None = str,
+    type: Callable[[str], Any] | None = _text,
     default: Any = None,
     *,
     group: str = "",
@@ -192,11 +211,11 @@ _LINES = (
 _CHECKPOINT = f"a model folder, a run directory or a bundled model; by default {DEFAULT_MODEL}"
 ARGUMENTS = {
     # What a task is about.
-    "prompt": _argument("prompt", "what is wanted, in words", nargs="?"),
-    "image": _argument("image", "PNG, JPEG or WebP", nargs="?"),
+    "prompt": _argument("prompt", "what is wanted, in words", str, nargs="?"),
+    "image": _argument("image", "PNG, JPEG or WebP", str, nargs="?"),
     "needed_image": _argument("image", "PNG, JPEG or WebP"),
     "shown": _argument("--image --picture", "the image that the text is about"),
-    "phrases": _argument("phrases", "what to find", nargs="+"),
+    "phrases": _argument("phrases", "what to find", str, nargs="+"),
     "size": _argument("--size", "height x width in pixels, such as 512x512", _size),
     "mask": _argument("--mask", "an image that is white where to draw", Path, group="hole"),
     "hole": _argument("--box", "where to draw: x1,y1,x2,y2 in pixels", _box, group="hole"),
@@ -204,7 +223,7 @@ ARGUMENTS = {
     "rounds": _argument("--rounds", "most attempts at an image", int, 3),
     "max_new_tokens": _argument("--max-new-tokens", "room for the answer, in tokens", int),
     "template": _argument("--template", "the text with gaps: ___ is one token, {4} four"),
-    "words": _argument("--words", "words that must occur, in this order", default=[], nargs="+"),
+    "words": _argument("--words", "words that must occur, in this order", str, [], nargs="+"),
     "batch": _argument("--batch", _LINES, Path, metavar="FILE"),
     # Results.
     "out": _argument("--out", "the file to write", Path, Path("out.png")),
@@ -230,6 +249,10 @@ ARGUMENTS = {
     ),
     "temperature": _argument(
         "--temperature", "how random draws are; 0 takes the most probable", float
+    ),
+    "image_steps": _argument("--steps --num-inference-steps", "steps of an image", int),
+    "image_temperature": _argument(
+        "--temperature", "how random draws of images are; 0 takes the most probable", float
     ),
     "quantize": _argument("--quantize", f"run matrices in 8 bits: {', '.join(config.QUANTIZED)}"),
     "guidance": _argument(
@@ -263,8 +286,9 @@ ARGUMENTS = {
     "warmup": _argument("--warmup", "compile before the first request", None),
 }
 
-_MODEL = "seed checkpoint batch_size json debug"
+_MODEL = "checkpoint batch_size json debug"
 _SAMPLING = "steps sampler registers temperature quantize"
+_CHATTING = "image_steps sampler registers image_temperature quantize seed"
 _DRAWING = "out grid save_steps num_images plan no_plan guidance order vq_dtype"
 _HOSTING = "checkpoint host port max_waiting warmup debug"
 
@@ -284,11 +308,11 @@ COMMANDS = {
     name: Command(
         form.does,
         form.example,
-        f"{form.options} {_DRAWING * TASKS[name].draws} {_SAMPLING} {_MODEL}",
+        f"{form.options} {_DRAWING * TASKS[name].draws} {_SAMPLING} seed {_MODEL}",
     )
     for name, form in FORMS.items()
 } | {
-    "chat": Command(_CHAT, "--out turns < lines.txt", f"first_image turns {_SAMPLING} {_MODEL}"),
+    "chat": Command(_CHAT, "--out turns < lines.txt", f"first_image turns {_CHATTING} {_MODEL}"),
     "replay": Command(
         "draw an image again, bit for bit",
         "out.png --out again.png",
@@ -305,7 +329,7 @@ def parser_of(name: str) -> Parser:
     command = COMMANDS[name]
     parser = Parser(
         prog=f"sparse-lavida {name}",
-        description=f"{command.does.capitalize()}.",
+        description=f"{command.does[0].upper()}{command.does[1:]}.",
         epilog=f"example: sparse-lavida {name} {command.example}".rstrip(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

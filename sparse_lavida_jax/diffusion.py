@@ -147,7 +147,7 @@ class Blocks:
     @property
     def token(self) -> Int[np.ndarray, " n"]:
         """Which token of the response each is, or is a copy of."""
-        return np.append(np.arange(len(self.block) - len(self.copies)), self.copies)
+        return np.concatenate([np.arange(len(self.block) - len(self.copies)), self.copies])
 
 
 def uniform_blocks(

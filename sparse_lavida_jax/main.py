@@ -50,6 +50,16 @@ FOLDERS = {  # flags that these modes need, and what they name
 }
 # Of --mode=sample, and what the commands call them.
 SAMPLE_TASKS = {"draw": "generate", "edit": "edit", "ask": "ask", "point": "ask"}
+# Flags that a mode takes besides its folders and those that every mode takes.
+TAKES = {
+    "train": "config workdir profile_steps stopped_exit_code"
+    " distributed coordinator num_processes process_id",
+    "sample": "config checkpoint task prompt image picture out seed",
+    "evaluate": "config checkpoint workdir shard",
+    "convert": "dtype",
+    "prepare": "config",
+}
+TAKEN_BY_ALL = ("mode", "help", "compilation_cache")
 PATHS = ("workdir", "checkpoint", "src", "dst", "out")  # flags
 MISTAKE, STOPPED = 2, 130
 # What can be wrong with a command.
@@ -249,6 +259,7 @@ def parse(argv: list[str]) -> tuple[flags.FlagValues, config.Config] | None:
                 " --coordinator. Several of them evaluate with --shard=i/n each, under SLURM"
                 " --shard=$SLURM_PROCID/$SLURM_NTASKS."
             )
+        _check_taken(asked)
         settings = _override(_base_config(asked), overrides)
     except flags.Error as error:
         raise UsageError(f"{str(error).strip().rstrip('.')}. See --help.") from error
@@ -256,6 +267,17 @@ def parse(argv: list[str]) -> tuple[flags.FlagValues, config.Config] | None:
         {"train.init_from": settings.train.init_from, "data.folder": settings.data.folder}
     )
     return asked, settings
+
+
+def _check_taken(asked: flags.FlagValues) -> None:
+    """Refuses a flag that the mode would pass over."""
+    taken = [*FOLDERS.get(asked.mode, ()), *TAKES.get(asked.mode, "").split()]
+    given = [name for name in asked if not asked[name].using_default_value]
+    if wrong := [name for name in given if name not in (*taken, *TAKEN_BY_ALL)]:
+        known = ", ".join(f"--{name}" for name in taken)
+        raise UsageError(f"--mode={asked.mode} takes no --{wrong[0]}. It takes {known}.")
+    if asked.task in ("ask", "point") and "out" in given:
+        raise UsageError(f"--task={asked.task} prints its answer: leave --out out.")
 
 
 def _refuse_addresses(given: dict[str, str]) -> None:

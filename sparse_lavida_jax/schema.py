@@ -7,6 +7,8 @@ Config files are Python programs that return settings. Run only your own.
 import contextlib
 import dataclasses
 import functools
+import inspect
+import math
 import pathlib
 import re
 import runpy
@@ -72,7 +74,9 @@ _ABOVE_0 = Allowed(lambda value: value > 0, "it must be greater than 0")
 Positive = Annotated[int, _ABOVE_0]
 PositiveFloat = Annotated[float, _ABOVE_0]
 Count = Annotated[int, at_least(0)]
-NonNegative = Annotated[float, at_least(0)]
+NonNegative = Annotated[
+    float, Allowed(lambda x: 0 <= x < math.inf, "it must be 0 or more, and finite")
+]
 NonNegativeOrAuto = Annotated[
     float, Allowed(lambda x: x >= 0 or x == -1, "it must be 0 or more, or -1")
 ]
@@ -154,6 +158,7 @@ class Section:
     def _check(self, name: str, holds: bool, allowed: str) -> None:
         if not holds:
             value = getattr(self, name)
+            allowed = allowed.replace("self.", "")  # of rules: f"a multiple of {self.width=}"
             raise ConfigError(f"{type(self).__name__}.{name}={value!r} is out of range: {allowed}.")
 
 
@@ -276,10 +281,12 @@ def run(path: pathlib.Path, function: str) -> Any:
         raise ConfigError(f"there is no config file {path}. {listed(path.parent)}")
     try:
         with _importable(path.parent):
-            made = runpy.run_path(str(path))
-            if function not in made:
+            made = runpy.run_path(str(path)).get(function)
+            if made is None:
                 raise ConfigError(f"{path} has no function {function}.")
-            return made[function](*arguments)
+            if arguments and not inspect.signature(made).parameters:
+                raise ConfigError(f"{path} takes nothing after a colon: leave :{arguments[0]} out.")
+            return made(*arguments)
     except ConfigError:
         raise
     except Exception as error:  # the file may do anything

@@ -135,7 +135,8 @@ def _words(
         return _batch(name, asked.batch, image, asked.seed or 0)
     if words is None and name in ("ask", "reason"):
         words, image = image, None  # a question without an image
-        if words is not None and pathlib.Path(words).is_file():
+        path = pathlib.Path(words or "")
+        if path.is_file() or path.suffix.lower() in image_files.SUFFIXES:
             raise UsageError(f"`sparse-lavida {name}` needs a question after the image {words}.")
     if words is None:
         what = "an image and a prompt" if "image" in FORMS[name].options.split() else "a prompt"
@@ -173,7 +174,7 @@ def read_batch(path: pathlib.Path) -> list[dict[str, Any]]:
     if path.suffix not in (".txt", ".jsonl"):
         raise UsageError(f"--batch={path} must end in .txt or .jsonl.")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--batch={path} cannot be read: {error}.") from error
     numbered = [(i, line) for i, line in enumerate(lines, 1) if line.strip()]
@@ -214,6 +215,8 @@ def _load(asked: argparse.Namespace, recorded: str | None = None) -> SparseLaViD
 
 
 def _chat(asked: argparse.Namespace) -> None:
+    if asked.out.exists() and not asked.out.is_dir():
+        raise UsageError(f"--out={asked.out} is no folder: name one, for the images of all turns.")
     pipe = _load(asked)
     given = {key: getattr(asked, key, None) for key in options.OPTIONS}
     sampling = options.changed(pipe.settings.sampling, draws=True, **given)

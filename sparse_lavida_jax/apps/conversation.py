@@ -56,11 +56,14 @@ class Conversation:
             more: other options of the task, such as a `mask`, a `box` or a `template`.
 
         Raises:
-            RequestError: an unknown task, or one that needs an image before there is one.
+            RequestError: an unknown task, words for one that takes none, or one that needs an
+                image before there is one.
         """
         if task not in TASKS:
             raise RequestError(f"there is no task {task!r}. Choose one of {', '.join(TASKS)}.")
         spec, about = TASKS[task], [part.strip() for part in words.split(";")]
+        if words and not spec.words:
+            raise RequestError(f"{task!r} takes no words: leave {words!r} out.")
         if spec.image == "needed" and self.image is None:
             raise RequestError(f"{task!r} is about an image, and none was drawn or given yet.")
         requests = self.pipe.requests(

@@ -138,8 +138,8 @@ async def edit(request: fastapi.Request):
         }
         words = {key: value for key, value in form.items() if isinstance(value, str)}
         shown = files["image"] + files["image[]"]
-        if len(shown) != 1 or len(files["mask"]) > 1:
-            raise HTTPException(400, "send one file named image, and at most one named mask.")
+        if len(shown) != 1 or len(files["mask"]) > 1 or "mask" in words:
+            raise HTTPException(400, "send one file named image, and at most one file named mask.")
         contents, *masks = [await one.read() for one in shown + files["mask"]]
     try:
         asked = ImageBody.model_validate(words)
@@ -161,7 +161,8 @@ async def chat(asked: ChatBody, request: fastapi.Request):
         raise HTTPException(400, "one answer is given, whole: leave n and stream out.")
     with _refusing():
         words, image = _question(asked.messages, service)
-    most = asked.max_completion_tokens or asked.max_tokens
+    most = asked.max_completion_tokens
+    most = asked.max_tokens if most is None else most
     ticket, result = await _done(request, "ask", asked, words, image, max_new_tokens=most)
     ended = (result.tokens[0] == service.pipe.settings.model.end_of_text_id).any()
     message = {"role": "assistant", "content": result.text}

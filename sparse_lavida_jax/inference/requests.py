@@ -6,6 +6,7 @@
 
 import dataclasses
 import hashlib
+import math
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
@@ -434,8 +435,8 @@ def row_numbers(name: str, numbers: Numbers, rows: int, copies: int = 1) -> list
         RequestError: one is out of range, or there are not as many as rows.
     """
     column = each(f"values of {name}", numbers, rows, copies)
-    if wrong := [one for one in column if one is not None and not one >= 0]:
-        raise RequestError(f"{name}={wrong[0]} is out of range: it must be 0 or more.")
+    if wrong := [one for one in column if one is not None and not 0 <= one < math.inf]:
+        raise RequestError(f"{name}={wrong[0]} is out of range: it must be 0 or more, and finite.")
     return [None if one is None else float(one) for one in column]
 
 

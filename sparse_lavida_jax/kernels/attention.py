@@ -34,6 +34,7 @@ from sparse_lavida_jax.visibility import AnyArray, is_padding, visible
 
 IMPLEMENTATIONS = ("reference", "blockwise", "pallas_tpu", "pallas_gpu")
 KERNELS = ("pallas_tpu", "pallas_gpu")
+HIDDEN = float(jnp.finfo(jnp.float32).min)  # the logit of a key that a query does not see
 
 log = logging.getLogger(__name__)
 
@@ -151,10 +152,11 @@ def reference(
     """
     if layer is not None:
         k, v = (jax.lax.dynamic_index_in_dim(x, layer, axis=0, keepdims=False) for x in (k, v))
-    q, k, v = (x.reshape(*x.shape[:2], -1, shape.head_dim) for x in (q, k, v))
+    # Heads before tokens, [b h s d], as the products read them.
+    q, k, v = (x.reshape(*x.shape[:2], -1, shape.head_dim).swapaxes(1, 2) for x in (q, k, v))
     group = shape.num_heads // shape.num_kv_heads
     if group > 1:  # grouped queries: each key head serves a run of query heads
-        k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
+        k, v = (jnp.repeat(x, group, axis=1) for x in (k, v))
 
     # Tags as [b 1 s 1] for queries and [b 1 1 t] for keys, next to logits [b h s t].
     query_block, query_horizon, key_block, query_segment, key_segment = tags
@@ -166,17 +168,15 @@ def reference(
         None if query_segment is None else query_segment[:, None, :, None],
         None if key_segment is None else key_segment[:, None, None, :],
     ) & ~is_padding(query_tag)
-    logits = jnp.einsum("bshd,bthd->bhst", q, k, preferred_element_type=jnp.float32) * shape.scale
-    maximum = jnp.where(mask, logits, -jnp.inf).max(axis=-1, keepdims=True)
-    # A row that sees nothing has no maximum, and inf - inf would be NaN (in its gradient too).
-    shift = jax.lax.stop_gradient(jnp.where(jnp.isneginf(maximum), 0.0, maximum))
-    weights = jnp.where(mask, jnp.exp(jnp.where(mask, logits - shift, 0.0)), 0.0)
-    total = weights.sum(axis=-1, keepdims=True)
-    seen = total > 0
-    weights = weights / jnp.where(seen, total, 1.0)
-    out = jnp.einsum("bhst,bthd->bshd", weights.astype(v.dtype), v).astype(q.dtype)
-    lse = jnp.where(seen, jnp.log(jnp.where(seen, total, 1.0)) + shift, NOTHING_SEEN_LSE)
-    return out.reshape(*out.shape[:2], -1), lse[..., 0]
+    logits = jnp.einsum("bhsd,bhtd->bhst", q, k, preferred_element_type=jnp.float32) * shape.scale
+    # Not infinite, so that a row that sees nothing has no NaN, nor has its gradient.
+    logits = jnp.where(mask, logits, HIDDEN)
+    seen = jnp.any(mask, axis=-1)
+    weights = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
+    out = jnp.einsum("bhst,bhtd->bhsd", weights, v).astype(q.dtype)
+    out = jnp.where(seen[..., None], out, 0).swapaxes(1, 2)
+    lse = jnp.where(seen, jax.nn.logsumexp(logits, axis=-1), NOTHING_SEEN_LSE)
+    return out.reshape(*out.shape[:2], -1), lse
 
 
 def run_kernel(

@@ -17,11 +17,11 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from sparse_lavida_jax.models import text_head
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.models.layers import Branch, Layer, Linear, rotate
+from sparse_lavida_jax.models.layers import Branch, Layer, Linear, Rotary, rotate
 
 Task = Literal["image", "text", "both"]
 
@@ -66,8 +66,7 @@ class FusedBranch(Branch):
             kernels = [_kernel(linear)[..., :width].astype(dtype) for linear in linears]
             return Matrix(jnp.concatenate(kernels, axis=-1) if len(kernels) > 1 else kernels[0])
 
-        self.num_heads, self.rope_theta = branch.num_heads, branch.rope_theta
-        self.dtype = branch.dtype
+        self.num_heads, self.dtype = branch.num_heads, branch.dtype
         self.attn_norm = _cast(branch.attn_norm, dtype)
         self.into = matrix(branch.q, branch.k, branch.v)
         if ends:
@@ -78,11 +77,11 @@ class FusedBranch(Branch):
         self.down = matrix(branch.mlp.down)
 
     def qkv(
-        self, x: Float[Array, "b s e"], position: Int[Array, "b s"]
+        self, x: Float[Array, "b s e"], turn: Rotary
     ) -> tuple[Float[Array, "b s hd"], Float[Array, "b s hd"], Float[Array, "b s hd"]]:
         x = self.attn_norm(x).astype(self.dtype)
         q, k, v = jnp.split(self.into(x), 3, axis=-1)
-        q, k = (rotate(part, position, self.num_heads, self.rope_theta) for part in (q, k))
+        q, k = (rotate(part, turn, self.num_heads) for part in (q, k))
         return q, k, v
 
     def feed_forward(self, x: Float[Array, "b s e"]) -> Float[Array, "b s e"]:

@@ -6,18 +6,22 @@ projections and MLP; the output projection `attn_out` belongs to the understandi
 shared: only its first `generation_width` outputs matter to a generation token.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.visibility import AnyArray
 
 M = TypeVar("M", bound=nnx.Module)
+
+Rotary = Float[Array, "2 b s half"]  # cosines and sines, by half the width of a head
 
 
 class RmsNorm(nnx.Module):
@@ -71,34 +75,47 @@ class Linear(nnx.Module):
     def _multiplied(
         self, x: Float[Array, "*b i"], matrix: Float[AnyArray, "i o"]
     ) -> Float[Array, "*b o"]:
-        return (_multiply_wide if self.wide_gradient else _multiply)(x, matrix)
+        return _multiply(x, matrix, self.wide_gradient)
 
 
-def _multiply(x: Float[Array, "*b i"], kernel: Float[AnyArray, "i o"]) -> Float[Array, "*b o"]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _multiply(
+    x: Float[Array, "*b i"], kernel: Float[AnyArray, "i o"], wide_gradient: bool
+) -> Float[Array, "*b o"]:
+    """Returns x @ kernel; the gradient of the kernel is `x.T @ cotangent`.
+
+    Derived by JAX it would be the transpose of `cotangent.T @ x`, which takes twice as long on a
+    CPU.
+
+    Args:
+        wide_gradient: whether its sum over tokens leaves the dot in float32. So the partial sums of
+            devices are added up in float32 too: the cotangent of a kernel that was cast to bfloat16
+            would be bfloat16 (`config.Model.grad_reduce_dtype`).
+    """
+    del wide_gradient
     return x @ kernel.astype(x.dtype)
 
 
-@jax.custom_vjp
-def _multiply_wide(x: Float[Array, "*b i"], kernel: Float[AnyArray, "i o"]) -> Float[Array, "*b o"]:
-    """`_multiply`, except for the kernel's gradient: its sum over tokens leaves the dot in float32.
-
-    So the partial sums of devices are added up in float32 too: the cotangent of a kernel that was
-    cast to bfloat16 would be bfloat16 (`config.Model.grad_reduce_dtype`).
-    """
-    return _multiply(x, kernel)
+def _multiply_forward(x, kernel, wide_gradient: bool):
+    # What only the gradient of a frozen kernel would need is not kept.
+    saved = x.value if kernel.perturbed else None
+    return _multiply(x.value, kernel.value, wide_gradient), (saved, kernel.value)
 
 
-def _multiply_forward(x, kernel):
-    return _multiply(x, kernel), (x, kernel)
-
-
-def _multiply_backward(saved, cotangent):
+def _multiply_backward(wide_gradient: bool, saved, cotangent):
     x, kernel = saved
-    to_kernel = jnp.einsum("...i,...o->io", x, cotangent, preferred_element_type=jnp.float32)
-    return cotangent @ kernel.astype(x.dtype).T, to_kernel.astype(kernel.dtype)
+    if isinstance(cotangent, SymbolicZero):
+        return None, None
+    to_x = cotangent @ kernel.astype(cotangent.dtype).T
+    if x is None:
+        return to_x, None
+    wide = jnp.float32 if wide_gradient else None
+    to_kernel = jnp.einsum("...i,...o->io", x, cotangent, preferred_element_type=wide)
+    return to_x, to_kernel.astype(kernel.dtype)
 
 
-_multiply_wide.defvjp(_multiply_forward, _multiply_backward)
+# With symbolic zeros, the rule is told what is differentiated.
+_multiply.defvjp(_multiply_forward, _multiply_backward, symbolic_zeros=True)
 
 
 def linears(model: nnx.Module) -> dict[str, Linear]:
@@ -153,15 +170,14 @@ class Branch(nnx.Module):
         self.mlp_norm = RmsNorm(width, settings.norm_eps)
         self.mlp = SwiGlu(width, hidden, rngs=rngs)
         self.num_heads = settings.num_heads
-        self.rope_theta = settings.rope_theta
         self.dtype = settings.compute_dtype
 
     def qkv(
-        self, x: Float[Array, "b s e"], position: Int[Array, "b s"]
+        self, x: Float[Array, "b s e"], turn: Rotary
     ) -> tuple[Float[Array, "b s hd"], Float[Array, "b s hd"], Float[Array, "b s hd"]]:
         """Returns rotated queries and keys, and values, heads merged in the last axis."""
         x = self.attn_norm(x).astype(self.dtype)
-        q, k = (rotate(p(x), position, self.num_heads, self.rope_theta) for p in (self.q, self.k))
+        q, k = (rotate(matrix(x), turn, self.num_heads) for matrix in (self.q, self.k))
         return q, k, self.v(x)
 
     def feed_forward(self, x: Float[Array, "b s e"]) -> Float[Array, "b s e"]:
@@ -187,16 +203,21 @@ class Layer(nnx.Module):
         return branch.feed_forward(x + self.attn_out(attended, x.shape[-1]))
 
 
-def rotate(
-    x: Float[Array, "b s hd"], position: Int[Array, "b s"], num_heads: int, theta: float
-) -> Float[Array, "b s hd"]:
+def rotary(position: Int[AnyArray, "b s"], head_dim: int, theta: float) -> Rotary:
+    """Returns what `rotate` turns the heads of tokens by, for all layers."""
+    half = head_dim // 2
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = position.astype(jnp.float32)[:, :, None] * frequency[None, None]
+    # Written into an array: stacked, the compiler would compute them again in every rotation.
+    return jnp.zeros((2, *angle.shape)).at[0].set(jnp.cos(angle)).at[1].set(jnp.sin(angle))
+
+
+def rotate(x: Float[Array, "b s hd"], turn: Rotary, num_heads: int) -> Float[Array, "b s hd"]:
     """Applies rotary position embedding, half-split, in float32 (spec 1.2)."""
     b, s, merged = x.shape
-    half = merged // num_heads // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = position.astype(jnp.float32)[:, :, None, None] * frequency[None, None, None]
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    first, second = jnp.split(x.astype(jnp.float32).reshape(b, s, num_heads, 2 * half), 2, axis=-1)
+    cos, sin = turn[:, :, :, None]
+    heads = x.astype(jnp.float32).reshape(b, s, num_heads, -1)
+    first, second = jnp.split(heads, 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.reshape(b, s, merged).astype(x.dtype)
 

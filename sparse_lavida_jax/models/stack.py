@@ -29,7 +29,7 @@ from sparse_lavida_jax.kernels.sharded import Deal
 from sparse_lavida_jax.kernels.tables import GpuTables, Tables
 from sparse_lavida_jax.layout import TokenLayout
 from sparse_lavida_jax.models.cache import KVCache, StreamName
-from sparse_lavida_jax.models.layers import Branch, Layer
+from sparse_lavida_jax.models.layers import Branch, Layer, Rotary, rotary
 
 # Which streams' final hidden states are wanted. After the last joint layer the other stream can
 # no longer matter, so it stops at that layer's keys and values (exact, and half of a prefill).
@@ -60,7 +60,7 @@ def step_tables(
         cache: as it is before the pass; only its tags are read.
     """
     cache = cache.begin(name, layout.block)
-    one = _Pass(settings, {name: layout}, {}, cache)
+    one = _Pass(settings, {name: layout}, {}, {}, cache)
     attentions = one.joint([name]), one.split(name)
     return StepTables(*(attention.keywords["tables"] for attention in attentions))
 
@@ -112,7 +112,11 @@ def run_layers(
         x = {name: sharded.over_rows(x[name]) for name in present}
     # One by one: mapped over, a dict comes out with its keys sorted.
     layouts = {name: jax.tree.map(jnp.asarray, layouts[name]) for name in present}
-    one = _Pass(settings, layouts, deals, cache if attend_cache else None)
+    turns = {
+        name: rotary(layouts[name].position, settings.head_dim, settings.rope_theta)
+        for name in present
+    }
+    one = _Pass(settings, layouts, turns, deals, cache if attend_cache else None)
     ahead = tables or StepTables()
     x, cache = _run_joint(one, joint, x, cache, wanted, ahead.joint)
     if x:
@@ -181,12 +185,14 @@ class _Pass:
     Attributes:
         settings: of the model.
         layouts: tags of the streams that are present.
+        turns: of their tokens, by their positions; empty where nothing is rotated.
         deals: how their tokens are dealt out over a mesh; empty where they are not.
         cache: whose tags the keys have; None where tokens attend to this pass only.
     """
 
     settings: config.Model
     layouts: Layouts
+    turns: dict[StreamName, Rotary]
     deals: Deals
     cache: KVCache | None
 
@@ -260,8 +266,7 @@ def _joint_layer(carry, layer_and_index, *, one, keep, attend):
     (x, cache), (layer, index) = carry, layer_and_index
     # In the order of the tags: a dict comes out of a scan with its keys sorted.
     names: list[StreamName] = [name for name in STREAMS if name in x]
-    position = {name: one.layouts[name].position for name in names}
-    qkv = {name: _branch(layer, name).qkv(x[name], position[name]) for name in names}
+    qkv = {name: _branch(layer, name).qkv(x[name], one.turns[name]) for name in names}
     if cache is not None:
         for name in names:
             cache = cache.write_joint(index, name, *qkv[name][1:])
@@ -285,7 +290,7 @@ def _split_layer(carry, layer_and_index, *, one, attentions):
     (x, cache), (layer, index), result = carry, layer_and_index, {}
     for name in x:
         branch, at = _branch(layer, name), None
-        q, keys, values = branch.qkv(x[name], one.layouts[name].position)
+        q, keys, values = branch.qkv(x[name], one.turns[name])
         if cache is not None and name == cache.decodes:
             cache = cache.write_split(index, keys, values)
             if one.cache is not None:

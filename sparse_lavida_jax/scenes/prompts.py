@@ -8,6 +8,7 @@ An `Encoder` makes them, for training too; `ScenePrompts` says what a request be
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
@@ -155,14 +156,18 @@ class Encoder:
         return Text(np.asarray(ids, np.int32), keep)
 
     def _user(self, prompt: str, image, source) -> tuple[Part, ...]:
-        vision = () if image is None else (VisionTokens(self.model.vision.num_tokens),)
+        user, vision, turn = self._headers
+        seen = () if image is None else (vision,)
         cells = () if source is None else (Source(source.astype(np.int32)),)
+        return (user, *seen, *cells, self._text(self.tokenizer.encode(prompt)), turn)
+
+    @functools.cached_property
+    def _headers(self) -> tuple[Text, VisionTokens, Text]:
+        """What begins every prompt, what stands for an image in it, and what ends it."""
         t = self.tokenizer
         return (
             self._text([t.user_id], keep=True),
-            *vision,
-            *cells,
-            self._text(t.encode(prompt)),
+            VisionTokens(self.model.vision.num_tokens),
             self._text([t.end_of_turn_id, t.assistant_id], keep=True),
         )
 

@@ -118,6 +118,7 @@ def user(*parts):
     return {"model": "tiny", "messages": [{"role": "user", "content": list(parts)}]}
 
 
+SAID = {"type": "text", "text": "why?"}
 IMAGE_THERE = {"type": "image_url", "image_url": {"url": "http://example.org/a.png"}}
 REFUSED = [
     (400, "images/generations", {"prompt": " "}, "the prompt is empty"),
@@ -135,6 +136,7 @@ REFUSED = [
     (400, "chat/completions", user({"type": "audio"}), "a part of type 'audio' is not known"),
     (400, "chat/completions", user("a"), "must be a text, or a list of parts"),
     (400, "chat/completions", user({"type": "image_url", "image_url": "a.png"}), "is not fetched"),
+    (400, "chat/completions", {**user(SAID), "max_completion_tokens": 0}, "max_new_tokens=0"),
     (400, "chat/completions", {"messages": []}, "one question at a time"),
     (400, "chat/completions", {**user(), "stream": True}, "leave n and stream out"),
 ]
@@ -152,6 +154,8 @@ def test_what_cannot_be_is_refused_with_a_sentence(address, code, path, asked, t
 def test_broken_and_large_uploads_are_refused(client, address, service):
     with pytest.raises(openai.BadRequestError, match="the image is no image that can be read"):
         client.images.edit(image=("a.png", b"not an image"), prompt="a")
+    with pytest.raises(openai.BadRequestError, match="at most one file named mask"):
+        client.images.edit(image=("a.png", b"x"), prompt="a", extra_body={"mask": "iVBORw0KGgo="})
     with pytest.raises(openai.BadRequestError, match="has 200001 bytes: at most 200000"):
         client.images.edit(image=("a.png", bytes(200_001)), prompt="a")
     reply = httpx.post(f"{address}/v1/images/generations", content=bytes(3_000_000))

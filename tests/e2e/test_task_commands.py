@@ -254,6 +254,7 @@ def complaint(model, tmp_path, capsys):
         (["a", "--steps=0"], "Sampling.num_steps=0 is out of range"),
         (["a", "--order=spiral"], "choose one of stratified, halton"),
         (["a", "--temperature=-1"], "temperature=-1.0 is out of range: it must be 0"),
+        (["a", "--temperature=inf"], "temperature=inf is out of range: it must be 0"),
         (["a", "--sampler=fast"], "choose one of dense, none, p"),
         (["a", "--seed=-1"], "the seed -1 is out of range: 0 to 2147483647"),
         (["a", "--num-images=0"], "num_images=0 is out of range"),

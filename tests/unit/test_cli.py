@@ -107,6 +107,13 @@ def test_every_mode_of_main_is_a_command(capsys):
         (["generate", "--batch=missing.txt"], "--batch=missing.txt cannot be read"),
         (["generate", "a", "--batch-size=0"], "--batch-size=0 is out of range"),
         (["generate", "--replay=missing.png"], "there is no image missing.png."),
+        (["generate", "a", "--replay=a.png"], "leave the prompt out"),
+        (["generate", "--replay=a.png", "--num-images=2"], "leave --num-images out"),
+        (["replay", "a.png", "--seed=1"], "unrecognized arguments: --seed=1"),
+        (["generate", "a", "--checkpoint="], "argument --checkpoint: it is empty: give a value"),
+        (["generate", "a", "--plan", " "], "argument --plan: it is empty"),
+        (["ask", "missing.png"], "`sparse-lavida ask` needs a question after the image missing"),
+        (["chat", "--out=a.png"], "--out=a.png is no folder"),
         (["edit", "a.png"], "needs an image and a prompt"),
         (["ask", __file__], f"`sparse-lavida ask` needs a question after the image {__file__}."),
         (["genrate", "a"], "there is no command 'genrate'. Did you mean 'generate'?"),
@@ -118,6 +125,11 @@ def test_every_mode_of_main_is_a_command(capsys):
 )
 def test_a_command_line_with_a_mistake_is_told(asked, capsys, words, part):
     assert part in complaint(capsys, *words)
+
+
+def test_a_turn_takes_no_words_that_mean_nothing(asked, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("caption in words of mine\n"))
+    assert "'caption' takes no words: leave 'in" in complaint(capsys, "chat", "--image=a.png")
 
 
 def test_the_version_is_told(capsys):
@@ -227,7 +239,7 @@ def test_an_answer_is_written_to_no_file(asked, tmp_path, capsys):
 
 
 def test_a_batch_of_lines(tmp_path, asked):
-    (tmp_path / "prompts.txt").write_text("a\n\n  b \n")
+    (tmp_path / "prompts.txt").write_text("\ufeffa\n\n  b \n")  # as some editors begin a file
     assert run("generate", "--batch=prompts.txt", "--seed=5", "--num-images=2", "--grid") == 0
     _, prompts, _, given = asked[-1]
     assert prompts == ["a", "b"]
@@ -271,6 +283,10 @@ def test_lines_of_a_batch_may_have_a_temperature_and_a_guidance_scale(tmp_path, 
         ('{"prompt": "a", "seed": true}', "line 1: Line.seed=True is a bool; it must be a int"),
         ('{"prompt": "a", "guidance": "1"}', "guidance='1' is a str; it must be a float"),
         ('{"prompt": "a", "guidance": 1.0, "guidance_scale": 2.0}', "given twice, under two names"),
+        (
+            '{"prompt": "a", "guidance": Infinity}',
+            "guidance=inf is out of range: it must .* finite",
+        ),
         ('{"prompt": "a", "temperature": -1}', "temperature=-1.0 is out of range: it must"),
     ],
 )

@@ -51,7 +51,7 @@ def test_unknown_section_lists_the_known_ones():
         ("model", "head_dim", 31, "even"),
         ("model", "codes_per_token", 2, "choose one of 1, 4"),
         ("model", "dual_tower_layers", 9, r"one of 0\.\.4"),
-        ("data", "max_answer_len", 41, "a multiple of self.text_block_len=8"),
+        ("data", "max_answer_len", 41, "a multiple of text_block_len=8"),
         ("diffusion", "corruption", "swapped", "choose one of blocks, released"),
         ("diffusion", "complementary", True, 'of corruption "released" alone'),
         ("diffusion", "text_loss", False, 'of corruption "released" alone'),

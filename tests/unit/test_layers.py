@@ -27,7 +27,8 @@ def arbitrary(*shape, seed=0):
 
 
 def rotated(x, position, heads=1, theta=100.0):
-    return np.asarray(layers.rotate(jnp.asarray(x), jnp.asarray(position), heads, theta))
+    turn = layers.rotary(jnp.asarray(position), x.shape[-1] // heads, theta)
+    return np.asarray(layers.rotate(jnp.asarray(x), turn, heads))
 
 
 def test_rotation_turns_half_split_pairs_as_complex_numbers():
@@ -110,7 +111,9 @@ def test_products_are_in_the_compute_dtype_and_the_stream_keeps_its_own(residual
     settings = dataclasses.replace(SETTINGS, compute_dtype="bfloat16")
     layer = layers.Layer(settings, rngs=nnx.Rngs(0))
     x = jnp.asarray(arbitrary(1, 2, SETTINGS.width), residual)
-    q, k, v = layer.understanding.qkv(x, jnp.array([[0, 1]]))
+    q, k, v = layer.understanding.qkv(
+        x, layers.rotary(jnp.array([[0, 1]]), SETTINGS.head_dim, 100.0)
+    )
     assert q.dtype == k.dtype == v.dtype == jnp.bfloat16
     assert layer.finish(layer.understanding, x, v).dtype == residual
 

@@ -95,6 +95,23 @@ def test_a_mistyped_value_is_told(folder, capsys, word, part):
     assert part in complaint(capsys, "--config=configs/toy.py", word)
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--config=configs/toy.py --seed=1", "--mode=train takes no --seed. It takes --config, "),
+        ("--config=configs/toy.py --checkpoint=scenes", "--mode=train takes no --checkpoint."),
+        ("--config=configs/toy.py --picture=a.png", "--mode=train takes no --picture."),
+        ("--config=configs/toy.py:x", "configs/toy.py takes nothing after a colon: leave :x out."),
+        ("--mode=verify --src=a --dst=b", "--mode=verify takes no --dst. It takes --src."),
+        ("--mode=evaluate --checkpoint=a --seed=0", "--mode=evaluate takes no --seed."),
+        ("--mode=prepare --src=a --dst=b --dtype=float32", "--mode=prepare takes no --dtype."),
+        ("--mode=sample --task=ask --out=a.png", "--task=ask prints its answer: leave --out out."),
+    ],
+)
+def test_what_a_mode_or_a_config_would_pass_over_is_refused(folder, capsys, words, told):
+    assert told in complaint(capsys, *words.split())
+
+
 def test_a_config_file_with_a_mistake_names_it(folder, capsys):
     (folder / "configs" / "toy.py").write_text("def get_config():\n    return 1 / 0\n")
     message = complaint(capsys, "--config=configs/toy.py")

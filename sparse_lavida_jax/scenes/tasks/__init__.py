@@ -81,11 +81,10 @@ def sample(task: str, seed: int, index: int, split: str = "train") -> Sample:
 def is_held_out(sample: Sample) -> bool:
     """Says whether a held-out pair occurs with company: see the top of this file."""
     scenes = [scene for scene in (sample.image, sample.target) if scene is not None]
-    texts = [_named_pairs(text) for text in (sample.prompt, sample.answer, sample.plan) if text]
-    pairs = {thing.pair for scene in scenes for _, thing in scene.objects()}
-    pairs |= {pair for named in texts for pair in named}
-    alone = all(len(scene) <= 1 for scene in scenes) and all(len(named) <= 1 for named in texts)
-    return not alone and not pairs.isdisjoint(HELD_OUT)
+    found = [[thing.pair for _, thing in scene.objects()] for scene in scenes]
+    found += [_named_pairs(text) for text in (sample.prompt, sample.answer, sample.plan) if text]
+    alone = all(len(pairs) <= 1 for pairs in found)
+    return not alone and any(pair in HELD_OUT for pairs in found for pair in pairs)
 
 
 _NAMED = re.compile(rf"({'|'.join(COLOURS)}) ({'|'.join(SHAPES)})(e?s\b)?")
