@@ -80,9 +80,9 @@ def get_config() -> ml_collections.ConfigDict:
 # How training cuts responses into blocks (docs/training.md): `configs/sft_1024.py:paper`. What was
 # begun with one goes on with it; the last two were the default once.
 ASSIGNMENTS = dict(
-    # Ours. An image row has every step of a sampler's plan, merged until each has 64 cells; a text
+    # Ours. An image row has every step of a sampler's plan, merged until each has 128 cells; a text
     # row the tokens of eight of its steps.
-    plan=dict(blocks="plan", plan_steps=(64,), text_masked_blocks=8),
+    plan=dict(blocks="plan", plan_steps=(64,), merge_cells=128, text_masked_blocks=8),
     # Eight steps of an image, rivals of each other, and of a text.
     schedule=dict(num_masked_blocks=8, text_masked_blocks=8),
     # The paper's words (Sec. 3.3, M and N of its figure) and its loss (Eq. 1).
