@@ -15,17 +15,14 @@ import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, PyTree
-from optax.contrib import MuonDimensionNumbers, muon
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.models import lora, parameters
+from sparse_lavida_jax.training import muon
 
 T = TypeVar("T")  # a module: a pytree of parameters, or of their gradients
 
 VECTORS = ("norm", "bias", "register")  # words in the names of parameters of one axis
-# Root mean square of a Muon update relative to the learning rate, so that matrices take steps of
-# the size that Adam's would have (arXiv:2502.16982, Sec. 2.2).
-MUON_RMS = 0.2
 
 
 def make_optimizer(settings: config.Optimizer) -> optax.GradientTransformation:
@@ -42,17 +39,7 @@ def make_optimizer(settings: config.Optimizer) -> optax.GradientTransformation:
             optax.add_decayed_weights(settings.weight_decay, mask=_decays),
         )
     else:
-        step = muon(
-            learning_rate=-1.0,  # this chain returns a direction, which the caller subtracts
-            beta=0.95,
-            weight_decay=settings.weight_decay,
-            weight_decay_mask=_decays,
-            adam_b1=settings.b1,
-            adam_b2=settings.b2,
-            eps=settings.eps,
-            muon_weight_dimension_numbers=_matrices,
-            consistent_rms=MUON_RMS,
-        )
+        step = _muon(settings)
     clip = optax.clip_by_global_norm(settings.clip_norm)
     if not settings.groups:
         return optax.chain(clip, step)
@@ -201,6 +188,21 @@ def _rounded(tree: PyTree, step: Int[Array, ""]) -> PyTree:
     return jax.tree.unflatten(structure, [one(*each) for each in zip(leaves, keys, strict=True)])
 
 
+def _muon(settings: config.Optimizer) -> optax.GradientTransformation:
+    """Muon for matrices, Adam for the rest; the names of the state are `optax.contrib.muon`'s."""
+    adam = optax.scale_by_adam(settings.b1, settings.b2, settings.eps, nesterov=True)
+    decay = optax.add_decayed_weights(settings.weight_decay, mask=_decays)
+    steps: dict[Hashable, optax.GradientTransformation] = {
+        "muon": optax.chain(muon.orthogonal_momentum(settings.eps), decay),
+        "adam": optax.chain(adam),
+    }
+
+    def labels(params):
+        return jax.tree.map(lambda inner: "muon" if inner else "adam", _matrices(params))
+
+    return optax.partition(steps, labels)
+
+
 def _decays(params):
     def decays(path, leaf):
         name = jax.tree_util.keystr(path)
@@ -210,18 +212,14 @@ def _decays(params):
 
 
 def _matrices(params):
-    """Which axes of a leaf Muon orthogonalises: matrices inside the network, stacked or not.
+    """Which leaves Muon orthogonalises: matrices inside the network, stacked or not.
 
-    A convolution is a matrix from its window to its channels. Left to Adam, the patches of a mostly
-    empty image would all move by their whole size in every step.
+    Kernels of convolutions are among them: left to Adam, the patches of a mostly empty image would
+    all move by their whole size in every step.
     """
 
-    def axes(path, leaf):
+    def is_inside(path, leaf):
         name = jax.tree_util.keystr(path)
-        if "kernel" not in name or any(word in name for word in ("text_head", ".logits")):
-            return None
-        if leaf.ndim == 4:
-            return MuonDimensionNumbers((0, 1, 2), 3)
-        return MuonDimensionNumbers(leaf.ndim - 2, leaf.ndim - 1)
+        return "kernel" in name and not any(word in name for word in ("text_head", ".logits"))
 
-    return jax.tree_util.tree_map_with_path(axes, params)
+    return jax.tree_util.tree_map_with_path(is_inside, params)

@@ -26,8 +26,7 @@ from PIL import Image
 from sparse_lavida_jax import config
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.scenes import world
-from sparse_lavida_jax.training import metrics
-from sparse_lavida_jax.training.optimizer import MUON_RMS
+from sparse_lavida_jax.training import metrics, muon
 from sparse_lavida_jax.visibility import AnyArray
 
 # All ours.
@@ -125,7 +124,7 @@ def _optimizer(settings: config.Config) -> optax.GradientTransformation:
             adam_b2=given.b2,
             adam_learning_rate=rate(ADAM_RATE),
             muon_weight_dimension_numbers=as_matrices,
-            consistent_rms=MUON_RMS,
+            consistent_rms=muon.RMS,
         ),
     )
 

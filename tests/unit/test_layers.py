@@ -118,6 +118,27 @@ def test_products_are_in_the_compute_dtype_and_the_stream_keeps_its_own(residual
     assert layer.finish(layer.understanding, x, v).dtype == residual
 
 
+def test_gradients_of_a_matrix_are_those_of_the_plain_product():
+    linear, x = layers.Linear(4, 3, rngs=nnx.Rngs(0)), jnp.asarray(arbitrary(2, 5, 4))
+    pulled = jnp.asarray(arbitrary(2, 5, 3, seed=1))
+
+    def product(x, linear):
+        return (linear(x) * pulled).sum()
+
+    def plain(x, linear):
+        return (x @ linear.kernel[...] * pulled).sum()
+
+    for which in (0, 1, (0, 1)):
+        found, expected = (jax.grad(each, which)(x, linear) for each in (product, plain))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
+
+
+def test_of_a_frozen_matrix_no_input_is_kept():
+    linear, x = layers.Linear(4, 3, rngs=nnx.Rngs(0)), jnp.asarray(arbitrary(2, 5, 4))
+    kept = jax.tree.leaves(jax.vjp(linear, x)[1])
+    assert {leaf.shape for leaf in kept} == {(4, 3)}
+
+
 def test_gradients_of_matrices_are_summed_in_float32():
     """Of bfloat16 activations: nothing is rounded before it is summed over all tokens."""
     plain = layers.Linear(16, 8, rngs=nnx.Rngs(0))

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where compiled programs are kept."""
+"""Where compiled programs are kept, and whether freed memory is."""
+
+import types
 
 import jax
 import pytest
@@ -28,3 +30,19 @@ def test_a_folder_that_is_asked_for_stays(updated, monkeypatch):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/elsewhere")
     runtime.keep_programs()
     assert updated == {}
+
+
+def test_memory_is_kept_where_the_c_library_can_be_told_to(monkeypatch):
+    told = []
+    library = types.SimpleNamespace(mallopt=lambda *option: told.append(option))
+    monkeypatch.setattr(runtime.ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(runtime.sys, "platform", "linux")
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    runtime.keep_freed_memory()
+    assert (runtime.M_MMAP_MAX, 0) in told
+    del library.mallopt  # as of musl
+    runtime.keep_freed_memory()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    library.mallopt = told.append
+    runtime.keep_freed_memory()
+    assert len(told) == 2
