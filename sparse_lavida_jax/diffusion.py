@@ -21,7 +21,8 @@ Three block assignments (config `diffusion.blocks`):
 * `plan`: every step of a sampler's plan at once. Each block is there clean, for those after it, and
   masked with an M of its own; the last one is masked only. Every cell is predicted once, with
   weight 1: the sum is the sampler's negative log likelihood of the whole plan, with nothing left to
-  draw but the plan (docs/method.md).
+  draw but the plan (docs/method.md). Of a text with more steps than `text_masked_blocks`, that many
+  are drawn.
 
 LaViDa-O's own objective (config `diffusion.corruption = "released"`) has no blocks: see
 `lavida_o/objective.py`.

@@ -63,7 +63,8 @@ def sample(
 ) -> None:
     """Does a task for one prompt: `--mode=sample` of `main`."""
     shown = shown_images(image or None)
-    image_files.check_writable(out)
+    if TASKS[task].draws:
+        image_files.check_writable(out)
     pipe = SparseLaViDa.from_pretrained(checkpoint, batch_size=1)
     result = pipe.run(pipe.requests(task, words, shown or None, **more))
     _print(result, _save(result, out))
@@ -193,6 +194,8 @@ def _entry(where: str, line: str) -> dict[str, Any]:
             raise ValueError(f"an option is given twice, under two names: {', '.join(entry)}.")
         entry = named
         schema.build(Line, entry)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{where} is no JSON: {error}.") from error
     except ValueError as error:
         raise UsageError(f"{where}: {error}") from error
     return entry

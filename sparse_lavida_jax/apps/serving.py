@@ -74,11 +74,11 @@ class Ticket:
     """
 
     task: str
-    queue: list["Ticket"]
-    future: concurrent.futures.Future[Result] = dataclasses.field(init=False)
+    queue: list["Ticket"] = dataclasses.field(repr=False)
+    future: concurrent.futures.Future[Result] = dataclasses.field(init=False, repr=False)
     began: float | None = None
-    state: Progress | None = None
-    preview: image_files.Pixels | None = None
+    state: Progress | None = dataclasses.field(default=None, repr=False)
+    preview: image_files.Pixels | None = dataclasses.field(default=None, repr=False)
     seconds: float = 0.0
     cancelled: bool = False
 

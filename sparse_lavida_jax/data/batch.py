@@ -347,7 +347,10 @@ def _sorted_and_padded(members: list[Tokens], length: int, pad_token: int) -> di
     columns["segment"] = np.repeat(np.arange(len(members)), [len(one.block) for one in members])
     count = len(columns["block"])
     if count > length:
-        raise ValueError(f"a row has {count} tokens, and the shape of its batch holds {length}.")
+        raise ValueError(
+            f"a row has {count} tokens, and the shape of its batch holds {length}: give a larger"
+            " shape, or leave the row out."
+        )
     by_block = sort_by_block(columns["block"], columns["segment"])
 
     def padded(values, fill):

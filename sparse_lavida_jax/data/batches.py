@@ -23,6 +23,7 @@ class Batches(abc.ABC):
     """The training data of a configuration; a subclass makes the rows.
 
     Args:
+        factors: of each group, what `train.batch_size` is multiplied with.
         process_index, process_count: of the processes that train together, each of which makes
             its share of every batch.
 
@@ -40,14 +41,14 @@ class Batches(abc.ABC):
     def __init__(
         self,
         settings: config.Config,
-        sizes: dict[str, int],
+        factors: dict[str, float],
         shares: dict[str, float],
         *,
         process_index: int = 0,
         process_count: int = 1,
     ):
-        _check_shared(sizes, process_count, settings)
-        self.settings, self.sizes, self.shares = settings, sizes, shares
+        self.settings, self.shares = settings, shares
+        self.sizes = _sizes(factors, process_count, settings)
         self.process_index, self.process_count = process_index, process_count
         self.released = settings.diffusion.corruption == "released"
         self.shapes: dict[str, GroupShape] = {}
@@ -125,18 +126,21 @@ class Batches(abc.ABC):
         return shape
 
 
-def _check_shared(sizes: dict[str, int], processes: int, settings: config.Config) -> None:
-    """Refuses batches that processes cannot share.
+def _sizes(factors: dict[str, float], processes: int, settings: config.Config) -> dict[str, int]:
+    """Returns how many examples a batch of each group has.
 
     Raises:
-        ConfigError: they do not divide, or each process would choose a shape of its own.
+        ConfigError: processes cannot share them: they do not divide, or each process would choose
+            a shape of its own.
     """
-    data = settings.data
+    data, batch_size, sizes = settings.data, settings.train.batch_size, {}
     rows = f" in rows of data.packing={data.packing}" if data.packing > 1 else ""
-    for group, examples in sizes.items():
+    for group, factor in factors.items():
+        sizes[group] = examples = max(1, round(batch_size * factor))
         if examples % (processes * data.packing):
+            times = f" times {factor:g}" if factor != 1 else ""
             raise config.ConfigError(
-                f"a batch of group {group} (train.batch_size={settings.train.batch_size}):"
+                f"a batch of group {group} (train.batch_size={batch_size}{times}):"
                 f" {examples} examples do not divide over {processes} processes{rows}: change"
                 " train.batch_size."
             )
@@ -145,6 +149,7 @@ def _check_shared(sizes: dict[str, int], processes: int, settings: config.Config
             f"data.length_buckets={data.length_buckets}: of {processes} processes each would choose"
             " a length of its own for one batch. Set it to 1."
         )
+    return sizes
 
 
 def _num_views(row: Row) -> int:

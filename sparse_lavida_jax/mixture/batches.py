@@ -69,17 +69,14 @@ class MixtureBatches(Batches):
                 f"{folder} has no records of {', '.join(empty)}: every row was bad or left out."
                 f" {folder / prepare.READABLE} says why."
             )
-        sizes, batch_size = {}, settings.train.batch_size
-        for group in shards:
-            factor = index["batch_sizes"][group]
-            sizes[group] = max(1, round(batch_size * factor))
         self.orders = {
             group: grain.MapDataset.range(len(found)).shuffle(_seed(settings.seed, group)).repeat()
             for group, found in self.records.items()
         }
         weights = np.array([index["weights"][group] for group in shards])
         shares = dict(zip(shards, (weights / weights.sum()).tolist(), strict=True))
-        super().__init__(settings, sizes, shares, **share)
+        factors = {group: index["batch_sizes"][group] for group in shards}
+        super().__init__(settings, factors, shares, **share)
 
     def prompts(self, count: int) -> list[str]:
         """Returns captions of images to draw, of the first records that have one."""

@@ -40,8 +40,8 @@ class SceneBatches(Batches):
     multiple = 8
 
     def __init__(self, settings: config.Config, encoder: Encoder, **share: int):
-        self.encoder, self.probe, self._share = encoder, LENGTH_PROBE, share
-        weights, size = settings.data.tasks, settings.train.batch_size
+        self.encoder, self.probe = encoder, LENGTH_PROBE
+        weights = settings.data.tasks
         known = {task for group in GROUPS.values() for task in group}
         if unknown := sorted(set(weights) - known):
             raise config.ConfigError(
@@ -61,7 +61,7 @@ class SceneBatches(Batches):
         totals = [sum(weights[task] for task in members) for members in self.groups.values()]
         super().__init__(
             settings,
-            dict.fromkeys(self.groups, size),
+            dict.fromkeys(self.groups, 1.0),
             {group: total / sum(totals) for group, total in zip(self.groups, totals, strict=True)},
             **share,
         )
@@ -69,10 +69,11 @@ class SceneBatches(Batches):
     def dataset(self) -> grain.MapDataset:
         """Returns this process's rows of batch i at index i, those of lessons first."""
         parts, begin, mixed = [], 0, super().dataset()
+        share = {"process_index": self.process_index, "process_count": self.process_count}
         for lesson in sorted(self.settings.data.lessons.values(), key=lambda one: one.until):
             data = dataclasses.replace(self.settings.data, tasks=lesson.tasks, lessons={})
             settings = dataclasses.replace(self.settings, data=data)
-            batches = SceneBatches(settings, self.encoder, **self._share)
+            batches = SceneBatches(settings, self.encoder, **share)
             parts.append(batches.dataset()[begin : lesson.until])
             begin = lesson.until
         return grain.MapDataset.concatenate([*parts, mixed]) if parts else mixed

@@ -28,9 +28,12 @@ SPECIAL_TOKENS = (
     "<response>",
 )  # fmt: skip
 LOCATION_TOKENS = tuple(f"<LOC_{edge}>" for edge in range(LOCATIONS))
-# Tasks that came after the shipped tokenizer was trained; they use the words of the others.
-NEWER = ("locate", "name", "quiz", "fill_plan")
-EXAMPLES = 500  # of every task and split that it is trained on
+# What it is trained on, in this order. Tasks that came later use the words of these.
+TRAINED_ON = (
+    "plan", "answer", "arithmetic", "point", "reflect", "caption", "constrained_caption", "infill",
+    "detect", "edit_plan", "draw", "edit", "inpaint", "outpaint",
+)  # fmt: skip
+EXAMPLES = 500  # of each of them and each split
 SHIPPED = pathlib.Path(__file__).parents[1] / "assets" / "tokenizers" / "scenes" / "tokenizer.json"
 LARGEST_VOCABULARY = 544
 _MAKE = "make one with `python -m sparse_lavida_jax.scenes.tokenizer --out={path}`"
@@ -102,8 +105,8 @@ def train(texts: Iterable[str]) -> str:
 
 
 def corpus() -> Iterator[str]:
-    """Yields the texts of examples of all tasks but the `NEWER` ones, in every split."""
-    for task in [task for task in tasks.FIRST if task not in NEWER]:
+    """Yields the texts of examples of the tasks it is trained on, in every split."""
+    for task in TRAINED_ON:
         for split in tasks.SPLITS:
             for index in range(EXAMPLES):
                 sample = tasks.sample(task, 0, index, split)

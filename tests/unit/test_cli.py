@@ -45,7 +45,7 @@ def asked(monkeypatch, tmp_path):
             calls.append((task, words, shown, given))
             return [Request(task=task, words="a")]
 
-        def run(self, requests, callback):
+        def run(self, requests, callback=None):
             task = requests[0].task
             drawn = {"pixels": (IMAGE,), "records": ({},)} if TASKS[task].draws else {}
             settings = config.Sampling()
@@ -214,6 +214,14 @@ def test_a_question_may_be_about_an_image_or_none(asked, capsys):
     assert capsys.readouterr().out == "b\nb\n"
 
 
+def test_an_answer_is_written_to_no_file(asked, tmp_path, capsys):
+    words = "why?", "a.png", tmp_path / "unused", "scenes"
+    commands.sample("ask", *words)
+    assert capsys.readouterr().out == "b\n"
+    with pytest.raises(image_files.ImageError, match="its name must end in"):
+        commands.sample("edit", *words)
+
+
 # ---------------------------------------------------------------------------------------------
 # Batches.
 
@@ -256,7 +264,7 @@ def test_lines_of_a_batch_may_have_a_temperature_and_a_guidance_scale(tmp_path, 
     ("text", "told"),
     [
         ("", "holds no prompt"),
-        ("{", "line 1: Expecting property name"),
+        ("{", "line 1 is no JSON"),
         ('{"prompt": "a"}\n[]', "line 2: it must be an object with a prompt"),
         ('{"prompt": " "}', "line 1: it must be an object with a prompt"),
         ('{"prompt": "a", "sed": 1}', "line 1: Line has no sed. It has: prompt, image, seed"),

@@ -246,9 +246,8 @@ def test_codes_of_another_tokenizer_are_told(folder, tokenizer):
 
 
 def test_batches_that_do_not_divide_are_told(folder, tokenizer):
-    with pytest.raises(
-        config.ConfigError, match=r"group change .* 2 examples do not divide over 4"
-    ):
+    told = r"group change \(train.batch_size=4 times 0.5\): 2 examples do not divide over 4"
+    with pytest.raises(config.ConfigError, match=told):
         batches(folder, tokenizer, process=(0, 4))
 
 

@@ -78,6 +78,7 @@ def test_a_request_that_waits_is_cancelled_at_once(service):
     waits = service.submit("ask", "b")
     waits.cancel()
     assert waits.future.cancelled()
+    assert repr(waits) == "Ticket(task='ask', began=None, seconds=0.0, cancelled=True)"
     assert service.waiting == 0
 
 

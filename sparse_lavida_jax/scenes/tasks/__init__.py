@@ -29,7 +29,7 @@ from sparse_lavida_jax.scenes.world import COLOURS, SHAPES
 
 # The order decides which task a random number picks. These keep their places, so that runs can be
 # repeated; new ones follow by the alphabet.
-FIRST = (
+_FIXED_ORDER = (
     "plan", "answer", "arithmetic", "point", "reflect", "caption", "constrained_caption", "infill",
     "detect", "locate", "name", "quiz", "edit_plan", "fill_plan", "draw", "edit", "inpaint",
     "outpaint",
@@ -42,7 +42,7 @@ def _table() -> dict[str, Task]:
     files = sorted(module.name for module in pkgutil.iter_modules(__path__))
     return {
         name: importlib.import_module(f"{__name__}.{name}").TASK
-        for name in dict.fromkeys((*FIRST, *files))
+        for name in dict.fromkeys((*_FIXED_ORDER, *files))
     }
 
 
