@@ -3,6 +3,7 @@ r"""What ways to train learn from as many operations, and in as much CPU time.
 
     taskset -c 0 python -m sparse_lavida_jax.bench.learning --world=scenes
     taskset -c 0 python -m sparse_lavida_jax.bench.learning --world=fine --seeds=0 --ways=plan,dense
+    python -m sparse_lavida_jax.bench.learning --table
 
 Every way trains a small model from the same random parameters on the same examples, at a learning
 rate that stays as it is, until it has spent both budgets. Whenever a part of a budget is spent, the
@@ -18,9 +19,10 @@ included and compilation left out: give it one core.
 import dataclasses
 import itertools
 import pathlib
+import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import einops
@@ -31,7 +33,8 @@ from flax import nnx
 from jaxtyping import Int
 
 from sparse_lavida_jax import config, diffusion, orders, runtime
-from sparse_lavida_jax.bench.record import Bench, path_of
+from sparse_lavida_jax.bench.record import Bench, path_of, read_rows
+from sparse_lavida_jax.data import markdown
 from sparse_lavida_jax.data.batch import ORDER_SEEDS, RowShape, longest_of, stack
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.diffusion import Blocks, Corrupted, CorruptedRow
@@ -51,6 +54,7 @@ from sparse_lavida_jax.training.start import init_state
 WORLD = flags.DEFINE_enum("world", "scenes", ["scenes", "fine"], "What is drawn.")
 SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Of parameters and of batches.")
 WAYS = flags.DEFINE_list("ways", [], "Some of the ways to train; by default all.")
+TABLE = flags.DEFINE_boolean("table", False, "Print what was measured, over seeds.")
 
 SUITE = "learning"
 PARTS = 4  # of a budget, after each of which likelihoods are taken
@@ -297,10 +301,67 @@ def _samplers(settings: config.Config) -> dict[str, config.Sampling]:
     return {"full": whole, "merged": merged}
 
 
+# ---------------------------------------------------------------------------------------------
+# What was measured.
+
+MEASURED = {
+    "full plan, equal operations": lambda row: _at(row, "operations")["full"],
+    "merged plan, equal operations": lambda row: _at(row, "operations")["merged"],
+    "full plan, equal CPU time": lambda row: _at(row, "seconds")["full"],
+    "drawn right": lambda row: row["scores"]["full"]["share"],
+    "drawn right, merged": lambda row: row["scores"]["merged"]["share"],
+}
+
+
+def _at(row: Mapping[str, Any], budget: str) -> dict[str, Any]:
+    """Returns the point of the curve at which a budget was spent."""
+    return next(p for p in row["curve"] if p["mark"] == [budget, row["budget"][budget]])
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns every way of every world: means over seeds and standard deviations, in nats a cell.
+
+    Tokens with a loss for an operation are over those of the dense way with the same seed.
+    """
+    lines, of = [], {(row["world"], row["method"], row["seed"]): row for row in rows}
+    for here, method in dict.fromkeys((row["world"], row["method"]) for row in rows):
+        own = {seed: row for (w, m, seed), row in of.items() if (w, m) == (here, method)}
+        ratios = [
+            _taught(row) / _taught(of[here, "dense", seed])
+            for seed, row in own.items()
+            if (here, "dense", seed) in of
+        ]
+        told = [_mean(ratios, 2)]
+        for value in MEASURED.values():
+            found = [value(row) for row in own.values() if "scores" in row or value not in SCORED]
+            told.append(_mean(found, 3))
+        lines.append((here, method, len(own), *told))
+    heads = ("world", "way", "seeds", "tokens with a loss an operation, over dense", *MEASURED)
+    return markdown.table(heads, lines)
+
+
+SCORED = tuple(value for name, value in MEASURED.items() if name.startswith("drawn"))
+
+
+def _taught(row: Mapping[str, Any]) -> float:
+    point = _at(row, "operations")
+    return point["loss_tokens"] / point["operations"]
+
+
+def _mean(values: Sequence[float], digits: int) -> str:
+    if not values:
+        return ""
+    spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{spread}"
+
+
 def main(argv: list[str]) -> None:
-    """Trains every way with every seed, and writes what has no row yet."""
+    """Trains every way with every seed, and writes what has no row yet; or prints the rows."""
     del argv
     logging.set_verbosity(logging.WARNING)
+    if TABLE.value:
+        print(summary(read_rows(SUITE)))
+        return
     runtime.keep_programs()
     here, bench = WORLDS[WORLD.value], Bench(SUITE)
     shared = config.changed(config.read(pathlib.Path(f"configs/{here.file}.py")), here.changes)
