@@ -221,9 +221,9 @@ def _convert(schema: type, name: str, kind: Any, value: Any) -> Any:
         return value if isinstance(value, kind) else build(kind, value)  # type: ignore[arg-type]
     if origin is dict:
         of = typing.get_args(kind)[1]
-        if dataclasses.is_dataclass(of):
-            return {str(key): _convert(schema, name, of, one) for key, one in dict(value).items()}
-        return {str(key): of(one) for key, one in dict(value).items()}
+        return {
+            str(key): _convert(schema, f"{name}.{key}", of, one) for key, one in dict(value).items()
+        }
     if origin is tuple:
         return tuple(tuple(item) if isinstance(item, list | tuple) else item for item in value)
     if origin is Literal:

@@ -80,6 +80,15 @@ class _Released:
             self.problems.append(f"{where}{error}")
             self.unread += unread
 
+    def add(self, found: Mapping[str, tensors.Tensor]) -> None:
+        """Adds the tensors of a file, and notes those that another file holds as well."""
+        self.problems += [
+            f"{name} is in {self.stored[name].file} and in {tensor.file}: leave it in one of them."
+            for name, tensor in found.items()
+            if name in self.stored
+        ]
+        self.stored |= found
+
     def complain(self, problems: Iterable[str] = ()) -> None:
         """Raises ConvertError if there is any problem."""
         problems = _by_layer([*self.problems, *problems])
@@ -243,18 +252,19 @@ def _list_weights(released: _Released) -> None:
         return
     for file in sorted(set(placed.values())) or [SINGLE]:
         with released.noting([name for name, place in placed.items() if place == file]):
-            released.stored |= _list_file(folder, file)
+            released.add(_list_file(folder, file))
     if any(name.startswith(names.VQ_PREFIX) for name in [*released.stored, *released.unread]):
         return
     # The main files leave the image tokenizer out.
     alone = folder / "vqvae"
     paths = sorted(alone.glob("*.safetensors"))
-    with released.noting([names.VQ_PREFIX], "vqvae: "):
-        if not paths and (pickled := _pickled_in(alone)):
-            raise ConvertError(pickled)
-        for path in paths:
+    if not paths and (pickled := _pickled_in(alone)):
+        released.problems.append(f"vqvae: {pickled}")
+        released.unread.append(names.VQ_PREFIX)
+    for path in paths:
+        with released.noting([names.VQ_PREFIX], "vqvae: "):
             found = tensors.list_tensors(path)
-            released.stored |= {names.VQ_PREFIX + name: one for name, one in found.items()}
+            released.add({names.VQ_PREFIX + name: one for name, one in found.items()})
 
 
 def _read_index(path: pathlib.Path) -> dict[str, str]:

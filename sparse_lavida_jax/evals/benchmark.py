@@ -11,7 +11,7 @@ import importlib
 import itertools
 import pathlib
 import pkgutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from sparse_lavida_jax import config, evals
@@ -37,14 +37,14 @@ class Item:
         key: its official name.
         words: the prompt.
         record: its entry in the official file.
-        shown: images that go with it: files, or what is in them.
+        shown: images that go with it: files, what is in them, or functions that return that.
         index: its number in the benchmark.
     """
 
     key: str
     words: str
     record: Record
-    shown: tuple[pathlib.Path | bytes, ...] = ()
+    shown: tuple[pathlib.Path | bytes | Callable[[], bytes], ...] = ()
     index: int = 0
 
     def load(self) -> list[Pixels]:
@@ -52,12 +52,14 @@ class Item:
 
         Raises:
             ImageError: one cannot be read.
+            EvaluationError: one is not there.
         """
+        found = (one() if callable(one) else one for one in self.shown)
         return [
             image_files.read_bytes(one, f"an image of {self.key}", backdrop=False)
             if isinstance(one, bytes)
             else image_files.read(one, backdrop=False)
-            for one in self.shown
+            for one in found
         ]
 
 
@@ -167,11 +169,10 @@ class Benchmark(abc.ABC):
         return []
 
     def metrics(self, answers: Sequence[Answer], folder: pathlib.Path) -> list[Metric]:
-        """Returns the metrics of all answers, and of what judges left in `folder / JUDGED`."""
-        found = self.scores(answers, folder)
-        for path in sorted((folder / JUDGED).glob(self.verdicts)) if self.verdicts else ():
-            found += self.judged(answers, path)
-        return found
+        """Returns what judges say, in `folder / JUDGED`, then the formulas; no name comes twice."""
+        paths = sorted((folder / JUDGED).glob(self.verdicts)) if self.verdicts else []
+        judged = [metric for path in paths for metric in self.judged(answers, path)]
+        return [*judged, *self.scores(answers, folder)]
 
     def first(self, items: Iterable[Item]) -> Iterable[Item]:
         """Returns as many items as the settings ask for."""

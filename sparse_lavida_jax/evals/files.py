@@ -2,6 +2,7 @@
 """Readers of official benchmark files. An error names what is missing or wrong."""
 
 import csv
+import functools
 import io
 import json
 import pathlib
@@ -40,21 +41,38 @@ def read(path: pathlib.Path) -> Any:
         EvaluationError: it is not that.
     """
     text = read_text(path)
-    csv.field_size_limit(MOST_CELL)
     try:
         match path.suffix:
             case ".jsonl":
-                return [json.loads(line) for line in text.splitlines() if line.strip()]
+                return list(_json_lines(text))
             case ".csv" | ".tsv":
-                mark = "\t" if path.suffix == ".tsv" else ","
-                lines = io.StringIO(text, newline="")
-                return list(csv.DictReader(lines, restval="", delimiter=mark))
+                return _rows(text, "\t" if path.suffix == ".tsv" else ",")
             case _:
                 return json.loads(text)
     except (ValueError, csv.Error) as error:
         raise EvaluationError(
             f"{path} is no {path.suffix[1:].upper()}: {error}. Get it again."
         ) from error
+
+
+def _json_lines(text: str) -> Iterator[Any]:
+    # Not `splitlines`: JSON may hold other line breaks, such as U+2028, inside its strings.
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError as error:
+                where = f"line {number}, column {error.colno}"
+                raise ValueError(f"{error.msg} in {where}") from error
+
+
+def _rows(text: str, delimiter: str) -> list[dict[str, str]]:
+    limit = csv.field_size_limit(MOST_CELL)  # of the whole process
+    try:
+        lines = io.StringIO(text, newline="")
+        return list(csv.DictReader(lines, restval="", delimiter=delimiter))
+    finally:
+        csv.field_size_limit(limit)
 
 
 def records(
@@ -115,8 +133,10 @@ def image_name(name: Any, where: str) -> str:
 
 def read_parquet(
     paths: Iterable[pathlib.Path], fields: Names, others: Names, images: Names
-) -> Iterator[tuple[Record, dict[str, bytes]]]:
-    """Yields the rows of Parquet files, each with the encoded images of it by their columns.
+) -> Iterator[tuple[Record, dict[str, Callable[[], bytes]]]]:
+    """Yields the rows of Parquet files, each with its images by their columns.
+
+    An image is a function that returns it, encoded, and raises EvaluationError if it is not there.
 
     Args:
         paths: the files.
@@ -131,8 +151,22 @@ def read_parquet(
         for path in paths:
             with tables.Reader(columns=(*fields, *others, *images)) as reader:
                 for number in range(tables.num_rows(path)):
-                    row = check_fields(reader.row(path, number), fields, f"{path}, row {number},")
-                    shown = {name: row.pop(name) for name in images if name in row}
-                    yield row, {name: reader.image(one) for name, one in shown.items()}
-    except (tables.TableError, RecordError) as error:
+                    where = f"{path}, row {number},"
+                    row = check_fields(reader.row(path, number), fields, where)
+                    yield (
+                        row,
+                        {
+                            name: functools.partial(_image, row.pop(name), f"{where} {name}")
+                            for name in images
+                            if name in row
+                        },
+                    )
+    except tables.TableError as error:
         raise EvaluationError(str(error)) from error
+
+
+def _image(value: Any, where: str) -> bytes:
+    try:
+        return tables.Reader().image(value)
+    except RecordError as error:
+        raise EvaluationError(f"{where} holds no image: {error}. Get the file again.") from error

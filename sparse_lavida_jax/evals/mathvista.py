@@ -57,7 +57,8 @@ class Bench(QuestionBenchmark):
     def scores(self, answers, folder):
         """Returns the share of right answers that rules find."""
         extracted = [extract(one.text, one.record) for one in answers]
-        whole, *parts = self._accuracy("accuracy, answers found by rules", extracted)
+        name = "accuracy, answers found by rules"
+        whole, *parts = self._accuracy(name, extracted, ending=", by rules")
         unread = [one is None for one in extracted]
         return [whole, mean("answers that no rule finds, counted wrong", unread), *parts]
 
@@ -67,13 +68,15 @@ class Bench(QuestionBenchmark):
         check_fields(found, [item.key for item in self.items], str(path))
         return self._accuracy("accuracy", [found[item.key] for item in self.items])
 
-    def _accuracy(self, name: str, extracted: Sequence[str | None]) -> list[Metric]:
+    def _accuracy(
+        self, name: str, extracted: Sequence[str | None], ending: str = ""
+    ) -> list[Metric]:
         """Returns the share of right answers, and that of each task."""
         hits = []
         for item, said in zip(self.items, extracted, strict=True):
             task = (item.record.get("metadata") or {}).get("task", "all")
             hits.append((str(task), is_right(said, item.record)))
-        return means(name, hits)
+        return means(name, hits, ending=ending)
 
 
 def extract(said: str, record: Mapping) -> str | None:

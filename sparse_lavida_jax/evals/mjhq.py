@@ -97,7 +97,7 @@ class Bench(ImageBenchmark):
             )
         by_name = dict(zip(names, np.asarray(values, np.float64).tolist(), strict=True))
         pairs = [(item.record["category"], by_name[item.key]) for item in self.items]
-        return means(path.stem, pairs)
+        return means(path.stem, pairs, ending=f", {path.stem}")
 
 
 def _file(record: Record, key: str) -> str:

@@ -61,9 +61,15 @@ def mean(name: str, values: Sequence[float | bool]) -> Metric:
     return Metric(name, sum(values) / max(len(values), 1), len(values), correct)
 
 
-def means(name: str, values: Sequence[tuple[str, float | bool]]) -> list[Metric]:
-    """Returns the mean of all values, then of each group, in order of its first member."""
-    parts = [mean(f"- {group}", members) for group, members in grouped(values).items()]
+def means(
+    name: str, values: Sequence[tuple[str, float | bool]], *, ending: str = ""
+) -> list[Metric]:
+    """Returns the mean of all values, then of each group, in order of its first member.
+
+    Args:
+        ending: of the names of groups, where the same groups have other lines too.
+    """
+    parts = [mean(f"- {group}{ending}", members) for group, members in grouped(values).items()]
     return [mean(name, [value for _, value in values]), *parts]
 
 

@@ -210,15 +210,14 @@ class Mixer:
             return chat.locate(t, asked, shown[0]), box, len(box)
         which = int(rng.integers(len(record.asked))) if record.kind == "understanding" else 0
         ids, reach = self._answer(self._answered(record, which), rng)
-        marks = " ".join([IMAGE] * len(shown))
         match record.kind:
             case "plan":
                 user = f"{_image_wanted(record, crop, rng)}. {chat.PLAN}{_feedback(record)}"
             case "edit_plan":
-                user = f"{marks}\n{asked}. {chat.PLAN}"
+                user = f"{' '.join([IMAGE] * len(shown))}\n{asked}. {chat.PLAN}"
             case "understanding":
                 question = record.asked[which].replace(IMAGE, "").strip()
-                user = f"{marks}\n{question}" if marks else question
+                return chat.ask(t, question, shown, len(ids)), ids, reach
             case _:
                 user = _question(record)
         return chat.answer_to(t, user, shown, len(ids)), ids, reach

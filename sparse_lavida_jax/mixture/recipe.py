@@ -42,6 +42,7 @@ FUNCTIONS = {
     "grandf": "dense_caption",
 } | {kind: kind for kind in KINDS}
 PLANNED = ("plan", "edit_plan")  # kinds that may be trained in one of `FORMS`
+BY_GROUP = ("weights", "batch_sizes")  # fields of a mixture with a number for each group
 RANDOM_SEED = 42  # of the strategy `random:N`, as released
 # A bare number is no released strategy.
 _STRATEGY = re.compile(r"all|(?:(first|end|random):|(?=\d+%))(\d+)(%?)|dup:(0*[1-9]\d*)")
@@ -161,10 +162,11 @@ class Recipe(schema.Section):
 
     def _rules(self) -> Iterator[tuple[str, bool, str]]:
         groups = {one.group for one in self.datasets}
-        allowed = f"by group, of {', '.join(sorted(groups))}, a number greater than 0"
-        for name in ("weights", "batch_sizes"):
+        allowed = f"by group, of {', '.join(sorted(groups))}, a number greater than 0, not infinite"
+        for name in BY_GROUP:
             numbers = getattr(self, name)
-            yield name, set(numbers) <= groups and min(numbers.values()) > 0, allowed
+            holds = set(numbers) <= groups and all(0 < one < math.inf for one in numbers.values())
+            yield name, holds, allowed
 
 
 def read(path: pathlib.Path) -> Recipe:
@@ -183,10 +185,17 @@ def read(path: pathlib.Path) -> Recipe:
     names = [one.name for one in datasets]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise RecipeError(f"{path} has two datasets named {', '.join(twice)}: give each its own.")
+    numbers = {name: given.get(name) or {} for name in BY_GROUP}
+    for name, by_group in numbers.items():
+        if not isinstance(by_group, dict):
+            raise RecipeError(
+                f"{path} has {name} that are no numbers by group: {by_group!r}. Write a number"
+                f" after the name of a group, such as {datasets[0].group}: 1."
+            )
     even = dict.fromkeys([one.group for one in datasets], 1.0)
+    filled = {name: even | by_group for name, by_group in numbers.items()}
     try:
-        numbers = {name: even | (given.get(name) or {}) for name in ("weights", "batch_sizes")}
-        return schema.build(Recipe, given | {"datasets": datasets} | numbers)
+        return schema.build(Recipe, given | {"datasets": datasets} | filled)
     except (TypeError, ValueError) as error:
         raise RecipeError(f"{path}: {error}") from error
 

@@ -166,6 +166,7 @@ class Reader(contextlib.ExitStack):
         self._columns = list(columns)
         self._opened: dict[pathlib.Path, Any] = {}
         self._rows: dict[pathlib.Path, Places] = {}
+        self._headers: dict[pathlib.Path, list[str]] = {}
         self._group: tuple[Any, int, list[Row]] | None = None
 
     def row(self, path: pathlib.Path, number: int) -> Row:
@@ -187,7 +188,9 @@ class Reader(contextlib.ExitStack):
                 return self._sample(path, places[number])
             case ".jsonl":
                 return _parsed(self._text(path, places[number]))
-        names, cells = (_cells(self._text(path, places[i])) for i in (0, number + 1))
+        if path not in self._headers:
+            self._headers[path] = _cells(self._text(path, places[0]))
+        names, cells = self._headers[path], _cells(self._text(path, places[number + 1]))
         if len(cells) != len(names):
             raise RecordError(f"it has {len(cells)} cells, and the table {len(names)} columns")
         return {name: cell for name, cell in zip(names, cells, strict=True) if cell != ""}

@@ -381,6 +381,30 @@ def test_a_tensor_may_lie_in_another_file_than_the_index_says(tmp_path, folder):
     assert from_torch.convert(folder, tmp_path / "model").num_tensors == len(index["weight_map"])
 
 
+def test_a_tensor_in_two_files_is_no_choice(folder, complaint):
+    twice = "model.transformer.ln_f.weight"
+    files = sorted(folder.glob("model-*.safetensors"))
+    held = [safetensors.numpy.load_file(file) for file in files]
+    (first,) = (i for i, tensors_of in enumerate(held) if twice in tensors_of)
+    second = (first + 1) % len(files)
+    safetensors.numpy.save_file(held[second] | {twice: 2 * held[first][twice]}, files[second])
+    before, after = sorted((files[first].name, files[second].name))
+    told = f"{twice} is in {before} and in {after}: leave it in one of them."
+    assert complaint(folder) == f"{folder} cannot be converted: {told}"
+
+
+def test_every_damaged_file_of_an_image_tokenizer_is_listed(tmp_path, complaint):
+    state = torch_folder.arbitrary()
+    words = {n: x for n, x in state.items() if not n.startswith(names.VQ_PREFIX)}
+    folder = torch_folder.write(tmp_path / "released", words)
+    for name in ("a", "b"):
+        (folder / "vqvae" / f"{name}.safetensors").write_bytes(b"")
+    sentence = complaint(folder)
+    assert "vqvae: a.safetensors is cut short" in sentence
+    assert "vqvae: b.safetensors is cut short" in sentence
+    assert len(sentence.splitlines()) == 3
+
+
 def test_every_tensor_that_does_not_fit_is_listed_at_once(tmp_path, complaint):
     state = torch_folder.arbitrary()
     del state["model.image_newline"]

@@ -16,6 +16,7 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.evals import (
     benchmark,
+    files,
     imgedit,
     mathvista,
     mmbench,
@@ -55,6 +56,7 @@ def answers(bench, outputs):
 def scored(bench, outputs, folder):
     """The value and the count of each score by its name."""
     found = bench.metrics(answers(bench, outputs), folder)
+    assert len({score.name for score in found}) == len(found)
     return {score.name: (score.value, score.count) for score in found}
 
 
@@ -165,6 +167,42 @@ def test_json_of_another_kind_is_named(tmp_path, name, file):
         load(name, data)
 
 
+def test_a_mistake_in_json_lines_is_told_with_its_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": "one\u2028line"}\n\n{"a": 2\n', encoding="utf-8")
+    with pytest.raises(EvaluationError, match=r"Expecting ',' delimiter in line 3, column 8\. Get"):
+        files.read(path)
+    path.write_text('{"a": "one\u2028line"}\n', encoding="utf-8")
+    assert files.read(path) == [{"a": "one\u2028line"}]
+
+
+def test_large_cells_are_allowed_while_a_table_is_read_alone(tmp_path):
+    path, limit = tmp_path / "a.tsv", csv.field_size_limit()
+    path.write_text(f"a\tb\n1\t{(limit + 1) * 'x'}\n")
+    assert len(files.read(path)[0]["b"]) == limit + 1
+    assert csv.field_size_limit() == limit
+
+
+def test_an_image_that_is_not_there_is_missed_when_it_is_asked_for(tmp_path):
+    pa = pytest.importorskip("pyarrow", reason="Parquet: pip install '.[data]'")
+    import pyarrow.parquet
+
+    data = shutil.copytree(SAMPLES / "mmmu", tmp_path / "mmmu")
+    path = data / "Math/validation-00000-of-00001.parquet"
+    rows = pyarrow.parquet.read_table(path).to_pylist()
+    for row in rows[:2]:  # the question of the first shows image 1 alone
+        row["image_2"] = {"bytes": None, "path": "gone.png"}
+    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path)
+    *_, first, second, _ = load("mmmu", data).items
+    assert len(first.load()) == 1
+    with pytest.raises(EvaluationError) as error:
+        second.load()
+    assert str(error.value) == (
+        f"{path}, row 1, image_2 holds no image: the image gone.png cannot be read: No such file or"
+        " directory. Get the file again."
+    )
+
+
 def test_a_mark_of_byte_order_is_no_word(tmp_path):
     data = shutil.copytree(SAMPLES / "dpg", tmp_path / "dpg")
     path = data / "prompts" / "0.txt"
@@ -270,7 +308,8 @@ def test_mjhq_scores_features(tmp_path):
     assert found["hps_v3"] == (2.0, 5)
     last = bench.metrics(answers(bench, outputs), tmp_path)[1:5]  # of hps_v3, after FID
     assert [(one.name, one.value) for one in last] == [
-        ("hps_v3", 2.0), ("- animals", 2.5), ("- art", 1.0), ("- food", 3.0),
+        ("hps_v3", 2.0), ("- animals, hps_v3", 2.5), ("- art, hps_v3", 1.0),
+        ("- food, hps_v3", 3.0),
     ]  # fmt: skip
     np.savez(folder / "hps_v3.npz", names=names[:4], scores=np.arange(4.0))
     with pytest.raises(EvaluationError, match="names 4 images, and not the 5"):
@@ -464,7 +503,9 @@ def test_mathvista_uses_rules_and_what_the_judge_found(tmp_path):
     for entry, answer in zip(entries.values(), extracted, strict=True):
         entry["extraction"] = answer
     judged(tmp_path, "output.json", entries)
-    assert scored(bench, said, tmp_path)["accuracy"] == (1.0, 5)
+    found = scored(bench, said, tmp_path)
+    assert found["accuracy"] == found[next(iter(found))] == (1.0, 5)
+    assert (found["- measuring"], found["- measuring, by rules"]) == ((1.0, 3), (2 / 3, 3))
     del entries["2"]["extraction"]
     judged(tmp_path, "output.json", entries)
     with pytest.raises(EvaluationError, match="2, has no extraction"):
@@ -503,6 +544,7 @@ def test_mathverse_takes_the_judgement(tmp_path):
     judged(tmp_path, "scores_testmini.json", entries)
     found = scored(bench, said, tmp_path)
     assert found["accuracy"] == (0.8, 5) and found["- Vision Intensive"] == (0.0, 1)
+    assert next(iter(found)) == "accuracy" and next(reversed(found)) == "equal text, a lower bound"
     judged(tmp_path, "scores_testmini.json", entries[:4])
     with pytest.raises(EvaluationError, match="no judgement of 1 answers, 5 among them"):
         scored(bench, said, tmp_path)

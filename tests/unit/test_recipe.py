@@ -126,8 +126,25 @@ def test_a_wrong_field_is_reported(tmp_path, changes, said):
         ),
         ({"datasets": [DATASET], "weights": {"text_to_image": 0}}, "a number greater than 0"),
         (
-            {"datasets": [DATASET], "weights": {"text_to_image": "x"}},
-            "could not convert string to float: 'x'",
+            {"datasets": [DATASET], "weights": {"text_to_image": "2"}},
+            "Recipe.weights.text_to_image='2' is a str; it must be a float",
+        ),
+        (
+            {"datasets": [DATASET], "batch_sizes": {"text_to_image": True}},
+            "Recipe.batch_sizes.text_to_image=True is a bool; it must be a float",
+        ),
+        (
+            {"datasets": [DATASET], "weights": {"text_to_image": float("nan")}},
+            "a number greater than 0",
+        ),
+        (
+            {"datasets": [DATASET], "weights": {"text_to_image": float("inf")}},
+            "a number greater than 0, not infinite",
+        ),
+        (
+            {"datasets": [DATASET], "weights": [1]},
+            "has weights that are no numbers by group: [1]. Write a number after the name of a"
+            " group, such as text_to_image: 1.",
         ),
         ({"datasets": ["a"]}, "fields by name are needed"),
     ],
@@ -136,6 +153,14 @@ def test_a_wrong_file_is_reported(tmp_path, contents, said):
     with pytest.raises(RecipeError) as caught:
         read(tmp_path, contents)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_weight_that_is_no_number_is_seen_wherever_it_stands(tmp_path, order):
+    groups = [DATASET | {"name": name, "length_group": name} for name in "ab"]
+    weights = dict(zip("ab"[::order], (1.0, float("nan")), strict=True))
+    with pytest.raises(RecipeError, match="of a, b, a number greater than 0"):
+        read(tmp_path, {"datasets": groups, "weights": weights})
 
 
 def test_a_planned_image_is_learned_in_one_form(tmp_path):

@@ -66,6 +66,16 @@ def test_the_rows_are_those_that_were_written(tmp_path, suffix, write):
         assert [reader.row(path, i) for i in (3, 0, 1, 2)] == [ROWS[i] for i in (3, 0, 1, 2)]
 
 
+def test_the_column_names_of_a_csv_file_are_read_once(tmp_path, monkeypatch):
+    path, read = tmp_path / "table.csv", []
+    as_csv(path)
+    cells = tables._cells
+    monkeypatch.setattr(tables, "_cells", lambda text: read.append(text) or cells(text))
+    with tables.Reader() as reader:
+        assert [reader.row(path, i) for i in range(4)] == ROWS
+    assert sum(text.startswith("image,caption,score") for text in read) == 1
+
+
 def test_a_table_that_changed_is_looked_through_again(tmp_path):
     path = tmp_path / "table.jsonl"
     jsonl(path)
