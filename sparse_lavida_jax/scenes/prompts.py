@@ -30,7 +30,14 @@ from sparse_lavida_jax.data.templates import (
 )
 from sparse_lavida_jax.lavida_o import objective
 from sparse_lavida_jax.scenes import digits, rules, tasks, world
-from sparse_lavida_jax.scenes.grammar import LOCATIONS, GrammarError, box_text, cells_box, parse_box
+from sparse_lavida_jax.scenes.grammar import (
+    LOCATIONS,
+    GrammarError,
+    Plan,
+    box_text,
+    cells_box,
+    parse_box,
+)
 from sparse_lavida_jax.scenes.tasks import caption, constrained_caption, infill
 from sparse_lavida_jax.scenes.tokenizer import Tokenizer
 from sparse_lavida_jax.sequence import LearnedText, Part, Response, Source, Text, VisionTokens
@@ -138,8 +145,11 @@ class Encoder:
         """Returns an example with an image response of `codes`.
 
         Args:
-            given: cells that are known beforehand, as a grid or in raster order.
+            given: cells that are known beforehand, as a grid or in raster order; by default, of an
+                edit with a plan, those that the plan does not name.
         """
+        if given is None and source is not None and plan is not None:
+            given = _kept(plan)
         planned = () if plan is None else (self._text(self.tokenizer.encode(plan)),)
         parts = (
             *self._user(prompt, image, source),
@@ -393,6 +403,15 @@ class ScenePrompts(PromptLanguage):
         if used > (most := self.encoder.data.max_prompt_len):
             raise too_long(prompt, used, most)
         return example
+
+
+def _kept(plan: str) -> Bool[np.ndarray, " l"] | None:
+    """Returns the cells that a layout of an edit does not name; None if it is no layout."""
+    try:
+        named = Plan.parse(plan.strip()).appearances
+    except GrammarError:
+        return None
+    return np.array([cell not in named for cell in range(world.NUM_CELLS)])
 
 
 def _box(text: str, size: tuple[int, int]) -> Box | None:

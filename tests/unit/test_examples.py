@@ -7,6 +7,7 @@ import stand_ins
 
 from sparse_lavida_jax import layout, sequence
 from sparse_lavida_jax.scenes import digits, tasks, world
+from sparse_lavida_jax.scenes.grammar import Plan
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +83,25 @@ def test_given_words_become_exactly_their_tokens(encoder, task):
 
 
 def test_without_given_spans_nothing_is_given(encoder):
-    for task in ("answer", "plan", "draw", "edit"):
+    for task in ("answer", "plan", "draw"):
         assert not any(encoder.scene_example(sample).given.any() for sample in samples(task))
+
+
+def test_an_edit_that_is_laid_out_keeps_what_its_layout_does_not_name(encoder):
+    for sample in samples("edit"):
+        example = encoder.scene_example(sample)
+        named = np.zeros(world.NUM_CELLS, bool)
+        named[list(Plan.parse(sample.plan).appearances)] = True
+        np.testing.assert_array_equal(example.given, ~named)
+        assert not encoder.scene_example(sample, with_plan=False).given.any()
+        source = encoder.scene_codes(sample.image)
+        np.testing.assert_array_equal(example.response[example.given], source[example.given])
+
+
+def test_a_layout_that_says_nothing_keeps_nothing(encoder):
+    codes = np.zeros((world.NUM_CELLS, 1), np.int32)
+    for plan in ("", " a red", " red circle<LOC_0><LOC_0><LOC_4><LOC_4>"):
+        assert not encoder.image_example("x", codes, plan=plan, source=codes).given.any()
 
 
 @pytest.mark.parametrize("task", ["inpaint", "outpaint"])
