@@ -29,7 +29,9 @@ LaViDa-O's own objective (config `diffusion.corruption = "released"`) has no blo
 """
 
 import dataclasses
+import functools
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import flax.struct
@@ -359,10 +361,16 @@ def _stratified(rng: np.random.Generator, count: int) -> Float[np.ndarray, " n"]
     return (np.arange(count) + rng.random(count)) / count
 
 
+@functools.cache
 def even_split(count: int, steps: int) -> Int[np.ndarray, " k"]:
-    """Splits `count` tokens over at most `steps` steps, the remainder to the earliest (spec 6)."""
+    """Splits `count` tokens over at most `steps` steps, the remainder to the earliest (spec 6).
+
+    Read-only, as every caller gets the same array.
+    """
     steps = min(steps, count)
-    return np.full(steps, count // steps) + (np.arange(steps) < count % steps)
+    sizes = np.full(steps, count // steps) + (np.arange(steps) < count % steps)
+    sizes.setflags(write=False)
+    return sizes
 
 
 def _decoded_before(order, ends, step, given) -> Int[np.ndarray, " l"]:
@@ -453,10 +461,12 @@ class Tokens:
     weight: Float[np.ndarray, "s *_g"]
     total: float = 0.0
 
-    def __add__(self, other: "Tokens") -> "Tokens":
-        ours, theirs = vars(self).copy(), vars(other)
-        total = ours.pop("total") + other.total
-        return Tokens(**{n: np.concatenate([ours[n], theirs[n]]) for n in ours}, total=total)
+    @classmethod
+    def joined(cls, parts: Sequence["Tokens"]) -> "Tokens":
+        """Returns tokens one after another, in the order of the parts."""
+        names = [name for name in vars(parts[0]) if name != "total"]
+        columns = {name: np.concatenate([vars(one)[name] for one in parts]) for name in names}
+        return cls(**columns, total=sum(one.total for one in parts))
 
     @classmethod
     def of_prompt(cls, tokens, index, position, *, weight_by_code: bool = False) -> "Tokens":
@@ -507,14 +517,13 @@ def corrupt(
         if is_text
         else (model.image_mask_id, model.image_register_id)
     )
-    answer = _response_tokens(prompt, response, blocks, mask_id, is_text=is_text)
-    for number in () if full_attention else blocks.masked_blocks:
-        answer += _registers(prompt, blocks, number, register_id, answer, model.num_registers)
+    answer = [_response_tokens(prompt, response, blocks, mask_id, is_text=is_text)]
+    if not full_attention:
+        answer.append(_registers(prompt, blocks, register_id, answer[0], model.num_registers))
     if is_text:
-        ids = {"tokens": answer.tokens[:, 0], "target": answer.target[:, 0]}
-        answer = dataclasses.replace(answer, **ids)
-        return CorruptedRow(understanding + answer, generation, "understanding")
-    return CorruptedRow(understanding, generation + answer, "generation")
+        understanding = Tokens.joined([understanding, *answer])
+        return CorruptedRow(understanding, generation, "understanding")
+    return CorruptedRow(understanding, Tokens.joined([generation, *answer]), "generation")
 
 
 def _response_tokens(
@@ -525,10 +534,14 @@ def _response_tokens(
     *,
     is_text: bool,
 ) -> Tokens:
-    """Returns the tokens of a response that are not left out, [s g] also of a text."""
-    hidden, weight = blocks.masked[:, None], blocks.weight
-    if not is_text and (blocks.known is not None or blocks.code_weight is not None):
+    """Returns the tokens of a response that are not left out: [s] of a text, [s g] of an image."""
+    hidden, weight = blocks.masked, blocks.weight
+    if is_text:
+        response = response[:, 0]
+    elif blocks.known is not None or blocks.code_weight is not None:
         hidden, weight = _by_code(blocks, response.shape[1])
+    else:
+        hidden = hidden[:, None]
     present = blocks.block != ABSENT
     here, block = blocks.token[present], blocks.block[present]
     last_clean = np.full(len(block), blocks.num_clean)
@@ -547,18 +560,20 @@ def _response_tokens(
 
 
 def _registers(
-    prompt: PromptRow, blocks: Blocks, number: int, register_id: int, answer: Tokens, count: int
+    prompt: PromptRow, blocks: Blocks, register_id: int, answer: Tokens, count: int
 ) -> Tokens:
-    """Returns the registers of a masked block, of the shape of the tokens of `answer`."""
-    shape = count, *answer.tokens.shape[1:]
+    """Returns `count` registers of each masked block, of the shape of the tokens of `answer`."""
+    last_clean = [blocks.sees.get(number, blocks.num_clean) for number in blocks.masked_blocks]
+    total = count * len(last_clean)
+    shape = total, *answer.tokens.shape[1:]
     return Tokens(
         tokens=np.full(shape, register_id),
-        index=np.full(count, NO_CELL),  # or `NO_FEATURE`, the same number
-        position=register_positions(prompt.length, count),
-        block=np.full(count, number),
-        last_clean=np.full(count, blocks.sees.get(number, blocks.num_clean)),
+        index=np.full(total, NO_CELL),  # or `NO_FEATURE`, the same number
+        position=np.tile(register_positions(prompt.length, count), len(last_clean)),
+        block=np.repeat(blocks.masked_blocks, count),
+        last_clean=np.repeat(last_clean, count),
         target=np.zeros(shape, np.int32),
-        weight=np.zeros((count, *answer.weight.shape[1:])),
+        weight=np.zeros((total, *answer.weight.shape[1:])),
     )
 
 

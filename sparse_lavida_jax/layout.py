@@ -121,7 +121,11 @@ def register_positions(length: int, num_registers: int) -> Int[np.ndarray, " m"]
 
 
 def sort_by_block(
-    block: Int[np.ndarray, " s"], segment: Int[np.ndarray, " s"] | None = None
+    block: Int[np.ndarray, " s"], *groups: Int[np.ndarray, " s"]
 ) -> Int[np.ndarray, " s"]:
-    """Returns the stable permutation that sorts by (segment, block), so that kernels skip tiles."""
-    return np.lexsort((block,) if segment is None else (block, segment))
+    """Returns the stable permutation that sorts by block, so that kernels skip tiles.
+
+    Args:
+        groups: what it sorts by before that, the last one first: segments, and then rows.
+    """
+    return np.lexsort((block, *groups))

@@ -115,7 +115,7 @@ ORDERS: dict[str, Callable[[int, int, int], Int[np.ndarray, " l"]]] = {
 }
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=1024)  # more than the seeds that training draws
 def order(name: str, height: int, width: int, seed: int) -> Int[np.ndarray, " l"]:
     """Returns the order called `name` over a grid of cells, read-only.
 

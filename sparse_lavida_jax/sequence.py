@@ -6,13 +6,14 @@ prompt out, for training and for sampling.
 """
 
 import dataclasses
+import itertools
 from typing import Literal
 
 import einops
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt8
 
-from sparse_lavida_jax.layout import NO_EMBEDDING, NO_FEATURE
+from sparse_lavida_jax.layout import NO_CELL, NO_EMBEDDING, NO_FEATURE
 from sparse_lavida_jax.visibility import AnyArray
 
 Kind = Literal["text", "image"]
@@ -166,44 +167,45 @@ def prompt_row(
         ValueError: there is not exactly one `Response`.
     """
     drop_vision = drop_prompt if drop_vision is None else drop_vision
-    starts = np.cumsum([0, *map(num_tokens, parts)])
-    responses = [int(starts[i]) for i, part in enumerate(parts) if isinstance(part, Response)]
+    starts = [0, *itertools.accumulate(map(num_tokens, parts))]
+    length, spans = starts[-1], [slice(*ends) for ends in itertools.pairwise(starts)]
+    responses = [starts[i] for i, part in enumerate(parts) if isinstance(part, Response)]
     if len(responses) != 1:
         got = "a second one" if responses else "none"
         raise ValueError(f"a prompt holds exactly one Response, got {got}.")
-    understanding, generation, features = [], [], 0
-    for part, start in zip(parts, starts, strict=False):
-        n = num_tokens(part)
-        position, ids, feature = start + np.arange(n), text_mask_id, NO_FEATURE
+    ids = np.full(length, text_mask_id, np.int32)
+    feature, cell = np.full(length, NO_FEATURE, np.int32), np.full(length, NO_CELL, np.int32)
+    understands, is_answer = np.ones(length, bool), np.zeros(length, bool)
+    codes, features = [np.zeros((0, codes_per_token), np.int32)], 0
+    for part, at in zip(parts, spans, strict=True):
         match part:
             case Response():
-                continue
+                understands[at] = False
             case Source() if not drop_source:
-                generation.append((part.codes, np.arange(n), position))
-                continue
+                understands[at], cell[at] = False, np.arange(len(part.codes))
+                codes.append(part.codes)
             case Text() if not (drop_kept if part.keep else drop_prompt):
-                ids = part.ids
+                ids[at] = part.ids
             case LearnedText():
-                ids = part.ids
+                ids[at], is_answer[at] = part.ids, True
             case VisionTokens():
-                feature = NO_FEATURE if drop_vision else features + part.features
+                if not drop_vision:
+                    feature[at] = features + part.features
                 features += part.feature_count
             case Blank() if not drop_prompt:
-                feature = NO_EMBEDDING
-        columns = (np.broadcast_to(ids, n), np.broadcast_to(feature, n), position)
-        understanding.append((*columns, np.full(n, isinstance(part, LearnedText))))
-    ids, feature, position, is_answer = _joined(understanding, ((0,),) * 4)
-    codes, cells, source_position = _joined(generation, ((0, codes_per_token), (0,), (0,)))
-    is_answer = is_answer.astype(bool)
-    shape = responses[0], int(starts[-1])
-    return PromptRow(ids, feature, position, is_answer, codes, cells, source_position, *shape)
-
-
-def _joined(rows: list[tuple], shapes: tuple[tuple[int, ...], ...]) -> list[np.ndarray]:
-    """Joins rows of columns, column by column; `shapes` are those of empty columns."""
-    empty = tuple(np.zeros(shape, np.int32) for shape in shapes)
-    columns = zip(empty, *rows, strict=True)
-    return [np.concatenate(column).astype(np.int32) for column in columns]
+                feature[at] = NO_EMBEDDING
+    position, source_position = np.flatnonzero(understands), np.flatnonzero(cell != NO_CELL)
+    return PromptRow(
+        ids[position],
+        feature[position],
+        position.astype(np.int32),
+        is_answer[position],
+        np.concatenate(codes, dtype=np.int32, casting="same_kind"),
+        cell[source_position],
+        source_position.astype(np.int32),
+        responses[0],
+        length,
+    )
 
 
 def cells_from_codes(codes, codes_side: int):

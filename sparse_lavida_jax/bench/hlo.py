@@ -28,6 +28,9 @@ _COUNTER = re.compile(r"%([\w.-]+) = [su]32\[\][^ ]* get-tuple-element\(.*?\), i
 _COMPARED = re.compile(r"compare\(%([\w.-]+), ")
 _ADDED = re.compile(r"%([\w.-]+) = [su]32\[\][^ ]* add\(%[\w.-]+, %([\w.-]+)\)")
 _RETURNED = re.compile(r"^\s+ROOT .* tuple\((.*?)\)", re.MULTILINE)
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_UNKNOWN_CYCLES = 2**62  # what the compiler writes where it cannot tell
+_KERNEL_FLOPS = re.compile(r'tpu_custom_call.*"cost_estimate":\{"flops":"(\d+)"')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +79,24 @@ def collectives(hlo: str) -> list[Collective]:
         total[kind, told, parts * sum(size for size, _ in arrays)] += runs
     rows = [Collective(kind, told, size * n, n) for (kind, told, size), n in total.items()]
     return sorted(rows, key=lambda row: -row.bytes)
+
+
+def cycles(hlo: str) -> int:
+    """Returns the compiler's estimate of a call, in cycles of a TPU core; 0 where it has none.
+
+    Of the instructions that it schedules: kernels, and transfers that it hides, have none.
+    """
+    return _sum(hlo, _CYCLES)
+
+
+def kernel_flops(hlo: str) -> int:
+    """Returns what Pallas kernels for TPUs compute in a call, as they say of themselves."""
+    return _sum(hlo, _KERNEL_FLOPS)
+
+
+def _sum(hlo: str, number: re.Pattern) -> int:
+    found = ((number.search(line), runs) for line, runs in _instructions(hlo))
+    return sum(int(n[1]) * runs for n, runs in found if n and int(n[1]) < _UNKNOWN_CYCLES)
 
 
 def _size(array: re.Match) -> int:

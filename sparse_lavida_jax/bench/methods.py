@@ -170,6 +170,7 @@ class Program:
         calls: calls of attention in one run.
         outputs: returns output and gradients of the first call, of `CHECKED_HEADS`, float32.
         temp_bytes: memory in addition to arguments and results, by the compiler's account.
+        note: what else must be known of its times.
     """
 
     run: Callable[[], Any]
@@ -177,6 +178,7 @@ class Program:
     outputs: Callable[[], Numbers] = tuple
     wait: Callable[[Any], Any] = jax.block_until_ready
     temp_bytes: int | None = None
+    note: str = ""
 
 
 def methods(case: Case, *, dry: bool = False) -> dict[str, Callable[[Numbers], Program]]:
@@ -333,7 +335,7 @@ def by_flex(case: Case, numbers: Numbers, *, builds: bool = False) -> Program:
 
     Heads come before tokens, as FlexAttention likes them; all rows have the same tags, so that one
     BlockMask serves them all. The calls of a short shape are one CUDA graph, which the host starts
-    at once.
+    at once, if PyTorch can record it.
 
     Args:
         builds: whether the BlockMask is made in every call, as tags that are new data need.
@@ -346,7 +348,8 @@ def by_flex(case: Case, numbers: Numbers, *, builds: bool = False) -> Program:
     if not torch.cuda.is_available():
         raise RuntimeError("this PyTorch has no CUDA")
     package: Any = importlib.import_module("torch.nn.attention.flex_attention")
-    torch._dynamo.reset()  # guards of the cases before would be tried first
+    if not builds:  # which comes after, and may not throw away what was compiled without
+        torch._dynamo.reset()  # guards of the cases before would be tried first
     attention = torch.compile(package.flex_attention, dynamic=False)
     make = torch.compile(package.create_block_mask, dynamic=False)
     q, k, v, cotangent = (
@@ -374,7 +377,7 @@ def by_flex(case: Case, numbers: Numbers, *, builds: bool = False) -> Program:
         del found
         torch.cuda.synchronize()
 
-    run, calls = functools.partial(once, q, k, v), 1 if builds else case.calls
+    run, calls, note = functools.partial(once, q, k, v), 1 if builds else case.calls, ""
     if calls > 1:
 
         def all_calls():
@@ -387,10 +390,14 @@ def by_flex(case: Case, numbers: Numbers, *, builds: bool = False) -> Program:
         with torch.cuda.stream(aside):  # what a graph records has to have run before
             all_calls()
         aside.synchronize()
-        with torch.cuda.graph(graph):
-            all_calls()
-        run = graph.replay
-    return Program(run, calls, outputs, wait)
+        try:
+            with torch.cuda.graph(graph):
+                all_calls()
+            run = graph.replay
+        except RuntimeError as error:
+            run = all_calls
+            note = f"no CUDA graph ({str(error)[:80]}): short calls may wait for the host"
+    return Program(run, calls, outputs, wait, note=note)
 
 
 def timed(

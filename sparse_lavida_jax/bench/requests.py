@@ -4,7 +4,6 @@
 import dataclasses
 import functools
 import hashlib
-import itertools
 import json
 import statistics
 import time
@@ -68,6 +67,11 @@ class Subject:
     random_weights: bool
     unfused: Callable[[], Denoiser] | None = None
 
+    @functools.cached_property
+    def decoder(self) -> vq.VQModel | None:
+        """The parameters that images are decoded with."""
+        return self.codec and vq.for_decoding(self.codec, self.vq_dtype)
+
     def in_form(self, case: RequestCase) -> Denoiser:
         """Returns the model as a row asks for it."""
         if case.discards:
@@ -88,8 +92,9 @@ class Timed:
     def __init__(self, subject: Subject, case: RequestCase):
         self.subject, self.case, self.model = subject, case, subject.in_form(case)
         self.prefixes = Prefixes() if case.keeps_prefix else None
-        dtype = "float32" if case.without == "vq_dtype" else subject.vq_dtype
-        self.decoder = subject.codec and vq.for_decoding(subject.codec, dtype)
+        self.decoder = subject.decoder
+        if subject.codec is not None and case.without == "vq_dtype":
+            self.decoder = vq.for_decoding(subject.codec, "float32")
         held, compiled = _peak_bytes(), record.compiled()
         before, kept, begin = len(compiled.seconds), compiled.kept, time.perf_counter()
         self.request(0)
@@ -276,11 +281,10 @@ def run_suite(
     if not wanted:
         return bench.run
     calibration, in_turn = timing.calibrate(), suites.in_turn(suite)
-    groups = {
-        name: [*ids]
-        for name, ids in itertools.groupby(wanted, lambda id_: wanted[id_].task if in_turn else id_)
-    }
-    for name in timing.in_time([*groups], minutes):
+    groups: dict[str, list[str]] = {}
+    for row_id, case in wanted.items():
+        groups.setdefault(case.task if in_turn else row_id, []).append(row_id)
+    for name in timing.in_time([*groups], minutes, "--missing measures the rest."):
         of_ids = [wanted[row_id] for row_id in groups[name]]
         rows = measure(subject, of_ids, runs=runs, calibration=calibration)
         for row_id, row in zip(groups[name], rows, strict=True):

@@ -78,6 +78,7 @@ def main(argv: list[str]) -> None:
         )
     suite = SUITE.value or suites.PRESETS_SUITE
     try:
+        suites.check_presets(PRESETS.value)
         subject, cases = _random_subject() if RANDOM.value else _trained_subject()
         how = {"variant": VARIANT.value, "missing": MISSING.value, "minutes": MINUTES.value}
         run = requests.run_suite(subject, suite, cases, runs=RUNS.value, **how)

@@ -119,6 +119,17 @@ def in_turn(suite: str) -> bool:
 # Every preset of one model.
 
 
+def check_presets(names: Collection[str]) -> None:
+    """Refuses names that are neither of a preset nor of a published sampler.
+
+    Raises:
+        ConfigError: there is no such preset.
+    """
+    known = (*config.PRESETS, *config.TEXT_PRESETS, *SAMPLERS)
+    if unknown := [name for name in names if name not in known]:
+        raise config.ConfigError(f"there is no preset {unknown[0]!r}: {', '.join(known)}.")
+
+
 def by_preset(
     settings: config.Config,
     examples: Mapping[str, Example],
@@ -138,10 +149,8 @@ def by_preset(
     Raises:
         ConfigError: there is no such preset.
     """
+    check_presets(names)
     of_text = (*config.PRESETS, *config.TEXT_PRESETS, *(name for name in SAMPLERS if name in names))
-    known = (*config.PRESETS, *config.TEXT_PRESETS, *SAMPLERS)
-    if unknown := [name for name in names if name not in known]:
-        raise config.ConfigError(f"there is no preset {unknown[0]!r}: {', '.join(known)}.")
     found = []
     for task, example in examples.items():
         draws = task == "draw"

@@ -92,8 +92,6 @@ VALUES: dict[str, Callable[[View], Any]] = {
         row["logits"]["largest_difference"] / row["logits"]["largest"]
     ),
     "mean_difference": lambda row: row["logits"]["mean_difference"] / row["logits"]["largest"],
-    "quantized_steps": lambda row: len(row["logits"]["by_step"]["argmax_agreement"]),
-    "worst_agreement": lambda row: min(row["logits"]["by_step"]["argmax_agreement"]),
     # Of quality: a row, or a task with a row of the sparse model and of its dense twin.
     "interval": lambda row: wilson_interval(row["correct"], row["total"]),
     "bar": lambda row: bars()["quality"][row["task"]],

@@ -35,18 +35,20 @@ def in_turn(
     return found
 
 
-def in_time(names: Sequence[str], minutes: float) -> Iterator[str]:
+def in_time(names: Sequence[str], minutes: float, hint: str = "") -> Iterator[str]:
     """Yields names while there is time for what is measured of each; says which are left.
 
     Args:
         minutes: none is begun that would end later, if it takes as long as the longest so far, but
             the first always; 0: all are.
+        hint: what measures those that are left.
     """
     begin, longest = time.monotonic(), 0.0
     for number, name in enumerate(names):
         begun = time.monotonic() - begin
         if minutes and number and begun + longest > 60 * minutes:
-            print(f"no time for {', '.join(names[number:])} (--minutes)", flush=True)
+            left = ", ".join(names[number:])
+            print(f"no time for {left} (--minutes){hint and f': {hint}'}", flush=True)
             return
         yield name
         longest = max(longest, time.monotonic() - begin - begun)

@@ -13,8 +13,6 @@ which examples meet is chosen so that all rows end up about as long.
 
 import abc
 import dataclasses
-import functools
-import operator
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -209,20 +207,25 @@ def _blocks_of(
     if settings.diffusion.blocks == "uniform" or settings.diffusion.attention == "full":
         return diffusion.uniform_blocks(rng, given, settings.diffusion)
     if example.kind == "text":
-        steps = int(rng.choice(settings.diffusion.plan_text_steps))
+        steps = _pick(rng, settings.diffusion.plan_text_steps)
         return diffusion.text_schedule_blocks(
             rng, example.reach, settings.data.text_block_len, steps, given, settings.diffusion
         )
     side, sampling = settings.model.grid_size, settings.sampling
     cells = orders.order(sampling.order, side, side, int(rng.integers(ORDER_SEEDS)))
     cells = cells[~given[cells]]
-    steps = int(rng.choice(settings.diffusion.plan_steps))
+    steps = _pick(rng, settings.diffusion.plan_steps)
     sizes = orders.counts(sampling.schedule, steps, len(cells), sampling.shift)
     merge = settings.diffusion.merge_cells
     merge = settings.model.num_registers if merge < 0 else merge
     if settings.diffusion.blocks == "plan":
         return diffusion.plan_blocks(cells, sizes, given, merge)
     return diffusion.schedule_blocks(rng, cells, sizes, given, settings.diffusion, merge)
+
+
+def _pick(rng: np.random.Generator, choices: Sequence[int]) -> int:
+    """Draws one as `rng.choice` does, without making an array of them."""
+    return choices[rng.integers(len(choices))]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -332,33 +335,40 @@ def _stacked(
     total = np.array([sum(one.total for one in members) for members in rows], np.float32)
     if not length:
         return None, {"total": total}
-    padded = [_sorted_and_padded(members, length, pad_token) for members in rows]
-    made = {name: np.stack([row[name] for row in padded]) for name in padded[0]}
+    made = _sorted_and_padded(rows, length, pad_token)
     segment = made["segment"] if by_segment else None
     layout = make_layout(made["position"], made["block"], made["last_clean"], segment)
     layout = without_blocks(layout) if full_attention else layout
     return Stream(made["tokens"], made["index"], layout), made | {"total": total}
 
 
-def _sorted_and_padded(members: list[Tokens], length: int, pad_token: int) -> dict[str, np.ndarray]:
-    """Returns one stream of one row of a batch: fields of `Tokens`, and whose segment each is."""
-    columns = vars(functools.reduce(operator.add, members)).copy()
-    del columns["total"]
-    columns["segment"] = np.repeat(np.arange(len(members)), [len(one.block) for one in members])
-    count = len(columns["block"])
-    if count > length:
+def _sorted_and_padded(
+    rows: list[list[Tokens]], length: int, pad_token: int
+) -> dict[str, np.ndarray]:
+    """Returns one stream of a batch: fields of `Tokens`, and whose segment each token is."""
+    counts = np.array([[len(one.block) for one in members] for members in rows])
+    filled = counts.sum(axis=1)
+    if (most := filled.max()) > length:
         raise ValueError(
-            f"a row has {count} tokens, and the shape of its batch holds {length}: give a larger"
+            f"a row has {most} tokens, and the shape of its batch holds {length}: give a larger"
             " shape, or leave the row out."
         )
-    by_block = sort_by_block(columns["block"], columns["segment"])
+    columns = vars(Tokens.joined([one for members in rows for one in members])).copy()
+    del columns["total"]
+    row, segment = (np.repeat(of.ravel(), counts.ravel()) for of in np.indices(counts.shape))
+    columns["segment"] = segment
+    by_block = sort_by_block(columns["block"], segment, row)
+    is_token = np.arange(length) < filled[:, None]
+    fills = {
+        "tokens": pad_token, "index": NO_CELL, "block": PAD_BLOCK, "segment": counts.shape[1],
+    }  # fmt: skip
 
     def padded(values, fill):
-        missing = ((0, length - count),) + ((0, 0),) * (values.ndim - 1)
         dtype = np.float32 if values.dtype.kind == "f" else np.int32
-        return np.pad(values[by_block], missing, constant_values=fill).astype(dtype)
+        result = np.full((*is_token.shape, *values.shape[1:]), fill, dtype)
+        result[is_token] = values[by_block]
+        return result
 
-    fills = {"tokens": pad_token, "index": NO_CELL, "block": PAD_BLOCK, "segment": len(members)}
     return {name: padded(values, fills.get(name, 0)) for name, values in columns.items()}
 
 

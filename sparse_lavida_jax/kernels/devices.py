@@ -24,20 +24,25 @@ class Device:
 
     Attributes:
         flops: dense bfloat16 products a second, at most.
-        memory: bytes; 0 where nothing here needs it.
+        memory: bytes; 0 where nothing here needs it, as below.
+        hertz: cycles in a second, from `flops` and the 8 (v5p), 4 (v5e) matrix units of 128 x 128
+            or 4 (v6e) of 256 x 256 of a chip.
+        link: bytes in a second that it can send to its neighbours, over all links.
     """
 
     flops: float
     memory: int = 0
+    hertz: float = 0
+    link: float = 0
 
 
 # By what `device_kind` begins with, from the vendors' tables; those of TPUs from
 # https://cloud.google.com/tpu/docs/system-architecture-tpu-vm.
 DEVICES = {
     ("TPU v4",): Device(275e12),
-    ("TPU v5 lite", "TPU v5e"): Device(197e12, 16 * 2**30),
-    ("TPU v5",): Device(459e12, 95 * 2**30),
-    ("TPU v6 lite", "TPU v6e"): Device(918e12, 32 * 2**30),
+    ("TPU v5 lite", "TPU v5e"): Device(197e12, 16 * 2**30, 1.5e9, 200e9),
+    ("TPU v5",): Device(459e12, 95 * 2**30, 1.75e9, 600e9),
+    ("TPU v6 lite", "TPU v6e"): Device(918e12, 32 * 2**30, 1.75e9, 448e9),
     ("TPU7x",): Device(2307e12),
     ("NVIDIA A100",): Device(312e12),
     ("NVIDIA H100", "NVIDIA H200"): Device(989e12),

@@ -43,7 +43,8 @@ class Deal:
     Attributes:
         devices: as many.
         length: of the stream, a whole number of stripes for every device.
-        stripe: tokens; at most a tile of queries, so that no tile holds tokens from far apart.
+        stripe: tokens: a tile of queries, or no less than half of one, so that a tile holds tokens
+            from few places.
     """
 
     devices: int
@@ -202,7 +203,10 @@ def attend(
 
 
 def deals_of(lengths: Mapping[Name, int], tile_of: Callable[[int], int]) -> dict[Name, Deal]:
-    """Returns how streams of these lengths are dealt out; none is where one does not divide.
+    """Returns how streams of these lengths are dealt out.
+
+    In the longest stripes, of at most a tile, that make up the tokens of a device. None is dealt
+    out where one does not divide, or only into stripes of less than half a tile.
 
     Args:
         tile_of: the tile of queries of a call of so many tokens.
@@ -215,6 +219,8 @@ def deals_of(lengths: Mapping[Name, int], tile_of: Callable[[int], int]) -> dict
         own = length // devices
         largest = min(tile_of(own), own)
         stripe = next(size for size in range(largest, 0, -1) if own % size == 0)
+        if 2 * stripe < largest:
+            return {}
         deals[name] = Deal(devices, length, stripe)
     return deals
 

@@ -215,7 +215,7 @@ def _corrupt(
     source = Tokens.of_prompt(
         prompt.codes, prompt.cell, prompt.source_position, weight_by_code=True
     )
-    return CorruptedRow(text, source + image, "both")
+    return CorruptedRow(text, Tokens.joined([source, image]), "both")
 
 
 def mask_below(policy: str, time: float, noise: Float[np.ndarray, "*s"]) -> Bool[np.ndarray, "*s"]:

@@ -6,6 +6,7 @@ import zlib
 
 import grain
 import numpy as np
+from jaxtyping import Float
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.batch import Row, make_row
@@ -58,6 +59,10 @@ class SceneBatches(Batches):
                 f"Diffusion.text_loss=False leaves the tasks {', '.join(mute)} nothing to learn:"
                 " leave them out of Data.tasks, or train on text too."
             )
+        self._shares_up_to = {
+            group: _cumulated([weights[task] for task in members])
+            for group, members in self.groups.items()
+        }
         totals = [sum(weights[task] for task in members) for members in self.groups.values()]
         super().__init__(
             settings,
@@ -83,9 +88,7 @@ class SceneBatches(Batches):
 
     def made(self, group: str, number: int, attempt: int) -> Row:
         rng = _generator(self.settings.seed, group, number, attempt)
-        members = self.groups[group]
-        weights = np.array([self.settings.data.tasks[task] for task in members])
-        task = members[rng.choice(len(members), p=weights / weights.sum())]
+        task = self.groups[group][self._shares_up_to[group].searchsorted(rng.random(), "right")]
         example = self._example(task, int(rng.integers(2**40)), rng)
         if self.released:
             return SequenceRow.of(self.encoder.sequence(example), rng)
@@ -98,6 +101,12 @@ class SceneBatches(Batches):
         # Tasks made of others have no plan to drop, and skip this draw.
         with_plan = bool(tasks.TABLE[task].made_of) or rng.random() >= self.settings.data.plan_drop
         return self.encoder.scene_example(sample, extra_blocks=extra_blocks, with_plan=with_plan)
+
+
+def _cumulated(weights: list[float]) -> Float[np.ndarray, " n"]:
+    """Returns the share of all up to each one, rounded as `Generator.choice` rounds it."""
+    shares = np.cumsum(np.array(weights) / np.sum(weights))
+    return shares / shares[-1]
 
 
 def _generator(seed: int, group: str, index: int, attempt: int) -> np.random.Generator:

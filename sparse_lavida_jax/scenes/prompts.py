@@ -127,8 +127,9 @@ class Encoder:
         response = np.full((length, 1), self.tokenizer.end_of_text_id, np.int32)
         response[: len(ids), 0] = ids[:length]
         given = np.zeros(length, bool)
-        for i, (start, stop) in enumerate(offsets[:length]):
-            given[i] = any(a <= start and stop <= b for a, b in given_spans)
+        start, stop = np.array(offsets[:length], int).reshape(-1, 2).T
+        for first, end in given_spans:
+            given[: len(start)] |= (first <= start) & (stop <= end)
         parts = (*self._user(prompt, image, None), Response(length))
         return Example(parts, response, given, "text", image, min(reach, length))
 

@@ -88,7 +88,10 @@ class Scene:
 
     def changed(self, appearances: Mapping[int, int]) -> "Scene":
         """Returns the scene with other appearances in some cells."""
-        return Scene(tuple(appearances.get(cell, now) for cell, now in enumerate(self.cells)))
+        cells = list(self.cells)
+        for cell, appearance in appearances.items():
+            cells[cell] = appearance
+        return Scene(tuple(cells))
 
     def objects(self) -> Iterator[tuple[int, Object]]:
         """Yields (raster index, object) in raster order."""

@@ -83,7 +83,8 @@ def test_random_weights_are_timed_by_every_preset_that_is_asked_for(run, tmp_pat
     [
         (["--config=configs/none.py", "--random-weights"], "there is no config file"),
         (["--config=configs/none.py"], "--config and --random-weights go together"),
-        (["--presets=fast"], "there is no preset 'fast'"),
+        (["--presets=fast", "--checkpoint=nowhere"], "there is no preset 'fast'"),
+        (["--presets=fast", "--suite=cpu"], "there is no preset 'fast'"),
         (["--checkpoint=nowhere"], "nowhere"),
     ],
 )

@@ -62,3 +62,10 @@ def test_a_step_sends_what_its_tokens_are_and_no_keys_of_the_prompt(programs):
     steps = len(segment.inputs[2].block)
     # Keys and values of the cache in bfloat16 are four times as many bytes.
     assert sum(sent.values()) / steps < kept
+
+
+def test_a_time_is_projected_and_none_is_measured(programs):
+    """From the compiler's own cycles: without them there would be no projection."""
+    for program in programs:
+        told = program.projected()
+        assert 0 < told["compute_s"] < told["overlapped_s"] <= told["apart_s"]

@@ -2,6 +2,8 @@
 """What attention is measured by: that calls are chained, masks are the rule, shapes are counted."""
 
 import importlib.util
+import sys
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +51,21 @@ def test_without_pytorch_flex_attention_says_so():
     case = Case("row", 1, TAGS, heads=1)
     with pytest.raises(ModuleNotFoundError, match="torch"):
         methods.methods(case)["flex"](case.numbers())
+
+
+def test_flex_attention_does_without_a_cuda_graph_and_keeps_what_it_compiled(monkeypatch):
+    torch = mock.MagicMock()
+    torch.cuda.graph.side_effect = RuntimeError("capture failed")
+    for name in ("torch", "torch.nn.attention.flex_attention"):
+        monkeypatch.setitem(sys.modules, name, torch)
+    case = Case("row", 1, TAGS, heads=1)
+    found = methods.methods(case)
+    program = found["flex"](case.numbers())
+    program.run()
+    assert program.calls == methods.CALLS
+    assert program.note.startswith("no CUDA graph (capture failed)")
+    found["flex_with_mask"](case.numbers())
+    torch._dynamo.reset.assert_called_once_with()
 
 
 def test_work_is_counted_in_pairs_and_in_tiles():

@@ -30,7 +30,7 @@ def run(tmp_path, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(timing, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
 
-    def suite(settings=SMALL, *, breaks_off_after=99, **options):
+    def suite(settings=SMALL, *, breaks_off_after=99, cases=None, **options):
         measured = []
 
         def measure(subject, cases, **_):
@@ -43,7 +43,7 @@ def run(tmp_path, monkeypatch):
         monkeypatch.setattr(requests, "measure", measure)
         dtype = options.pop("vq_dtype", "bfloat16")
         subject = requests.Subject(MODEL, settings, None, dtype, random_weights=True)
-        cases = suites.cases("headline", settings)
+        cases = cases or suites.cases("headline", settings)
         with contextlib.suppress(KeyboardInterrupt):
             requests.run_suite(subject, "headline", cases, **{"runs": 5} | options)
         return measured
@@ -109,9 +109,17 @@ def test_rows_measured_in_another_way_are_not_lost(run, monkeypatch, missing):
         run(missing=missing, vq_dtype="float32")
 
 
+def test_rows_in_turn_are_measured_with_all_of_their_task(run, monkeypatch):
+    monkeypatch.setattr(suites, "in_turn", lambda suite: True)
+    sparse, lean, released = suites.cases("headline", SMALL)
+    lean = dataclasses.replace(lean, task="edit256")
+    assert run(cases=[sparse, lean, released]) == [sparse.id, released.id, lean.id]
+
+
 def test_no_row_is_begun_that_would_end_later(run, capsys):
     """Of rows that take four minutes each two fit into nine."""
     assert run(minutes=9.0) == IDS[:2]
-    assert "no time for t2i256/dense_released/b1 (--minutes)" in capsys.readouterr().out
+    told = "no time for t2i256/dense_released/b1 (--minutes): --missing measures the rest."
+    assert told in capsys.readouterr().out
     assert run(minutes=1.0, missing=True) == IDS[2:]  # the first row always
     assert len({row["run"] for row in rows().values()}) == 1

@@ -17,7 +17,8 @@ import pytest
 import stand_ins
 import tiny
 
-from sparse_lavida_jax import config, diffusion
+from sparse_lavida_jax import config, diffusion, orders
+from sparse_lavida_jax.data import batch as making
 from sparse_lavida_jax.data.batch import given_of
 from sparse_lavida_jax.data.feed import Feed
 from sparse_lavida_jax.layout import GIVEN_BLOCK, PROMPT_BLOCK
@@ -264,6 +265,23 @@ def test_tasks_come_in_their_proportions():
     asked = [batches.row("answer", index).example.response[0, 0] for index in range(200)]
     boxes = np.isin(asked, batches.encoder.tokenizer.location_ids).sum()
     assert 200 * 5 / 7 == pytest.approx(boxes, abs=25)
+
+
+def test_tasks_and_steps_are_drawn_as_numpy_draws_them():
+    """Batches of runs that began with `Generator.choice` must not change."""
+    batches = make_batches(data={"tasks": {"answer": 0.3, "point": 0.1, "arithmetic": 0.7}})
+    shares = np.array([0.3, 0.7, 0.1]) / np.sum([0.3, 0.7, 0.1])
+    assert batches.groups["answer"] == ["answer", "arithmetic", "point"]
+    for number in range(100):
+        ours, theirs = (np.random.default_rng(number) for _ in range(2))
+        at = batches._shares_up_to["answer"].searchsorted(ours.random(), "right")
+        assert at == theirs.choice(3, p=shares)
+        assert making._pick(ours, (6, 8, 12, 18)) == theirs.choice((6, 8, 12, 18))
+        assert ours.random() == theirs.random()
+
+
+def test_every_order_of_training_is_made_once():
+    assert orders.order.cache_info().maxsize >= making.ORDER_SEEDS
 
 
 def test_lessons_come_first_one_after_another():

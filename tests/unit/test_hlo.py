@@ -2,6 +2,7 @@
 """What a program does is counted as often as it runs, and its exchanges are what a mesh needs."""
 
 import pathlib
+import types
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ HloModule jit_f
   %two = s32[] constant(2)
   %next = s32[] add(%i, %two)
   %gathered = bf16[8,16]{1,0} all-gather(%x), replica_groups=[2,4]<=[8], dimensions={1}
-  %work = f32[8,4]{1,0} fusion(%gathered), kind=kLoop
+  %work = f32[8,4]{1,0} fusion(%gathered), kind=kLoop, backend_config={"estimated_cycles":"100"}
   ROOT %carry = (s32[], f32[8,4]) tuple(%next, %work)
 }
 
@@ -43,8 +44,9 @@ ENTRY %main (a: f32[8,4]) -> f32[8,4] {
   %started = (f32[2,4]{1,0}, f32[8,4]{1,0}) all-gather-start(%a), replica_groups=[2,4]<=[8]
   %parts = f32[2,4]{1,0} reduce-scatter(%a), replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
   %both = (f32[3]{0}, bf16[4]{0}) all-reduce(%b, %c), replica_groups={{0,1}}, to_apply=%add
+  %kernel = f32[8]{0} custom-call(%a), custom_call_target="tpu_custom_call", backend_config=KERNEL
 }
-"""
+""".replace("KERNEL", '{"cost_estimate":{"flops":"7"},"estimated_cycles":"9223372036854775807"}')
 
 
 def test_loops_count_as_often_as_they_run():
@@ -55,6 +57,21 @@ def test_loops_count_as_often_as_they_run():
         "4 x f32[2,4]": ("reduce-scatter", 8 * 4 * 4, 1),
         "f32[3]+bf16[4]": ("all-reduce", 3 * 4 + 4 * 2, 1),
     }
+    assert hlo.cycles(PROGRAM) == 500  # a kernel of which the compiler knows nothing has none
+    assert hlo.kernel_flops(PROGRAM) == 7
+
+
+def test_seconds_are_projected_from_estimates_and_numbers_of_vendors():
+    compiled = types.SimpleNamespace(as_text=lambda: PROGRAM)
+    told = aot.AotProgram("v5p:4x4x4", {"fsdp": 64}, compiled, (), 0.0).projected()
+    compute, attention, exchange = 500 / 1.75e9, 7 / (0.5 * 459e12), 1556 / 600e9
+    assert told == pytest.approx({
+        "compute_s": compute,
+        "attention_s": attention,
+        "exchange_s": exchange,
+        "overlapped_s": compute + attention,
+        "apart_s": compute + attention + exchange,
+    })  # fmt: skip
 
 
 def test_a_program_of_ours_sends_what_its_loop_sends():

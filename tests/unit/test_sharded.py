@@ -237,6 +237,16 @@ def test_stripes_are_the_longest_that_make_up_the_tokens_of_a_device():
         assert sharded.deals_of({"text": 2 * 600}, lambda own: 256)["text"].stripe == 200
 
 
+@pytest.mark.parametrize("number", [2, 4, 8])
+def test_tokens_that_only_short_stripes_make_up_are_not_dealt_out(number):
+    """Their stripes would be of 4, 2 and 1 tokens, and of either stream none is dealt alone."""
+    with jax.set_mesh(mesh_of(sequence=number)):
+        for lengths in ({"text": 8152}, {"text": 8192, "image": 8152}):
+            assert sharded.deals_of(lengths, lambda own: query_tile(own, "pallas_tpu")) == {}
+        filled = sharded.deals_of({"text": 8192}, lambda own: query_tile(own, "pallas_tpu"))
+        assert filled["text"].stripe == 512
+
+
 def shares_of_devices(tags, devices: int, *, in_turn: bool) -> np.ndarray:
     """Share of all logits that each device computes, whole tiles, of its queries."""
     length = tags[0].shape[1]
