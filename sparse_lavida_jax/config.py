@@ -258,6 +258,9 @@ class Data(Section):
     prompt_drop: Share = 0.1  # share of rows whose prompt is masked, for guidance
     source_drop: Share = 0.1  # share of edit rows whose source cells are masked
     given: Share = 0.2  # share of rows that show a random part of the response as given
+    # Shows an empty scene in place of every image, in training and after: what such a model gets
+    # right of a task that asks about an image is what can be had without looking.
+    blind: bool = False
     workers: Count = 0  # processes that make batches, for accelerators; 0: one thread
     packing: Positive = 1  # examples that share a row, each a segment that sees itself alone
     # Static lengths that the batches of a group may have: each is a program of its own to compile.

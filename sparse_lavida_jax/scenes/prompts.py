@@ -95,7 +95,8 @@ class Encoder:
 
     def seen(self, scene: world.Scene) -> UInt8[np.ndarray, "h w 3"]:
         """Returns the image of a scene at the size of the vision tower."""
-        return world.render(scene, self.model.vision.image_size)
+        shown = world.EMPTY_SCENE if self.data.blind else scene
+        return world.render(shown, self.model.vision.image_size)
 
     def scene_codes(self, scene: world.Scene) -> Int[np.ndarray, "l g"]:
         """Returns the codes of an image of `scene`: those of its cells one by one."""
@@ -394,6 +395,8 @@ class ScenePrompts(PromptLanguage):
     # Helpers.
 
     def _seen(self, image: Pixels) -> UInt8[np.ndarray, "side side 3"]:
+        if self.encoder.data.blind:
+            return self.encoder.seen(world.EMPTY_SCENE)
         side = self.encoder.model.vision.image_size
         return resize(image, (side, side))
 

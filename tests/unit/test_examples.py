@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts have the form of the base model, answers are whole text blocks, words become tokens."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import stand_ins
 
 from sparse_lavida_jax import layout, sequence
-from sparse_lavida_jax.scenes import digits, tasks, world
+from sparse_lavida_jax.scenes import digits, prompts, tasks, world
 from sparse_lavida_jax.scenes.grammar import Plan
 
 
@@ -205,3 +207,17 @@ def test_everything_after_the_assistant_token_is_answered_but_what_is_given(enco
         expected = (row.position > assistant) & ~given[row.position]
         np.testing.assert_array_equal(row.is_answer, expected)
         np.testing.assert_array_equal(row.ids == 1, row.position <= assistant)
+
+
+def test_a_blind_model_is_shown_an_empty_scene(encoder):
+    blind = dataclasses.replace(encoder, data=dataclasses.replace(encoder.data, blind=True))
+    empty = encoder.seen(world.EMPTY_SCENE)
+    for task in ("answer", "name", "edit"):
+        for sample in samples(task, 5):
+            open_eyed, closed = (each.scene_example(sample) for each in (encoder, blind))
+            np.testing.assert_array_equal(closed.pixels, empty)
+            assert not np.array_equal(open_eyed.pixels, empty)
+            np.testing.assert_array_equal(closed.response, open_eyed.response)
+    shown = world.render(samples("answer", 1)[0].image)
+    asked = prompts.ScenePrompts(blind).ask("how many circles are there?", (shown,), 8)
+    np.testing.assert_array_equal(asked.pixels, empty)
