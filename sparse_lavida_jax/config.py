@@ -408,6 +408,7 @@ class Train(Section):
     # Steps. Several processes also agree then on whether it is time to save or to draw.
     log_every: Positive = 20
     init_from: str = ""  # a checkpoint folder or bundled name whose parameters to start from
+    eval_tasks: tuple[str, ...] = ()  # scored with each sheet of scenes, next to "draw"
     eval_prompts: Count = 64  # prompts a task in the report; 0: no report
 
     def _rules(self):
