@@ -61,9 +61,10 @@ def test_a_check_scores_prompts_and_saves_a_sheet(tmp_path):
         "draw": 0.0, "single": 0.0, "attribute_precision": 0.0,
     }  # fmt: skip
     more = stand_ins.settings(train={"eval_tasks": ("answer", "point")})
-    pipe = stand_ins.Knowing(more, asked(report.CHECK_PROMPTS, "draw", "answer"))
+    known = asked(report.CHECK_PROMPTS, "draw", "answer", "point")
+    pipe = stand_ins.Knowing(more, known)
     scores = report.check(pipe, tmp_path / "more.png")
-    assert (scores["draw"], scores["answer"], scores["point"]) == (1.0, 1.0, 0.0)
+    assert (scores["draw"], scores["answer"], scores["point"]) == (1.0, 1.0, 1.0)
 
 
 def test_a_check_of_digits_asks_their_own_judge(tmp_path, monkeypatch):
