@@ -121,6 +121,10 @@ class Model(Section):
     # Ours, off in the release: learned embeddings of the row and the column of a cell, and of
     # what the vision tower sees there. Small models have no time to learn places otherwise.
     cell_positions: bool = False
+    # Ours, none in the release: heads of the first layer of the understanding branch that start out
+    # looking at the word so many positions after each one (below 0: before it), a head a number.
+    # Small models have no time to learn what neighbours say otherwise (`models/neighbours.py`).
+    neighbour_heads: tuple[int, ...] = ()
     num_registers: Count = 64  # Sec. 3.1
     vision: Vision = dataclasses.field(default_factory=Vision)
     # "full" for a model that was trained without the step-causal mask.
@@ -152,6 +156,8 @@ class Model(Section):
         is_joint = 0 <= self.dual_tower_layers <= last
         yield "dual_tower_layers", is_joint, f"the last joint layer is one of 0..{last}"
         yield "head_dim", self.head_dim % 2 == 0, "rotary embeddings need an even number"
+        few = len(self.neighbour_heads) <= self.num_heads
+        yield "neighbour_heads", few, f"no more numbers than {self.num_heads=}"
         enough = self.image_table_rows == 0 or self.image_table_rows > self.image_mask_id
         yield "image_table_rows", enough, f"0, or more than {self.image_mask_id=}"
         shared = f"it may not exceed {self.width=}, whose attn_out it shares"
@@ -252,6 +258,9 @@ class Data(Section):
     prompt_drop: Share = 0.1  # share of rows whose prompt is masked, for guidance
     source_drop: Share = 0.1  # share of edit rows whose source cells are masked
     given: Share = 0.2  # share of rows that show a random part of the response as given
+    # Shows an empty scene in place of every image, in training and after: what such a model gets
+    # right of a task that asks about an image is what can be had without looking.
+    blind: bool = False
     workers: Count = 0  # processes that make batches, for accelerators; 0: one thread
     packing: Positive = 1  # examples that share a row, each a segment that sees itself alone
     # Static lengths that the batches of a group may have: each is a program of its own to compile.
@@ -399,6 +408,7 @@ class Train(Section):
     # Steps. Several processes also agree then on whether it is time to save or to draw.
     log_every: Positive = 20
     init_from: str = ""  # a checkpoint folder or bundled name whose parameters to start from
+    eval_tasks: tuple[str, ...] = ()  # scored with each sheet of scenes, next to "draw"
     eval_prompts: Count = 64  # prompts a task in the report; 0: no report
 
     def _rules(self):

@@ -48,6 +48,11 @@ class SceneBatches(Batches):
             raise config.ConfigError(
                 f"Data.tasks has no {', '.join(unknown)}. It has: {', '.join(sorted(known))}."
             )
+        if unknown := sorted(set(settings.train.eval_tasks) - set(tasks.TASKS)):
+            raise config.ConfigError(
+                f"Train.eval_tasks has {', '.join(unknown)}, which nothing judges. Judged are"
+                f" {', '.join(tasks.TASKS)}."
+            )
         groups = {
             group: [task for task in members if task in weights]
             for group, members in GROUPS.items()

@@ -31,7 +31,14 @@ from sparse_lavida_jax.data.templates import (
 )
 from sparse_lavida_jax.lavida_o import objective
 from sparse_lavida_jax.scenes import digits, rules, tasks, world
-from sparse_lavida_jax.scenes.grammar import LOCATIONS, GrammarError, box_text, cells_box, parse_box
+from sparse_lavida_jax.scenes.grammar import (
+    LOCATIONS,
+    GrammarError,
+    Plan,
+    box_text,
+    cells_box,
+    parse_box,
+)
 from sparse_lavida_jax.scenes.tasks import caption, constrained_caption, infill
 from sparse_lavida_jax.scenes.tokenizer import Tokenizer
 from sparse_lavida_jax.sequence import LearnedText, Part, Response, Source, Text, VisionTokens
@@ -89,7 +96,8 @@ class Encoder:
 
     def seen(self, scene: world.Scene) -> UInt8[np.ndarray, "h w 3"]:
         """Returns the image of a scene at the size of the vision tower."""
-        return world.render(scene, self.model.vision.image_size)
+        shown = world.EMPTY_SCENE if self.data.blind else scene
+        return world.render(shown, self.model.vision.image_size)
 
     def scene_codes(self, scene: world.Scene) -> Int[np.ndarray, "l g"]:
         """Returns the codes of an image of `scene`: those of its cells one by one."""
@@ -140,8 +148,11 @@ class Encoder:
         """Returns an example with an image response of `codes`.
 
         Args:
-            given: cells that are known beforehand, as a grid or in raster order.
+            given: cells that are known beforehand, as a grid or in raster order; by default, of an
+                edit with a plan, those that the plan does not name.
         """
+        if given is None and source is not None and plan is not None:
+            given = _kept(plan)
         planned = () if plan is None else (self._text(self.tokenizer.encode(plan)),)
         parts = (
             *self._user(prompt, image, source),
@@ -389,6 +400,8 @@ class ScenePrompts(PromptLanguage):
     # Helpers.
 
     def _seen(self, image: Pixels) -> UInt8[np.ndarray, "side side 3"]:
+        if self.encoder.data.blind:
+            return self.encoder.seen(world.EMPTY_SCENE)
         side = self.encoder.model.vision.image_size
         return resize(image, (side, side))
 
@@ -399,6 +412,15 @@ class ScenePrompts(PromptLanguage):
         if used > (most := self.encoder.data.max_prompt_len):
             raise too_long(prompt, used, most)
         return example
+
+
+def _kept(plan: str) -> Bool[np.ndarray, " l"] | None:
+    """Returns the cells that a layout of an edit does not name; None if it is no layout."""
+    try:
+        named = Plan.parse(plan.strip()).appearances
+    except GrammarError:
+        return None
+    return np.array([cell not in named for cell in range(world.NUM_CELLS)])
 
 
 def _box(text: str, size: tuple[int, int]) -> Box | None:
