@@ -224,8 +224,8 @@ def _convert(schema: type, name: str, kind: Any, value: Any) -> Any:
     origin = typing.get_origin(kind) or kind
     if dataclasses.is_dataclass(kind):
         return value if isinstance(value, kind) else build(kind, value)  # type: ignore[arg-type]
-    if origin is dict:
-        of = typing.get_args(kind)[1]
+    if origin is dict and typing.get_args(kind):
+        _, of = typing.get_args(kind)
         return {
             str(key): _convert(schema, f"{name}.{key}", of, one) for key, one in dict(value).items()
         }
