@@ -11,7 +11,7 @@ from flax import nnx
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.models.layers import rotate
+from sparse_lavida_jax.models.layers import rotary, rotate
 
 OFFSETS = (1, 2, 3, -1, -2, -3)
 MODEL = config.Model(
@@ -30,7 +30,8 @@ def models() -> tuple[Denoiser, Denoiser]:
 def attention(model: Denoiser, words: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Returns what every head of the first layer gives to every word, [heads query key]."""
     branch = jax.tree.map(lambda leaf: leaf[0], model.joint_layers.understanding)
-    q, k, _ = branch.qkv(model.text_embedding[words][None], jnp.asarray(positions)[None])
+    turn = rotary(jnp.asarray(positions)[None], MODEL.head_dim, MODEL.rope_theta)
+    q, k, _ = branch.qkv(model.text_embedding[words][None], turn)
     q, k = (x[0].reshape(len(words), MODEL.num_heads, -1) for x in (q, k))
     logits = jnp.einsum("qhd,khd->hqk", q, k) / MODEL.head_dim**0.5
     return np.asarray(jax.nn.softmax(logits, axis=-1))
@@ -80,8 +81,8 @@ def test_rotations_of_a_turned_key_meet_the_query_at_the_offset():
     """The definition that `neighbour_kernels` uses, by hand, for one rotation."""
     one = jnp.zeros((1, 2, 2)).at[:, :, 0].set(1.0)
     turned = jnp.array([[[np.cos(2.0), -np.sin(2.0)]] * 2])
-    positions = jnp.array([[0, 2]])
-    q, k = (rotate(x, positions, 1, 10_000.0)[0] for x in (one, turned))
+    turn = rotary(jnp.array([[0, 2]]), 2, 10_000.0)
+    q, k = (rotate(x, turn, 1)[0] for x in (one, turned))
     assert float(q[0] @ k[1]) == pytest.approx(1.0, abs=1e-5)
 
 
