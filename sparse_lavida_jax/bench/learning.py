@@ -20,7 +20,7 @@ import itertools
 import pathlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import einops
@@ -71,6 +71,8 @@ class World:
         held_out: images whose likelihood is taken.
         together: rows of a pass over them.
         scored: prompts of `draw` that are scored at the end; 0 where nothing can judge images.
+        rows: of a batch of each way; by default as in the config. With these a step of every way
+            takes about as many operations: with as many rows for all, few large steps learn less.
     """
 
     file: str
@@ -80,6 +82,7 @@ class World:
     held_out: int
     together: int
     scored: int = 0
+    rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 FLAT = {"optimizer": {"final_fraction": 1.0}, "train": {"batch_size": 16}}
@@ -93,14 +96,15 @@ WORLDS = {
             "data": {"tasks": {"draw": 1.0}, "plan_drop": 1.0},
             "diffusion": {"plan_steps": (64,), "merge_cells": 16},
             "sampling": {"num_steps": 64, "plan": False},
-            "train": {"batch_size": 8},
         },
         2.8,
         240.0,
         held_out=32,
         together=4,
+        rows={"schedule_4": 8, "schedule_8": 6, "plan": 1, "plan_merged": 3,
+              "plan_merged_twice": 3, "dense": 6},
     ),
-}
+}  # fmt: skip
 
 
 def ways_of(settings: config.Config) -> dict[str, config.Config]:
@@ -313,6 +317,8 @@ def main(argv: list[str]) -> None:
             if path_of(SUITE, row_id).exists():
                 continue
             settings = dataclasses.replace(ways[name], seed=seed)
+            if name in here.rows:
+                settings = config.changed(settings, {"train": {"batch_size": here.rows[name]}})
             print(row_id, flush=True)
             row = {"world": WORLD.value, "method": name, "seed": seed}
             row |= {"budget": {"operations": here.operations, "seconds": here.seconds}}
