@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Int
 
 from sparse_lavida_jax import config, runtime
-from sparse_lavida_jax.checkpoints import manifest, model_folder
+from sparse_lavida_jax.checkpoints import hub, manifest, model_folder
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.templates import PromptLanguage, RequestError
 from sparse_lavida_jax.inference import records
@@ -44,6 +44,7 @@ from sparse_lavida_jax.inference.requests import (
     row_seeds,
 )
 from sparse_lavida_jax.inference.results import Origin, Result
+from sparse_lavida_jax.kernels import attention
 from sparse_lavida_jax.lavida_o.prompts import ChatPrompts
 from sparse_lavida_jax.models import fuse, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
@@ -105,8 +106,10 @@ class SparseLaViDa:
         mesh: jax.sharding.Mesh | None = None,
         dtype: str | None = None,
         task: fuse.Task = "both",
+        revision: str | None = None,
+        local_files_only: bool = False,
     ) -> S:
-        """Loads a checkpoint folder, a run directory or a bundled model by name.
+        """Loads a checkpoint folder, a run directory, or a bundled or the hub's model by name.
 
         On one GPU, or for one task, the parameters are fused for sampling (`fuse.for_inference`).
 
@@ -116,6 +119,7 @@ class SparseLaViDa:
             dtype: of the parameters, "float32" or "bfloat16"; by default as stored.
             task: "image" for images that are not laid out in text first, "text" for text: what
                 only the other reads is not kept, and what needs it is refused.
+            revision, local_files_only: of a hub's model, `org/name`: see `hub.fetch`.
 
         Raises:
             model_folder.CheckpointError: there is none, or it is damaged.
@@ -123,8 +127,12 @@ class SparseLaViDa:
         """
         if mesh is not None and task != "both":
             raise ValueError(f"over a mesh all parameters are kept: leave task={task!r} out.")
+        attention.admit_kernel()
         _check_is_ours(pathlib.Path(folder_or_name))
-        folder = model_folder.find_model(folder_or_name)
+        place = folder_or_name
+        if hub.is_id(place):
+            place = hub.fetch(str(place), revision=revision, local_files_only=local_files_only)
+        folder = model_folder.find_model(place)
         split = None if mesh is None else sharding.over(mesh)
         loaded = model_folder.load_model(folder, sharding=split, dtype=dtype)
         settings = loaded.config
@@ -140,6 +148,35 @@ class SparseLaViDa:
         fused = mesh is None and (jax.default_backend() == "gpu" or task != "both")
         model = fuse.for_inference(loaded.model, task=task) if fused else loaded.model
         return cls(model, settings, prompts, codec, batch_size, source)
+
+    def save_pretrained(self, folder: pathlib.Path | str) -> None:
+        """Writes the model folder that this was loaded from anew, with safetensors.
+
+        Raises:
+            CheckpointError: `folder` holds something else, the disk is full, or this was not
+                loaded, or from what has changed since.
+        """
+        model_folder.copy(self._loaded_from(), folder)
+
+    def push_to_hub(self, name: str, *, private: bool = False) -> str:
+        """Copies that folder with a card to the hub as `org/name`; returns its address there.
+
+        Raises:
+            CheckpointError: as `save_pretrained`, or see `hub.push`.
+        """
+        return hub.push(self._loaded_from(), name, private=private)
+
+    def _loaded_from(self) -> pathlib.Path:
+        place = pathlib.Path(self.source.name)
+        if hub.is_id(self.source.name):
+            place = hub.fetch(self.source.name, local_files_only=True)
+        if not self.source.name or manifest.digest(found := model_folder.find_model(place)) != (
+            self.source.sha256
+        ):
+            raise model_folder.CheckpointError(
+                "there is no folder of this very model: write the one you trained or load it anew."
+            )
+        return found
 
     @property
     def model(self) -> Denoiser:
@@ -163,9 +200,9 @@ class SparseLaViDa:
             raise config.ConfigError("only models of the small world have its examples.")
         return self.prompts.encoder
 
-    def with_model(self: S, model: Denoiser) -> S:
-        """Returns the same pipeline around other parameters."""
-        return type(self)(model, self.settings, self.prompts, self.codec, self.batch_size)
+    def with_model(self: S, model: Denoiser, source: Origin | None = None) -> S:
+        """Returns the same pipeline around other parameters, and where those came from."""
+        return type(self)(model, self.settings, self.prompts, self.codec, self.batch_size, source)
 
     def with_sampling(self: S, sampling: config.Sampling) -> S:
         """Returns the same pipeline with other default sampling settings."""
@@ -423,7 +460,9 @@ class SparseLaViDa:
         )
         shapes = record.get("bucket")
         bucket = shapes and Bucket(shapes["rows"], tuple(shapes["prompt_len"]))
-        return self.run(made, callback, bucket=bucket)
+        model = records.attending(record, self.model)
+        pipe = self if model is self.model else self.with_model(model, self.source)
+        return pipe.run(made, callback, bucket=bucket)
 
     # -- requests in, results out ---------------------------------------------------------
 

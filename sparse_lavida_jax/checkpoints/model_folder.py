@@ -201,9 +201,16 @@ def save_model(
 
 
 def copy(
-    source: pathlib.Path | str, folder: pathlib.Path | str, kind: stores.Format = "safetensors"
+    source: pathlib.Path | str,
+    folder: pathlib.Path | str,
+    kind: stores.Format = "safetensors",
+    *,
+    readme: str | None = None,
 ) -> int:
     """Writes a model folder anew, its parameters stored as `kind` says; returns how many.
+
+    Args:
+        readme: in place of the one that it has.
 
     Raises:
         CheckpointError: `source` is damaged, `folder` holds something else, or the disk is full.
@@ -220,6 +227,8 @@ def copy(
         written = (stores.PARAMS, stores.FILES, INDEX, arrays.TENSORS, manifest.MANIFEST, ".*")
         shutil.copytree(source, new, ignore=shutil.ignore_patterns(*written), dirs_exist_ok=True)
         stores.write_params(new, wanted, kind)
+        if readme is not None:
+            (new / "README.md").write_text(readme)
     return len(wanted)
 
 
