@@ -92,7 +92,7 @@ def test_tasks_are_known_and_of_the_source(name):
     if data.source == "digits":
         assert data.tasks.keys() == {"digit"}
     else:
-        assert data.tasks.keys() <= {*tasks.TASKS, "fill_plan"}
+        assert data.tasks.keys() <= {*tasks.TABLE}
 
 
 @each_denoiser
