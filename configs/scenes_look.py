@@ -65,6 +65,7 @@ def get_config(eyes: str = "open") -> ml_collections.ConfigDict:
     # known, or all other objects, what a word is follows without a look at the image.
     c.diffusion.plan_text_steps = (1, 4, 8)
     c.data.sampled_answer_len = 40
+    c.data.edit_keeps = 0.6
     c.data.lessons = LESSONS
     c.data.tasks = TASKS
     if eyes == "blind":

@@ -236,8 +236,7 @@ class Lesson(Section):
 class Data(Section):
     """Where examples come from and in which proportions."""
 
-    # "prepared": the records in `folder` (docs/data.md), with the tokenizers of `train.init_from`.
-    # "none": a model that is not trained here.
+    # "prepared": the records in `folder` (docs/data.md). "none": a model that is not trained here.
     source: Literal["scenes", "digits", "prepared", "none"] = "scenes"
     folder: str = "prepared"  # what `--mode=prepare` wrote, of source "prepared"
     # Weight of each task; a batch holds tasks of one shape group.
@@ -253,6 +252,7 @@ class Data(Section):
     prompt_drop: Share = 0.1  # share of rows whose prompt is masked, for guidance
     source_drop: Share = 0.1  # share of edit rows whose source cells are masked
     given: Share = 0.2  # share of rows that show a random part of the response as given
+    edit_keeps: Share = 0.0  # of laid out edits, with all else given; above 0 such edits keep it
     blind: bool = False  # shows empty scenes for images: what can be had without looking
     workers: Count = 0  # processes that make batches, for accelerators; 0: one thread
     packing: Positive = 1  # examples that share a row, each a segment that sees itself alone

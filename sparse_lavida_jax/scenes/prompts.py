@@ -148,11 +148,8 @@ class Encoder:
         """Returns an example with an image response of `codes`.
 
         Args:
-            given: cells that are known beforehand, as a grid or in raster order; by default, of an
-                edit with a plan, those that the plan does not name.
+            given: cells that are known beforehand, as a grid or in raster order.
         """
-        if given is None and source is not None and plan is not None:
-            given = _kept(plan)
         planned = () if plan is None else (self._text(self.tokenizer.encode(plan)),)
         parts = (
             *self._user(prompt, image, source),
@@ -203,9 +200,18 @@ class Encoder:
         return objective.Sequence(tuple(parts), codes, views=example.shown)
 
     def scene_example(
-        self, sample: tasks.Sample, *, extra_blocks: int = 0, with_plan: bool = True
+        self,
+        sample: tasks.Sample,
+        *,
+        extra_blocks: int = 0,
+        with_plan: bool = True,
+        keeps: bool = False,
     ) -> Example:
-        """Returns the training example of a task on scenes."""
+        """Returns the training example of a task on scenes.
+
+        Args:
+            keeps: whether the cells that the plan of an edit does not name are given.
+        """
         image = None if sample.image is None else self.seen(sample.image)
         if sample.target is None:
             assert sample.answer is not None
@@ -222,7 +228,7 @@ class Encoder:
             plan=sample.plan if with_plan else None,
             image=image,
             source=None if sample.image is None else self.scene_codes(sample.image),
-            given=sample.known_grid,
+            given=kept_cells(sample.plan) if keeps and sample.plan else sample.known_grid,
         )
 
     def digit_example(self, sample: digits.Digit) -> Example:
@@ -322,6 +328,8 @@ class ScenePrompts(PromptLanguage):
         known: Grid | None,
         plan: str | None = None,
     ) -> Example:
+        if known is None and plan is not None and self.encoder.data.edit_keeps:
+            known = kept_cells(plan)
         example = self.encoder.image_example(
             instruction, codes, plan=plan, image=self._seen(image), source=codes, given=known
         )
@@ -414,7 +422,7 @@ class ScenePrompts(PromptLanguage):
         return example
 
 
-def _kept(plan: str) -> Bool[np.ndarray, " l"] | None:
+def kept_cells(plan: str) -> Bool[np.ndarray, " l"] | None:
     """Returns the cells that a layout of an edit does not name; None if it is no layout."""
     try:
         named = Plan.parse(plan.strip()).appearances

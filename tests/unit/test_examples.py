@@ -85,25 +85,30 @@ def test_given_words_become_exactly_their_tokens(encoder, task):
 
 
 def test_without_given_spans_nothing_is_given(encoder):
-    for task in ("answer", "plan", "draw"):
+    for task in ("answer", "plan", "draw", "edit"):
         assert not any(encoder.scene_example(sample).given.any() for sample in samples(task))
 
 
-def test_an_edit_that_is_laid_out_keeps_what_its_layout_does_not_name(encoder):
+def test_an_edit_may_keep_what_its_layout_does_not_name(encoder):
     for sample in samples("edit"):
-        example = encoder.scene_example(sample)
+        example = encoder.scene_example(sample, keeps=True)
         named = np.zeros(world.NUM_CELLS, bool)
         named[list(Plan.parse(sample.plan).appearances)] = True
         np.testing.assert_array_equal(example.given, ~named)
-        assert not encoder.scene_example(sample, with_plan=False).given.any()
         source = encoder.scene_codes(sample.image)
         np.testing.assert_array_equal(example.response[example.given], source[example.given])
 
 
-def test_a_layout_that_says_nothing_keeps_nothing(encoder):
+def test_an_edit_is_sampled_as_it_was_trained(encoder):
+    data = dataclasses.replace(encoder.data, edit_keeps=0.5)
+    keeping = prompts.ScenePrompts(dataclasses.replace(encoder, data=data))
     codes = np.zeros((world.NUM_CELLS, 1), np.int32)
-    for plan in ("", " a red", " red circle<LOC_0><LOC_0><LOC_4><LOC_4>"):
-        assert not encoder.image_example("x", codes, plan=plan, source=codes).given.any()
+    how = "remove the red circle", codes, world.render(world.EMPTY_SCENE), None
+    plan = " nothing<LOC_0><LOC_0><LOC_4><LOC_4>"
+    np.testing.assert_array_equal(np.flatnonzero(~keeping.change(*how, plan).given), [0])
+    assert not prompts.ScenePrompts(encoder).change(*how, plan).given.any()
+    for none in (None, "", " a red", " red circle<LOC_0><LOC_0><LOC_4><LOC_4>"):
+        assert not keeping.change(*how, none).given.any()
 
 
 @pytest.mark.parametrize("task", ["inpaint", "outpaint"])
