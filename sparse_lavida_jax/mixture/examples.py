@@ -317,9 +317,13 @@ class Mixer:
 def caption_of(record: Record, rng: np.random.Generator) -> str:
     """Returns a caption, a long one sometimes cut down to its first sentences (spec Sec. 9.4).
 
+    Of several one is chosen at random.
+
     The caption of a plan is only ever cut at its end: the plan is one of all it says.
     """
-    (caption,) = record.asked
+    caption, *others = record.asked
+    if others:
+        caption = record.asked[int(rng.integers(len(record.asked)))]
     is_long = record.kind == "text_to_image" and len(caption) > LONG_CAPTION
     if is_long and rng.random() < SHORTENED:
         sentences = _SENTENCE_END.split(caption.strip())
