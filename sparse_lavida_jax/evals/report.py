@@ -94,8 +94,14 @@ def model_card(settings: config.Config, steps: int, seconds: float, base_readme:
     Args:
         base_readme: of the model that training started from, if it did from one.
     """
-    command = f"`python -m sparse_lavida_jax.main --config=configs/{settings.name}.py`"
     how = f"(seed {settings.seed}, {steps} steps, {seconds / 60:.0f} minutes)"
+    command = f"`python -m sparse_lavida_jax.main --config=configs/{settings.name}.py`"
+    if settings.data.source == "prepared" and not settings.train.init_from:
+        return (
+            f"# {settings.name}\n\nA Sparse-LaViDa trained from scratch {how} on the images and"
+            f" texts of `{pathlib.Path(settings.data.folder).name}`. What may be done with it is"
+            " for those to say whom they belong to.\n"
+        )
     if settings.train.init_from:
         base = pathlib.Path(settings.train.init_from).name
         return (

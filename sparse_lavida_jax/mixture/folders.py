@@ -29,7 +29,6 @@ from sparse_lavida_jax.mixture.records import RecordError
 TABLES = (".jsonl", ".csv", ".parquet", ".tar")
 WRITTEN = "tables/captions.jsonl"  # in the prepared folder, of text files next to images
 PEEKED = 8  # first rows of a table that show its columns: empty cells are not in a row
-NAMED = 3  # images that a message names
 _IMAGE = ("image", "file_name", "image_path", "path")
 # What a table is for, by the columns it needs: our field, and the names that it may go by. The
 # first kind whose fields are all there is it.

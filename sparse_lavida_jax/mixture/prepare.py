@@ -233,17 +233,18 @@ def finished(folder: pathlib.Path, shard: Shard) -> Outcome | None:
 # One shard.
 
 
-def squares(mixture: Recipe, to: ingest.Settings) -> Iterator[UInt8[np.ndarray, "side side 3"]]:
-    """Yields the images of a mixture as an image tokenizer is to encode them; bad rows are skipped.
+def drafts(mixture: Recipe, to: ingest.Settings) -> Iterator[Draft]:
+    """Yields what the rows of a mixture say, images to be encoded included; bad ones are skipped.
 
     Raises:
-        PrepareError: a table has no rows.
-        TableError: a table cannot be read.
+        PrepareError: a table cannot be read, or has no rows.
     """
-    for dataset in mixture.datasets:
-        for shard in _shards(dataset, MANY_ROWS, to, digest=""):
-            for one in _drafts(to, shard, collections.Counter(), []):
-                yield from (*one.targets, *one.sources)
+    try:
+        for dataset in mixture.datasets:
+            for shard in _shards(dataset, MANY_ROWS, to, digest=""):
+                yield from _drafts(to, shard, collections.Counter(), [])
+    except tables.TableError as error:
+        raise PrepareError(str(error)) from error
 
 
 def make(job: Job, encoder: ImageEncoder, shard: Shard) -> Outcome:
@@ -259,8 +260,7 @@ def make(job: Job, encoder: ImageEncoder, shard: Shard) -> Outcome:
     (job.folder / f"{shard.stem}.json").unlink(missing_ok=True)
     left_out: collections.Counter[str] = collections.Counter()
     bad: list[list[str]] = []
-    drafts = _drafts(job.to, shard, left_out, bad)
-    made = _encoded(drafts, encoder, job.batch)
+    made = _encoded(_drafts(job.to, shard, left_out, bad), encoder, job.batch)
     if (first := next(made, None)) is None:
         path.unlink(missing_ok=True)
         written = 0, 0, ""
@@ -374,15 +374,25 @@ def _maker(job: Job, shards: list[Shard]) -> Callable[[int], dict[str, Any]]:
     return made
 
 
-@contextlib.contextmanager
-def _only_one(folder: pathlib.Path) -> Iterator[None]:
-    """Keeps a second preparation out of the folder; the lock of a process that dies is dropped."""
+def check_folder(folder: pathlib.Path) -> None:
+    """Makes a folder to prepare into, unless it is there.
+
+    Raises:
+        PrepareError: it is a file, or holds something else.
+        OSError: it cannot be made.
+    """
     if folder.exists() and not folder.is_dir():
         raise PrepareError(f"{folder} is a file: name another folder for the shards.")
     folder.mkdir(parents=True, exist_ok=True)
     there = {p.name for p in folder.iterdir() if p.is_file() and p.suffix != files.UNFINISHED}
     if there - LEFT:
         raise PrepareError(f"{folder} holds something else: name another folder for the shards.")
+
+
+@contextlib.contextmanager
+def _only_one(folder: pathlib.Path) -> Iterator[None]:
+    """Keeps a second preparation out of the folder; the lock of a process that dies is dropped."""
+    check_folder(folder)
     try:
         held = files.lock(folder / ".lock")
     except files.LockedError:
