@@ -74,15 +74,19 @@ class MixtureBatches(Batches):
         factors = {group: index["batch_sizes"][group] for group in self.records}
         super().__init__(settings, factors, shares, **share)
 
-    def prompts(self, count: int) -> list[str]:
-        """Returns captions of images to draw, of the first records that have one."""
+    def captioned(self, count: int) -> list[Record]:
+        """Returns the first records of images with captions."""
         found = (
-            record.asked[0]
+            record
             for records in self.records.values()
             for record in map(records.__getitem__, range(min(len(records), count)))
             if record.kind == "text_to_image"
         )
         return list(itertools.islice(found, count))
+
+    def prompts(self, count: int) -> list[str]:
+        """Returns captions of images to draw, of the first records that have one."""
+        return [record.asked[0] for record in self.captioned(count)]
 
     def probed(self, group: str) -> list[Row]:
         found = self.records[group]

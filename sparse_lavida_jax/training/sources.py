@@ -9,6 +9,7 @@ from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.data.batches import Batches
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
 from sparse_lavida_jax.mixture.batches import MixtureBatches
+from sparse_lavida_jax.mixture.records import Record
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.vq import ImageCodec, ImageEncoder
 from sparse_lavida_jax.pipeline import LANGUAGES, SparseLaViDa
@@ -42,6 +43,12 @@ class TrainingData:
     codec: ImageCodec | None
     prompts: tuple[str, ...]
     base_readme: str
+
+    def captioned(self, count: int) -> list[Record]:
+        """Returns records of images with captions that can be drawn; none of the small world."""
+        held = self.batches
+        is_drawn = isinstance(held, MixtureBatches) and self.codec is not None
+        return held.captioned(count) if is_drawn else []
 
     def pipe(self, model: Denoiser) -> SparseLaViDa:
         """Returns a model as it is sampled from."""
