@@ -20,8 +20,6 @@ MOST_RECORDS = 10_000  # training images that are compared with
 ENOUGH = 256  # images on either side of a Fréchet distance
 REMEMBERED = 0.9  # share of equal codes from which on an image is taken for a training image
 
-Features = Float[np.ndarray, "n y x d"]
-
 
 def compare(
     pipe: SparseLaViDa, records: Sequence[Record], count: int
@@ -63,7 +61,9 @@ def compare(
     return said, tiles
 
 
-def nearest(samples: Features, training: Features) -> Int[np.ndarray, " n"]:
+def nearest(
+    samples: Float[np.ndarray, "n y x d"], training: Float[np.ndarray, "m y x d"]
+) -> Int[np.ndarray, " n"]:
     """Returns for each sample the number of the training image with the least squared distance."""
     flat = training.reshape(len(training), -1)
     size = (flat**2).sum(axis=1)

@@ -11,6 +11,7 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.evals import nearest
 from sparse_lavida_jax.mixture.records import Record
 from sparse_lavida_jax.models import vq
+from sparse_lavida_jax.pipeline import SparseLaViDa
 
 SETTINGS = config.VQ(
     image_size=8, channels=(4, 4), latent_channels=3, codebook_size=8, norm_groups=1
@@ -34,11 +35,14 @@ def test_what_is_remembered_is_counted(count):
         for i, one in enumerate(codes)
     ]
 
-    def generate(prompts):
-        return types.SimpleNamespace(pixels=[images[int(one.split()[1])] for one in prompts])
+    class Pipe(SparseLaViDa):
+        def __init__(self):
+            self.codec = types.SimpleNamespace(vq=MODEL)
 
-    pipe = types.SimpleNamespace(codec=types.SimpleNamespace(vq=MODEL), generate=generate)
-    said, tiles = nearest.compare(pipe, records, 2)
+        def generate(self, prompts):
+            return types.SimpleNamespace(pixels=[images[int(one.split()[1])] for one in prompts])
+
+    said, tiles = nearest.compare(Pipe(), records, 2)
     drawn = count if count == nearest.ENOUGH else 2
     assert f"{drawn} of {drawn} samples share at least 90%" in said
     assert [words for _, words in tiles[:2]] == ["image 0", "nearest: image 0"]
