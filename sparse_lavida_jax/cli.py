@@ -178,7 +178,14 @@ def _registers(text: str) -> tuple[int, int]:
     return counts
 
 
+def _settings(text: str) -> tuple[int, int | None]:
+    """Reads `12` or `12:16`, steps and registers."""
+    steps, _, registers = text.partition(":")
+    return int(steps), int(registers) if registers else None
+
+
 # argparse names these in its messages.
+_settings.__name__ = "number of steps such as 12, or 12:16 with the registers"
 _size.__name__, _box.__name__ = "size such as 512x512", "box such as 16,16,48,48"
 _registers.__name__ = "number of registers such as 64 or 64:8"
 
@@ -239,6 +246,7 @@ ARGUMENTS = {
     "save_steps": _argument(
         "--save-steps", "write how the first image unmasks", Path, metavar="GIF"
     ),
+    "kernels": _argument("--kernels", "check the attention kernel on this device", None),
     "json": _argument("--json", "print results for programs", None),
     # Sampling.
     "steps": _argument("--steps --num-inference-steps", "steps of an image or a text block", int),
@@ -290,10 +298,21 @@ ARGUMENTS = {
         "--max-waiting", "requests that may wait; more are refused", int, 64, metavar="N"
     ),
     "longest_wait": _argument(
-        "--longest-wait", "seconds that a request waits for others to share its batch", float, 0.02
+        "--longest-wait",
+        "most seconds that a request waits for others to share its batch",
+        float,
+        0.5,
     ),
     "programs": _argument(
         "--programs", "kinds of batches whose compiled programs are kept", int, 64, metavar="N"
+    ),
+    "only": _argument(
+        "--only",
+        "refuse steps and registers of images, and all other settings, except these and the"
+        " model's own; none: except the model's own",
+        _settings,
+        nargs="*",
+        metavar="STEPS[:REGISTERS]",
     ),
     "grace": _argument(
         "--grace", "seconds that running requests have to end when it is stopped", int, 5
@@ -305,7 +324,9 @@ _MODEL = "checkpoint batch_size json debug"
 _SAMPLING = "steps sampler registers temperature quantize"
 _CHATTING = "image_steps sampler registers image_temperature quantize seed"
 _DRAWING = "out grid save_steps num_images plan no_plan guidance order vq_dtype"
-_HOSTING = "checkpoint host port batch_size longest_wait max_waiting programs grace warmup debug"
+_HOSTING = (
+    "checkpoint host port batch_size longest_wait max_waiting programs only grace warmup debug"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -335,7 +356,7 @@ COMMANDS = {
     ),
     "demo": Command("serve a page to play with", "--port 8000", _HOSTING),
     "serve": Command(_SERVED, "--port 8000", _HOSTING),
-    "doctor": Command("say what is installed and what fits", "", "json debug"),
+    "doctor": Command("say what is installed and what fits", "", "kernels json debug"),
 }
 
 

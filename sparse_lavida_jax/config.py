@@ -31,7 +31,9 @@ from sparse_lavida_jax.schema import (
     PositiveShare,
     Section,
     Share,
-    Steps,
+    Size,
+    Sizes,
+    UpTo1024,
     Weights,
     at_least,
 )
@@ -58,13 +60,13 @@ VQ_DTYPES, QUANTIZED = typing.get_args(Dtype), typing.get_args(Quantized)
 class Vision(Section):
     """The vision tower of the understanding branch: patches, transformer, pool, projector."""
 
-    image_size: Positive = 96  # pixels a side
-    patch_size: Positive = 8  # pixels a side
-    width: Positive = 64
-    num_layers: Count = 2
-    num_heads: Positive = 4
-    mlp_hidden: int = 128
-    pool: Positive = 2  # patches a side that one convolution merges into one token
+    image_size: Size = 96  # pixels a side
+    patch_size: Size = 8  # pixels a side
+    width: Size = 64
+    num_layers: UpTo1024 = 2
+    num_heads: Size = 4
+    mlp_hidden: Size = 128
+    pool: Size = 2  # patches a side that one convolution merges into one token
     # A learned vector after every row of tiles, and after an image seen whole (spec Sec. 4).
     newline: bool = False
     # Sizes (width, height) in pixels of the grids of tiles that an image is cut into (spec Sec.
@@ -94,34 +96,34 @@ class Model(Section):
     """The two-branch denoiser (paper Sec. 3; the base model's "Elastic-MoT")."""
 
     # Text. Ids are those of the tokenizer that lies next to the parameters.
-    vocab_size: Positive = 512
+    vocab_size: Size = 512
     end_of_text_id: int = 0  # also pads text
     text_mask_id: int = 1
     # Understanding branch, and the attention that both branches share.
-    width: Positive = 128
-    mlp_hidden: Positive = 384
-    num_layers: Positive = 5
+    width: Size = 128
+    mlp_hidden: Size = 384
+    num_layers: UpTo1024 = 5
     dual_tower_layers: int = 3  # index of the last joint layer, as the release counts
-    num_heads: Positive = 4
-    head_dim: Positive = 32
+    num_heads: Size = 4
+    head_dim: Size = 32
     rope_theta: PositiveFloat = 500_000.0
-    norm_eps: float = 1e-5
+    norm_eps: NonNegative = 1e-5
     # Generation branch.
-    generation_width: Positive = 96
-    generation_mlp_hidden: Positive = 256
-    codebook_size: Positive = 64
+    generation_width: Size = 96
+    generation_mlp_hidden: Size = 256
+    codebook_size: Size = 64
     codes_per_token: Literal[1, 4] = 1  # g: 4 compresses 2x2 codes into one backbone token
-    grid_size: Positive = 6  # cells a side of the largest image
+    grid_size: Size = 6  # cells a side of the largest image
     # Layers between codes and backbone tokens (the release: "dit2"; spec Sec. 2.5): "embed", a
     # table and a matrix; "dit", norms and matrices between; "dit2", one more before the logits.
     image_head: Literal["embed", "dit", "dit2"] = "dit2"
     # Rows of the table of codes; 0: up to the mask id. The release has spare ones: 8448.
-    image_table_rows: int = 0
+    image_table_rows: Count = 0
     understanding_only: bool = False  # LLaDA: no generation branch, no vision tower
     # Ours, off in the release: learned embeddings of the row and the column of a cell, and of
     # what the vision tower sees there. Small models have no time to learn places otherwise.
     cell_positions: bool = False
-    num_registers: Count = 64  # Sec. 3.1
+    num_registers: UpTo1024 = 64  # Sec. 3.1
     vision: Vision = dataclasses.field(default_factory=Vision)
     # "full" for a model that was trained without the step-causal mask.
     trained_attention: Literal["full", "step_causal"] = "step_causal"
@@ -196,13 +198,13 @@ class Model(Section):
 class VQ(Section):
     """The image tokenizer: convolutional encoder, codebook, decoder (spec Sec. 3)."""
 
-    image_size: Positive = 96  # pixels a side
-    channels: tuple[int, ...] = (16, 16, 32, 48, 64)  # one entry a resolution
-    layers_per_block: Positive = 1  # residual layers of the encoder; the decoder has one more
+    image_size: Size = 96  # pixels a side
+    channels: Sizes = (16, 16, 32, 48, 64)  # one entry a resolution
+    layers_per_block: Blocks = 1  # residual layers of the encoder; the decoder has one more
     mid_attention: bool = False
-    latent_channels: Positive = 16
-    codebook_size: Positive = 64
-    norm_groups: Positive = 8
+    latent_channels: Size = 16
+    codebook_size: Size = 64
+    norm_groups: Size = 8
     # Positions that share the statistics of a norm: "group", as released, the whole image;
     # "pixel", ours, each alone, so that what stands in one cell cannot move the code of another.
     norm: Literal["group", "pixel"] = "group"
@@ -243,9 +245,9 @@ class Data(Section):
     tasks: Weights = dataclasses.field(default_factory=lambda: {"draw": 1.0})
     lessons: dict[str, Lesson] = dataclasses.field(default_factory=dict)  # taught before `tasks`
     image_codec: str = "scenes_g1"  # a folder of `assets/vq`, a path, or "grey" (digits)
-    text_block_len: Positive = 8  # S: tokens decoded together in a text answer
-    max_prompt_len: Positive = 96  # understanding tokens of the longest prompt, vision included
-    max_answer_len: Positive = 40  # text response tokens, a multiple of text_block_len
+    text_block_len: Size = 8  # S: tokens decoded together in a text answer
+    max_prompt_len: Size = 96  # understanding tokens of the longest prompt, vision included
+    max_answer_len: Size = 40  # text response tokens, a multiple of text_block_len
     # Tokens of the longest text that will be sampled: registers of a text row stand after a random
     # length from that of its response up to this; 0: right after its response.
     sampled_answer_len: Count = 0
@@ -257,11 +259,10 @@ class Data(Section):
     packing: Positive = 1  # examples that share a row, each a segment that sees itself alone
     # Static lengths that the batches of a group may have: each is a program of its own to compile.
     length_buckets: Positive = 1
-    # Of prepared records (`mixture/batches.py`): tokens of the longest sequence, images included,
-    # as released, and the loss weight of the codes in the boxes of an edit, of which the mean over
-    # the masked codes of an image is 1: 1 as in the released mixture, 5 where the release switches
-    # it on (spec Sec. 9.3).
-    max_sequence_len: Positive = 8192
+    # Of prepared records (`mixture/batches.py`): tokens of the longest sequence with images;
+    # the loss weight of the codes in the boxes of an edit (the mean over the masked codes of an
+    # image is 1): 1 as released, 5 where the release switches it on (spec Sec. 9.3).
+    max_sequence_len: Size = 8192
     # Whether prompts of images tell sizes and measures of them, as released (spec Sec. 5.4).
     micro_condition: bool = True
     edit_area_weight: Annotated[float, at_least(1)] = 1.0
@@ -298,8 +299,8 @@ class Diffusion(Section):
     # that sees what is clean before it; equal ones count once. `plan` has all, if no more than N.
     text_masked_blocks: Blocks = 1
     # Numbers of steps that a sampler's plan is drawn from: of an image, of a text block.
-    plan_steps: Steps = (8, 12, 18)
-    plan_text_steps: Steps = (2, 4, 8)
+    plan_steps: Sizes = (8, 12, 18)
+    plan_text_steps: Sizes = (2, 4, 8)
     # In half of the rows of `schedule`, and in all of `plan`, steps of an image are merged into
     # masked blocks of at least so many cells; -1: of as many as there are registers.
     merge_cells: CountOrAuto = -1
@@ -528,9 +529,8 @@ class Config(Section):
     """One experiment."""
 
     name: str = "unnamed"  # the run directory is runs/<name> unless --workdir says otherwise
-    seed: int = 0
-    # The language of prompts (`data/templates.py`): that of the small world, or
-    # that of a LaViDa-O. "": found from the rest, as for folders that were written without it.
+    seed: Count = 0
+    # Of prompts (`data/templates.py`): of the small world, of LaViDa-O; "": found from the rest.
     prompts: Literal["", "scenes", "chat"] = ""
     model: Model = dataclasses.field(default_factory=Model)
     vq: VQ = dataclasses.field(default_factory=VQ)

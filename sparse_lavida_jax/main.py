@@ -59,7 +59,8 @@ TAKES = {
     " distributed coordinator num_processes process_id",
     "sample": "config checkpoint task prompt image picture out seed",
     "evaluate": "config checkpoint workdir shard",
-    "convert": "dtype",
+    "convert": "dtype format",
+    "export": "format",
     "prepare": "config image_tokenizer tokenizer",
 }
 TAKEN_BY_ALL = ("mode", "help", "compilation_cache")
@@ -134,6 +135,10 @@ def _train(asked: flags.FlagValues, settings: config.Config) -> None:
         if together is not None:
             runtime.connect(*together)
             stack.callback(runtime.disconnect)
+        if settings.train.stage == "denoiser":
+            from sparse_lavida_jax.kernels import attention
+
+            attention.admit_kernel()
         runtime.keep_freed_memory()
         run = stack.enter_context(runs.Run(_workdir(asked, settings), settings))
         if settings.train.stage == "denoiser":
@@ -148,7 +153,7 @@ def _train(asked: flags.FlagValues, settings: config.Config) -> None:
         else:
             from sparse_lavida_jax.training import train_vq
 
-            train_vq.train(settings, run.folder)
+            train_vq.train(settings, run.folder, run.is_asked_to_stop)
 
 
 def _sample(asked: flags.FlagValues, settings: config.Config) -> None:
@@ -176,13 +181,16 @@ def _convert(asked: flags.FlagValues, settings: config.Config) -> str:
 
     src, dst, dtype = asked.src, asked.dst, asked.dtype or None
     with progress(f"{src} -> {dst}", in_bytes=True) as on_progress:
-        done = from_torch.convert(src, dst, dtype=dtype, on_progress=on_progress)
+        how: dict[str, Any] = {"dtype": dtype, "kind": asked.format or "safetensors"}
+        done = from_torch.convert(src, dst, **how, on_progress=on_progress)
     return f"{_written(dst, done)}, {', '.join(done.dtypes)}"
 
 
 def _export(asked: flags.FlagValues, settings: config.Config) -> str:
     from sparse_lavida_jax.convert import to_torch
 
+    if asked.format:
+        return f"{asked.dst}: {model_folder.copy(asked.src, asked.dst, asked.format)} tensors"
     done = to_torch.export(asked.src, asked.dst)
     return f"{_written(asked.dst, done)}, safetensors files: {done.num_shards}"
 
@@ -194,7 +202,9 @@ def _written(dst: str, done: Any) -> str:
 
 def _verify(asked: flags.FlagValues, settings: config.Config) -> str:
     folder = model_folder.find_model(asked.src)
-    return f"{folder}: {manifest.verify(folder)} files, all as they were written"
+    count = manifest.verify(folder)
+    manifest.verify_tensors(folder)
+    return f"{folder}: {count} files, all as they were written"
 
 
 def _prepare(asked: flags.FlagValues, settings: config.Config) -> str:
@@ -333,6 +343,10 @@ def _steps(words: str) -> range:
     return range(int(first), int(last))
 
 
+_FORMAT = (
+    "Of the parameters that convert writes, by default safetensors; with it, export writes a model"
+    " folder in place of one for PyTorch."
+)
 _SHARD = (
     "Which items to evaluate, as i/n: every n-th from the i-th (0 the first) on. By default each"
     " process of a cluster takes its share."
@@ -342,6 +356,7 @@ FLAGS: tuple[tuple[str, str | int | bool | tuple[str, ...], str], ...] = (
     ("mode", tuple(MODES), "What to do."),
     ("task", tuple(SAMPLE_TASKS), "What to sample."),
     ("dtype", ("", "float32", "bfloat16"), "Of converted parameters; by default as released."),
+    ("format", ("", "safetensors", "orbax"), _FORMAT),
     ("config", "", "A file of configs/."),
     ("workdir", "", "Run directory; by default runs/<name>."),
     ("checkpoint", "", "A model folder, a run directory, or a bundled model."),

@@ -22,10 +22,11 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from sparse_lavida_jax import config
-from sparse_lavida_jax.checkpoints import manifest, model_folder
+from sparse_lavida_jax import config, runtime
+from sparse_lavida_jax.checkpoints import hub, manifest, model_folder
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.templates import PromptLanguage, RequestError
+from sparse_lavida_jax.inference import records
 from sparse_lavida_jax.inference.batches import Bucket, Padding
 from sparse_lavida_jax.inference.engine import Engine, Programs, TaskRun
 from sparse_lavida_jax.inference.requests import (
@@ -42,7 +43,8 @@ from sparse_lavida_jax.inference.requests import (
     recorded_image,
     row_seeds,
 )
-from sparse_lavida_jax.inference.results import FORMAT, SAMPLER_VERSION, Origin, Result
+from sparse_lavida_jax.inference.results import Origin, Result
+from sparse_lavida_jax.kernels import attention
 from sparse_lavida_jax.lavida_o.prompts import ChatPrompts
 from sparse_lavida_jax.models import fuse, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
@@ -95,6 +97,7 @@ class SparseLaViDa:
         self.warned = False
 
     @classmethod
+    @runtime.interrupts_held()
     def from_pretrained(
         cls: type[S],
         folder_or_name: str | pathlib.Path,
@@ -103,8 +106,10 @@ class SparseLaViDa:
         mesh: jax.sharding.Mesh | None = None,
         dtype: str | None = None,
         task: fuse.Task = "both",
+        revision: str | None = None,
+        local_files_only: bool = False,
     ) -> S:
-        """Loads a checkpoint folder, a run directory or a bundled model by name.
+        """Loads a checkpoint folder, a run directory, or a bundled or the hub's model by name.
 
         On one GPU, or for one task, the parameters are fused for sampling (`fuse.for_inference`).
 
@@ -114,6 +119,7 @@ class SparseLaViDa:
             dtype: of the parameters, "float32" or "bfloat16"; by default as stored.
             task: "image" for images that are not laid out in text first, "text" for text: what
                 only the other reads is not kept, and what needs it is refused.
+            revision, local_files_only: of a hub's model, `org/name`: see `hub.fetch`.
 
         Raises:
             model_folder.CheckpointError: there is none, or it is damaged.
@@ -121,8 +127,12 @@ class SparseLaViDa:
         """
         if mesh is not None and task != "both":
             raise ValueError(f"over a mesh all parameters are kept: leave task={task!r} out.")
+        attention.admit_kernel()
         _check_is_ours(pathlib.Path(folder_or_name))
-        folder = model_folder.find_model(folder_or_name)
+        place = folder_or_name
+        if hub.is_id(place):
+            place = hub.fetch(str(place), revision=revision, local_files_only=local_files_only)
+        folder = model_folder.find_model(place)
         split = None if mesh is None else sharding.over(mesh)
         loaded = model_folder.load_model(folder, sharding=split, dtype=dtype)
         settings = loaded.config
@@ -138,6 +148,35 @@ class SparseLaViDa:
         fused = mesh is None and (jax.default_backend() == "gpu" or task != "both")
         model = fuse.for_inference(loaded.model, task=task) if fused else loaded.model
         return cls(model, settings, prompts, codec, batch_size, source)
+
+    def save_pretrained(self, folder: pathlib.Path | str) -> None:
+        """Writes the model folder that this was loaded from anew, with safetensors.
+
+        Raises:
+            CheckpointError: `folder` holds something else, the disk is full, or this was not
+                loaded, or from what has changed since.
+        """
+        model_folder.copy(self._loaded_from(), folder)
+
+    def push_to_hub(self, name: str, *, private: bool = False) -> str:
+        """Copies that folder with a card to the hub as `org/name`; returns its address there.
+
+        Raises:
+            CheckpointError: as `save_pretrained`, or see `hub.push`.
+        """
+        return hub.push(self._loaded_from(), name, private=private)
+
+    def _loaded_from(self) -> pathlib.Path:
+        place = pathlib.Path(self.source.name)
+        if hub.is_id(self.source.name):
+            place = hub.fetch(self.source.name, local_files_only=True)
+        if not self.source.name or manifest.digest(found := model_folder.find_model(place)) != (
+            self.source.sha256
+        ):
+            raise model_folder.CheckpointError(
+                "there is no folder of this very model: write the one you trained or load it anew."
+            )
+        return found
 
     @property
     def model(self) -> Denoiser:
@@ -161,9 +200,9 @@ class SparseLaViDa:
             raise config.ConfigError("only models of the small world have its examples.")
         return self.prompts.encoder
 
-    def with_model(self: S, model: Denoiser) -> S:
-        """Returns the same pipeline around other parameters."""
-        return type(self)(model, self.settings, self.prompts, self.codec, self.batch_size)
+    def with_model(self: S, model: Denoiser, source: Origin | None = None) -> S:
+        """Returns the same pipeline around other parameters, and where those came from."""
+        return type(self)(model, self.settings, self.prompts, self.codec, self.batch_size, source)
 
     def with_sampling(self: S, sampling: config.Sampling) -> S:
         """Returns the same pipeline with other default sampling settings."""
@@ -401,36 +440,29 @@ class SparseLaViDa:
             shown: the image that it was drawn after; by default the file that it was read from.
 
         Raises:
-            RequestError: a record of another version or checkpoint, or another image.
+            RequestError: a record of another version or checkpoint, a damaged one, or another
+                image.
         """
-        if record.get("format") != FORMAT:
-            raise RequestError(f"the record has format {record.get('format')!r}, not {FORMAT!r}.")
-        if (version := record.get("sampler", 1)) != SAMPLER_VERSION:
-            raise RequestError(
-                f"it was drawn by version {version} of the sampler, of sparse-lavida-jax"
-                f" {record.get('version', '0.1.0')}, and this is version {SAMPLER_VERSION}, which"
-                " draws something else: install what drew it."
-            )
-        theirs = record["checkpoint"]["sha256"]
+        records.check(record)
+        name, theirs = (record["checkpoint"].get(key, "") for key in ("name", "sha256"))
         if theirs != self.source.sha256:
             raise RequestError(
-                f"it was drawn by another checkpoint: {record['checkpoint']['name']} with SHA-256"
-                f" {theirs[:12]}, this is {self.source.name} with {self.source.sha256[:12]}."
+                f"it was drawn by another checkpoint: {name} with SHA-256 {theirs[:12]},"
+                f" this is {self.source.name} with {self.source.sha256[:12]}."
             )
         task, recipe = record["task"], dict(record["recipe"])
         if task != "reflect":
-            recipe["plan"] = False if record["plan"] is None else record["plan"]
-        if "known" in recipe:
-            recipe["known"] = np.array(recipe["known"], bool)
+            recipe["plan"] = False if record.get("plan") is None else record["plan"]
         sampling = config.build(config.Sampling, record["sampling"])
         seen = recorded_image(record, shown)
         made = self.requests(
             task, record["prompt"], seen, seed=record["seed"], sampling=sampling, **recipe
         )
-        bucket = record["bucket"] and Bucket(
-            record["bucket"]["rows"], tuple(record["bucket"]["prompt_len"])
-        )
-        return self.run(made, callback, bucket=bucket)
+        shapes = record.get("bucket")
+        bucket = shapes and Bucket(shapes["rows"], tuple(shapes["prompt_len"]))
+        model = records.attending(record, self.model)
+        pipe = self if model is self.model else self.with_model(model, self.source)
+        return pipe.run(made, callback, bucket=bucket)
 
     # -- requests in, results out ---------------------------------------------------------
 
@@ -465,6 +497,7 @@ class SparseLaViDa:
             self.warned = True
         return made
 
+    @runtime.interrupts_held()
     def run(
         self,
         requests: Sequence[Request],
@@ -495,6 +528,7 @@ class SparseLaViDa:
         how = sampling or self.settings.sampling
         return TaskRun(*parts, how, callback, bucket, padding, programs).run(requests)
 
+    @runtime.interrupts_held()
     def decode(
         self,
         examples: Sequence[Example],
@@ -559,7 +593,7 @@ def untrained_warning(name: str, preset: str) -> str:
 
 def _check_is_ours(folder: pathlib.Path) -> None:
     """Refuses a released PyTorch folder, and says what to do with it."""
-    if any(folder.glob("*.safetensors*")) and not (folder / "params").is_dir():
+    if any(folder.glob("*.safetensors*")) and not model_folder.is_ours(folder):
         raise model_folder.CheckpointError(
             f"{folder} is a PyTorch folder: convert it first, with"
             f" `sparse-lavida convert {folder} MODEL`, and give the MODEL folder."

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of a run, their memory, and the folder in which compiled programs are kept.
+"""The processes of a run, their memory, the folder of compiled programs, and Ctrl-C.
 
 Where several processes train one model together, each runs the same program on its own devices.
 Arrays lie over the devices of all, and every process takes part in every computation on such an
@@ -7,6 +7,7 @@ array. The first process alone writes what is not an array. With one process not
 communicates.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import json
@@ -14,20 +15,24 @@ import os
 import pathlib
 import signal
 import sys
-from collections.abc import Callable
+import threading
+import types
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import filelock
 import jax
 import numpy as np
+from jax._src import distributed  # what is public of it touches the devices
 from jax.experimental import multihost_utils
 
-from sparse_lavida_jax import config
 from sparse_lavida_jax.version import __version__
 
 T = TypeVar("T")
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's mallopt
 MOST_BYTES = 5 * 2**30  # of compiled programs; beyond it the oldest are deleted
+LOCK_SECONDS = 10  # to wait for the lock of their folder
 
 
 class ProcessError(Exception):
@@ -102,6 +107,22 @@ def first_does(action: Callable[[], T]) -> T | None:
     return result
 
 
+def first_decides(what: str, decide: Callable[[], str], wait_s: float) -> str:
+    """Returns, in every process, the words that the first one finds; no device is touched.
+
+    Args:
+        what: names the question, which is asked once in a run.
+        wait_s: how long the others wait.
+    """
+    state = distributed.global_state
+    if state.client is None:
+        return decide()
+    key = f"sparse_lavida_jax/{what}"
+    if state.process_id == 0:
+        state.client.key_value_set(key, decide())
+    return state.client.blocking_key_value_get(key, round(1000 * wait_s))
+
+
 def agreed_on_first(*values: float) -> tuple[float, ...]:
     """Returns, in every process, the numbers that the first one has."""
     if not are_several():
@@ -116,15 +137,18 @@ def holds_everywhere(holds: bool) -> bool:
     return bool(multihost_utils.process_allgather(np.int32(holds)).min())
 
 
-def check_same(settings: config.Config) -> None:
+def check_same(settings: dict[str, Any]) -> None:
     """Checks that all processes have the same settings and the same version of this program.
+
+    Args:
+        settings: of the run (`config.to_dict`).
 
     Raises:
         ProcessError: names the processes that differ from the first.
     """
     if not are_several():
         return
-    described = json.dumps([__version__, jax.__version__, config.to_dict(settings)], sort_keys=True)
+    described = json.dumps([__version__, jax.__version__, settings], sort_keys=True)
     own = np.frombuffer(hashlib.sha256(described.encode()).digest(), np.uint8)
     found = multihost_utils.process_allgather(own)
     different = np.flatnonzero((found != found[0]).any(axis=1)).tolist()
@@ -190,13 +214,81 @@ def programs_folder() -> pathlib.Path:
 def keep_programs(folder: pathlib.Path | str | None = None) -> None:
     """Keeps compiled programs, so that the next process does not compile them again.
 
-    Only commands call it: a library changes no setting of its process.
+    At most `MOST_BYTES` of them, unless `JAX_COMPILATION_CACHE_MAX_SIZE` says otherwise. Commands
+    call it, and a notebook may: a library changes no setting of its process.
 
     Args:
         folder: by default that of `JAX_COMPILATION_CACHE_DIR`, otherwise `programs_folder()`.
     """
-    if folder is None and os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        return  # jax reads it itself
-    folder = pathlib.Path(folder or programs_folder()).expanduser()
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
+    given = None if folder else os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    folder = pathlib.Path(given or folder or programs_folder()).expanduser()
+    if given is None:  # jax reads the variable itself
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+    if "JAX_COMPILATION_CACHE_MAX_SIZE" not in os.environ:
+        jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
+        _complete(folder)
+
+
+def _complete(folder: pathlib.Path) -> None:
+    """Completes the programs in a folder of which one of two files is missing.
+
+    jax keeps a program in one file and the time of its last use in another. A process without a
+    limit writes the first alone, and so does one that is killed in between: every process with a
+    limit would then fail to write, for good. A time without its program is removed.
+    """
+    if not folder.is_dir():
+        return
+    lock = filelock.FileLock(folder / ".lockfile", timeout=LOCK_SECONDS)  # jax's own
+    with contextlib.suppress(OSError, filelock.Timeout), lock:
+        for program in folder.glob("*-cache"):
+            used = program.with_name(program.name.removesuffix("-cache") + "-atime")
+            if not used.exists():
+                used.write_bytes(program.stat().st_mtime_ns.to_bytes(8, "little"))
+        for used in folder.glob("*-atime"):
+            if not used.with_name(used.name.removesuffix("-atime") + "-cache").exists():
+                used.unlink()
+
+
+# ---------------------------------------------------------------------------------------------
+# Ctrl-C.
+
+
+class _Held:
+    """Remembers Ctrl-C in place of raising KeyboardInterrupt."""
+
+    def __init__(self):
+        self.came = False
+
+    def note(self, number: int, frame: types.FrameType | None) -> None:
+        """Takes the first Ctrl-C down; the second one ends what is done at once."""
+        if self.came:
+            raise KeyboardInterrupt
+        self.came = True
+
+
+@contextlib.contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Holds Ctrl-C back until the block asks for it (`check_interrupt`), or ends.
+
+    A process that ends while XLA still computes for it crashes. Only where Ctrl-C would raise
+    KeyboardInterrupt: training, a server and other threads than the main one have their own ways.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    before = signal.signal(signal.SIGINT, _Held().note)
+    try:
+        yield
+        check_interrupt()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def check_interrupt() -> None:
+    """Raises KeyboardInterrupt, with nothing left to compute, if Ctrl-C came and was held back."""
+    held = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
+    is_main = threading.current_thread() is threading.main_thread()
+    if isinstance(held, _Held) and held.came and is_main:
+        jax.block_until_ready(jax.live_arrays())
+        raise KeyboardInterrupt

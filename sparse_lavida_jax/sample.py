@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from sparse_lavida_jax import config
+from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.kernels.attention import mesh_in_use, slot_multiple
 from sparse_lavida_jax.layout import (
@@ -333,6 +333,7 @@ def sample(
         start = own.stop
         blocks = range(int(segment.block[0]), int(segment.block[-1]) + 1)
         tell(int(state.passes), state.canvas, state.decoded_at, blocks)
+        runtime.check_interrupt()
         if stop_early and ends and _has_ended(state, model.settings.end_of_text_id):
             break
     canvas = np.array(state.canvas)

@@ -13,6 +13,7 @@ import pathlib
 import re
 import runpy
 import sys
+import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar, cast
@@ -27,6 +28,9 @@ OLD_NAMES = {
     "picture_seconds": "image_seconds",
     "no_picture": "no_image",
 }
+
+
+SHOWN = 200  # characters of a wrong value
 
 
 class ConfigError(ValueError):
@@ -51,6 +55,11 @@ def at_least(least: int) -> Allowed:
     return Allowed(lambda value: value >= least, f"it must be {least} or more")
 
 
+def between(least: int, most: int) -> Allowed:
+    """Returns bounds, themselves allowed."""
+    return Allowed(lambda value: least <= value <= most, f"it must lie in {least}..{most}")
+
+
 def _is_pattern(text: Any) -> bool:
     try:
         re.compile(text)
@@ -69,25 +78,31 @@ def _is_mesh(sizes: dict[str, int]) -> bool:
     return all(n > 0 or n == -1 for n in sizes.values()) and [*sizes.values()].count(-1) <= 1
 
 
-# Kinds of settings.
+# Kinds of settings. Whole numbers are bounded: what counts with them would otherwise never end.
 _ABOVE_0 = Allowed(lambda value: value > 0, "it must be greater than 0")
-Positive = Annotated[int, _ABOVE_0]
+_COUNTABLE = Allowed(lambda value: value < 2**31, "it must be less than 2**31")
+Positive = Annotated[int, _ABOVE_0, _COUNTABLE]
 PositiveFloat = Annotated[float, _ABOVE_0]
-Count = Annotated[int, at_least(0)]
+Count = Annotated[int, at_least(0), _COUNTABLE]
+Size = Annotated[int, between(1, 2**20)]  # of an axis of an array
+UpTo1024 = Annotated[int, between(0, 1024)]  # layers, registers
 NonNegative = Annotated[
     float, Allowed(lambda x: 0 <= x < math.inf, "it must be 0 or more, and finite")
 ]
 NonNegativeOrAuto = Annotated[
     float, Allowed(lambda x: x >= 0 or x == -1, "it must be 0 or more, or -1")
 ]
-CountOrAuto = Annotated[int, at_least(-1)]
+CountOrAuto = Annotated[int, at_least(-1), _COUNTABLE]
 Share = Annotated[float, Allowed(lambda x: 0 <= x <= 1, "it must lie in [0, 1]")]
 BelowOne = Annotated[float, Allowed(lambda x: 0 <= x < 1, "it must lie in [0, 1)")]
 PositiveShare = Annotated[float, Allowed(lambda x: 0 < x <= 1, "it must lie in (0, 1]")]
-Blocks = Annotated[int, Allowed(lambda n: 1 <= n <= 16, "it must lie in 1..16")]
-Steps = Annotated[
+Blocks = Annotated[int, between(1, 16)]
+Sizes = Annotated[
     tuple[int, ...],
-    Allowed(lambda steps: steps and min(steps) >= 1, "at least one number, all 1 or more"),
+    Allowed(
+        lambda sizes: 1 <= len(sizes) <= 16 and 1 <= min(sizes) <= max(sizes) <= 2**20,
+        "1 to 16 numbers, all 1 or more and none above 2**20",
+    ),
 ]
 Pattern = Annotated[str, Allowed(_is_pattern, "a regular expression")]
 Weights = Annotated[
@@ -157,19 +172,25 @@ class Section:
 
     def _check(self, name: str, holds: bool, allowed: str) -> None:
         if not holds:
-            value = getattr(self, name)
+            value = _shown(getattr(self, name))
             allowed = allowed.replace("self.", "")  # of rules: f"a multiple of {self.width=}"
-            raise ConfigError(f"{type(self).__name__}.{name}={value!r} is out of range: {allowed}.")
+            raise ConfigError(f"{type(self).__name__}.{name}={value} is out of range: {allowed}.")
 
 
-def build(schema: type[T], given: ConfigDict | dict[str, Any]) -> T:
+def build(schema: type[T], given: Any) -> T:
     """Turns a config section, and the sections in it, into its frozen dataclass.
 
     An older name of a setting (`OLD_NAMES`) is taken for the new one.
 
+    Args:
+        given: a `ConfigDict`, or a dict as JSON has it.
+
     Raises:
-        ConfigError: an unknown name (lists the known ones), a wrong type, or a value out of range.
+        ConfigError: no settings by name, an unknown name (lists the known ones), a wrong type, or a
+            value out of range.
     """
+    if not isinstance(given, dict | ConfigDict):
+        raise ConfigError(f"{schema.__name__} is {_shown(given)}: it must hold settings by name.")
     kinds = _kinds(schema)
     # Only what a person set has an old name: it comes last and replaces a default.
     old_last = sorted(given, key=OLD_NAMES.__contains__)
@@ -224,25 +245,40 @@ def _convert(schema: type, name: str, kind: Any, value: Any) -> Any:
     origin = typing.get_origin(kind) or kind
     if dataclasses.is_dataclass(kind):
         return value if isinstance(value, kind) else build(kind, value)  # type: ignore[arg-type]
-    if origin is dict:
-        of = typing.get_args(kind)[1]
-        return {
-            str(key): _convert(schema, f"{name}.{key}", of, one) for key, one in dict(value).items()
-        }
-    if origin is tuple:
-        return tuple(tuple(item) if isinstance(item, list | tuple) else item for item in value)
+    if isinstance(kind, types.UnionType) and isinstance(value, kind):
+        return value
+    if origin is Any:
+        return tuple(value) if isinstance(value, list) else value
     if origin is Literal:
         choices = typing.get_args(kind)
         origin = type(choices[0])
         value = OLD_NAMES.get(value, value) if isinstance(value, str) else value
     if origin is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, origin) or (origin is int and isinstance(value, bool)):
+        value = float(value) if abs(value) < 2**63 else math.inf
+    taken: Any = {dict: dict | ConfigDict, tuple: tuple | list}.get(origin, origin)
+    if not isinstance(value, taken) or (origin is int and isinstance(value, bool)):
         raise ConfigError(
-            f"{schema.__name__}.{name}={value!r} is a {type(value).__name__}; "
-            f"it must be a {origin.__name__}."
+            f"{schema.__name__}.{name}={_shown(value)} is a {type(value).__name__}; "
+            f"it must be a {kind if origin is types.UnionType else origin.__name__}."
         )
+    if origin is float and not math.isfinite(value):
+        raise ConfigError(f"{schema.__name__}.{name}={value} is out of range: it must be finite.")
+    if origin is dict:
+        of = typing.get_args(kind)[1]
+        return {str(key): _convert(schema, f"{name}.{key}", of, value[key]) for key in value}
+    if origin is tuple:
+        of, *more = typing.get_args(kind)
+        if more != [...] and len(value) != 1 + len(more):
+            count = 1 + len(more)
+            raise ConfigError(f"{schema.__name__}.{name}={_shown(value)} must hold {count} values.")
+        return tuple(_convert(schema, name, of, item) for item in value)
     return value
+
+
+def _shown(value: Any) -> str:
+    """Returns a value as it is written, the beginning alone where that is long."""
+    written = repr(value)
+    return written if len(written) <= SHOWN else f"{written[:SHOWN]}..."
 
 
 # ---------------------------------------------------------------------------------------------

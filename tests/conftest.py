@@ -43,6 +43,8 @@ def pytest_configure(config):
         os.environ["XDG_CACHE_HOME"] = folder
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", folder)
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+        # jax looks through the whole folder at every write where there is a limit.
+        os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", "-1")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
     jax.config.update(

@@ -5,12 +5,14 @@ import dataclasses
 import json
 import pathlib
 
+import chat_tokenizer
 import numpy as np
 import safetensors.numpy
 import tiny
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.convert import names, settings, tensors
+from sparse_lavida_jax.checkpoints import tensors
+from sparse_lavida_jax.convert import names, settings
 
 INDEX = "model.safetensors.index.json"
 
@@ -69,7 +71,7 @@ def write(
     given = settings.official_config(made, dtype) | changes
     given = {key: value for key, value in given.items() if value is not None}
     (folder / "config.json").write_text(json.dumps(given))
-    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    chat_tokenizer.made_tokenizer(folder)
     (folder / "tokenizer_config.json").write_text('{"add_bos_token": false}')
     (folder / "LICENSE").write_text("For research only.")
     if not made.model.understanding_only:

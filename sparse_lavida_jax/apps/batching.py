@@ -6,6 +6,7 @@ take turns on the device at the ends of their segments. A batch whose programs n
 device away while it compiles and runs them.
 """
 
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -24,6 +25,9 @@ from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sample import Progress
 
 CLOSE_SECONDS = 30.0  # most that closing waits for the segments that run
+MOST_THREADS = 32  # batches that are begun, those that wait for a compilation among them
+MOST_COMPILING = 2  # at once
+WAIT_SHARE = 0.25  # of the seconds of a batch: what waiting for company may cost
 MOST_KINDS = 256  # of which it is known how many rows are expected
 
 
@@ -49,9 +53,11 @@ class Limits:
         upload: bytes of an image file.
         images: images of one request, and attempts at one.
         new_tokens: of one answer.
-        longest_wait: seconds that a request waits for company though the device is free.
+        longest_wait: seconds that a request waits for company though the device is free, at most.
         together: batches of different kinds that take turns on the device; each has a cache.
         programs: batches of different shapes whose compiled programs are kept.
+        only: steps and registers of images that may be asked for besides the model's own, and
+            nothing else that needs programs; registers None: the model's own. None: any.
     """
 
     waiting: int = 64
@@ -59,9 +65,10 @@ class Limits:
     upload: int = 16 * 2**20
     images: int = 4
     new_tokens: int = 1024
-    longest_wait: float = 0.02
+    longest_wait: float = 0.5
     together: int = 4
     programs: int = 64
+    only: tuple[tuple[int, int | None], ...] | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -174,22 +181,15 @@ class Batch:
 
     Args:
         tickets: of one kind.
-        pipe: does them.
-        device: that they share with others.
-        known: what chooses programs that have run; others run beside the device's queue.
+        batcher: that they were given to.
 
     Attributes:
         left: steps to do; 0 while that is not known.
     """
 
-    def __init__(
-        self,
-        tickets: Sequence[Ticket],
-        pipe: SparseLaViDa,
-        device: Device,
-        known: set[Hashable],
-    ):
-        self.tickets, self.pipe, self.device, self.known = tickets, pipe, device, known
+    def __init__(self, tickets: Sequence[Ticket], batcher: "Batcher"):
+        self.tickets, self.batcher = tickets, batcher
+        self.pipe, self.device = batcher.pipe, batcher.device
         self.left = 0
 
     def run(self) -> None:
@@ -219,7 +219,7 @@ class Batch:
         else:
             for ticket in self.tickets:
                 if not ticket.future.done():
-                    Batch([ticket], self.pipe, self.device, self.known).run()
+                    Batch([ticket], self.batcher).run()
 
     def _firsts(self) -> Iterator[tuple[Ticket, int]]:
         """Yields each ticket and the number of its first row."""
@@ -247,16 +247,17 @@ class Batch:
 
     @contextlib.contextmanager
     def _programs(self, key: Hashable) -> Iterator[None]:
-        """Leaves the device to others while programs run that may have to be compiled first."""
-        if key in self.known:
+        """Leaves the device to others while programs run that have to be compiled first."""
+        known = self.batcher.known
+        with contextlib.ExitStack() as stack:
+            if key not in known:
+                self.device.give()
+                stack.callback(self.device.take, self)
+                stack.enter_context(self.batcher.beside(self.tickets[0].kind))
+                if key in known:  # somebody compiled it meanwhile
+                    stack.close()
             yield
-            return
-        self.device.give()
-        try:
-            yield
-            self.known.add(key)
-        finally:
-            self.device.take(self)
+            known.add(key)
 
 
 def _since(ticket: Ticket) -> float:
@@ -278,21 +279,26 @@ class Batcher:
 
     Attributes:
         open: requests that have not ended, in the order in which they came.
+        device: that batches take turns on.
+        known: what chooses programs that have run (`engine.Programs`).
         stops: whether nothing more is taken.
     """
 
     def __init__(self, pipe: SparseLaViDa, limits: Limits, ended: Callable[[Ticket], None]):
         self.pipe, self.limits, self.ended = pipe, limits, ended
         self.open: list[Ticket] = []
-        self._changed = threading.Condition()
-        self._device = Device()
-        self._known: set[Hashable] = set()
-        self._rehearsed: set[Ticket] = set()
-        self._live: set[Hashable] = set()  # kinds of the batches that are being done
-        self._expected: dict[Hashable, int] = {}  # rows of the next batch of each kind
+        self.device = Device()
+        self.known: set[Hashable] = set()
         self.stops = False
+        self._changed = threading.Condition()
+        self._busy: collections.Counter[Hashable] = collections.Counter()  # kinds on the device
+        self._begun = 0  # batches, those that compile among them
+        # Rows of the next batch of each kind, and seconds to wait for them.
+        self._expected: dict[Hashable, tuple[int, float]] = {}
+        self._rehearsed: set[Ticket] = set()
+        self._compiling = threading.BoundedSemaphore(MOST_COMPILING)
         self._workers = concurrent.futures.ThreadPoolExecutor(
-            limits.together, thread_name_prefix="device"
+            MOST_THREADS, thread_name_prefix="device"
         )
 
     @property
@@ -335,17 +341,16 @@ class Batcher:
         ticket = Ticket(requests, [], began=time.monotonic())
         ticket.future.set_running_or_notify_cancel()
         with self._changed:
-            self._live.add(ticket)  # programs are not dropped meanwhile
+            self._begin(ticket)
             self._rehearsed.add(ticket)
             ticket.cancelled = self.stops
         try:
-            Batch([ticket], self.pipe, self._device, self._known).run()
+            Batch([ticket], self).run()
             ticket.future.result()
         finally:
             with self._changed:
-                self._live.remove(ticket)
+                self._end(ticket)
                 self._rehearsed.remove(ticket)
-                self._changed.notify_all()
 
     def stop(self) -> None:
         """Takes nothing more, and turns away what waits; what runs goes on."""
@@ -373,36 +378,58 @@ class Batcher:
             self._changed.notify_all()
         self.ended(ticket)
 
+    @contextlib.contextmanager
+    def beside(self, kind: Hashable) -> Iterator[None]:
+        """Lets other batches begin, also of this kind, while one compiles; few compile at once."""
+        with self._changed:
+            self._busy -= collections.Counter([kind])
+            if not self.stops:
+                self._workers.submit(self._work)
+        try:
+            with self._compiling:
+                yield
+        finally:
+            with self._changed:
+                self._busy[kind] += 1
+
     def _work(self) -> None:
         """Does batches until none waits that could begin."""
-        while batch := self._gather():
+        while tickets := self._gather():
             try:
-                Batch(batch, self.pipe, self._device, self._known).run()
+                Batch(tickets, self).run()
             finally:
-                self._done(batch[0].kind, sum(len(ticket.requests) for ticket in batch))
+                self._done(tickets)
 
     def _gather(self) -> list[Ticket]:
         """Returns requests that are done together from now on; none where none could begin.
 
-        They wait for company only where more are expected (`_done`), and at most for
-        `limits.longest_wait`.
+        They wait for company only where more are expected (`_done`).
         """
         with self._changed:
             while True:
                 self._drop_programs()
-                free = (ticket for ticket in self.waiting if ticket.kind not in self._live)
-                if (first := next(free, None)) is None:
+                free = (ticket for ticket in self.waiting if ticket.kind not in self._busy)
+                first = next(free, None)
+                if first is None or self._busy.total() >= self.limits.together:
                     return []
                 kind = first.kind
-                self._live.add(kind)
-                expected = self._expected.get(kind, 0) if first.shares else 0
+                self._begin(first)
+                expected, wait = self._expected.get(kind, (0, 0.0))
                 self._changed.wait_for(
-                    lambda kind=kind, expected=expected: self._rows_of(kind) >= expected,
-                    self.limits.longest_wait,
+                    lambda kind=kind, expected=expected: self._rows_of(kind) >= expected, wait
                 )
                 if batch := self._taken(kind):
                     return batch
-                self._live.remove(kind)  # cancelled meanwhile
+                self._end(first)  # cancelled meanwhile
+
+    def _begin(self, ticket: Ticket) -> None:
+        self._busy[ticket.kind] += 1
+        self._begun += 1
+
+    def _end(self, ticket: Ticket) -> None:
+        self._busy -= collections.Counter([ticket.kind])  # what is 0 is left out
+        self._begun -= 1
+        self._changed.notify_all()
 
     def _rows_of(self, kind: Hashable) -> int:
         return sum(len(ticket.requests) for ticket in self.waiting if ticket.kind == kind)
@@ -421,26 +448,29 @@ class Batcher:
                 taken.append(ticket)
         return taken
 
-    def _done(self, kind: Hashable, rows: int) -> None:
+    def _done(self, tickets: Sequence[Ticket]) -> None:
         """Lets the next batch of a kind begin, and says how many rows it may have.
 
         Who was answered may ask again at once, and who came meanwhile is there already.
         """
+        first, rows = tickets[0], sum(len(ticket.requests) for ticket in tickets)
+        wait = min(self.limits.longest_wait, WAIT_SHARE * _since(first))
         with self._changed:
             if len(self._expected) >= MOST_KINDS:
                 self._expected.clear()
-            self._expected[kind] = min(rows + self._rows_of(kind), self.pipe.batch_size)
-            self._live.remove(kind)
-            self._changed.notify_all()
+            if first.shares:
+                most = min(rows + self._rows_of(first.kind), self.pipe.batch_size)
+                self._expected[first.kind] = most, wait
+            self._end(first)
 
     def _drop_programs(self) -> None:
         """Frees all compiled programs if there are too many; no batch runs then.
 
         Their number and their memory would grow with every new setting that somebody asks for.
         """
-        if len(self._known) < self.limits.programs:
+        if len(self.known) < self.limits.programs:
             return
-        self._changed.wait_for(lambda: not self._live)
-        if len(self._known) >= self.limits.programs:  # unless another thread was first
+        self._changed.wait_for(lambda: not self._begun)
+        if len(self.known) >= self.limits.programs:  # unless another thread was first
             jax.clear_caches()
-            self._known.clear()
+            self.known.clear()

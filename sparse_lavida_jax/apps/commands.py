@@ -18,7 +18,9 @@ from sparse_lavida_jax.apps.errors import DEFAULT_MODEL, UsageError
 from sparse_lavida_jax.apps.tasks import FORMS, cell_rows
 from sparse_lavida_jax.apps.terminal import progress, say
 from sparse_lavida_jax.data import image_files
+from sparse_lavida_jax.data.files import parse_json
 from sparse_lavida_jax.data.templates import RequestError, check_words
+from sparse_lavida_jax.inference import records
 from sparse_lavida_jax.inference.requests import TASKS, ShownImage, shown_images
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.pipeline import SparseLaViDa
@@ -47,8 +49,9 @@ def run(name: str, asked: argparse.Namespace) -> int:
         OSError: something could not be written.
     """
     if name == "doctor":
-        found = doctor.report()
-        print(json.dumps(found) if asked.json else doctor.text(found))
+        found = doctor.kernels() if asked.kernels else doctor.report()
+        told = doctor.kernels_text if asked.kernels else doctor.text
+        print(json.dumps(found) if asked.json else told(found))
     elif name == "chat":
         _chat(asked)
     elif getattr(asked, "replay", None) is not None:
@@ -187,7 +190,7 @@ def read_batch(path: pathlib.Path) -> list[dict[str, Any]]:
 
 def _entry(where: str, line: str) -> dict[str, Any]:
     try:
-        entry = json.loads(line)
+        entry = parse_json(line)
         if not isinstance(entry, dict) or not str(entry.get("prompt", "")).strip():
             raise ValueError('it must be an object with a prompt: {"prompt": "a red circle"}.')
         named = {OTHER_KEYS.get(str(key), str(key)): value for key, value in entry.items()}
@@ -234,8 +237,8 @@ def _chat(asked: argparse.Namespace) -> None:
 def _replay(asked: argparse.Namespace) -> None:
     record = image_files.read_record(asked.replay)
     image_files.check_writable(asked.out)
-    recorded = record.get("checkpoint", {}).get("name")
-    pipe = _load(asked, recorded)
+    records.check(record)
+    pipe = _load(asked, record["checkpoint"].get("name"))
     here = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
     if record.get("software") != here:
         say(

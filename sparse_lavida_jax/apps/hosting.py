@@ -46,7 +46,10 @@ def run(name: str, asked: argparse.Namespace) -> int:
         model = asked.checkpoint or DEFAULT_MODEL
         pipe = SparseLaViDa.from_pretrained(model, batch_size=asked.batch_size)
         limits = Limits(
-            waiting=asked.max_waiting, longest_wait=asked.longest_wait, programs=asked.programs
+            waiting=asked.max_waiting,
+            longest_wait=asked.longest_wait,
+            programs=asked.programs,
+            only=None if asked.only is None else tuple(asked.only),
         )
         service = Service(pipe, limits)
         host, port = door.getsockname()[:2]

@@ -22,10 +22,10 @@ from sparse_lavida_jax.apps.batching import Batcher, Cancelled, Limits, Stopped,
 from sparse_lavida_jax.apps.errors import REFUSED
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.data.templates import RequestError, check_words
-from sparse_lavida_jax.inference.requests import Shown
+from sparse_lavida_jax.inference.requests import TASKS, Request, Shown
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.pipeline import SparseLaViDa
-from sparse_lavida_jax.sampling.options import ALIASES, OPTIONS
+from sparse_lavida_jax.sampling.options import ALIASES, OPTIONS, changed
 
 WARM_UP = "a red circle above a blue square"  # of the length of most prompts
 
@@ -77,6 +77,7 @@ class Service:
             options = _by_row(options)
         try:
             requests = self.pipe.requests(task, words, shown, **options)
+            self._check_settings(requests)
         except REFUSED:
             with self._lock:
                 self.counts[task, "refused"] += 1
@@ -101,9 +102,10 @@ class Service:
         return self._warm and not self._batcher.stops
 
     def warm_up(self) -> threading.Thread:
-        """Begins to compile what images and short answers by default need, in every size of batch.
+        """Begins to compile what images and short answers need, in every size of batch.
 
-        Requests are taken meanwhile and do not wait for it. Afterwards the service is `ready`.
+        That is by the settings of the model and by those of `limits.only`. Requests are taken
+        meanwhile and do not wait for it. Afterwards the service is `ready`.
         """
         self._warm = False
         thread = threading.Thread(target=self._rehearse, name="warm-up")
@@ -116,9 +118,11 @@ class Service:
         sizes = [1 << i for i in range(most.bit_length()) if 1 << i < most] + [most]
         for rows in sizes:
             for task in tasks:
-                made = self.pipe.requests(task, [WARM_UP] * rows)
-                with contextlib.suppress(Cancelled):
-                    self._batcher.rehearse(made)
+                for steps, registers in self._settings(task):
+                    how = {"steps": steps, "registers": registers}
+                    made = self.pipe.requests(task, [WARM_UP] * rows, **how)
+                    with contextlib.suppress(Cancelled):
+                        self._batcher.rehearse(made)
         self._warm = True
 
     def stop(self) -> None:
@@ -176,6 +180,28 @@ class Service:
             asked = options.get(name)
             if asked is not None and not 1 <= asked <= most:
                 raise RequestError(f"{name}={asked} is out of range: 1 to {most}.")
+
+    def _settings(self, task: str) -> list[tuple[int | None, int | None]]:
+        """Returns steps and registers that may be asked for and are compiled beforehand."""
+        return [(None, None), *(self.limits.only or () if TASKS[task].draws else ())]
+
+    def _check_settings(self, requests: Sequence[Request]) -> None:
+        """Refuses what would have to be compiled, where `limits.only` says so."""
+        if self.limits.only is None:
+            return
+        base, task = self.pipe.settings.sampling, requests[0].task
+        draws, known = TASKS[task].draws, self._settings(task)
+        settings = [changed(base, draws=draws, steps=n, registers=m) for n, m in known]
+        if all(request.sampling in settings for request in requests):
+            return
+        named = [
+            f"{steps} steps" + ("" if registers is None else f" and {registers} registers")
+            for steps, registers in known[1:]
+        ]
+        raise RequestError(
+            f"this server compiles nothing more for {task!r}. Leave the settings out"
+            f"{', or ask for ' + ' or '.join(named) if named else ''}."
+        )
 
     def _count(self, ticket: Ticket) -> None:
         with self._lock:

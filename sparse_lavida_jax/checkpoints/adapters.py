@@ -8,7 +8,6 @@ TENSORS.sha256, MANIFEST.sha256
 """
 
 import dataclasses
-import json
 import pathlib
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy as np
 import safetensors.numpy
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.checkpoints import manifest, model_folder
+from sparse_lavida_jax.checkpoints import arrays, manifest, model_folder
 from sparse_lavida_jax.checkpoints.arrays import CheckpointError
 from sparse_lavida_jax.data import files
 from sparse_lavida_jax.models import lora, parameters
@@ -69,7 +68,7 @@ def load_model(folder: pathlib.Path | str, base: pathlib.Path | str) -> model_fo
         raise CheckpointError(f"there are no adapters in {folder}: it has no {ADAPTERS}.")
     manifest.verify(folder)
     try:
-        known = json.loads((folder / BASE).read_text())
+        known = files.read_json(folder / BASE)
         digest, where = known["manifest_sha256"], known["model"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder / BASE} is missing or damaged: {error}") from error
@@ -79,7 +78,10 @@ def load_model(folder: pathlib.Path | str, base: pathlib.Path | str) -> model_fo
             f" {base} is another one: its {manifest.MANIFEST} has another SHA-256 than"
             f" {digest[:12]}... ."
         )
+    manifest.verify_tensors(folder)
     leaves = safetensors.numpy.load_file(folder / ADAPTERS)
+    for name, leaf in leaves.items():
+        arrays.refuse_nonfinite(f"{name} in {folder / ADAPTERS}", leaf)
     low_rank, loaded = model_folder.read_config(folder).lora, model_folder.load_model(base)
     try:
         model = loaded.model

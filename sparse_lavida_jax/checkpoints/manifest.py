@@ -3,23 +3,26 @@
 
 import contextlib
 import pathlib
+import re
 
 import safetensors
 
-from sparse_lavida_jax.checkpoints import arrays
+from sparse_lavida_jax.checkpoints import arrays, stores
 from sparse_lavida_jax.checkpoints.arrays import CheckpointError
 from sparse_lavida_jax.data import files
 
 MANIFEST = "MANIFEST.sha256"
 TENSORS_NAMED = 5  # in a complaint about a damaged file
+_LINE = re.compile(r"[0-9a-f]{64}  \S.*")
 
 
 def write(folder: pathlib.Path) -> None:
     """Writes the digests of all files, and of the tensors in safetensors files."""
-    digests = arrays.read_digests(folder)
-    for path in sorted(folder.rglob("*.safetensors")):
+    digests = arrays.read_digests(folder)  # of the parameters, which were digested as written
+    for path in _others(folder, ""):
         digests |= _digests_in(folder, path)
     arrays.write_digests(folder, digests)
+    (folder / MANIFEST).unlink(missing_ok=True)  # lists all but itself
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     lines = [f"{files.sha256(path)}  {path.relative_to(folder).as_posix()}\n" for path in paths]
     (folder / MANIFEST).write_text("".join(lines))
@@ -37,52 +40,104 @@ def digest(folder: pathlib.Path) -> str:
 
 
 def verify(folder: pathlib.Path) -> int:
-    """Compares every file of a model folder with the manifest; returns how many there are.
+    """Compares the files of a model folder with the manifest; returns how many there are.
+
+    Files that are hidden (`.git*`, `.cache`) and not listed are left aside.
 
     Raises:
-        CheckpointError: names the first file that is missing or changed, and the tensors that
-            this changed.
+        CheckpointError: names the first file that is missing, not listed or changed, and the
+            tensors that a change concerns; or the manifest lists nothing, or is damaged.
     """
+    known = _read(folder)
+    names = {name.relative_to(folder) for name in folder.rglob("*") if name.is_file()}
+    is_hidden = re.compile(r"(^|/)\.").search
+    there = {name.as_posix() for name in names if not is_hidden(name.as_posix())} - {MANIFEST}
+    for name in sorted(known.keys() - there):
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder / name} is missing. Copy the folder {folder} again.")
+    if unknown := sorted(there - known.keys()):
+        raise CheckpointError(
+            f"{folder / unknown[0]} is not in {MANIFEST}, which lists every file of a model folder:"
+            f" the list is cut short, or the file was put there later. Copy the folder {folder}"
+            " again, or take the file away."
+        )
+    for name, digest in known.items():
+        path = folder / name
+        if files.sha256(path) != digest:
+            raise CheckpointError(
+                f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}."
+                f"{_damaged_tensors(folder, path)} Copy the folder {folder} again."
+            )
+    return len(known)
+
+
+def verify_tensors(folder: pathlib.Path, inside: str = "") -> None:
+    """Compares arrays with their own digests, which a manifest that was made anew leaves alone.
+
+    Args:
+        inside: the folder whose safetensors files to look at, such as `vq`; by default all, and
+            the parameters of the model.
+
+    Raises:
+        CheckpointError: names those that are not what was written.
+    """
+    known, found = arrays.read_digests(folder), {}
+    for path in _others(folder, inside):
+        found |= _digests_in(folder, path)
+    if inside:
+        known = {name: sum for name, sum in known.items() if name.startswith(f"{inside}/")}
+    elif stores.holds_params(folder):
+        found |= stores.open_params(folder).digests()
+    if complaint := _complaint(known, found):
+        raise CheckpointError(f"{folder} is damaged.{complaint} Copy it again.")
+
+
+def _read(folder: pathlib.Path) -> dict[str, str]:
+    """Returns what the manifest says: digests by the name of the file."""
     try:
         lines = (folder / MANIFEST).read_text().splitlines()
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder} has no {MANIFEST}: it was not written to its end. Copy it again."
         ) from None
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder / MANIFEST} is damaged. Copy {folder} again.") from error
-    for line in lines:
-        known, _, name = line.partition("  ")
-        path = folder / name
-        if not path.is_file():
-            raise CheckpointError(f"{path} is missing. Copy the folder {folder} again.")
-        if files.sha256(path) != known:
-            raise CheckpointError(
-                f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}."
-                f"{_damaged_tensors(folder, path)} Copy the folder {folder} again."
-            )
-    return len(lines)
+    if not lines or not all(map(_LINE.fullmatch, lines)):
+        what = "is damaged" if lines else "is empty"
+        raise CheckpointError(f"{folder / MANIFEST} {what}. Copy the folder {folder} again.")
+    return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
 
 
 def _damaged_tensors(folder: pathlib.Path, path: pathlib.Path) -> str:
     """Returns a sentence with the arrays that a damaged file changed; there may be none."""
     name, digests = path.relative_to(folder).as_posix(), arrays.read_digests(folder)
     found: dict[str, str] = {}
-    if path.suffix == ".safetensors":
+    if path in _others(folder, ""):
         found = _digests_in(folder, path)
         digests = {key: known for key, known in digests.items() if key.startswith(f"{name}:")}
-    elif name.startswith(f"{arrays.PARAMS}/"):
-        with arrays.silence(), contextlib.suppress(CheckpointError):
-            found = arrays.ParamsReader(folder / arrays.PARAMS).digests()
+    elif path.suffix == ".safetensors" or name.startswith(f"{stores.PARAMS}/"):
+        with stores.silence(), contextlib.suppress(CheckpointError):
+            found = stores.open_params(folder).digests()
         digests = {key: known for key, known in digests.items() if ":" not in key}
     else:
         return ""
-    damaged = [key for key, known in digests.items() if found.get(key) != known]
+    return _complaint(digests, found)
+
+
+def _complaint(known: dict[str, str], found: dict[str, str]) -> str:
+    """Returns a sentence with the arrays whose digests are not those known; there may be none."""
+    damaged = [name for name in known if found.get(name) != known[name]]
     if not damaged:
         return ""
     more = f" and {len(damaged) - TENSORS_NAMED} more" if len(damaged) > TENSORS_NAMED else ""
     named, several = f"{', '.join(damaged[:TENSORS_NAMED])}{more}", len(damaged) > 1
     return f" The tensor{'s' * several} {named} {'are' if several else 'is'} not what was written."
+
+
+def _others(folder: pathlib.Path, inside: str) -> list[pathlib.Path]:
+    """Returns the safetensors files that do not hold the parameters of the model."""
+    found = set((folder / inside).rglob("*.safetensors")) - set(folder.glob(stores.FILES))
+    return sorted(found)
 
 
 def _digests_in(folder: pathlib.Path, path: pathlib.Path) -> dict[str, str]:

@@ -2,19 +2,20 @@
 """Model folders, each complete in itself.
 
 config.json       settings, with a format tag
-params/           nested dict of arrays, one leaf a layer (joint_layers/00/...)
+model.safetensors the parameters, one array a layer (joint_layers/00/...), or several such files
+                  with their index; or params/, the array store of orbax
 tokenizer.json
 vq/               the image tokenizer, where the model has one
 official/         of a converted model: the small files of the released folder
 unused.safetensors  of a converted model: released tensors that this model does without
 README.md         source, licence, commit
-TENSORS.sha256    of every array in params/, and in the safetensors files
+TENSORS.sha256    of every parameter, and of every array in the other safetensors files
 MANIFEST.sha256   of all of the above
 """
 
 import contextlib
 import dataclasses
-import json
+import functools
 import pathlib
 import shutil
 from collections.abc import Callable, Iterator
@@ -25,9 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from sparse_lavida_jax import config
-from sparse_lavida_jax.checkpoints import arrays, manifest
+from sparse_lavida_jax import config, runtime
+from sparse_lavida_jax.checkpoints import arrays, manifest, stores
 from sparse_lavida_jax.checkpoints.arrays import CheckpointError, ChooseDtype
+from sparse_lavida_jax.checkpoints.tensors import INDEX, Tensor, dtype_name
 from sparse_lavida_jax.data import files
 from sparse_lavida_jax.models import denoiser, lora
 from sparse_lavida_jax.models.denoiser import Denoiser
@@ -58,19 +60,21 @@ class LoadedModel(NamedTuple):
 # Reading.
 
 
+@runtime.interrupts_held()
 def load_model(
     folder_or_name: pathlib.Path | str,
     *,
     make_model: Callable[[config.Config], nnx.Module] | None = None,
     sharding: ChooseSharding | None = None,
     dtype: str | ChooseDtype | None = None,
+    check_finite: bool = True,
 ) -> LoadedModel:
     """Reads a model folder, a run directory with a finished model, or a bundled model by name.
 
     Args:
         make_model: makes the model whose parameters to fill in; the denoiser by default. Only its
             shapes are used.
-        sharding, dtype: see `arrays.load_params`.
+        sharding, dtype, check_finite: see `stores.load_params`.
 
     Raises:
         CheckpointError: nothing there, a damaged file, or other parameters than the model's.
@@ -82,8 +86,16 @@ def load_model(
         module = denoiser.shapes(settings.model)
     else:
         module = jax.eval_shape(lambda: make_model(settings))
-    model = arrays.load_params(folder / arrays.PARAMS, module, sharding=sharding, dtype=dtype)
+    model = stores.load_params(
+        folder,
+        module,
+        sharding=sharding,
+        dtype=dtype,
+        digests=arrays.read_digests(folder),
+        check_finite=check_finite,
+    )
     vq = folder / "vq"
+    manifest.verify_tensors(folder, vq.name)
     return LoadedModel(model, settings, folder / "tokenizer.json", vq if vq.is_dir() else None)
 
 
@@ -100,7 +112,7 @@ def find_model(folder_or_name: pathlib.Path | str) -> pathlib.Path:
     """
     folder = pathlib.Path(folder_or_name)
     for candidate in (folder, folder / "model", BUNDLED / folder):
-        if (candidate / arrays.PARAMS).is_dir():
+        if stores.holds_params(candidate):
             return candidate
     if (folder / "state").is_dir():
         raise CheckpointError(
@@ -116,7 +128,7 @@ def find_model(folder_or_name: pathlib.Path | str) -> pathlib.Path:
 
 def bundled_models() -> list[str]:
     """Returns the names of the models that come with the package."""
-    return sorted(folder.parent.name for folder in BUNDLED.glob(f"*/{arrays.PARAMS}"))
+    return sorted(folder.name for folder in BUNDLED.glob("*") if stores.holds_params(folder))
 
 
 def read_config(folder: pathlib.Path) -> config.Config:
@@ -127,10 +139,10 @@ def read_config(folder: pathlib.Path) -> config.Config:
     """
     path = folder / "config.json"
     try:
-        given = json.loads(path.read_text())
+        given = files.read_json(path)
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no config.json, so its model is unknown.") from None
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     tag = given.pop("format", None) if isinstance(given, dict) else None
     if tag != FORMAT:
@@ -158,6 +170,7 @@ def save_model(
     vq_folder: pathlib.Path | None,
     readme: str,
     dtype: str = "float32",
+    kind: stores.Format = "safetensors",
 ) -> None:
     """Writes a model folder, replacing an older one. It is whole or not there at all.
 
@@ -167,20 +180,56 @@ def save_model(
         vq_folder: the image tokenizer to copy; None for a model without one.
         readme: source, licence and commit, in Markdown.
         dtype: float16, bfloat16 or float32, of the parameters on disk.
+        kind: how they are stored.
 
     Raises:
         CheckpointError: the folder holds something else, or the disk is full.
     """
-    leaves, stored = arrays.by_layer(lora.merged(model)), jnp.dtype(dtype)
-    size = sum(leaf.size * stored.itemsize for leaf in leaves.values())
-    with new_model_folder(folder, settings, size) as new:
-        with arrays.ParamsWriter(new) as writer:
-            for name, leaf in leaves.items():
-                writer.add(name, np.asarray(leaf, stored))
+    stored = jnp.dtype(dtype)
+    wanted = [
+        Tensor(
+            name, dtype_name(stored), leaf.shape, functools.partial(np.asarray, leaf, dtype=stored)
+        )
+        for name, leaf in arrays.by_layer(lora.merged(model)).items()
+    ]
+    with new_model_folder(folder, settings, sum(one.nbytes for one in wanted)) as new:
+        stores.write_params(new, wanted, kind)
         shutil.copyfile(tokenizer_path, new / "tokenizer.json")
         if vq_folder is not None:
             shutil.copytree(vq_folder, new / "vq")
         (new / "README.md").write_text(readme)
+
+
+def copy(
+    source: pathlib.Path | str,
+    folder: pathlib.Path | str,
+    kind: stores.Format = "safetensors",
+    *,
+    readme: str | None = None,
+) -> int:
+    """Writes a model folder anew, its parameters stored as `kind` says; returns how many.
+
+    Args:
+        readme: in place of the one that it has.
+
+    Raises:
+        CheckpointError: `source` is damaged, `folder` holds something else, or the disk is full.
+    """
+    source = find_model(source)
+    manifest.verify(source)
+    store = stores.open_params(source)
+    wanted = [
+        Tensor(name, dtype_name(leaf.dtype), leaf.shape, functools.partial(store.read_one, name))
+        for name, leaf in store.leaves.items()
+    ]
+    size = sum(one.nbytes for one in wanted)
+    with new_model_folder(folder, read_config(source), size) as new:
+        written = (stores.PARAMS, stores.FILES, INDEX, arrays.TENSORS, manifest.MANIFEST, ".*")
+        shutil.copytree(source, new, ignore=shutil.ignore_patterns(*written), dirs_exist_ok=True)
+        stores.write_params(new, wanted, kind)
+        if readme is not None:
+            (new / "README.md").write_text(readme)
+    return len(wanted)
 
 
 @contextlib.contextmanager
@@ -212,6 +261,14 @@ def write_config(folder: pathlib.Path, settings: config.Config) -> None:
     """Writes `config.json`, tagged with the format of the folder."""
     tagged = {"format": FORMAT, **config.to_dict(settings)}
     files.write_json(folder / "config.json", tagged, indent=2)
+
+
+def is_ours(folder: pathlib.Path) -> bool:
+    """Whether a folder says of itself that it is a model folder, of whatever version."""
+    try:
+        return str(files.read_json(folder / "config.json")["format"]).startswith(FORMAT[:-1])
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
 
 
 def check_replaceable(folder: pathlib.Path) -> None:

@@ -8,7 +8,7 @@ listed at once, and where there is one nothing is written.
 
 import contextlib
 import dataclasses
-import json
+import functools
 import pathlib
 import re
 import shutil
@@ -21,17 +21,16 @@ import numpy as np
 import safetensors
 from flax import nnx
 
-from sparse_lavida_jax import config
-from sparse_lavida_jax.checkpoints import arrays, model_folder
-from sparse_lavida_jax.convert import names, tensors
-from sparse_lavida_jax.convert.settings import has_generation_branch, settings_from
-from sparse_lavida_jax.convert.tensors import ConvertError
+from sparse_lavida_jax import config, runtime
+from sparse_lavida_jax.checkpoints import arrays, model_folder, stores, tensors
+from sparse_lavida_jax.checkpoints.tensors import INDEX, SINGLE
+from sparse_lavida_jax.convert import names
+from sparse_lavida_jax.convert.settings import ConvertError, has_generation_branch, settings_from
 from sparse_lavida_jax.data import files
+from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
 from sparse_lavida_jax.models import vq as image_tokenizer
 from sparse_lavida_jax.models.denoiser import ImageEmbedding
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 OFFICIAL = "official"  # folder with the small files of the release
 UNUSED = "unused.safetensors"
 WORDS = "model.transformer.wte.weight"
@@ -76,7 +75,7 @@ class _Released:
         """Notes what is wrong, and which tensors are then not read."""
         try:
             yield
-        except ConvertError as error:
+        except arrays.CheckpointError as error:
             self.problems.append(f"{where}{error}")
             self.unread += unread
 
@@ -105,6 +104,8 @@ def convert(
     *,
     dtype: str | None = None,
     understanding_only: bool = False,
+    check_finite: bool = True,
+    kind: stores.Format = "safetensors",
     on_progress: Progress | None = None,
 ) -> Converted:
     """Writes the model folder `dst` from the released folder `src`.
@@ -113,9 +114,12 @@ def convert(
         src: holds config.json, tokenizer.json and safetensors files, sharded or not.
         dtype: float32 or bfloat16, of the parameters on disk; by default as they are.
         understanding_only: takes LLaDA, a model without images, too.
+        check_finite: whether to refuse tensors that hold a NaN or an infinite number.
+        kind: how the parameters are stored.
 
     Raises:
         ConvertError: lists everything that is wrong with `src`.
+        CheckpointError: a tensor holds what is no number.
         CheckpointError: `dst` holds something else, or the disk is full.
     """
     src, dst = pathlib.Path(src), pathlib.Path(dst).resolve()
@@ -124,17 +128,34 @@ def convert(
     settings, wanted = _match(released, dtype)
     laid_out = {home: [] for home in ("params", "vq", "unused")}
     for name in wanted:
-        laid_out[name.home].append(_laid_out(name, released.stored[name.official], dtype))
+        stored = released.stored[name.official]
+        laid_out[name.home].append(_laid_out(name, stored, dtype, check_finite))
     converted = [tensor for found in laid_out.values() for tensor in found]
     total, done = sum(tensor.nbytes for tensor in converted), 0
     dtypes = sorted({str(tensors.DTYPES[tensor.dtype]) for tensor in converted})
     num_parameters = sum(tensor.size for tensor in converted)
 
-    with model_folder.new_model_folder(dst, settings, total) as new:
-        for tensor in _write(new, released, settings, laid_out):
-            done += tensor.nbytes
+    def counted(tensor: tensors.Tensor) -> tensors.Tensor:
+        def read() -> np.ndarray:
+            nonlocal done
+            array, done = tensor.read(), done + tensor.nbytes
             if on_progress is not None:
                 on_progress(done, total)
+            return array
+
+        return dataclasses.replace(tensor, read=read)
+
+    with model_folder.new_model_folder(dst, settings, total) as new:
+        registers = _first_registers(released, settings.model, laid_out["params"])
+        laid_out = {home: [*map(counted, found)] for home, found in laid_out.items()}
+        stores.write_params(new, laid_out["params"] + registers, kind)
+        if image := {tensor.name: tensor.read() for tensor in laid_out["vq"]}:
+            try:
+                image_tokenizer.save_arrays(new / "vq", image, settings.vq)
+            except safetensors.SafetensorError as error:
+                raise OSError(str(error)) from error
+        if laid_out["unused"]:
+            tensors.write(new / UNUSED, laid_out["unused"])
         _copy_small_files(released, new)
         (new / "README.md").write_text(
             f"# Converted from {src.resolve().name}\n\n{len(converted)} tensors,"
@@ -143,63 +164,52 @@ def convert(
     return Converted(len(converted), num_parameters, tuple(dtypes))
 
 
-def _laid_out(name: names.Name, stored: tensors.Tensor, dtype: str | None) -> tensors.Tensor:
-    """Returns a released tensor as ours, still to be read."""
+def _laid_out(
+    name: names.Name, stored: tensors.Tensor, dtype: str | None, check_finite: bool
+) -> tensors.Tensor:
+    """Returns a released tensor as ours, still to be read; what is unused may hold anything."""
     kind = tensors.DTYPES[stored.dtype] if dtype is None else jnp.dtype(dtype)
 
     def read() -> np.ndarray:
-        ours = names.to_ours(name, stored.read().astype(kind, copy=False))
+        array = stored.read()
+        if check_finite and name.home != "unused":
+            arrays.refuse_nonfinite(f"{name.official} in {stored.file}", array)
+        ours = names.to_ours(name, array.astype(kind, copy=False))
         return np.ascontiguousarray(ours)  # and lets go of the released one
 
     return tensors.Tensor(name.ours, tensors.dtype_name(kind), name.our_shape, read)
 
 
-def _write(
-    new: pathlib.Path,
-    released: _Released,
-    settings: config.Config,
-    wanted: dict[str, list[tensors.Tensor]],
-) -> Iterator[tensors.Tensor]:
-    """Writes all tensors by where they belong, and yields each when it is written."""
-    embedding: dict[str, np.ndarray] = {}
-    kinds = {tensor.name: tensor.dtype for tensor in wanted["params"]}
-    with arrays.ParamsWriter(new) as writer:
-        for tensor in wanted["params"]:
-            array = tensor.read()
-            writer.add(tensor.name, array)
-            if tensor.name.startswith("image_embedding/"):
-                embedding[tensor.name.removeprefix("image_embedding/")] = array
-            del array  # not held while the next one is read
-            yield tensor
-        kind = tensors.DTYPES[kinds["text_embedding"]]
-        for name, register in _first_registers(released, settings.model, embedding).items():
-            if name not in kinds:
-                writer.add(name, register.astype(kind))
-    if image := {tensor.name: tensor.read() for tensor in wanted["vq"]}:
-        try:
-            image_tokenizer.save_arrays(new / "vq", image, settings.vq)
-        except safetensors.SafetensorError as error:
-            raise OSError(str(error)) from error
-    if wanted["unused"]:
-        tensors.write(new / UNUSED, wanted["unused"])
-    yield from wanted["vq"] + wanted["unused"]
-
-
+@runtime.interrupts_held()
 def _first_registers(
-    released: _Released, model: config.Model, embedding: Mapping[str, np.ndarray]
-) -> dict[str, np.ndarray]:
-    """Returns registers that equal what they stand in for: a masked token of their stream."""
+    released: _Released, model: config.Model, params: list[tensors.Tensor]
+) -> list[tensors.Tensor]:
+    """Returns the registers that are not there; they equal what they stand in for.
+
+    That is a masked token of their stream.
+    """
+    kinds = {tensor.name: tensor.dtype for tensor in params}
     file = released.folder / released.stored[WORDS].file
-    registers = {"register_understanding": tensors.read(file, WORDS, row=model.text_mask_id)}
+    registers = {"register_understanding": tensors.read(file, WORDS, model.text_mask_id)}
     if not model.understanding_only:
+        place = "image_embedding/"
+        leaves = {one.name: one.read() for one in params if one.name.startswith(place)}
         embed = arrays.module_of(
-            jax.eval_shape(lambda: ImageEmbedding(model, rngs=nnx.Rngs(0))), embedding
+            jax.eval_shape(lambda: ImageEmbedding(model, rngs=nnx.Rngs(0))),
+            {name.removeprefix(place): leaf for name, leaf in leaves.items()},
         )
         masked = jnp.full((1, 1, model.codes_per_token), model.image_mask_id)
         with jax.default_matmul_precision("highest"):
             cell = embed(masked, jnp.dtype("float32"))[0, 0]
         registers["register_generation"] = np.asarray(cell)
-    return registers
+    kind = kinds["text_embedding"]
+    return [
+        tensors.Tensor(
+            name, kind, register.shape, functools.partial(register.astype, tensors.DTYPES[kind])
+        )
+        for name, register in registers.items()
+        if name not in kinds
+    ]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -237,7 +247,10 @@ def _look_through(folder: pathlib.Path, understanding_only: bool) -> _Released:
     with released.noting():
         if not (folder / "tokenizer.json").is_file():
             raise ConvertError("tokenizer.json is missing.")
-        _read_json(folder / "tokenizer.json")
+        try:
+            ChatTokenizer(folder / "tokenizer.json")
+        except ValueError as error:
+            raise ConvertError(str(error)) from error
     if not released.stored:
         released.complain()
     return released
@@ -246,7 +259,7 @@ def _look_through(folder: pathlib.Path, understanding_only: bool) -> _Released:
 def _list_weights(released: _Released) -> None:
     """Notes where every tensor lies, what is wrong with the files, and which are not read."""
     folder = released.folder
-    placed = _read_index(folder / INDEX) if (folder / INDEX).is_file() else {}
+    placed = tensors.read_index(folder / INDEX) if (folder / INDEX).is_file() else {}
     if not placed and not (folder / SINGLE).is_file():
         released.problems.append(_no_weights(folder))
         return
@@ -265,17 +278,6 @@ def _list_weights(released: _Released) -> None:
         with released.noting([names.VQ_PREFIX], "vqvae: "):
             found = tensors.list_tensors(path)
             released.add({names.VQ_PREFIX + name: one for name, one in found.items()})
-
-
-def _read_index(path: pathlib.Path) -> dict[str, str]:
-    placed = _read_json(path).get("weight_map") or {}
-    whole = isinstance(placed, dict) and all(isinstance(file, str) for file in placed.values())
-    if not placed or not whole:
-        raise ConvertError(
-            f"{path} is damaged: its weight_map does not say which tensor is in which file."
-            " Download it again."
-        )
-    return placed
 
 
 def _list_file(folder: pathlib.Path, file: str) -> dict[str, tensors.Tensor]:
@@ -374,7 +376,7 @@ def _by_layer(problems: list[str]) -> list[str]:
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
     try:
-        given = json.loads(path.read_text())
+        given = files.read_json(path)
     except (OSError, ValueError) as error:
         raise ConvertError(f"{path} cannot be read: {error}. Download it again.") from error
     if not isinstance(given, dict):

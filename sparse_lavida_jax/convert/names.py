@@ -16,8 +16,7 @@ import numpy as np
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import arrays
-from sparse_lavida_jax.convert.settings import RELEASED
-from sparse_lavida_jax.convert.tensors import ConvertError
+from sparse_lavida_jax.convert.settings import RELEASED, ConvertError
 from sparse_lavida_jax.models import denoiser, parameters, vq
 
 REGISTERS = ("model.register_understanding.weight", "model.register_generation.weight")

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sparse_lavida_jax import config
+from sparse_lavida_jax.checkpoints.arrays import CheckpointError
 from sparse_lavida_jax.checkpoints.model_folder import CONVERTED_DATA
-from sparse_lavida_jax.convert.tensors import ConvertError
 
 # What the release says of itself:
 # "allowed", by section: values that our code implements, null where a key may have none; a key that
@@ -38,6 +38,10 @@ _SPARSE_SAMPLING = dataclasses.replace(
     _SAMPLING, grid="cell", edit_guidance="source", text_preset="", text_step_ratio=0.0
 )
 OURS = "sparse_lavida"  # section of an exported config.json for what the release has no key for
+
+
+class ConvertError(CheckpointError):
+    """A released folder that cannot be converted, or a model that cannot be exported."""
 
 
 def settings_from(given: Mapping[str, Any], vq: Mapping[str, Any] | None = None) -> config.Config:

@@ -12,8 +12,9 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.convert import names, tensors
-from sparse_lavida_jax.convert.from_torch import INDEX
+from sparse_lavida_jax.checkpoints import tensors
+from sparse_lavida_jax.checkpoints.tensors import INDEX
+from sparse_lavida_jax.convert import names
 from sparse_lavida_jax.convert.settings import official_config, official_vq_config
 from sparse_lavida_jax.data import files
 from sparse_lavida_jax.lavida_o import chat

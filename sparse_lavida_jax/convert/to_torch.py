@@ -7,7 +7,6 @@ with the release. One tensor at a time is read and written.
 
 import dataclasses
 import functools
-import json
 import pathlib
 import shutil
 from collections.abc import Callable, Iterator
@@ -16,16 +15,20 @@ from typing import Any
 import numpy as np
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.checkpoints import arrays, manifest, model_folder
-from sparse_lavida_jax.convert import names, tensors
-from sparse_lavida_jax.convert.from_torch import INDEX, OFFICIAL, UNUSED, WORDS
-from sparse_lavida_jax.convert.settings import OURS, official_config, official_vq_config
-from sparse_lavida_jax.convert.tensors import ConvertError
+from sparse_lavida_jax.checkpoints import manifest, model_folder, stores, tensors
+from sparse_lavida_jax.checkpoints.tensors import INDEX, SHARD_BYTES
+from sparse_lavida_jax.convert import names
+from sparse_lavida_jax.convert.from_torch import OFFICIAL, UNUSED, WORDS
+from sparse_lavida_jax.convert.settings import (
+    OURS,
+    ConvertError,
+    official_config,
+    official_vq_config,
+)
 from sparse_lavida_jax.data import files
 from sparse_lavida_jax.models import parameters
 from sparse_lavida_jax.models import vq as image_tokenizer
 
-SHARD_BYTES = 5_000_000_000
 VQ_FOLDER = "vqvae"
 VQ_FILE = "diffusion_pytorch_model.safetensors"
 
@@ -85,7 +88,7 @@ def export(
     num_bytes = sum(tensor.nbytes for tensor in [*in_shards, *tokenizer])
     model_folder.check_free_space(dst.parent, num_bytes)
     with model_folder.replacing(dst) as new:
-        shards = _write_shards(new, in_shards, max_shard_bytes)
+        shards = tensors.write_sharded(new, in_shards, max_shard_bytes, always_indexed=True)
         _write_small_files(new, model, in_shards)
         if tokenizer:
             alone = [
@@ -106,14 +109,14 @@ def _look_through(folder: pathlib.Path) -> _Model:
     elif not settings.model.understanding_only:
         raise ConvertError(f"{folder} has no image tokenizer, and a released model needs one.")
     index = folder / OFFICIAL / INDEX
-    placed = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+    placed = tensors.read_index(index) if index.is_file() else {}
     return _Model(folder, settings, vq, placed)
 
 
 def _of_denoiser(model: _Model) -> Iterator[tensors.Tensor]:
     """Yields the tensors of the denoiser, and those that it did without."""
     table = {name.ours: name for name in names.table(model.settings) if name.home == "params"}
-    store = arrays.ParamsReader(model.folder / arrays.PARAMS)
+    store = stores.open_params(model.folder)
     store.check({ours: name.our_shape for ours, name in table.items()})
     for ours, leaf in store.leaves.items():  # in the order in which they are read together
         if not table[ours].optional or model.has_registers:
@@ -140,27 +143,6 @@ def _official(name: names.Name, dtype: np.dtype, read: Callable[[], np.ndarray])
 # Files.
 
 
-def _write_shards(new: pathlib.Path, wanted: list[tensors.Tensor], max_shard_bytes: int) -> int:
-    """Writes the safetensors files and their index; returns how many files."""
-    shards: list[list[tensors.Tensor]] = [[]]
-    for tensor in wanted:
-        held = sum(other.nbytes for other in shards[-1])
-        if shards[-1] and held + tensor.nbytes > max_shard_bytes:
-            shards.append([])
-        shards[-1].append(tensor)
-    placed: dict[str, str] = {}
-    for i, shard in enumerate(shards, 1):
-        file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        tensors.write(new / file, shard)
-        placed |= {tensor.name: file for tensor in shard}
-    index = {
-        "metadata": {"total_size": sum(tensor.nbytes for tensor in wanted)},
-        "weight_map": dict(sorted(placed.items())),
-    }
-    files.write_json(new / INDEX, index, indent=2)
-    return len(shards)
-
-
 def _write_small_files(new: pathlib.Path, model: _Model, wanted: list[tensors.Tensor]) -> None:
     """Writes config.json, the tokenizer's files, and what came with the release."""
     official = model.folder / OFFICIAL
@@ -180,7 +162,7 @@ def _write_config(path: pathlib.Path, model: _Model, wanted: list[tensors.Tensor
     """Writes config.json; that of the release as it was, unless the parameters changed."""
     kind = next(tensor.dtype for tensor in wanted if tensor.name == WORDS)
     dtype = str(tensors.DTYPES[kind])
-    given: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    given: dict[str, Any] = files.read_json(path) if path.is_file() else {}
     wished = dict(given or official_config(model.settings, dtype))
     if given.get("torch_dtype", dtype) != dtype:
         wished["torch_dtype"] = dtype

@@ -14,6 +14,7 @@ from typing import Any
 import filelock
 
 UNFINISHED = ".tmp"  # ends the name of what is not whole yet
+DEEPEST = 100  # lists and objects inside each other in JSON
 
 
 class LockedError(Exception):
@@ -60,6 +61,48 @@ def write_text(path: pathlib.Path, text: str) -> None:
 def write_json(path: pathlib.Path, values: Any, indent: int = 1) -> None:
     """Writes a file of JSON as `replacing` does."""
     write_text(path, json.dumps(values, indent=indent) + "\n")
+
+
+def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
+    """Returns what JSON says.
+
+    Args:
+        unique: refuses an object that has a key twice, of which the last would count.
+
+    Raises:
+        ValueError: it is no JSON, or nested deeper than anything that is read here.
+    """
+    too_deep = f"lists and objects are nested more than {DEEPEST} deep"
+    try:
+        value = json.loads(text, object_pairs_hook=_of_unique_keys if unique else None)
+    except RecursionError:
+        raise ValueError(too_deep) from None
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(DEEPEST):
+        parts = [part.values() if isinstance(part, dict) else part for part in level]
+        level = [one for part in parts for one in part if isinstance(one, dict | list)]
+        if not level:
+            return value
+    raise ValueError(too_deep)
+
+
+def _of_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in found if keys.count(key) > 1)
+        raise ValueError(f"the key {twice!r} is there twice")
+    return found
+
+
+def read_json(path: pathlib.Path) -> Any:
+    """Returns what a file of JSON says, whose objects have no key twice.
+
+    Raises:
+        OSError: there is no such file, or it cannot be read.
+        ValueError: as `parse_json`, or the file is no text.
+    """
+    return parse_json(path.read_text(encoding="utf-8"), unique=True)
 
 
 def sha256(path: pathlib.Path) -> str:

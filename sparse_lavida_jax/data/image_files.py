@@ -9,6 +9,7 @@ import io
 import json
 import math
 import pathlib
+import struct
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -89,7 +90,7 @@ def read_record(path: pathlib.Path | str) -> dict[str, Any]:
     with _opened(pathlib.Path(path)) as image:
         text = image.info.get(RECORD)
     try:
-        record = json.loads(text) if isinstance(text, str) else None
+        record = files.parse_json(text) if isinstance(text, str) else None
     except ValueError:
         record = None
     if not isinstance(record, dict):
@@ -121,8 +122,10 @@ def _opened(file: pathlib.Path | io.BytesIO, name: str = "") -> Iterator[Image.I
         ) from None
     except FileNotFoundError:
         raise ImageError(f"there is no image {path}.") from None
-    # Damaged files make Pillow raise these three.
-    except (OSError, SyntaxError, EOFError) as error:
+    except ImageError:
+        raise
+    # Damaged files, and impossible names, make Pillow raise these.
+    except (OSError, SyntaxError, EOFError, ValueError, LookupError, struct.error) as error:
         raise ImageError(f"{path} is no image that can be read: {error}") from error
 
 

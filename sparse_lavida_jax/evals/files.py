@@ -9,6 +9,7 @@ import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from sparse_lavida_jax.data.files import parse_json
 from sparse_lavida_jax.mixture import tables
 from sparse_lavida_jax.mixture.records import RecordError
 
@@ -48,7 +49,7 @@ def read(path: pathlib.Path) -> Any:
             case ".csv" | ".tsv":
                 return _rows(text, "\t" if path.suffix == ".tsv" else ",")
             case _:
-                return json.loads(text)
+                return parse_json(text)
     except (ValueError, csv.Error) as error:
         raise EvaluationError(
             f"{path} is no {path.suffix[1:].upper()}: {error}. Get it again."
@@ -60,7 +61,7 @@ def _json_lines(text: str) -> Iterator[Any]:
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
-                yield json.loads(line)
+                yield parse_json(line)
             except json.JSONDecodeError as error:
                 where = f"line {number}, column {error.colno}"
                 raise ValueError(f"{error.msg} in {where}") from error

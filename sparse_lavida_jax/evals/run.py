@@ -122,7 +122,7 @@ def _claim(folder: pathlib.Path, settings: config.Config, bench: Benchmark, chec
         files.write_json(_made(folder) / path.name, now)
     # Of shards that start together each may write; they go on if they wrote the same.
     try:
-        before = dict(_flat(json.loads(path.read_text())))
+        before = dict(_flat(files.read_json(path)))
     except (ValueError, AttributeError) as error:
         raise runs.RunError(
             f"{path} is damaged ({error}). Choose another --workdir, or delete this one."
@@ -152,7 +152,7 @@ def _flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 def _note_circumstances(path: pathlib.Path) -> None:
     """Adds device, software and commit to a file, unless its last entry has the same."""
-    before = json.loads(path.read_text()) if path.exists() else []
+    before = files.read_json(path) if path.exists() else []
     now = json.loads(json.dumps({**circumstances(), **commit()}))
     if not before or before[-1] | {"created": ""} != now | {"created": ""}:
         files.write_json(path, [*before, now])
@@ -194,7 +194,7 @@ def _answers(bench: Benchmark, folder: pathlib.Path) -> list[Answer]:
     for path in sorted(folder.glob("shards/*/items.jsonl")):
         for number, line in enumerate(_whole(path).splitlines(), 1):
             try:
-                row = json.loads(line)
+                row = files.parse_json(line)
                 item = bench.items[row["index"]]
                 found[item.index] = Answer(item, row["seed"], row["output"], row["seconds"])
             except (ValueError, TypeError, LookupError) as error:
@@ -221,7 +221,7 @@ def _finish(
         "benchmark": bench.settings.benchmark,
         "title": bench.title,
         "scored": circumstances()["created"],
-        "made_with": [entry for path in made_with for entry in json.loads(path.read_text())],
+        "made_with": [entry for path in made_with for entry in files.read_json(path)],
         "checkpoint": source,
         "items": len(answers),
         "seed": bench.config.seed,

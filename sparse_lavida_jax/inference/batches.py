@@ -15,6 +15,7 @@ from sparse_lavida_jax.sampling.prompts import LaidOut, lengths_of
 #   a row gets does not depend on the others.
 Padding = Literal["fit", "full", "served"]
 LENGTHS = (32, 64, 128)  # tokens; longer prompts are padded to multiples of the last
+CHARACTERS = 4  # of a token, about
 
 # Tasks whose rows have nothing to do with each other. Of the others, the phrases of "ground" are
 # about one image, "reflect" takes as many attempts as it takes, and gaps differ in number.
@@ -46,8 +47,8 @@ class Chunk:
 def kind_of(request: Request) -> Hashable:
     """Returns what requests agree in that can be rows of one batch.
 
-    Words, seed and scales are each row's own. But whether a scale is 0 chooses the program, and an
-    image is drawn with the cells of others only if they are the same ones.
+    Words, seed and scales are each row's own. But whether a scale is 0 chooses the program, long
+    words would keep short ones waiting, and given cells must be the same.
     """
     scales = request.temperature, request.guidance, request.guidance_image
     how = request.sampling
@@ -56,6 +57,7 @@ def kind_of(request: Request) -> Hashable:
     return (
         request.task,
         how,
+        _few((1 + len(request.words) // CHARACTERS, 0))[0],
         tuple(None if scale is None else scale > 0 for scale in scales),
         request.size,
         request.box,

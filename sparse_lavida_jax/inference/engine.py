@@ -5,6 +5,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import threading
 import time
@@ -32,6 +33,7 @@ from sparse_lavida_jax.inference.requests import (
 from sparse_lavida_jax.inference.results import FORMAT, SAMPLER_VERSION, Origin, Result
 from sparse_lavida_jax.models import quantize
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.models.stack import implementation_of
 from sparse_lavida_jax.sample import Callback
 from sparse_lavida_jax.sampling import plans, presets
 from sparse_lavida_jax.sampling.prefixes import Prefixes
@@ -421,6 +423,7 @@ class TaskRun:
             "bucket": None if bucket is None else dataclasses.asdict(bucket),
             "sampling": dataclasses.asdict(of_row(self.sampling, request)),
             "checkpoint": dataclasses.asdict(self.source),
+            "attention": implementation_of(self.engine.model.settings),
             "version": __version__,
             "software": {"jax": jax.__version__, "device": jax.devices()[0].device_kind},
         }
@@ -436,12 +439,14 @@ class TaskRun:
             for canvas, layout in zip(canvases, layouts or [None] * len(requests), strict=True)
         ]
         cells = self.decode("image", examples, requests)
+        pixels: list[Pixels] = []
         with self.timed("pixels"):
-            pixels = tuple(
-                self.codec.decode(one[None], canvas.cells[0], self.sampling.vq_dtype)[0]
-                for one, canvas in zip(cells, canvases, strict=True)
-            )
-        return self.result(requests, tokens=tuple(cells), pixels=pixels, plans=tuple(layouts or ()))
+            pairs = zip(canvases, cells, strict=True)
+            for (rows, _), group in itertools.groupby(pairs, lambda pair: pair[0].cells):
+                own = np.stack([one for _, one in group])
+                pixels.extend(self.codec.decode(own, rows, self.sampling.vq_dtype))
+        found = {"pixels": tuple(pixels), "plans": tuple(layouts or ())}
+        return self.result(requests, tokens=tuple(cells), **found)
 
     def _canvas(self, request: Request) -> _Canvas:
         side, grid = self.codec.image_size, self.settings.model.grid_size

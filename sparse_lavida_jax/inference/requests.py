@@ -290,8 +290,7 @@ class RequestMaker:
             grid_of(size, self.side, model)  # refuses some
             found["size"] = size and tuple(size)
         elif task in ("inpaint", "outpaint") and "known" in given:
-            known = np.asarray(given["known"], bool)
-            found["known"] = known if known.ndim == 2 else known[row]
+            found["known"] = _grid(given["known"], row, model.grid_size)
         elif task == "inpaint":
             hole = regions.hole(images[0].pixels, given.get("mask"), given.get("box"))
             found["known"] = regions.untouched(self.prompts.on_canvas(hole), model.grid_size)
@@ -306,6 +305,23 @@ class RequestMaker:
             found["required"] = tuple(given["required"])
             found["template"] = words_template(found["required"])
         return found
+
+
+def _grid(known: Any, row: int, side: int) -> Grid:
+    """Returns the grid of cells to keep of a row; one is for all of them.
+
+    Raises:
+        ImageError: it is none of `side` by `side` cells.
+    """
+    try:
+        found = np.asarray(known, bool)
+    except ValueError:  # rows of different lengths
+        found = np.zeros(0, bool)
+    if found.ndim not in (2, 3) or found.shape[-2:] != (side, side):
+        raise image_files.ImageError(
+            f"the grid of known cells is {list(found.shape)}: it must be [{side}, {side}]."
+        )
+    return found if found.ndim == 2 else found[row]
 
 
 def named(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -481,13 +497,13 @@ def recorded_image(record: dict[str, Any], shown: Shown | None) -> ShownImage | 
     Raises:
         RequestError: it is not to be had, or `shown` is another one.
     """
-    wanted = record["picture"]
+    wanted = record.get("picture")
     if wanted is None:
         return None
-    if shown is None and wanted["path"] is None:
+    if shown is None and wanted.get("path") is None:
         raise RequestError("it was drawn after an image of no file: give the same image again.")
     (given,) = shown_images(wanted["path"] if shown is None else shown)
-    if given.as_json()["sha256"] != wanted["sha256"]:
+    if given.as_json()["sha256"] != wanted.get("sha256"):
         raise RequestError(
             f"{given.path or 'the image'} is not the image that it was drawn after: their"
             " pixels differ."

@@ -8,7 +8,6 @@ process makes its own rows.
 """
 
 import itertools
-import json
 import pathlib
 import zlib
 from typing import Any
@@ -19,6 +18,7 @@ import numpy as np
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.batch import Row, make_row
 from sparse_lavida_jax.data.batches import Batches
+from sparse_lavida_jax.data.files import read_json
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
 from sparse_lavida_jax.lavida_o.objective import SequenceRow
 from sparse_lavida_jax.mixture import prepare
@@ -143,12 +143,13 @@ def read_index(folder: pathlib.Path) -> dict[str, Any]:
     """
     path = folder / prepare.INDEX
     try:
-        index = json.loads(path.read_text(encoding="utf-8"))
+        index = read_json(path)
     except (OSError, ValueError) as error:
         raise RecordError(
             f"{path} cannot be read ({error}): is the preparation of {folder} finished? Run it"
             " again; it continues where it stopped."
         ) from error
+    index = index if isinstance(index, dict) else {}
     if index.get("format") != prepare.FORMAT:
         raise RecordError(
             f"{path} has format {index.get('format')!r}; this version reads {prepare.FORMAT!r}."

@@ -8,7 +8,6 @@ depends on the seed, the dataset and the number of the row.
 
 import contextlib
 import dataclasses
-import json
 import math
 import zlib
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, UInt8
 
-from sparse_lavida_jax.data import image_files, images
+from sparse_lavida_jax.data import files, image_files, images
 from sparse_lavida_jax.lavida_o import chat
 from sparse_lavida_jax.mixture.recipe import Dataset
 from sparse_lavida_jax.mixture.records import Record, RecordError
@@ -323,7 +322,7 @@ def _listed(value: Any) -> list[Any]:
     """Returns a list, also where a table without lists (CSV) spells it in JSON."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
-            value = json.loads(value)
+            value = files.parse_json(value)
         except ValueError:
             return [value]
     return value if isinstance(value, list) else [value]

@@ -220,7 +220,7 @@ def _shards(dataset: Dataset, size: int, to: ingest.Settings, digest: str) -> It
 def finished(folder: pathlib.Path, shard: Shard) -> Outcome | None:
     """Returns what became of a shard if it is there and was made of the same things."""
     try:
-        outcome = Outcome(**json.loads((folder / f"{shard.stem}.json").read_text()))
+        outcome = Outcome(**files.read_json(folder / f"{shard.stem}.json"))
         path = folder / f"{shard.stem}{records.SUFFIX}"
         size = path.stat().st_size if outcome.records else 0
     except (OSError, ValueError, TypeError):

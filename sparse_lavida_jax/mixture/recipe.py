@@ -6,7 +6,6 @@ Spec Sec. 9.4. At the top `datasets`, a list, and by group `weights` (how often)
 """
 
 import dataclasses
-import json
 import math
 import pathlib
 import re
@@ -17,6 +16,7 @@ import numpy as np
 from jaxtyping import Int
 
 from sparse_lavida_jax import schema
+from sparse_lavida_jax.data import files
 from sparse_lavida_jax.schema import Allowed
 
 # What a record is for.
@@ -208,7 +208,7 @@ def _contents(path: pathlib.Path) -> Any:
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"the mixture file {path} cannot be read: {error}.") from error
     if path.suffix == ".json":
-        kind, load, mistake = "JSON", json.loads, ValueError
+        kind, load, mistake = "JSON", files.parse_json, ValueError
     elif path.suffix in (".yaml", ".yml"):
         try:
             import yaml
@@ -216,7 +216,7 @@ def _contents(path: pathlib.Path) -> Any:
             raise RecipeError(
                 f"{path} is YAML: `pip install 'sparse-lavida-jax[data]'`, or write it in JSON."
             ) from error
-        kind, load, mistake = "YAML", yaml.safe_load, yaml.YAMLError
+        kind, load, mistake = "YAML", yaml.safe_load, (yaml.YAMLError, RecursionError)
     else:
         raise RecipeError(f"{path} is no mixture file: its name ends with .yaml or .json.")
     try:

@@ -12,7 +12,6 @@ import csv
 import functools
 import glob
 import itertools
-import json
 import os
 import pathlib
 import tarfile
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from sparse_lavida_jax.data.files import parse_json
 from sparse_lavida_jax.mixture.records import RecordError
 
 Row = dict[str, Any]
@@ -87,7 +87,7 @@ def _looked_through(path: pathlib.Path, *_version: int) -> Places:
             with _parquet(path) as file:
                 return range(file.metadata.num_rows)
         case ".json":
-            rows = json.loads(path.read_text(encoding="utf-8-sig"))
+            rows = parse_json(path.read_text(encoding="utf-8-sig"))
             if not isinstance(rows, list):
                 raise ValueError("it holds no list of rows; is it one row a line? Name it .jsonl")
             return rows
@@ -287,7 +287,7 @@ def _cells(text: str) -> list[str]:
 
 def _parsed(text: str) -> Row:
     try:
-        row = json.loads(text)
+        row = parse_json(text)
     except ValueError as error:
         raise RecordError(f"it is no JSON ({error})") from error
     return _checked(row)

@@ -9,7 +9,6 @@ pixels.
 import functools
 import hashlib
 import itertools
-import json
 import os
 import pathlib
 
@@ -22,7 +21,7 @@ import safetensors.numpy
 from flax import nnx
 from jaxtyping import Array, Float, Int, UInt8
 
-from sparse_lavida_jax import config, sequence
+from sparse_lavida_jax import config, runtime, sequence
 from sparse_lavida_jax.data import files, grey
 from sparse_lavida_jax.models import parameters
 
@@ -333,13 +332,17 @@ def _decode(model, codes):
     return to_uint8(model.decode(codes))
 
 
+@runtime.interrupts_held()
 def _in_batches(call, model, items, batch):
     """Calls with batches of one size, the last one filled up: one compilation."""
     size = min(batch, max(len(items), 1))
     # No items are one empty batch, so that the result has its shape all the same.
     fill = size if len(items) == 0 else -len(items) % size
     padded = np.concatenate([items, np.zeros((fill, *items.shape[1:]), items.dtype)])
-    results = [call(model, padded[i : i + size]) for i in range(0, len(padded), size)]
+    results = []
+    for i in range(0, len(padded), size):
+        results.append(call(model, padded[i : i + size]))
+        runtime.check_interrupt()
     return np.concatenate(results)[: len(items)]
 
 
@@ -395,6 +398,8 @@ def load(folder_or_name: str | os.PathLike) -> tuple[VQModel, config.VQ]:
             f"{path} does not fit {folder / 'config.json'}; take both files from the same save:\n"
             f"{faults}"
         )
+    if wrong := [name for name, array in given.items() if not np.isfinite(array).all()]:
+        raise VQError(f"{path} holds NaN or infinite numbers in {wrong[0]}. Get it again.")
     leaves = [jnp.asarray(given[name]) for name in expected]
     return jax.tree.unflatten(jax.tree.structure(model), leaves), settings
 
@@ -407,7 +412,7 @@ def read_settings(folder: pathlib.Path) -> config.VQ:
     """
     path = folder / "config.json"
     try:
-        written = json.loads(path.read_text())
+        written = files.read_json(path)
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from error
     given = written.pop("format", None) if isinstance(written, dict) else None

@@ -30,7 +30,7 @@ def read_metrics(path: pathlib.Path | str) -> list[dict[str, Any]]:
     lines = []
     for text in pathlib.Path(path).read_text().splitlines():
         with contextlib.suppress(ValueError):
-            lines.append(json.loads(text))
+            lines.append(files.parse_json(text))
     return [line for line in lines if isinstance(line, dict) and "step" in line]
 
 

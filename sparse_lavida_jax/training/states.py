@@ -19,7 +19,7 @@ import orbax.checkpoint.experimental.v1 as ocp
 from jaxtyping import Array, UInt32
 
 from sparse_lavida_jax import config, runtime
-from sparse_lavida_jax.checkpoints import arrays, manifest, model_folder
+from sparse_lavida_jax.checkpoints import arrays, manifest, model_folder, stores
 from sparse_lavida_jax.models import parameters
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ def load_unfinished(
 def is_unfinished(folder: pathlib.Path | str) -> bool:
     """Whether a folder is a run that has saved states and no model."""
     folder = pathlib.Path(folder)
-    return any(folder.glob("state/*")) and not (folder / "model" / "params").is_dir()
+    return any(folder.glob("state/*")) and not stores.holds_params(folder / "model")
 
 
 @dataclasses.dataclass
@@ -84,6 +84,7 @@ class States:
         self._checkpointer = self._open()
 
     def _open(self) -> ocp.training.Checkpointer:
+        stores.silence_background()
         if runtime.is_first() and not self.read_only:
             for half_written in self.folder.glob("*.orbax-checkpoint-tmp*"):
                 shutil.rmtree(half_written)
@@ -238,8 +239,9 @@ class States:
             if not runtime.are_several():
                 self._checkpointer = self._open()
             raise model_folder.WriteError(
-                f"a state could not be written to {self.folder} ({error}). Intact are those of"
-                f" steps {self.steps}: run the same command again to go on from there."
+                f"a state could not be written to {self.folder} ({stores.cause_of(error)})."
+                f" Intact are those of steps {self.steps}: run the same command again to go on"
+                " from there."
             ) from error
 
     def _read(self, step: int, template: Any, only: tuple[str, ...]) -> dict[str, Any]:

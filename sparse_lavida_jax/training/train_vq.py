@@ -40,11 +40,19 @@ REPORT_IMAGES = 512  # fresh images that the printed numbers come from
 SURVEY, TRAINING, REPORT = range(3)  # streams of random images
 
 
-def train(settings: config.Config, workdir: pathlib.Path) -> None:
+def train(
+    settings: config.Config,
+    workdir: pathlib.Path,
+    is_asked_to_stop: Callable[[int], bool] = lambda step: False,
+) -> None:
     """Trains `settings.vq`; writes `workdir/vq` and `workdir/reconstructions.png`.
+
+    Args:
+        is_asked_to_stop: asked after every step, whose number it is given.
 
     Raises:
         ConfigError: images other than scenes, a length in seconds, or nothing but warm-up.
+        KeyboardInterrupt: it was asked to stop; nothing is saved.
     """
     if settings.data.source != "scenes":
         raise config.ConfigError(
@@ -103,6 +111,9 @@ def fit(
             key = jax.random.fold_in(jax.random.key(seed), step)
             run = warm_up if step < placed_at else with_codes
             model, opt_state, terms = run(model, opt_state, owner, images, key)
+            if is_asked_to_stop(step):
+                jax.block_until_ready(model)
+                raise KeyboardInterrupt
             if step % settings.train.log_every == 0 or step == steps - 1:
                 bar.reach(step + 1, (step + 1) / steps, pixel_error=float(terms["pixels"]))
     return model

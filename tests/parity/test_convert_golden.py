@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from sparse_lavida_jax.checkpoints import arrays
-from sparse_lavida_jax.convert import from_torch, names, tensors, to_torch
+from sparse_lavida_jax.checkpoints import stores, tensors
+from sparse_lavida_jax.convert import from_torch, names, to_torch
 
 
 def kinds():
@@ -66,7 +66,7 @@ def test_every_recorded_tensor_has_a_name(name):
 @pytest.mark.parametrize("name", kinds())
 def test_registers_start_as_what_they_stand_in_for(name):
     recorded = golden.case(name)
-    store = arrays.ParamsReader(recorded.converted / "params")
+    store = stores.open_params(recorded.converted)
     model = recorded.model()
     mask = recorded.weights["model.transformer.wte.weight"][recorded.settings.model.text_mask_id]
     np.testing.assert_array_equal(store.read_one("register_understanding"), mask)

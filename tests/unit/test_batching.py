@@ -114,13 +114,13 @@ def test_a_batch_that_nobody_waits_for_ends_at_the_next_segment(service):
 
 
 def test_who_asks_again_at_once_is_waited_for():
-    service = Service(staged.Staged(batch_size=4), Limits(longest_wait=float(staged.PATIENCE)))
+    service = Service(staged.Staged(batch_size=4), Limits())
     service.pipe.run_free()
     for words in "ab":  # one after another: nobody else is expected
         ticket = service.submit("ask", words)
         texts([ticket])
     until(lambda: not service.running)
-    service._batcher._expected[ticket.kind] = 2
+    service._batcher._expected[ticket.kind] = 2, float(staged.PATIENCE)
     second = service.submit("ask", "c")
     time.sleep(0.05)
     assert second.began is None  # the device is free, and another one is expected
@@ -154,17 +154,29 @@ class Stepping(staged.Staged):
         return Result("ask", ("",) * number, (0,) * number, *settings, {}, **said)
 
 
+def test_who_has_compiled_programs_does_not_wait_for_those_of_its_kind_that_have_none(stepping):
+    def compiles():
+        stepping.pipe.at.clear()
+        others = [stepping.submit("ask", f"new_{i} 1") for i in range(8)]  # of the same kind
+        warm = stepping.submit("ask", "warm 1")
+        assert warm.future.result(staged.PATIENCE).text == "b"
+        assert [other.future.result(staged.PATIENCE).text for other in others] == ["b"] * 8
+
+    stepping.pipe.at["new", 0] = compiles
+    stepping.submit("ask", "new 1").future.result(staged.PATIENCE)
+
+
 @pytest.fixture
 def stepping():
-    made = Service(Stepping(), Limits(longest_wait=0.0, programs=3))
-    made._batcher._known.add(False)
+    made = Service(Stepping(), Limits(longest_wait=0.0))
+    made._batcher.known.add(False)
     yield made
     made.close()
 
 
 def arrives(service, words, kind):
     """Submits a request, and waits until it wants the device."""
-    device, before = service._batcher._device, len(service._batcher._device._waiting)
+    device, before = service._batcher.device, len(service._batcher.device._waiting)
     ticket = service.submit("ask", words, max_new_tokens=kind)
     until(lambda: len(device._waiting) > before)
     return ticket
@@ -203,16 +215,17 @@ def test_programs_that_never_ran_do_not_keep_others_from_the_device(stepping):
     stepping.submit("ask", "new 2").future.result(staged.PATIENCE)
     assert done.is_set()
     assert stepping.pipe.steps == ["new", "other", "other", "new"]
-    assert stepping._batcher._known == {False, "new"}
+    assert stepping._batcher.known == {False, "new"}
 
 
-def test_programs_are_dropped_before_there_are_too_many(stepping, monkeypatch):
-    dropped = []
+def test_programs_are_dropped_before_there_are_too_many(monkeypatch):
+    dropped, stepping = [], Service(Stepping(), Limits(programs=3))
     monkeypatch.setattr(batching.jax, "clear_caches", lambda: dropped.append(1))
     for name in ("new_a", "new_b", "new_c", "new_d"):
         stepping.submit("ask", f"{name} 1").future.result(staged.PATIENCE)
     assert dropped == [1]
-    assert len(stepping._batcher._known) <= 3
+    assert stepping._batcher.known == {"new_d"}
+    stepping.close()
 
 
 def test_a_service_is_ready_when_every_size_of_batch_has_run():

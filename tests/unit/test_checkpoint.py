@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import pathlib
+import resource
 import shutil
 import types
 
@@ -13,11 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import safetensors.numpy
 from flax import nnx
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.checkpoints import arrays, manifest, model_folder
-from sparse_lavida_jax.models import layers
+from sparse_lavida_jax.checkpoints import arrays, manifest, model_folder, stores, tensors
+from sparse_lavida_jax.data import files
+from sparse_lavida_jax.models import layers, parameters
 from sparse_lavida_jax.training.states import (
     MODELS,
     States,
@@ -73,6 +76,7 @@ def save(tmp_path):
     vq = tmp_path / "codec"
     vq.mkdir()
     (vq / "config.json").write_text("{}")
+    safetensors.numpy.save_file({"x": np.zeros(2)}, vq / "params.safetensors")
 
     def save(model=None, **changes):
         arguments = {"tokenizer_path": tokenizer, "vq_folder": vq, "readme": "# test\n", **changes}
@@ -117,11 +121,64 @@ def test_a_model_without_images_has_no_image_tokenizer(save):
 
 
 def test_layers_lie_one_by_one_on_disk(save):
-    tree = arrays.ocp.load(str(save() / "params"))
+    tree = stores.ocp.load(str(save(kind="orbax") / "params"))
     assert sorted(tree) == ["blocks", "joint_layers", "table"]
     assert sorted(tree["joint_layers"]) == ["00", "01", "02"]
     assert tree["joint_layers"]["01"]["weight"].shape == (3, 3)
     assert sorted(tree["blocks"]) == ["0", "1"]
+    with safetensors.safe_open(save() / "model.safetensors", "numpy") as file:
+        assert file.metadata() == stores.METADATA
+        assert sorted(file.keys()) == sorted(parameters.by_name(tree))
+        for name, leaf in parameters.by_name(tree).items():
+            np.testing.assert_array_equal(file.get_tensor(name), leaf)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "orbax"])
+def test_a_folder_is_written_anew_in_the_other_store(save, tmp_path, kind):
+    folder = save(kind="orbax" if kind == "safetensors" else "safetensors")
+    (folder / "vq" / "notes.txt").write_text("kept")
+    manifest.write(folder)
+    copied = tmp_path / "copied"
+    assert model_folder.copy(folder, copied, kind) == 6
+    assert (copied / "params").is_dir() == (kind == "orbax")
+    assert (copied / "model.safetensors").is_file() == (kind == "safetensors")
+    same(load(copied).model, make_model())
+    assert (copied / "vq" / "notes.txt").read_text() == "kept"
+    assert (copied / arrays.TENSORS).read_text() == (folder / arrays.TENSORS).read_text()
+    manifest.verify_tensors(copied)
+
+
+def test_large_parameters_lie_in_several_files(save, monkeypatch):
+    monkeypatch.setattr(tensors, "SHARD_BYTES", 60)
+    folder = save()
+    placed = tensors.read_index(folder / tensors.INDEX)
+    assert len(set(placed.values())) == len(sorted(folder.glob(stores.FILES))) > 2
+    assert not (folder / tensors.SINGLE).exists()
+    same(load(folder).model, make_model())
+    manifest.verify_tensors(folder)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "orbax"])
+def test_either_store_is_read_into_a_mesh(save, kind):
+    folder = save(kind=kind)
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def choose(name, shape):
+        return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*[None] * len(shape)))
+
+    loaded = model_folder.load_model(
+        folder, make_model=make_model, sharding=choose, dtype="bfloat16"
+    )
+    for leaf, whole in zip(*map(jax.tree.leaves, (loaded.model, make_model())), strict=True):
+        assert leaf.sharding.mesh == mesh
+        np.testing.assert_array_equal(leaf, whole.astype("bfloat16"))
+
+
+def test_an_index_that_names_a_file_elsewhere_is_refused(tmp_path):
+    index = {"weight_map": {"table": "../model.safetensors"}}
+    (tmp_path / tensors.INDEX).write_text(json.dumps(index))
+    with pytest.raises(model_folder.CheckpointError, match="which is elsewhere"):
+        stores.open_params(tmp_path)
 
 
 def test_half_precision_on_disk_is_whole_precision_in_memory(save):
@@ -155,7 +212,7 @@ def test_the_real_model_survives(tmp_path):
 
 def test_every_parameter_that_does_not_fit_is_listed_at_once(save):
     with pytest.raises(model_folder.CheckpointError) as error:
-        arrays.load_params(save() / "params", jax.eval_shape(lambda: WiderModel(rngs=nnx.Rngs(0))))
+        stores.load_params(save(), jax.eval_shape(lambda: WiderModel(rngs=nnx.Rngs(0))))
     lines = str(error.value).splitlines()[1:]
     assert [line.strip() for line in lines] == [
         "head: missing, the model has (7,)",
@@ -164,9 +221,10 @@ def test_every_parameter_that_does_not_fit_is_listed_at_once(save):
     ]
 
 
-def test_a_damaged_file_is_named(save):
-    folder = save()
-    path = flip_a_byte(folder / "params")
+@pytest.mark.parametrize("kind", ["safetensors", "orbax"])
+def test_a_damaged_file_is_named(save, kind):
+    folder = save(kind=kind)
+    path = flip_a_byte(folder / "params" if kind == "orbax" else folder)
     with pytest.raises(model_folder.CheckpointError, match=f"{path.name} is damaged"):
         load(folder)
 
@@ -185,6 +243,102 @@ def test_a_copy_that_was_cut_short_is_refused(save):
         load(folder)
 
 
+def wrong_manifest(folder, kind):
+    """Makes the list of files another one, as damage or a hand may."""
+    path = folder / manifest.MANIFEST
+    lines = path.read_text().splitlines(keepends=True)
+    changed = {
+        "empty": [],
+        "cut at a line": lines[:3],
+        "cut inside a line": [*lines[:-1], lines[-1][:40]],
+        "without the parameters": [line for line in lines if "model.safet" not in line],
+        "a page of something else": ["<html>\n"],
+    }
+    path.write_text("".join(changed[kind]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("empty", r"MANIFEST\.sha256 is empty"),
+        ("cut at a line", r"is not in MANIFEST\.sha256"),
+        ("cut inside a line", r"MANIFEST\.sha256 is damaged"),
+        ("without the parameters", r"model\.safetensors is not in MANIFEST\.sha256"),
+        ("a page of something else", r"MANIFEST\.sha256 is damaged"),
+    ],
+)
+def test_a_list_of_files_that_leaves_some_out_is_refused(save, kind, told):
+    folder = save()
+    wrong_manifest(folder, kind)
+    with pytest.raises(model_folder.CheckpointError, match=told):
+        load(folder)
+
+
+def test_a_file_too_many_is_refused_and_a_hidden_one_is_not(save):
+    folder = save()
+    (folder / ".cache").mkdir()
+    (folder / ".cache" / "notes").write_text("of a hub")
+    load(folder)
+    (folder / "vq" / "more.txt").write_text("")
+    with pytest.raises(model_folder.CheckpointError, match=r"more\.txt is not in MANIFEST"):
+        load(folder)
+
+
+def test_a_folder_in_place_of_a_file_is_refused(save):
+    folder = save()
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").mkdir()
+    with pytest.raises(model_folder.CheckpointError, match=r"tokenizer\.json is missing"):
+        load(folder)
+
+
+@pytest.mark.parametrize("inside", ["", "vq"])
+def test_a_list_of_files_made_anew_does_not_hide_other_tensors(save, inside):
+    """Those of the parameters when they are read, and those of the image tokenizer."""
+    folder = save()
+    digests = arrays.read_digests(folder)
+    name = "vq/params.safetensors:x" if inside else "joint_layers/01/weight"
+    assert name in digests
+    arrays.write_digests(folder, digests | {name: "0" * 64})
+    (folder / manifest.MANIFEST).unlink()
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    lines = [f"{files.sha256(p)}  {p.relative_to(folder).as_posix()}\n" for p in paths]
+    (folder / manifest.MANIFEST).write_text("".join(lines))
+    with pytest.raises(model_folder.CheckpointError, match=f"{name} .*is not what was written"):
+        load(folder)
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+def test_what_is_no_number_is_refused_unless_it_is_asked_for(save, wrong):
+    model = make_model()
+    model.joint_layers.weight = nnx.Param(model.joint_layers.weight[...].at[1, 2, 0].set(wrong))
+    folder = save(model)
+    with pytest.raises(model_folder.CheckpointError, match=r"layers/01/weight .* NaN or inf"):
+        load(folder)
+    same(model_folder.load_model(folder, make_model=make_model, check_finite=False).model, model)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{"model": null}', "Model is None: it must hold settings by name"),
+        ('{"model": {"vision": null}}', "Vision is None: it must hold settings by name"),
+        ('{"model": {"num_layers": 1000000}}', r"num_layers=1000000 .* must lie in 0\.\.1024"),
+        ('{"seed": 1, "seed": 2}', "the key 'seed' is there twice"),
+        ('{"model": ' * 100_000, "nested more than 100 deep"),
+        ('{"data": {"tasks": [[1]]}}', "Data.tasks=.* is a list; it must be a dict"),
+        ('{"model": {"rope_theta": Infinity}}', "it must be finite"),
+        ('{"model": {"vision": {"grid_sizes": [[1]]}}}', r"must hold 2 values"),
+        ("[]", "has the format None"),
+    ],
+)
+def test_settings_that_no_model_has_are_refused_in_a_sentence(save, text, told):
+    folder, tag = save(), f'{{"format": "{model_folder.FORMAT}", '
+    (folder / "config.json").write_text(text.replace("{", tag, 1))
+    with pytest.raises(model_folder.CheckpointError, match=told):
+        model_folder.read_config(folder)
+
+
 def test_settings_of_another_version_are_reported(save):
     folder = save()
     given = json.loads((folder / "config.json").read_text())
@@ -196,16 +350,18 @@ def test_settings_of_another_version_are_reported(save):
         model_folder.read_config(folder)
 
 
-def test_a_write_that_fails_leaves_the_old_model(save, monkeypatch):
+@pytest.mark.parametrize("kind", ["safetensors", "orbax"])
+def test_a_write_that_fails_leaves_the_old_model(save, monkeypatch, kind):
     folder = save()
 
-    def run_out_of_space(path, _):
+    def run_out_of_space(path, *_):
         raise OSError(errno.ENOSPC, "No space left on device", path)
 
-    monkeypatch.setattr(arrays.ocp.partial, "save", run_out_of_space)
+    monkeypatch.setattr(stores.ocp.partial, "save", run_out_of_space)
+    monkeypatch.setattr(tensors, "write", run_out_of_space)
     before = sorted(folder.parent.iterdir())
     with pytest.raises(model_folder.CheckpointError, match=r"No space left.*is unchanged"):
-        save(Model(2, rngs=nnx.Rngs(1)))
+        save(Model(2, rngs=nnx.Rngs(1)), kind=kind)
     same(load(folder).model, make_model())
     assert sorted(folder.parent.iterdir()) == before
 
@@ -426,6 +582,23 @@ def test_a_write_that_fails_in_the_background_is_reported_at_the_next_one(states
         states.save(2, make_state(2))
     states.save(2, make_state(2))
     assert states.restore(make_state())[0] == 2
+
+
+def test_a_disk_that_fills_up_in_the_background_is_one_sentence(states, capfd, caplog):
+    """What the system refuses is any file above a few kilobytes."""
+    states.save(1, make_state(1))
+    states.wait()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        states.save(2, {"x": np.random.default_rng(0).normal(size=200_000)})
+        with pytest.raises(model_folder.CheckpointError, match=r"\(File too large\)\. Intact"):
+            states.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert states.restore(make_state())[0] == 1
+    assert caplog.records == []
+    assert capfd.readouterr() == ("", "")
 
 
 def test_the_best_state_and_one_every_so_often_are_kept(tmp_path):

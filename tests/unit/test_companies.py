@@ -2,11 +2,15 @@
 """What a row of a served batch gets does not depend on who else is in the batch."""
 
 import random
+import re
 
 import numpy as np
 import pytest
 import stand_ins
 
+from sparse_lavida_jax.apps import serving
+from sparse_lavida_jax.apps.serving import Limits, Service
+from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference import batches
 from sparse_lavida_jax.inference.batches import kind_of
 from sparse_lavida_jax.pipeline import SparseLaViDa
@@ -37,7 +41,7 @@ def test_images_are_those_of_a_batch_of_their_own(pipe, seed):
         )[0]
         for _ in range(dice.randint(3, 6))
     ]  # fmt: skip
-    assert len({kind_of(one) for one in made}) == 1
+    assert len({kind_of(one) for one in made}) == len({one.words == LONG for one in made})
     result = served(pipe, made)
     for row, record in enumerate(result.records):
         alone = pipe.replay(record)
@@ -97,6 +101,21 @@ def test_programs_are_entered_by_what_chooses_them(pipe):
         served(pipe, made, programs=Entered)
     assert len(entered) == 3
     assert entered[1] == entered[2] != entered[0]
+
+
+def test_settings_that_nobody_compiled_are_refused_with_the_list(pipe):
+    service = Service(pipe, Limits(only=((1, None), (2, 0))))
+    own = {"seed": 3, "temperature": 0.5, "guidance": 2.0}
+    allowed = ({}, {"steps": 1}, {"num_inference_steps": 2, "registers": 0}, own)
+    for given in allowed:
+        service._check_settings(pipe.requests("generate", "a", **serving._by_row(given)))
+    told = "'generate'. Leave the settings out, or ask for 1 steps or 2 steps and 0 registers."
+    for given in ({"steps": 4}, {"sampler": "dense"}, {"steps": 1, "registers": 1}):
+        with pytest.raises(RequestError, match=re.escape(told)):
+            service.submit("generate", "a", **given)
+    with pytest.raises(RequestError, match=r"nothing more for 'ask'\. Leave the settings out\.$"):
+        service.submit("ask", "a", steps=2)
+    assert service.counts == {("generate", "refused"): 3, ("ask", "refused"): 1}
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,10 @@ import torch_folder
 
 from sparse_lavida_jax.bench import convert as bench
 from sparse_lavida_jax.bench import record
-from sparse_lavida_jax.checkpoints import arrays, manifest, model_folder
-from sparse_lavida_jax.convert import from_torch, names, tensors, to_torch
+from sparse_lavida_jax.checkpoints import arrays, manifest, model_folder, stores, tensors
+from sparse_lavida_jax.convert import from_torch, names, to_torch
 from sparse_lavida_jax.convert.settings import ConvertError
+from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
 from sparse_lavida_jax.models import parameters, vq
 
 SHARD = "model-00002-of-00003.safetensors"
@@ -194,12 +195,12 @@ def test_a_converted_folder_is_a_whole_model_folder(converted):
     assert loaded.config.model.trained_attention == "full"
     assert loaded.config.model.compute_dtype == "bfloat16"
     assert loaded.config.vq == torch_folder.VQ
-    assert json.loads(loaded.tokenizer_path.read_text()) == {"version": "1.0"}
+    assert ChatTokenizer(loaded.tokenizer_path).vocab_size > 256
     assert vq.load(loaded.vq_folder)[1] == torch_folder.VQ
     readme = (converted / "README.md").read_text()
     assert "non-commercial" in readme
     assert (converted / "official" / "LICENSE").read_text() in "For research only."
-    store = arrays.ParamsReader(converted / "params")
+    store = stores.open_params(converted)
     assert {str(leaf.dtype) for leaf in store.leaves.values()} == {"bfloat16"}
 
 
@@ -213,7 +214,7 @@ def test_registers_start_as_what_they_stand_in_for(converted):
 
 def test_parameters_are_widened_where_that_is_asked_for(tmp_path, folder):
     from_torch.convert(folder, tmp_path / "model", dtype="float32")
-    store = arrays.ParamsReader(tmp_path / "model" / "params")
+    store = stores.open_params(tmp_path / "model")
     assert {str(leaf.dtype) for leaf in store.leaves.values()} == {"float32"}
     assert model_folder.read_config(tmp_path / "model").model.compute_dtype == "float32"
     expected = torch_folder.arbitrary()["model.transformer.wte.weight"].astype(np.float32)
@@ -440,7 +441,7 @@ def test_files_and_tensors_that_do_not_fit_are_listed_at_once(tmp_path, complain
     for told in (
         f"names {absent}, which is not there.",
         f"{short} is cut short or damaged",
-        f"{folder / 'tokenizer.json'} cannot be read",
+        f"{folder / 'tokenizer.json'} is damaged",
         f"model.colour [3] in {places[0]} is unknown.",
         f"model.image_newline in {places[1]} is [5]; by config.json it should be [32].",
     ):
@@ -464,6 +465,56 @@ def test_what_is_wrong_in_many_layers_is_one_line_that_lists_them(tmp_path, comp
     assert len(sentence.splitlines()) == 1 + 17
 
 
+@pytest.mark.parametrize("wrong", [np.nan, -np.inf])
+def test_weights_that_are_no_numbers_are_refused(tmp_path, complaint, wrong):
+    state, name = torch_folder.arbitrary(), "model.transformer.blocks.1.attn_norm.weight"
+    state[name] = np.full_like(state[name], wrong)
+    told = complaint(torch_folder.write(tmp_path / "released", state))
+    assert f"{name} in model-" in told
+    assert "holds NaN or infinite numbers" in told
+
+
+def test_weights_that_are_no_numbers_are_converted_if_that_is_asked_for(tmp_path):
+    state, name = torch_folder.arbitrary(), "model.image_newline"
+    state[name] = np.full_like(state[name], np.nan)
+    folder = torch_folder.write(tmp_path / "released", state)
+    from_torch.convert(folder, tmp_path / "model", check_finite=False)
+    to_torch.export(tmp_path / "model", tmp_path / "back")
+    assert bits(torch_folder.read(tmp_path / "back")) == bits(state)
+
+
+def test_a_key_that_is_there_twice_is_refused(folder, complaint):
+    given = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(given.replace("{", '{"d_model": 8, ', 1))
+    assert "the key 'd_model' is there twice" in complaint(folder)
+
+
+def test_a_tensor_that_a_file_names_twice_is_refused(folder, complaint):
+    path = folder / SHARD
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = content[8 : 8 + length].decode().rstrip()
+    name = next(name for name in json.loads(header) if name != "__metadata__")
+    again = header[:-1] + f',"{name}":' + json.dumps(json.loads(header)[name]) + "}"
+    path.write_bytes(len(again).to_bytes(8, "little") + again.encode() + content[8 + length :])
+    assert f"{SHARD} is cut short or damaged (the key '{name}' is there twice)" in complaint(folder)
+
+
+@pytest.mark.parametrize("text", ["{}", "[" * 100_000, '{"version": "1.0"}'])
+def test_a_tokenizer_that_is_none_is_refused_before_it_is_used(folder, complaint, text):
+    (folder / "tokenizer.json").write_text(text)
+    assert f"{folder / 'tokenizer.json'} is damaged" in complaint(folder)
+
+
+def test_a_folder_in_place_of_a_file(folder, complaint):
+    for name in ("tokenizer.json", SHARD):
+        (folder / name).unlink()
+        (folder / name).mkdir()
+    sentence = complaint(folder)
+    assert "tokenizer.json is missing" in sentence
+    assert f"names {SHARD}, which is not there" in sentence
+
+
 def test_a_folder_without_tokenizer(folder, complaint):
     (folder / "tokenizer.json").unlink()
     assert f"{folder} cannot be converted: tokenizer.json is missing." in complaint(folder)
@@ -485,8 +536,8 @@ def test_a_full_disk_is_noticed_before_anything_is_written(folder, complaint, mo
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left"), ValueError("RESOURCE_EXHAUSTED")])
 def test_a_disk_that_fills_up_on_the_way_leaves_nothing(folder, complaint, monkeypatch, error):
-    save, calls = arrays.ocp.partial.save, []
-    monkeypatch.setattr(arrays, "BATCH_BYTES", 10_000)
+    save, calls = stores.ocp.partial.save, []
+    monkeypatch.setattr(stores, "BATCH_BYTES", 10_000)
 
     def run_out_of_space(*args):
         calls.append(args)
@@ -494,8 +545,8 @@ def test_a_disk_that_fills_up_on_the_way_leaves_nothing(folder, complaint, monke
             raise error
         save(*args)
 
-    monkeypatch.setattr(arrays.ocp.partial, "save", run_out_of_space)
-    assert "could not be written" in complaint(folder)
+    monkeypatch.setattr(stores.ocp.partial, "save", run_out_of_space)
+    assert "could not be written" in complaint(folder, kind="orbax")
     assert len(calls) == 3
 
 
@@ -509,16 +560,21 @@ def small_disk():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("size", "batch_bytes"),
-    [(100, 2**28), (30_000, 2**28), (70_000, 10_000)],
-    ids=["settings", "parameters", "image tokenizer"],
+    ("size", "kind", "batch_bytes"),
+    [
+        (100, "safetensors", 0),
+        (30_000, "safetensors", 0),
+        (30_000, "orbax", 2**28),
+        (70_000, "orbax", 10_000),
+    ],
+    ids=["settings", "parameters", "parameters in the store", "image tokenizer"],
 )
 def test_a_disk_that_is_really_full_is_one_sentence(
-    folder, complaint, small_disk, monkeypatch, caplog, size, batch_bytes
+    folder, complaint, small_disk, monkeypatch, caplog, size, kind, batch_bytes
 ):
-    monkeypatch.setattr(arrays, "BATCH_BYTES", batch_bytes)
+    monkeypatch.setattr(stores, "BATCH_BYTES", batch_bytes)
     small_disk(size)
-    sentence = complaint(folder)
+    sentence = complaint(folder, kind=kind)
     assert "could not be written" in sentence
     assert "File too large" in sentence
     assert len(sentence) < 300
@@ -546,22 +602,23 @@ def test_an_interrupt_leaves_nothing(tmp_path, folder):
 # Damage afterwards.
 
 
-def test_a_flipped_bit_names_the_tensor(tmp_path):
+@pytest.mark.parametrize("kind", ["safetensors", "orbax"])
+def test_a_flipped_bit_names_the_tensor(tmp_path, kind):
     state = torch_folder.arbitrary()
     name = "model.transformer.blocks.1.q_proj_vision.weight"
     # Noise cannot be compressed, so it can be found again.
-    noise = np.random.default_rng(0).integers(0, 2**16, state[name].shape, np.uint16)
+    noise = np.random.default_rng(0).integers(0, 2**16, state[name].shape, np.uint16) & 0xBFFF
     state[name] = noise.view(jnp.bfloat16)
     written = noise.T.tobytes()
     folder = tmp_path / "model"
-    from_torch.convert(torch_folder.write(tmp_path / "released", state), folder)
-    assert manifest.verify(folder) > 10
-    files = [path for path in (folder / "params").rglob("*") if path.is_file()]
+    from_torch.convert(torch_folder.write(tmp_path / "released", state), folder, kind=kind)
+    assert manifest.verify(folder) > 7
+    files = [path for path in folder.rglob("*") if path.is_file()]
     (path,) = (path for path in files if written in path.read_bytes())
     changed = bytearray(path.read_bytes())
     changed[changed.find(written) + len(written) // 2] ^= 1
     path.write_bytes(changed)
-    damaged = arrays.ParamsReader(folder / "params")
+    damaged = stores.open_params(folder)
     damaged.read(damaged.leaves)  # the store notices nothing
     with pytest.raises(model_folder.CheckpointError) as error:
         manifest.verify(folder)
@@ -571,7 +628,7 @@ def test_a_flipped_bit_names_the_tensor(tmp_path):
 
 
 def test_every_tensor_has_a_digest(converted):
-    store = arrays.ParamsReader(converted / "params")
+    store = stores.open_params(converted)
     image = parameters.by_name(vq.load(converted / "vq")[0])
     assert set(arrays.read_digests(converted)) == {
         *store.leaves,
@@ -605,9 +662,13 @@ def test_a_flipped_bit_in_a_list_of_digests(tmp_path, folder, name):
         manifest.verify(tmp_path / "model")
 
 
-def test_damage_that_the_store_chokes_on_is_one_sentence(tmp_path, folder, caplog):
-    from_torch.convert(folder, tmp_path / "model")
-    flip(tmp_path / "model" / "params" / "state" / "manifest.ocdbt", 0)
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [("orbax", "params/state/manifest.ocdbt"), ("safetensors", "model.safetensors")],
+)
+def test_damage_that_the_store_chokes_on_is_one_sentence(tmp_path, folder, caplog, kind, place):
+    from_torch.convert(folder, tmp_path / "model", kind=kind)
+    flip(tmp_path / "model" / place, 0)
     with pytest.raises(
         model_folder.CheckpointError, match=r"and \d+ more are not what was written"
     ):

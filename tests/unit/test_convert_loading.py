@@ -9,7 +9,7 @@ import pytest
 import torch_folder
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from sparse_lavida_jax.checkpoints import arrays, model_folder
+from sparse_lavida_jax.checkpoints import arrays, model_folder, stores
 from sparse_lavida_jax.convert import from_torch
 from sparse_lavida_jax.models import denoiser
 
@@ -47,9 +47,15 @@ def named(model):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("batch_bytes", [1, 2**28])
-def test_eight_devices_hold_what_one_would(converted, mesh, dtype, batch_bytes, monkeypatch):
-    monkeypatch.setattr(arrays, "BATCH_BYTES", batch_bytes)
+@pytest.mark.parametrize("batch_bytes", [0, 1, 2**28])
+def test_eight_devices_hold_what_one_would(
+    converted, mesh, dtype, batch_bytes, monkeypatch, tmp_path
+):
+    """From safetensors files, and from the array store in batches of several sizes."""
+    if batch_bytes:
+        monkeypatch.setattr(stores, "BATCH_BYTES", batch_bytes)
+        model_folder.copy(converted, tmp_path / "model", "orbax")
+        converted = tmp_path / "model"
     choose = over(mesh)
     whole = named(model_folder.load_model(converted, dtype=dtype).model)
     spread = named(model_folder.load_model(converted, sharding=choose, dtype=dtype).model)
@@ -91,7 +97,7 @@ def test_a_run_gives_its_parameters_without_its_training_state(converted, tmp_pa
 
 def test_a_module_is_filled_by_names_on_disk(converted):
     loaded = model_folder.load_model(converted)
-    store = arrays.ParamsReader(converted / "params")
+    store = stores.open_params(converted)
     module = denoiser.shapes(loaded.config.model)
     filled = arrays.module_of(module, store.read(store.leaves))
     assert jax.tree.all(jax.tree.map(np.array_equal, filled, loaded.model))

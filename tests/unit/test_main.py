@@ -181,7 +181,7 @@ def test_an_address_is_no_folder(folder, capsys, word):
 
 def test_the_image_tokenizer_has_its_own_stage(folder, monkeypatch):
     seen = []
-    fake = types.SimpleNamespace(train=lambda settings, workdir: seen.append(workdir))
+    fake = types.SimpleNamespace(train=lambda settings, workdir, stop: seen.append(workdir))
     monkeypatch.setattr(sparse_lavida_jax.training, "train_vq", fake, raising=False)
     assert main.main(["main", "--config=configs/toy_vq.py", "--workdir=elsewhere"]) == 0
     assert [str(path) for path in seen] == ["elsewhere"]
@@ -305,6 +305,7 @@ def test_compiled_programs_are_kept_unless_told_otherwise(folder, monkeypatch):
     monkeypatch.setattr(sparse_lavida_jax, "train", fake, raising=False)
     updates = {}
     monkeypatch.setattr(runtime.jax.config, "update", updates.__setitem__)
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_MAX_SIZE", raising=False)
     assert main.main(["main", "--config=configs/toy.py", "--compilation_cache="]) == 0
     assert updates == {}
     assert main.main(["main", "--config=configs/toy.py"]) == 0

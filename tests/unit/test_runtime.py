@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where compiled programs are kept, and whether freed memory is."""
+"""Where compiled programs are kept, whether freed memory is, and Ctrl-C on a device."""
 
+import os
+import signal
 import types
 
 import jax
 import pytest
+from jax._src import lru_cache
 
 from sparse_lavida_jax import runtime
 
@@ -13,7 +16,8 @@ from sparse_lavida_jax import runtime
 def updated(monkeypatch):
     found = {}
     monkeypatch.setattr(jax.config, "update", found.__setitem__)
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    for name in ("JAX_COMPILATION_CACHE_DIR", "JAX_COMPILATION_CACHE_MAX_SIZE"):
+        monkeypatch.delenv(name, raising=False)
     return found
 
 
@@ -29,7 +33,73 @@ def test_compiled_programs_are_kept_in_the_users_cache(updated, monkeypatch, tmp
 def test_a_folder_that_is_asked_for_stays(updated, monkeypatch):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/elsewhere")
     runtime.keep_programs()
-    assert updated == {}
+    assert updated == {"jax_compilation_cache_max_size": runtime.MOST_BYTES}
+
+
+def test_a_limit_that_was_asked_for_stays(updated, monkeypatch, tmp_path):
+    (tmp_path / "jit_f-1-cache").write_bytes(b"of no limit")
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_MAX_SIZE", "-1")
+    runtime.keep_programs(tmp_path)
+    assert updated == {"jax_compilation_cache_dir": str(tmp_path)}
+    assert [path.name for path in tmp_path.iterdir()] == ["jit_f-1-cache"]
+
+
+def test_programs_of_which_one_file_is_missing_do_not_stop_others_from_being_kept(
+    updated, tmp_path
+):
+    """As a process without a limit leaves them, or one that was killed in between."""
+    (tmp_path / "jit_f-1-cache").write_bytes(b"a program")
+    (tmp_path / "jit_g-2-atime").write_bytes(bytes(8))
+    limited = lru_cache.LRUCache(str(tmp_path), max_size=1000)
+    with pytest.raises(FileNotFoundError, match="jit_f-1-atime"):
+        limited.put("jit_h-3", b"another")
+    runtime.keep_programs(tmp_path)
+    limited.put("jit_h-3", b"another")
+    assert (limited.get("jit_f-1"), limited.get("jit_h-3")) == (b"a program", b"another")
+    assert not (tmp_path / "jit_g-2-atime").exists()
+
+
+@pytest.fixture
+def interrupt():
+    """Sends Ctrl-C to this process, which takes it as Python does by default."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield lambda: os.kill(os.getpid(), signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_comes_where_it_is_asked_for(interrupt):
+    done = []
+    with pytest.raises(KeyboardInterrupt), runtime.interrupts_held(), runtime.interrupts_held():
+        interrupt()
+        done.append("a segment")
+        runtime.check_interrupt()
+        done.append("another one")
+    assert done == ["a segment"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_that_nobody_asked_for_comes_at_the_end(interrupt):
+    done = []
+    with pytest.raises(KeyboardInterrupt), runtime.interrupts_held():
+        interrupt()
+        done.append("all")
+    assert done == ["all"]
+
+
+def test_a_second_interrupt_does_not_wait(interrupt):
+    with pytest.raises(KeyboardInterrupt), runtime.interrupts_held():
+        interrupt()
+        interrupt()
+        pytest.fail("it waited")
+
+
+def test_who_listens_to_interrupts_in_another_way_still_does(interrupt):
+    came = []
+    signal.signal(signal.SIGINT, lambda *_: came.append("mine"))
+    with runtime.interrupts_held():
+        interrupt()
+        runtime.check_interrupt()
+    assert came == ["mine"]
 
 
 def test_memory_is_kept_where_the_c_library_can_be_told_to(monkeypatch):

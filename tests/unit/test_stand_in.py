@@ -7,7 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from sparse_lavida_jax.convert import names, settings, stand_in, tensors
+from sparse_lavida_jax.checkpoints import tensors
+from sparse_lavida_jax.convert import names, settings, stand_in
 from sparse_lavida_jax.lavida_o import chat
 
 MADE = stand_in.tiny_settings()

@@ -521,7 +521,7 @@ def test_a_run_with_adapters_resumes_and_leaves_them_and_a_merged_model(
     with pytest.raises(runs.Interrupted), runs.Run(loop.folder, given) as opened:
         train.train(given, opened)
     state = sum(path.stat().st_size for path in loop.folder.glob("state/**/*") if path.is_file())
-    model = sum(path.stat().st_size for path in base_model.glob("params/**/*") if path.is_file())
+    model = sum(path.stat().st_size for path in base_model.glob("model.safetensors"))
     assert state < model  # what is frozen is not saved again
     with runs.Run(loop.folder, given) as opened:
         train.train(given, opened)
@@ -559,7 +559,7 @@ def test_a_run_that_has_not_ended_can_be_started_from(loop, tmp_path):
     given = stand_ins.settings(train=changes)
     with runs.Run(tmp_path / "next", given) as opened:
         train.train(given, opened)
-    assert (tmp_path / "next/model/params").is_dir()
+    assert (tmp_path / "next/model/model.safetensors").is_file()
     adapted = stand_ins.settings(train=changes, lora={"rank": 2})
     with pytest.raises(config.ConfigError, match="is a run that has not ended, and what is frozen"):
         train.init_state(adapted, tiny.denoiser(adapted.model))

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""What a server does under load: images a minute, latencies, refusals, sizes of batches, memory.
+
+    python -m sparse_lavida_jax.bench.serving --code 13c59e4 . --clients 1 4 16 64
+    python -m sparse_lavida_jax.bench.serving --code . --rate 20 --mix generate:8=9 generate:32=1
+    python -m sparse_lavida_jax.bench.serving --address http://127.0.0.1:8000 --clients 16
+
+Servers of several commits are started one after another, with the same model folder and the same
+options, and are asked the same. With `--rate` requests come as a Poisson process that does not wait
+for answers: a latency counts from the moment at which a request was due, so a server that falls
+behind is not asked less. Without it every client asks again as soon as it is answered, or after
+the seconds that a refusal names. A row a server and number of clients, in
+`bench/results/<device>/serving`.
+"""
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+import os
+import pathlib
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+HERE = pathlib.Path(__file__).parents[2]
+MODEL = pathlib.Path("sparse_lavida_jax/assets/models/scenes")
+START_SECONDS, STOP_SECONDS, ANSWER_SECONDS = 1800.0, 60.0, 600.0
+WORDS = [
+    f"a {first} {shape} {place} a {second} {other}"
+    for first, second in itertools.permutations(("red", "blue", "green"), 2)
+    for shape, other in itertools.permutations(("circle", "square", "triangle"), 2)
+    for place in ("above", "left of")
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What a server is asked.
+
+    Attributes:
+        clients: requests that are under way at once, at most.
+        seconds: in which requests are measured.
+        before: seconds of the same load before that, which are not.
+        rate: requests a second, as a Poisson process; 0: each client asks again when answered.
+        mix: shares of the tasks, "generate" and "ask"; "generate:8" has 8 steps, not the model's.
+        seed: of the arrivals and of what is asked.
+    """
+
+    clients: int
+    seconds: float
+    before: float = 0.0
+    rate: float = 0.0
+    mix: tuple[tuple[str, float], ...] = (("generate", 1.0),)
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Answered:
+    """What became of a request.
+
+    Attributes:
+        due, latency: when it was to be sent and how long after that it was answered, seconds.
+        code: of HTTP; 0: the connection broke.
+        batch: rows of its batch, where the server says so.
+    """
+
+    task: str
+    due: float
+    latency: float
+    code: int
+    batch: int
+
+
+# ---------------------------------------------------------------------------------------------
+# Load.
+
+
+def drive(address: str, load: Load) -> list[Answered]:
+    """Asks a server, and returns what became of the requests that are measured."""
+    lock, arrivals, answers = threading.Lock(), _arrivals(load), list[Answered]()
+    begin = time.monotonic()
+
+    def client() -> None:
+        while True:
+            with lock:
+                due, task, body = next(arrivals)
+            now = time.monotonic() - begin
+            due = due if load.rate else now
+            if due >= load.before + load.seconds:
+                return
+            time.sleep(max(0.0, due - now))
+            code, batch, again = _ask(address, task.partition(":")[0], body)
+            late = time.monotonic() - begin - due
+            with lock:
+                answers.append(Answered(task, due, late, code, batch))
+            if not load.rate:
+                time.sleep(again)
+
+    threads = [threading.Thread(target=client) for _ in range(load.clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [answer for answer in answers if answer.due >= load.before]
+
+
+def _arrivals(load: Load) -> Iterator[tuple[float, str, dict[str, Any]]]:
+    """Yields when each request is due, its task, and what is asked."""
+    dice, due = random.Random(load.seed), 0.0
+    tasks, shares = zip(*load.mix, strict=True)
+    for number in itertools.count():
+        due += dice.expovariate(load.rate) if load.rate else 0.0
+        (task,), words = dice.choices(tasks, shares), dice.choice(WORDS)
+        body: dict[str, Any] = {"seed": number % 2**31}
+        name, _, steps = task.partition(":")
+        if steps:
+            body["num_inference_steps"] = int(steps)
+        if name == "ask":
+            body |= {"model": "", "messages": [{"role": "user", "content": f"is there {words}?"}]}
+        else:
+            body |= {"prompt": words, "response_format": "b64_json"}
+        yield due, task, body
+
+
+def _ask(address: str, task: str, body: dict[str, Any]) -> tuple[int, int, float]:
+    """Returns the code of an answer, the rows of its batch, and seconds until one may ask again."""
+    path = {"generate": "images/generations", "ask": "chat/completions"}[task]
+    request = urllib.request.Request(
+        f"{address}/v1/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as reply:
+            return reply.status, json.load(reply).get("sparse_lavida", {}).get("batch", 1), 0.0
+    except urllib.error.HTTPError as error:
+        return error.code, 0, float(error.headers.get("Retry-After", 0))
+    except OSError:
+        return 0, 0, 0.0
+
+
+def summary(answers: list[Answered], load: Load) -> dict[str, Any]:
+    """Returns the numbers of a row; latencies are those of requests that were answered."""
+    done = [answer for answer in answers if answer.code == 200]
+    until = max((answer.due + answer.latency for answer in done), default=math.inf)
+    minutes = (until - load.before) / 60
+    images = sum(answer.task.startswith("generate") for answer in done)
+    found: dict[str, Any] = {
+        "requests": len(answers),
+        "answered": len(done),
+        "rejected": sum(answer.code == 429 for answer in answers),
+        "failed": sum(answer.code not in (200, 429) for answer in answers),
+        "images_a_minute": images / minutes,
+        "texts_a_minute": (len(done) - images) / minutes,
+        "batches": dict(sorted(collections.Counter(answer.batch for answer in done).items())),
+    }
+    for task in sorted({answer.task for answer in done}):
+        own = [answer.latency for answer in done if answer.task == task]
+        found[f"{task}_s"] = {f"p{share}": percentile(own, share) for share in (50, 95, 99)} | {
+            "mean": statistics.fmean(own)
+        }
+    return found
+
+
+def percentile(values: list[float], share: int) -> float:
+    """Returns the least value that `share` percent of the values do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(len(ordered) * share / 100) - 1)]
+
+
+# ---------------------------------------------------------------------------------------------
+# Servers.
+
+
+@contextlib.contextmanager
+def code_of(commit: str) -> Iterator[pathlib.Path]:
+    """Yields a folder with the code of a commit; ".": this one, as it is."""
+    if commit == ".":
+        yield HERE
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        packed = subprocess.run(
+            ["git", "-C", str(HERE), "archive", commit, "sparse_lavida_jax"],
+            check=True, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        subprocess.run(["tar", "-x", "-C", folder], check=True, input=packed.stdout)
+        yield pathlib.Path(folder)
+
+
+@contextlib.contextmanager
+def started(code: pathlib.Path, words: list[str]) -> Iterator[tuple[str, int]]:
+    """Yields address and process of a server of this code that is ready."""
+    command = [sys.executable, "-m", "sparse_lavida_jax", "serve", "--port=0", "--warmup", *words]
+    env = {**os.environ, "PYTHONPATH": str(code)}
+    process = subprocess.Popen(command, cwd=code, env=env, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        if (told := re.search(r"http://[^/\s]+", process.stdout.readline())) is None:
+            raise RuntimeError(f"the server in {code} did not start.")
+        _wait_until_ready(told.group())
+        yield told.group(), process.pid
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def _wait_until_ready(address: str) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            with urllib.request.urlopen(f"{address}/ready", timeout=ANSWER_SECONDS):
+                return
+        except urllib.error.HTTPError as error:
+            if error.code == 404:  # of older servers, which compile before they listen
+                return
+        except OSError:
+            pass
+        time.sleep(0.2)
+    raise RuntimeError(f"the server at {address} was not ready after {START_SECONDS:g} seconds.")
+
+
+def memory(process: int) -> dict[str, float]:
+    """Returns GB that a process holds, and at most held, on Linux; elsewhere nothing."""
+    path = pathlib.Path(f"/proc/{process}/status")
+    lines = path.read_text().splitlines() if path.is_file() else []
+    sizes = dict(line.split(":") for line in lines if line.endswith("kB"))
+    names = {"rss_gb": "VmRSS", "peak_rss_gb": "VmHWM"}
+    return {name: int(sizes[key].split()[0]) / 1e6 for name, key in names.items() if key in sizes}
+
+
+def main() -> None:
+    """Measures every server with every number of clients, and writes and prints the rows."""
+    asked = _parser().parse_args()
+    mix = tuple((task, float(share)) for task, share in (one.split("=") for one in asked.mix))
+    how = {"before": asked.before, "rate": asked.rate, "mix": mix}
+    rows: list[tuple[str, dict[str, Any]]] = []
+
+    def measure(name: str, address: str, process: int | None) -> None:
+        for clients in asked.clients:
+            load = Load(clients, asked.seconds, **how)
+            found = summary(drive(address, load), load)
+            found |= {} if process is None else memory(process)
+            rows.append(
+                (f"{name}/{clients}", {"server": name, **dataclasses.asdict(load), **found})
+            )
+            print(name, clients, json.dumps(found), flush=True)
+
+    if asked.address:
+        measure("running", asked.address, None)
+    with contextlib.ExitStack() as stack:
+        folders = {commit: stack.enter_context(code_of(commit)) for commit in asked.code}
+        for commit, folder in folders.items():
+            model = asked.checkpoint or next(iter(folders.values())) / MODEL
+            with started(folder, [f"--checkpoint={model}", *asked.option]) as (address, process):
+                measure("this" if commit == "." else commit, address, process)
+    # Last, because it takes hold of the device.
+    from sparse_lavida_jax.bench.record import Bench
+
+    bench = Bench("serving")
+    for row_id, values in rows:
+        bench.write(row_id, values)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="bench.serving", description="Measures servers.")
+    add = parser.add_argument
+    add("--address", default="", help="of a running server")
+    add("--code", nargs="*", default=[], help="commits whose server is started; . is this code")
+    add("--checkpoint", default="", help="for all of them; by default the scenes of the first")
+    add("--option", action="append", default=[], help="of `serve`, for all of them: --option=--x=1")
+    add("--clients", nargs="+", type=int, default=[1, 4, 16, 64], help="one after another")
+    add("--seconds", type=float, default=30.0, help="that are measured")
+    add("--before", type=float, default=5.0, help="seconds of load before that")
+    add("--rate", type=float, default=0.0, help="requests a second; 0: as they are answered")
+    add("--mix", nargs="+", default=["generate=1"], help="shares of generate, ask, generate:STEPS")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

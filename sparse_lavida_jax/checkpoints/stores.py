@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the parameters of a model folder lie: in safetensors files, or in the array store of orbax.
+
+With `training/states.py` the only file that knows the array store.
+"""
+
+import abc
+import contextlib
+import ctypes
+import dataclasses
+import gc
+import logging
+import os
+import pathlib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import orbax.checkpoint.experimental.v1 as ocp
+from flax import nnx
+
+from sparse_lavida_jax.checkpoints import arrays, tensors
+from sparse_lavida_jax.checkpoints.arrays import CheckpointError, ChooseDtype
+from sparse_lavida_jax.checkpoints.tensors import Tensor
+from sparse_lavida_jax.models import parameters
+from sparse_lavida_jax.models.parameters import ChooseSharding
+
+Format = Literal["safetensors", "orbax"]
+
+PARAMS = "params"  # folder of the array store
+FILES = "model*.safetensors"
+# What their headers say; the names in them are those of docs/checkpoints.md.
+METADATA = {"format": "flax", "names": "sparse-lavida-jax/1"}
+# The array store reads and writes this many bytes at a time, or one tensor if that is larger: on
+# the host never more than a few times this is held, however deep the model.
+BATCH_BYTES = 256 * 2**20
+
+
+def holds_params(folder: pathlib.Path) -> bool:
+    """Whether there are parameters in a folder."""
+    names = (PARAMS, tensors.SINGLE, tensors.INDEX)
+    return any((folder / name).exists() for name in names)
+
+
+def open_params(folder: pathlib.Path) -> "ParamsReader":
+    """Returns the parameters of a model folder, none of them read.
+
+    Raises:
+        CheckpointError: there are none, or they are damaged.
+    """
+    return _OrbaxReader(folder) if (folder / PARAMS).is_dir() else _SafetensorsReader(folder)
+
+
+def load_params(
+    folder: pathlib.Path,
+    module: nnx.Module,
+    *,
+    sharding: ChooseSharding | None = None,
+    dtype: str | ChooseDtype | None = None,
+    digests: Mapping[str, str] | None = None,
+    check_finite: bool = True,
+) -> Any:
+    """Returns a module with the parameters of a model folder.
+
+    Args:
+        module: of shapes as `jax.eval_shape` makes it.
+        sharding: where each parameter goes; every device reads only its part. Without it, to the
+            default device.
+        dtype: of the parameters in memory, or what chooses it by name (stacked, as for `sharding`);
+            that of the module by default.
+        digests: SHA-256 of each array (`arrays.read_digests`), compared with what is read whole;
+            None or none at all: not compared.
+        check_finite: whether to refuse arrays that hold a NaN or an infinite number.
+
+    Raises:
+        CheckpointError: lists every missing, unknown or misshapen parameter, or names one that is
+            damaged or holds what is no number.
+    """
+    store = open_params(folder)
+    store.check({name: leaf.shape for name, leaf in arrays.by_layer(module).items()})
+
+    def read(targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
+        found = store.read(targets) if sharding is None else store.read_into(targets)
+        for name, array in found.items():
+            whole = {name: array} if digests and sharding is None else {}
+            if whole and digests and arrays.digest_of(whole) != digests.get(name):
+                raise CheckpointError(
+                    f"the parameter {name} in {folder} is not what was written: its SHA-256 is not"
+                    f" the one in {arrays.TENSORS}. Copy the model folder again."
+                )
+            if check_finite:
+                arrays.refuse_nonfinite(f"the parameter {name} in {folder}", array)
+        return found
+
+    how: Any = {"sharding": sharding, "dtype": dtype, "batch_bytes": store.batch_bytes}
+    return arrays.filled(module, read, **how)
+
+
+class ParamsReader(abc.ABC):
+    """The parameters of a model folder, of which only those asked for are read.
+
+    Attributes:
+        leaves: names, such as `joint_layers/03/attn_out/kernel`, with shapes and dtypes.
+        batch_bytes: how many bytes are best read together; 0: one array at a time.
+    """
+
+    batch_bytes = 0
+
+    def __init__(self, folder: pathlib.Path, leaves: Mapping[str, Any]):
+        self.folder, self.leaves = folder, dict(leaves)
+        self._kept: dict[str, np.ndarray] = {}
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Compares the arrays with those that a model has.
+
+        Raises:
+            CheckpointError: lists every missing, unknown or misshapen parameter.
+        """
+        wanted = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
+        if problems := parameters.differences(wanted, self.leaves):
+            raise CheckpointError(
+                f"the parameters in {self.folder} do not fit the model:\n{problems}"
+            )
+
+    @abc.abstractmethod
+    def read(self, names: Iterable[str]) -> dict[str, np.ndarray]:
+        """Returns arrays on the host as they are on disk.
+
+        Raises:
+            CheckpointError: one of them cannot be read.
+        """
+
+    @abc.abstractmethod
+    def read_into(self, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        """Returns arrays by name, of the dtype and in the sharding of their target.
+
+        Raises:
+            CheckpointError: one of them cannot be read.
+        """
+
+    def read_one(self, name: str) -> np.ndarray:
+        """Returns one array; in the order of `leaves`, many are read at a time and kept."""
+        if name not in self._kept:
+            self._kept = {}
+            _give_back_memory()
+            together = arrays.batches(self.leaves, self.batch_bytes)
+            self._kept = self.read(next(batch for batch in together if name in batch))
+        return self._kept[name]
+
+    def digests(self) -> dict[str, str]:
+        """Returns the SHA-256 of those arrays that can be read, by name."""
+        found = {}
+        for name in self.leaves:
+            with contextlib.suppress(CheckpointError):
+                found[name] = arrays.digest_of(self.read([name]))
+        return found
+
+
+def write_params(folder: pathlib.Path, wanted: Sequence[Tensor], kind: Format) -> None:
+    """Writes the parameters of a new model folder, a few at a time, and their digests.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    digests: dict[str, str] = {}
+
+    def noted(tensor: Tensor) -> Tensor:
+        def read() -> np.ndarray:
+            array = np.ascontiguousarray(tensor.read())
+            digests[tensor.name] = arrays.digest_of({tensor.name: array})
+            return array
+
+        return dataclasses.replace(tensor, read=read)
+
+    if kind == "orbax":
+        _write_orbax(folder, map(noted, wanted))
+    else:
+        every = [*map(noted, wanted)]
+        tensors.write_sharded(folder, every, tensors.SHARD_BYTES, metadata=METADATA)
+    arrays.write_digests(folder, digests)
+
+
+# ---------------------------------------------------------------------------------------------
+# Safetensors files.
+
+
+class _SafetensorsReader(ParamsReader):
+    def __init__(self, folder: pathlib.Path):
+        placed = tensors.read_index(folder / tensors.INDEX) if _is_sharded(folder) else {}
+        self._files: dict[str, pathlib.Path] = {}
+        leaves = {}
+        for name in sorted({*placed.values()}) or [tensors.SINGLE]:
+            if pathlib.PurePath(name).name != name:
+                raise CheckpointError(f"{folder / tensors.INDEX} names {name}, which is elsewhere.")
+            for tensor in tensors.list_tensors(folder / name).values():
+                kind = tensors.DTYPES.get(tensor.dtype)
+                if kind is None or tensor.name in leaves:
+                    what = f"is {tensor.dtype}" if kind is None else "is in two files"
+                    raise CheckpointError(f"{tensor.name} in {folder / name} {what}.")
+                leaves[tensor.name] = jax.ShapeDtypeStruct(tensor.shape, kind)
+                self._files[tensor.name] = folder / name
+        super().__init__(folder, leaves)
+
+    def read(self, names: Iterable[str]) -> dict[str, np.ndarray]:
+        return {name: tensors.read(self._files[name], name) for name in names}
+
+    def read_into(self, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        def array(name: str, target: jax.ShapeDtypeStruct) -> jax.Array:
+            def part(index: tuple[slice, ...]) -> np.ndarray:
+                found = tensors.read(self._files[name], name, index)
+                return found.astype(target.dtype, copy=False)
+
+            return jax.make_array_from_callback(target.shape, target.sharding, part)
+
+        return {name: array(name, target) for name, target in targets.items()}
+
+
+def _is_sharded(folder: pathlib.Path) -> bool:
+    return (folder / tensors.INDEX).is_file() and not (folder / tensors.SINGLE).is_file()
+
+
+# ---------------------------------------------------------------------------------------------
+# The array store.
+
+
+class _OrbaxReader(ParamsReader):
+    def __init__(self, folder: pathlib.Path):
+        self.batch_bytes = BATCH_BYTES
+        self._store = (folder / PARAMS).resolve()
+        try:
+            with silence():
+                self._metadata = ocp.metadata(str(self._store)).metadata
+        except Exception as error:  # the store raises whatever its layers raise
+            raise self._unreadable(error) from error
+        super().__init__(folder, parameters.by_name(self._metadata))
+
+    def read(self, names: Iterable[str]) -> dict[str, np.ndarray]:
+        return self._read({name: self.leaves[name] for name in names})
+
+    def read_into(self, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        return self._read(targets)
+
+    def _read(self, targets: Mapping[str, Any]) -> dict[str, Any]:
+        def target(path: tuple, _: Any) -> Any:
+            return targets.get(parameters.leaf_name(path), ocp.PLACEHOLDER)
+
+        if not targets:
+            return {}
+        try:
+            with silence():
+                tree = ocp.load(
+                    str(self._store), jax.tree_util.tree_map_with_path(target, self._metadata)
+                )
+        except Exception as error:
+            raise self._unreadable(error) from error
+        return {name: leaf for name, leaf in parameters.by_name(tree).items() if name in targets}
+
+    def _unreadable(self, error: Exception) -> CheckpointError:
+        return CheckpointError(f"the parameters in {self._store} cannot be read: {cause_of(error)}")
+
+
+def _write_orbax(folder: pathlib.Path, wanted: Iterable[Tensor]) -> None:
+    held: dict[str, np.ndarray] = {}
+
+    def write() -> None:
+        with _plain_errors():
+            ocp.partial.save(str(folder / PARAMS), parameters.nest(held))
+        held.clear()
+        _give_back_memory()
+
+    for tensor in wanted:
+        if held and sum(array.nbytes for array in held.values()) + tensor.nbytes > BATCH_BYTES:
+            write()
+        held[tensor.name] = tensor.read()
+    write()
+    with _plain_errors():
+        ocp.partial.finalize(str(folder / PARAMS))
+
+
+@contextlib.contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Raises what the system refused, which the store wraps in a paragraph of its own.
+
+    Raises:
+        OSError: whatever the store raises.
+    """
+    try:
+        with silence():
+            yield
+    except OSError:
+        raise
+    except Exception as error:  # the store raises whatever its layers raise
+        raise OSError(cause_of(error)) from error
+
+
+def cause_of(error: Exception) -> str:
+    """Returns what an error of the store says, in the words of the system if it was the system."""
+    code = re.search(r"os_error_code='(\d+)'", str(error))
+    return os.strerror(int(code[1])) if code else str(error).partition(" [tensorstore_spec=")[0]
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Keeps the store from logging a page for each thing that fails; it raises that too."""
+    # A task of the store may die later, in a thread of its own.
+    logging.getLogger("asyncio").addFilter(_is_news)
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        gc.collect()
+        logging.disable(before)
+
+
+def silence_background() -> None:
+    """Keeps the threads in which the store writes from logging what it raises later, too."""
+    logging.getLogger("absl").addFilter(_is_none_of_the_store)
+
+
+def _is_none_of_the_store(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and "orbax" in record.pathname)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a log record says more than that the store could not read, which was raised too."""
+    error = record.exc_info[1] if record.exc_info else None
+    return "never retrieved" not in record.getMessage() or "ocdbt" not in str(error).lower()
+
+
+def _give_back_memory() -> None:
+    """Returns freed memory to the system.
+
+    The allocator of Linux keeps the store's buffers, growing with the bytes written: half a
+    gigabyte in every two, measured.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another system
+        ctypes.CDLL("libc.so.6").malloc_trim(0)

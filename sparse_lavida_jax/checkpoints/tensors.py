@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Safetensors files, one tensor at a time; one file, or several with an index."""
+
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+
+from sparse_lavida_jax.checkpoints.arrays import CheckpointError
+from sparse_lavida_jax.data import files
+
+DTYPES = {"F32": jnp.dtype("float32"), "BF16": jnp.dtype("bfloat16"), "F16": jnp.dtype("float16")}
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD_BYTES = 5_000_000_000  # of one file of several
+FOR_PYTORCH = {"format": "pt"}  # what the header of a file says
+_LENGTH_BYTES = 8  # of the number at the beginning that says how long the header is
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor that is in a file, or that is made when its turn to be written comes.
+
+    Attributes:
+        dtype: as the format calls it: "BF16".
+        read: returns it.
+        file: name of the file that it is in.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+    file: str = ""
+
+    @property
+    def size(self) -> int:
+        """Numbers in the tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * DTYPES[self.dtype].itemsize
+
+
+def dtype_name(dtype: np.dtype) -> str:
+    """Returns what the format calls a dtype."""
+    return next(name for name, known in DTYPES.items() if known == dtype)
+
+
+def list_tensors(path: pathlib.Path) -> dict[str, Tensor]:
+    """Returns the tensors of a file by name, in their order in the file.
+
+    Raises:
+        CheckpointError: it is cut short or damaged.
+    """
+    try:
+        with safetensors.safe_open(path, "numpy") as file:
+            _check_header(path)
+            found = {name: file.get_slice(name) for name in file.offset_keys()}
+            shapes = {name: tuple(one.get_shape()) for name, one in found.items()}
+            reads = {name: functools.partial(read, path, name) for name in found}
+            return {
+                name: Tensor(name, one.get_dtype(), shapes[name], reads[name], path.name)
+                for name, one in found.items()
+            }
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise CheckpointError(
+            f"{path.name} is cut short or damaged ({error}). Download it again."
+        ) from error
+
+
+def _check_header(path: pathlib.Path) -> None:
+    """Refuses a header that names a tensor twice, of which the library takes the last.
+
+    Raises:
+        ValueError: it does.
+    """
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        files.parse_json(file.read(length), unique=True)
+
+
+def read(path: pathlib.Path, name: str, part: Any = None) -> np.ndarray:
+    """Returns a tensor of a file, or a part of it: a row, or a tuple of slices.
+
+    The library maps the file into memory, which counts as used until it is closed: so it is opened
+    again for each tensor.
+
+    Raises:
+        CheckpointError: the file has become shorter, or cannot be read.
+    """
+    try:
+        with safetensors.safe_open(path, "numpy") as file:
+            return file.get_tensor(name) if part is None else file.get_slice(name)[part]
+    except (OSError, safetensors.SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}). Download it again.") from error
+
+
+def write(
+    path: pathlib.Path, tensors: Iterable[Tensor], metadata: Mapping[str, str] = FOR_PYTORCH
+) -> None:
+    """Writes a file, holding one tensor at a time, in this order.
+
+    The library writes no file whose tensors are not in memory all at once.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    # Wide numbers first, as the library does it: every tensor is aligned to its own numbers.
+    tensors = sorted(tensors, key=lambda tensor: -DTYPES[tensor.dtype].itemsize)
+    header: dict[str, dict] = {"__metadata__": dict(metadata)}
+    end = 0
+    for tensor in tensors:
+        start, end = end, end + tensor.nbytes
+        header[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _LENGTH_BYTES)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
+        for tensor in tensors:
+            file.write(np.ascontiguousarray(tensor.read()).reshape(-1).view(np.uint8).data)
+
+
+def write_sharded(
+    folder: pathlib.Path,
+    tensors: Sequence[Tensor],
+    most_bytes: int = SHARD_BYTES,
+    *,
+    always_indexed: bool = False,
+    metadata: Mapping[str, str] = FOR_PYTORCH,
+) -> int:
+    """Writes `SINGLE`, or several files with their `INDEX`; returns how many files.
+
+    Args:
+        most_bytes: of the tensors in one file; a larger tensor has a file of its own.
+        always_indexed: numbers the file and writes the index where there is one file, too.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    shards: list[list[Tensor]] = [[]]
+    for tensor in tensors:
+        held = sum(other.nbytes for other in shards[-1])
+        if shards[-1] and held + tensor.nbytes > most_bytes:
+            shards.append([])
+        shards[-1].append(tensor)
+    if len(shards) == 1 and not always_indexed:
+        write(folder / SINGLE, tensors, metadata)
+        return 1
+    placed: dict[str, str] = {}
+    for i, shard in enumerate(shards, 1):
+        file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        write(folder / file, shard, metadata)
+        placed |= {tensor.name: file for tensor in shard}
+    total = sum(tensor.nbytes for tensor in tensors)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
+    files.write_json(folder / INDEX, index, indent=2)
+    return len(shards)
+
+
+def read_index(path: pathlib.Path) -> dict[str, str]:
+    """Returns which tensor is in which file, as an index says.
+
+    Raises:
+        CheckpointError: it does not say it.
+    """
+    try:
+        placed = (files.read_json(path) or {}).get("weight_map")
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. Download it again.") from error
+    is_whole = isinstance(placed, dict) and all(isinstance(file, str) for file in placed.values())
+    if not placed or not is_whole:
+        raise CheckpointError(
+            f"{path} is damaged: its weight_map does not say which tensor is in which file."
+            " Download it again."
+        )
+    return placed

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a PNG of ours says of how it was drawn, checked before anything is drawn after it.
+
+`inference/engine.py` writes it. Whoever hands a file on may have changed it.
+"""
+
+import copy
+import dataclasses
+import logging
+from typing import Annotated, Any, Literal
+
+from sparse_lavida_jax import config, schema
+from sparse_lavida_jax.data.templates import RequestError
+from sparse_lavida_jax.inference.results import FORMAT, SAMPLER_VERSION
+from sparse_lavida_jax.kernels import attention
+from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.models.stack import implementation_of
+
+log = logging.getLogger(__name__)
+
+_LONGEST = 2**17  # tokens of a prompt
+_Lengths = Annotated[
+    tuple[int, int],
+    schema.Allowed(
+        lambda lengths: 0 <= min(lengths) <= max(lengths) <= _LONGEST, f"0 to {_LONGEST} tokens"
+    ),
+]
+
+
+class _Recipe(schema.Section):
+    size: tuple[int, int] = (0, 0)
+    known: tuple[tuple[bool, ...], ...] = ()
+    box: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    rounds: schema.UpTo1024 = 0
+    plan: bool | str = False
+
+
+class _Shown(schema.Section):
+    path: str = ""
+    sha256: str = ""
+
+
+class _Bucket(schema.Section):
+    rows: Annotated[int, schema.between(1, 1024)] = 1
+    prompt_len: _Lengths = (0, 0)
+
+
+class _Origin(schema.Section):
+    name: str = ""
+    sha256: str = ""
+
+
+class _Record(schema.Section):
+    format: str = FORMAT
+    sampler: int = SAMPLER_VERSION
+    task: Literal["generate", "edit", "inpaint", "outpaint", "reflect"]
+    prompt: str
+    seed: schema.Count
+    recipe: _Recipe
+    plan: str = ""
+    picture: _Shown = _Shown()
+    bucket: _Bucket = _Bucket()
+    sampling: config.Sampling
+    checkpoint: _Origin
+    attention: str = ""
+    version: str = ""
+    software: dict[str, Any]
+
+
+def check(record: dict[str, Any]) -> None:
+    """Refuses a record of another version, or one that no image of ours can have.
+
+    Raises:
+        RequestError: it is; the message says which part is wrong.
+    """
+    if record.get("format") != FORMAT:
+        raise RequestError(f"the record has format {record.get('format')!r}, not {FORMAT!r}.")
+    if (version := record.get("sampler", 1)) != SAMPLER_VERSION:
+        raise RequestError(
+            f"it was drawn by version {version} of the sampler, of sparse-lavida-jax"
+            f" {record.get('version', '0.1.0')}, and this is version {SAMPLER_VERSION}, which"
+            " draws something else: install what drew it."
+        )
+    needed = ("task", "prompt", "seed", "recipe", "sampling", "checkpoint", "software")
+    problem = next((f"it has no {name}" for name in needed if record.get(name) is None), "")
+    try:
+        if not problem:
+            schema.build(_Record, _given(record))
+    except schema.ConfigError as error:
+        problem = str(error).rstrip(".")
+    if problem:
+        raise RequestError(f"the record of how it was drawn is damaged: {problem}.")
+
+
+def attending(record: dict[str, Any], model: Denoiser) -> Denoiser:
+    """Returns the model with the attention that a record names; itself where that does not run.
+
+    The latter is said in one line. Older records name none.
+    """
+    asked = record.get("attention") or implementation_of(model.settings)
+    if asked == implementation_of(model.settings):
+        return model
+    if not attention.runs_here(asked):
+        log.warning(
+            "it was drawn with attention by %s, which does not run here: single bits may differ.",
+            asked,
+        )
+        return model
+    model = copy.copy(model)
+    model.settings = dataclasses.replace(model.settings, attention_implementation=asked)
+    return model
+
+
+def _given(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns what is not None, which stands for what there is none of."""
+    found = {name: value for name, value in values.items() if value is not None}
+    return {name: _given(v) if isinstance(v, dict) else v for name, v in found.items()}

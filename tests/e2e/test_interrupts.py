@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ctrl-C ends a long command soon, with 130, and leaves nothing half-written.
+
+KILLS says how often each is interrupted, at random times: 3 times, or 20 times in
+`.ci/run --full`.
+"""
+
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from sparse_lavida_jax.convert import stand_in
+from sparse_lavida_jax.data import image_files
+
+KILLS = int(os.environ.get("KILLS", "3"))
+CHECKOUT = pathlib.Path(__file__).parents[2]
+SECONDS = 20  # the interrupt comes within so many, and the command ends within so many more
+PROGRAM = (
+    "import signal, sys\n"
+    "from sparse_lavida_jax import cli\n"
+    "from sparse_lavida_jax.apps import commands\n"
+    "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    "print('ready', flush=True)\n"
+    "sys.exit(cli.main())\n"
+)
+
+
+def interrupted(words, after: float) -> tuple[int, str]:
+    """Runs a command, interrupts it after so many seconds; returns its exit code and errors."""
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *map(str, words)],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(CHECKOUT)},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(after)
+        process.send_signal(signal.SIGINT)
+        try:
+            _, said = process.communicate(timeout=6 * SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+    return process.returncode, said
+
+
+def check(words, rng, folder):
+    code, said = interrupted(words, rng.uniform(0, SECONDS))
+    assert code in (0, 130), said
+    if code:
+        assert said.splitlines()[-1] == "sparse_lavida_jax: stopped."
+        assert "Traceback" not in said
+    assert not [*folder.rglob(".*.tmp")]
+
+
+@pytest.mark.slow
+def test_drawing(tmp_path):
+    words = ["generate", "a red circle", "--num-images=400", f"--out={tmp_path / 'drawn.png'}"]
+    for attempt in range(KILLS):
+        check(words, random.Random(attempt), tmp_path)
+    for path in tmp_path.glob("*.png"):
+        image_files.read_record(path)
+
+
+@pytest.mark.slow
+def test_evaluation(tmp_path):
+    words = ["evaluate", "scenes", f"--workdir={tmp_path / 'run'}"]
+    for attempt in range(KILLS):
+        check(words, random.Random(attempt), tmp_path)
+
+
+@pytest.mark.slow
+def test_conversion_verification_and_export(tmp_path):
+    stand_in.write(tmp_path / "released", stand_in.tiny_settings())
+    source, model = tmp_path / "released", tmp_path / "model"
+    for attempt in range(KILLS):
+        rng = random.Random(attempt)
+        check(["convert", source, model], rng, tmp_path)
+        if model.is_dir():
+            check(["verify", model], rng, tmp_path)
+            check(["export", model, tmp_path / f"back{attempt}"], rng, tmp_path)

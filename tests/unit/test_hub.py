@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of the hub: fetched from a small server that speaks its endpoints, and pushed."""
+
+import functools
+import hashlib
+import http.server
+import json
+import pathlib
+import shutil
+import threading
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch_folder
+
+from sparse_lavida_jax.checkpoints import hub, model_folder
+from sparse_lavida_jax.convert import from_torch, stand_in
+from sparse_lavida_jax.inference.results import Origin
+from sparse_lavida_jax.pipeline import SparseLaViDa
+
+library = pytest.importorskip("huggingface_hub")
+COMMIT = "1" * 40
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """Serves the folders of `repositories` by their ids; a string is the error it answers with."""
+
+    repositories: ClassVar[dict[str, pathlib.Path | str]] = {}
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_):
+        pass
+
+    def _answer(self, code, body=b"", **headers):
+        self.send_response(code)
+        for name, value in {"Content-Length": len(body), **headers}.items():
+            self.send_header(name.replace("_", "-"), str(value))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def do_GET(self):
+        parts = self.path.partition("?")[0].removeprefix("/api/models").strip("/").split("/")
+        folder = self.repositories.get("/".join(parts[:2]), "RepoNotFound")
+        if isinstance(folder, str):
+            return self._answer(403 if folder == "GatedRepo" else 404, X_Error_Code=folder)
+        paths = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
+        if parts[2] == "resolve":
+            path = paths.get("/".join(parts[4:]))
+            if path is None:
+                return self._answer(404, X_Error_Code="EntryNotFound")
+            content = path.read_bytes()
+            digest = hashlib.sha1(content).hexdigest()
+            return self._answer(200, content, ETag=f'"{digest}"', X_Repo_Commit=COMMIT)
+        if parts[2] == "revision" and parts[3] not in ("main", COMMIT):
+            return self._answer(404, X_Error_Code="RevisionNotFound")
+        files = [
+            {"type": "file", "path": name, "size": path.stat().st_size, "oid": "0" * 40}
+            for name, path in paths.items()
+        ]
+        about = {
+            "id": "/".join(parts[:2]),
+            "sha": COMMIT,
+            "siblings": [{"rfilename": name} for name in paths],
+        }
+        told = files if parts[2] == "tree" else about
+        self._answer(200, json.dumps(told).encode(), Content_Type="application/json")
+
+    do_HEAD = do_GET
+
+
+@pytest.fixture
+def serve(monkeypatch, tmp_path):
+    """Starts the server; gives what sets the folder, or the error, of an id."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    where = {"endpoint": f"http://127.0.0.1:{server.server_port}", "cache_dir": tmp_path / "cache"}
+    fetch = functools.partial(library.snapshot_download, **where)
+    monkeypatch.setattr(library, "snapshot_download", fetch)
+    monkeypatch.setattr(Hub, "repositories", {})
+    monkeypatch.chdir(tmp_path)
+    yield Hub.repositories.__setitem__
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model folder that no test may change."""
+    scratch = tmp_path_factory.mktemp("hub")
+    stand_in.write(scratch / "released", stand_in.tiny_settings())
+    from_torch.convert(scratch / "released", scratch / "model")
+    return scratch / "model"
+
+
+def test_a_model_is_fetched_by_its_id_and_then_found_without_the_hub(serve, folder):
+    serve("me/model", folder)
+    fetched = hub.fetch("me/model")
+    for path in filter(pathlib.Path.is_file, folder.rglob("*")):
+        assert (fetched / path.relative_to(folder)).read_bytes() == path.read_bytes()
+    pipe = SparseLaViDa.from_pretrained("me/model", revision=COMMIT)
+    assert pipe.source.name == "me/model"
+    serve("me/model", "RepoNotFound")
+    again = SparseLaViDa.from_pretrained("me/model", local_files_only=True)
+    ours, theirs = again.model.final_norm.weight[...], pipe.model.final_norm.weight[...]
+    np.testing.assert_array_equal(ours, theirs)
+
+
+def test_half_a_download_is_refused(serve, folder, tmp_path):
+    half = pathlib.Path(shutil.copytree(folder, tmp_path / "half"))
+    (half / "model.safetensors").unlink()
+    serve("me/half", half)
+    with pytest.raises(model_folder.CheckpointError, match=r"model in|is missing"):
+        SparseLaViDa.from_pretrained("me/half")
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        ("RepoNotFound", "neither a folder me/model here nor a model of that name on the hub"),
+        ("GatedRepo", "accept its licence: open https://huggingface.co/me/model"),
+    ],
+)
+def test_what_the_hub_refuses_is_a_sentence(serve, answer, told):
+    serve("me/model", answer)
+    with pytest.raises(model_folder.CheckpointError, match=told):
+        SparseLaViDa.from_pretrained("me/model")
+
+
+def test_a_revision_that_is_not_there(serve, folder):
+    serve("me/model", folder)
+    with pytest.raises(model_folder.CheckpointError, match="has no such revision"):
+        hub.fetch("me/model", revision="other")
+
+
+def test_what_is_not_in_the_cache_is_not_asked_for(serve, folder):
+    serve("me/model", folder)
+    with pytest.raises(model_folder.CheckpointError, match=r"not in the cache .* local_files_only"):
+        hub.fetch("me/model", local_files_only=True)
+
+
+def test_a_released_model_says_that_it_must_be_converted(serve, tmp_path):
+    serve("them/LaViDa-O", torch_folder.write(tmp_path / "released"))
+    with pytest.raises(model_folder.CheckpointError, match="sparse-lavida convert LaViDa-O MODEL"):
+        SparseLaViDa.from_pretrained("them/LaViDa-O")
+
+
+def test_a_path_of_a_folder_that_is_here_is_no_id(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    assert not hub.is_id("runs/mine")
+    assert not hub.is_id("scenes")
+    assert not hub.is_id("/runs/mine")
+    assert hub.is_id("me/model")
+
+
+def test_a_loaded_model_is_saved_and_pushed_with_a_card(folder, tmp_path, monkeypatch):
+    pipe, pushed = SparseLaViDa.from_pretrained(folder), {}
+    pipe.save_pretrained(tmp_path / "saved")
+    model_folder.load_model(tmp_path / "saved")
+
+    class Api:
+        def __init__(self, **_):
+            pass
+
+        def create_repo(self, name, **how):
+            pushed[name] = how
+
+        def upload_folder(self, *, repo_id, folder_path):
+            shutil.copytree(folder_path, tmp_path / "pushed")
+            return f"https://hub/{repo_id}"
+
+    monkeypatch.setattr(library, "HfApi", Api)
+    assert pipe.push_to_hub("me/mine", private=True) == "https://hub/me/mine"
+    assert pushed == {"me/mine": {"private": True, "exist_ok": True}}
+    model_folder.load_model(tmp_path / "pushed")
+    card = (tmp_path / "pushed" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: sparse-lavida-jax\npipeline_tag: any-to-any\n")
+    assert "license: other\n" in card
+    assert 'from_pretrained("me/mine")' in card
+    assert hub.card(tmp_path / "pushed", "me/mine") == card
+    pipe.source = Origin()
+    with pytest.raises(model_folder.CheckpointError, match="no folder of this very model"):
+        pipe.save_pretrained(tmp_path / "other")
