@@ -66,6 +66,7 @@ def train(
         _images((seed, SURVEY), SURVEY_IMAGES),
         lambda step: _images((seed, TRAINING, step), settings.train.batch_size),
         console,
+        is_asked_to_stop,
     )
     vq.save(workdir / "vq", model)
     _report(model, seed, workdir, console)
@@ -76,6 +77,7 @@ def fit(
     survey: UInt8[np.ndarray, "n h w 3"],
     images_of: Callable[[int], UInt8[np.ndarray, "b h w 3"]],
     console: rich.console.Console,
+    is_asked_to_stop: Callable[[int], bool] = lambda step: False,
 ) -> vq.VQModel:
     """Returns an image tokenizer as `settings.vq` describes it.
 
@@ -83,9 +85,11 @@ def fit(
         survey: images that the components and the codebook come from.
         images_of: the images of a step, by its number.
         console: where progress is shown.
+        is_asked_to_stop: asked after every step, whose number it is given.
 
     Raises:
         ConfigError: a length in seconds, or nothing but warm-up.
+        KeyboardInterrupt: it was asked to stop.
     """
     _check(settings)
     seed, steps = settings.seed, settings.train.train_steps
