@@ -293,6 +293,8 @@ def continued(prepared: pathlib.Path, init_from: str) -> config.Config:
             " --init-from)."
         )
     large = base.model.width >= ADAPTED_WIDTH
+    # Records of a plain folder hold no layouts, so none is asked for; a small image has few cells.
+    steps = min(base.sampling.num_steps, base.model.num_cells)
     return dataclasses.replace(
         base,
         name=prepared.name,
@@ -302,6 +304,7 @@ def continued(prepared: pathlib.Path, init_from: str) -> config.Config:
         optimizer=config.Optimizer(
             learning_rate=1e-4, frozen_dtype="bfloat16" if large else "float32"
         ),
+        sampling=dataclasses.replace(base.sampling, num_steps=steps, plan=False),
         train=config.Train(init_from=init_from, batch_size=1 if large else 8, eval_prompts=24),
     )
 
