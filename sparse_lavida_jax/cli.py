@@ -240,6 +240,7 @@ ARGUMENTS = {
     "save_steps": _argument(
         "--save-steps", "write how the first image unmasks", Path, metavar="GIF"
     ),
+    "kernels": _argument("--kernels", "check the attention kernel on this device", None),
     "json": _argument("--json", "print results for programs", None),
     # Sampling.
     "steps": _argument("--steps --num-inference-steps", "steps of an image or a text block", int),
@@ -349,7 +350,7 @@ COMMANDS = {
     ),
     "demo": Command("serve a page to play with", "--port 8000", _HOSTING),
     "serve": Command(_SERVED, "--port 8000", _HOSTING),
-    "doctor": Command("say what is installed and what fits", "", "json debug"),
+    "doctor": Command("say what is installed and what fits", "", "kernels json debug"),
 }
 
 

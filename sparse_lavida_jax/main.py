@@ -132,6 +132,10 @@ def _train(asked: flags.FlagValues, settings: config.Config) -> None:
         if together is not None:
             runtime.connect(*together)
             stack.callback(runtime.disconnect)
+        if settings.train.stage == "denoiser":
+            from sparse_lavida_jax.kernels import attention
+
+            attention.admit_kernel()
         runtime.keep_freed_memory()
         run = stack.enter_context(runs.Run(_workdir(asked, settings), settings))
         if settings.train.stage == "denoiser":

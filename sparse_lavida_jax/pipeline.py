@@ -44,6 +44,7 @@ from sparse_lavida_jax.inference.requests import (
     row_seeds,
 )
 from sparse_lavida_jax.inference.results import Origin, Result
+from sparse_lavida_jax.kernels import attention
 from sparse_lavida_jax.lavida_o.prompts import ChatPrompts
 from sparse_lavida_jax.models import fuse, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
@@ -126,6 +127,7 @@ class SparseLaViDa:
         """
         if mesh is not None and task != "both":
             raise ValueError(f"over a mesh all parameters are kept: leave task={task!r} out.")
+        attention.admit_kernel()
         _check_is_ours(pathlib.Path(folder_or_name))
         place = folder_or_name
         if hub.is_id(place):
@@ -198,9 +200,9 @@ class SparseLaViDa:
             raise config.ConfigError("only models of the small world have its examples.")
         return self.prompts.encoder
 
-    def with_model(self: S, model: Denoiser) -> S:
-        """Returns the same pipeline around other parameters."""
-        return type(self)(model, self.settings, self.prompts, self.codec, self.batch_size)
+    def with_model(self: S, model: Denoiser, source: Origin | None = None) -> S:
+        """Returns the same pipeline around other parameters, and where those came from."""
+        return type(self)(model, self.settings, self.prompts, self.codec, self.batch_size, source)
 
     def with_sampling(self: S, sampling: config.Sampling) -> S:
         """Returns the same pipeline with other default sampling settings."""
@@ -458,7 +460,9 @@ class SparseLaViDa:
         )
         shapes = record.get("bucket")
         bucket = shapes and Bucket(shapes["rows"], tuple(shapes["prompt_len"]))
-        return self.run(made, callback, bucket=bucket)
+        model = records.attending(record, self.model)
+        pipe = self if model is self.model else self.with_model(model, self.source)
+        return pipe.run(made, callback, bucket=bucket)
 
     # -- requests in, results out ---------------------------------------------------------
 

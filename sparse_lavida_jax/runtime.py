@@ -23,9 +23,9 @@ from typing import Any, TypeVar
 import filelock
 import jax
 import numpy as np
+from jax._src import distributed  # what is public of it touches the devices
 from jax.experimental import multihost_utils
 
-from sparse_lavida_jax import config
 from sparse_lavida_jax.version import __version__
 
 T = TypeVar("T")
@@ -107,6 +107,22 @@ def first_does(action: Callable[[], T]) -> T | None:
     return result
 
 
+def first_decides(what: str, decide: Callable[[], str], wait_s: float) -> str:
+    """Returns, in every process, the words that the first one finds; no device is touched.
+
+    Args:
+        what: names the question, which is asked once in a run.
+        wait_s: how long the others wait.
+    """
+    state = distributed.global_state
+    if state.client is None:
+        return decide()
+    key = f"sparse_lavida_jax/{what}"
+    if state.process_id == 0:
+        state.client.key_value_set(key, decide())
+    return state.client.blocking_key_value_get(key, round(1000 * wait_s))
+
+
 def agreed_on_first(*values: float) -> tuple[float, ...]:
     """Returns, in every process, the numbers that the first one has."""
     if not are_several():
@@ -121,15 +137,18 @@ def holds_everywhere(holds: bool) -> bool:
     return bool(multihost_utils.process_allgather(np.int32(holds)).min())
 
 
-def check_same(settings: config.Config) -> None:
+def check_same(settings: dict[str, Any]) -> None:
     """Checks that all processes have the same settings and the same version of this program.
+
+    Args:
+        settings: of the run (`config.to_dict`).
 
     Raises:
         ProcessError: names the processes that differ from the first.
     """
     if not are_several():
         return
-    described = json.dumps([__version__, jax.__version__, config.to_dict(settings)], sort_keys=True)
+    described = json.dumps([__version__, jax.__version__, settings], sort_keys=True)
     own = np.frombuffer(hashlib.sha256(described.encode()).digest(), np.uint8)
     found = multihost_utils.process_allgather(own)
     different = np.flatnonzero((found != found[0]).any(axis=1)).tolist()

@@ -49,8 +49,9 @@ def run(name: str, asked: argparse.Namespace) -> int:
         OSError: something could not be written.
     """
     if name == "doctor":
-        found = doctor.report()
-        print(json.dumps(found) if asked.json else doctor.text(found))
+        found = doctor.kernels() if asked.kernels else doctor.report()
+        told = doctor.kernels_text if asked.kernels else doctor.text
+        print(json.dumps(found) if asked.json else told(found))
     elif name == "chat":
         _chat(asked)
     elif getattr(asked, "replay", None) is not None:

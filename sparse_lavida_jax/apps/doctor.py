@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is installed, what the devices are, and which models fit them."""
+"""What is installed, what the devices are, which models fit them, and whether kernels work."""
 
+import dataclasses
 import os
 import platform
 import shutil
@@ -9,7 +10,9 @@ from typing import Any
 import jax
 
 from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.data import markdown
 from sparse_lavida_jax.evals import circumstances
+from sparse_lavida_jax.kernels import devices
 from sparse_lavida_jax.version import __version__
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "tokenizers", "pillow", "numpy")
@@ -54,6 +57,35 @@ def text(found: dict[str, Any]) -> str:
     for name, fits in found["fits"].items():
         lines.append(f"{'fits' if fits else 'does not fit'} one device: {name}")
     return "\n".join(lines)
+
+
+def kernels() -> dict[str, Any]:
+    """Has the attention kernel of this machine checked, remembered or not; returns what was found.
+
+    No device may have been used before.
+    """
+    from sparse_lavida_jax.kernels import admission  # other commands do without
+
+    versions = {"version": __version__, "jax": jax.__version__}
+    return versions | dataclasses.asdict(admission.check(devices.accelerators()))
+
+
+def kernels_text(found: dict[str, Any]) -> str:
+    """Returns what was found of kernels for people, to be read or reported."""
+    ran = f"sparse-lavida-jax {found['version']}, jax {found['jax']}"
+    if found["kernel"] is None:
+        why = found["why"] or "there is no kernel for it, and nothing to check"
+        return f"{ran}, {found['device'] or 'no device'}: {why}"
+    verdict = found["why"] or f"{found['kernel']} is admitted"
+    parts = ("off", "kernel_us", "blocks_us")
+    rows = []
+    for check in found["checks"]:
+        numbers = (f"{check[part]:.3g}" if part in check else None for part in parts)
+        rows.append(
+            [check["check"], {True: "yes", False: "no"}.get(check.get("same_bits")), *numbers]
+        )
+    columns = ("check", "same bits twice", "off by", "kernel, us", "blocks, us")
+    return f"{ran}, {found['device']}: {verdict}\n\n{markdown.table(columns, rows)}"
 
 
 def _memory(device: Any) -> int:

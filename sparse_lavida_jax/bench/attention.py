@@ -58,7 +58,7 @@ def main(argv: list[str]) -> None:
                 off = methods.difference(make(numbers).outputs(), wanted, case)
                 print(f"{_id(case, method)}: off by {off:.4f}")
         return
-    if attention.default_implementation() not in attention.KERNELS:
+    if attention.device_kernel() is None:
         sys.exit(
             "bench.attention: there is no kernel for this device, so nothing to measure;"
             " --dry-run checks on small shapes that everything agrees."
@@ -145,9 +145,11 @@ def _tables(write: Callable) -> None:
     cut = TABLES_LEN // 4  # tokens of the one stream, in which nothing is special
     parts = (slice(None), slice(None, cut), slice(cut, None))
 
+    make = functools.partial(attention.make_tables, implementation=attention.device_kernel())
+
     def calls(tags):
         for _ in range(methods.IN_FLIGHT):
-            made = [attention.make_tables(*(tag[:, part] for tag in tags)) for part in parts]
+            made = [make(*(tag[:, part] for tag in tags)) for part in parts]
             # Ties the next call to this one, so that nothing is computed once for all.
             tags, made = jax.lax.optimization_barrier((tags, made))
         return made
@@ -165,7 +167,8 @@ def _memory(write: Callable) -> None:
     for length in MEMORY_LENS:
         nothing = np.zeros(length, np.int32)
         case = Case(f"full_{length}", 1, shapes.RowTags(nothing, nothing, nothing), backward=True)
-        sizes.append(methods.ours(case, case.numbers()).temp_bytes)
+        kernel = attention.device_kernel()
+        sizes.append(methods.ours(case, case.numbers(), implementation=kernel).temp_bytes)
     if None in sizes:
         raise ValueError("this compiler does not tell")
     row = {"task": "memory", "method": "kernel", "batch": 1, "growth": sizes[1] / max(sizes[0], 1)}

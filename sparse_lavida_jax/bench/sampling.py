@@ -36,6 +36,7 @@ from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.bench import record, requests, suites, table
 from sparse_lavida_jax.bench.suites import RequestCase
 from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.kernels import attention
 from sparse_lavida_jax.models import fuse, vq
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.pipeline import SparseLaViDa
@@ -76,6 +77,7 @@ def main(argv: list[str]) -> None:
         sys.exit(
             "bench.sampling: --config and --random-weights go together, as a file has no weights."
         )
+    attention.admit_kernel()
     suite = SUITE.value or suites.PRESETS_SUITE
     try:
         suites.check_presets(PRESETS.value)

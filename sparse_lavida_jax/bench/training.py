@@ -38,6 +38,7 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.bench import aot, memory, objectives
 from sparse_lavida_jax.bench.record import Bench
 from sparse_lavida_jax.bench.table import table
+from sparse_lavida_jax.kernels import attention
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.training import optimizer
@@ -95,6 +96,7 @@ def main(argv: list[str]) -> None:
 
 def _compare() -> None:
     """Times the ways to train on this device; counts the memory of the loss over many words."""
+    attention.admit_kernel()
     bench, subject = Bench("training"), _subject()
     rows = objectives.measure(*subject, runs=RUNS.value, batch=BATCH.value)
     for name, row in rows.items():

@@ -50,8 +50,8 @@ def main(runs: int, *, dry: bool) -> None:
     Args:
         dry: goes the whole way on a tiny shape with the kernel interpreted, and writes nothing.
     """
-    implementation = methods.interpreted() if dry else attention.default_implementation()
-    if implementation not in attention.KERNELS:
+    implementation = methods.interpreted() if dry else attention.device_kernel()
+    if implementation is None:
         raise SystemExit(
             "bench.attention --tune: there is no kernel for this device, so there are no tiles;"
             " --dry-run goes the whole way without measuring."

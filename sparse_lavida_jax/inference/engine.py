@@ -33,6 +33,7 @@ from sparse_lavida_jax.inference.requests import (
 from sparse_lavida_jax.inference.results import FORMAT, SAMPLER_VERSION, Origin, Result
 from sparse_lavida_jax.models import quantize
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.models.stack import implementation_of
 from sparse_lavida_jax.sample import Callback
 from sparse_lavida_jax.sampling import plans, presets
 from sparse_lavida_jax.sampling.prefixes import Prefixes
@@ -422,6 +423,7 @@ class TaskRun:
             "bucket": None if bucket is None else dataclasses.asdict(bucket),
             "sampling": dataclasses.asdict(of_row(self.sampling, request)),
             "checkpoint": dataclasses.asdict(self.source),
+            "attention": implementation_of(self.engine.model.settings),
             "version": __version__,
             "software": {"jax": jax.__version__, "device": jax.devices()[0].device_kind},
         }

@@ -4,11 +4,19 @@
 `inference/engine.py` writes it. Whoever hands a file on may have changed it.
 """
 
+import copy
+import dataclasses
+import logging
 from typing import Annotated, Any, Literal
 
 from sparse_lavida_jax import config, schema
 from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference.results import FORMAT, SAMPLER_VERSION
+from sparse_lavida_jax.kernels import attention
+from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.models.stack import implementation_of
+
+log = logging.getLogger(__name__)
 
 _LONGEST = 2**17  # tokens of a prompt
 _Lengths = Annotated[
@@ -54,6 +62,7 @@ class _Record(schema.Section):
     bucket: _Bucket = _Bucket()
     sampling: config.Sampling
     checkpoint: _Origin
+    attention: str = ""
     version: str = ""
     software: dict[str, Any]
 
@@ -81,6 +90,25 @@ def check(record: dict[str, Any]) -> None:
         problem = str(error).rstrip(".")
     if problem:
         raise RequestError(f"the record of how it was drawn is damaged: {problem}.")
+
+
+def attending(record: dict[str, Any], model: Denoiser) -> Denoiser:
+    """Returns the model with the attention that a record names; itself where that does not run.
+
+    The latter is said in one line. Older records name none.
+    """
+    asked = record.get("attention") or implementation_of(model.settings)
+    if asked == implementation_of(model.settings):
+        return model
+    if not attention.runs_here(asked):
+        log.warning(
+            "it was drawn with attention by %s, which does not run here: single bits may differ.",
+            asked,
+        )
+        return model
+    model = copy.copy(model)
+    model.settings = dataclasses.replace(model.settings, attention_implementation=asked)
+    return model
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,6 @@ from sparse_lavida_jax.kernels.tables import GpuTables, Tables
 from sparse_lavida_jax.visibility import AnyArray, is_padding, visible
 
 IMPLEMENTATIONS = ("reference", "blockwise", "pallas_tpu", "pallas_gpu")
-KERNELS = ("pallas_tpu", "pallas_gpu")
 HIDDEN = float(jnp.finfo(jnp.float32).min)  # the logit of a key that a query does not see
 
 log = logging.getLogger(__name__)
@@ -232,21 +231,68 @@ _differentiable.defvjp(_run_and_save, _gradients)
 # What computes a call.
 
 
-@functools.cache
-def default_implementation() -> str:
-    """Returns what this machine's first device runs fastest; says so where that is no kernel.
+def admit_kernel() -> None:
+    """Has the kernel of this machine's accelerator checked before this process first uses it.
 
-    A call that the GPU's kernel does not take, or a small one, may get another (`make_tables`).
+    Once for each device, jax and version (`kernels.admission`); does nothing on a CPU.
     """
+    if accelerators := devices.accelerators():
+        from sparse_lavida_jax.kernels import admission  # the CPU does without
+
+        admission.admitted(accelerators)
+
+
+def device_kernel() -> str | None:
+    """Returns the kernel for this machine's first device, admitted or not; None: there is none."""
     platform = jax.default_backend()
     if platform == "tpu":
         return "pallas_tpu"
-    if platform == "gpu":
-        if (lacks := _lacks_for_gpu()) is None:
-            return "pallas_gpu"
-        _announce(lacks)
-        return "blockwise"
-    return "reference"
+    return "pallas_gpu" if platform == "gpu" and _lacks_for_gpu() is None else None
+
+
+@functools.cache
+def default_implementation() -> str:
+    """Returns what attention runs on this machine's first device: its kernel, if it is admitted.
+
+    Says so where an accelerator runs no kernel. A call that the GPU's kernel does not take, or a
+    small one, may get another (`make_tables`).
+    """
+    kernel = device_kernel()
+    if kernel is None:
+        if jax.default_backend() != "gpu":
+            return "reference"
+        refusal = _lacks_for_gpu()
+    else:
+        from sparse_lavida_jax.kernels import admission  # the CPU does without
+
+        kind = jax.devices()[0].device_kind
+        refusal = admission.refusal(kernel, kind, devices.accelerators())
+    if kernel is not None and refusal is None:
+        return kernel
+    _announce(refusal)
+    return "blockwise"
+
+
+def implementation_for(head_dim: int, dtype: DTypeLike, implementation: str | None = None) -> str:
+    """Returns what computes long calls of these numbers: what was asked for, or the best."""
+    if implementation is not None:
+        return implementation
+    best = default_implementation()
+    if takes(best, dtype, head_dim):
+        return best
+    _announce(f"the GPU kernel takes no {jnp.dtype(dtype)} with {head_dim=}")
+    return "blockwise"
+
+
+def takes(implementation: str, dtype: DTypeLike, head_dim: int) -> bool:
+    """Whether an implementation computes with such numbers; wgmma of a GPU takes few."""
+    fits = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16) and head_dim in (64, 128)
+    return implementation != "pallas_gpu" or fits
+
+
+def runs_here(implementation: str) -> bool:
+    """Whether an implementation runs on this device, uninterpreted and admitted."""
+    return implementation in ("reference", "blockwise", default_implementation())
 
 
 def takes_tables(implementation: str | None = None) -> bool:
@@ -292,13 +338,8 @@ def _has_mosaic_gpu() -> bool:
     return jax.__version_info__ >= (0, 11)
 
 
-def _fits_gpu(dtype: DTypeLike, head_dim: int) -> bool:
-    """Whether wgmma takes these numbers."""
-    return dtype in (jnp.bfloat16, jnp.float16) and head_dim in (64, 128)
-
-
 @functools.cache
-def _announce(why: str) -> None:
+def _announce(why: str | None) -> None:
     """Says once that there is no kernel."""
     log.warning("attention runs without a kernel, in blocks of tokens, and slower: %s.", why)
 
@@ -307,15 +348,9 @@ def _chosen(
     implementation: str | None, query_len: int, key_len: int, head_dim: int, dtype: DTypeLike
 ) -> str:
     """Returns what computes a call: what was asked for, or the best for its numbers."""
-    if implementation is not None:
-        return implementation
-    best = default_implementation()
-    if best == "pallas_gpu" and not _fits_gpu(dtype, head_dim):
-        _announce(f"the GPU kernel takes no {jnp.dtype(dtype)} with {head_dim=}")
-        best = "blockwise"
-    if best == "blockwise" and query_len * key_len <= devices.FEW_PAIRS:
-        return "reference"
-    return best
+    best = implementation_for(head_dim, dtype, implementation)
+    few = implementation is None and query_len * key_len <= devices.FEW_PAIRS
+    return "reference" if few and best == "blockwise" else best
 
 
 def _check_call(q, k, num_heads: int, num_kv_heads: int, layer, implementation) -> None:
@@ -363,7 +398,7 @@ def _kernel(chosen: str, dtype: DTypeLike, head_dim: int) -> tuple[ModuleType, A
         return pallas_tpu, _is_elsewhere("tpu", "tpu")
     if not _has_mosaic_gpu():
         raise ValueError(f"the GPU kernel needs jax 0.11, this is jax {jax.__version__}.")
-    if not _fits_gpu(dtype, head_dim):
+    if not takes(chosen, dtype, head_dim):
         raise ValueError(
             f"the GPU kernel takes bfloat16 or float16 and heads of 64 or 128, got {dtype} and"
             f" {head_dim=}: use implementation='blockwise', or None."

@@ -8,6 +8,7 @@ kind, width of a head, lengths, sizes. What it does not hold follows the rule.
 
 import dataclasses
 import functools
+import importlib.util
 import itertools
 import json
 import pathlib
@@ -50,6 +51,14 @@ DEVICES = {
     ("NVIDIA GB200",): Device(2500e12),
 }
 
+# Who makes accelerators that there is a kernel for, by PCI number, and packages with which jax uses
+# them. A machine that has none of the packages computes on its CPU, whatever else is in it.
+VENDORS = {
+    "0x10de": ("jax_cuda12_plugin", "jax_cuda13_plugin"),
+    "0x1ae0": ("libtpu",),
+}
+PCI = pathlib.Path("/sys/bus/pci/devices")
+
 TABLE = pathlib.Path(__file__).with_name("tile_sizes.json")
 QUERY_TILES, KEY_TILES, PARTS = (512, 256), (1024, 512, 256), (256,)
 SMALLEST_TILE = 128
@@ -69,6 +78,25 @@ def device(kind: str) -> Device | None:
     names = {name: row for names, row in DEVICES.items() for name in names}
     found = [name for name in names if kind.startswith(name)]
     return names[max(found, key=len)] if found else None
+
+
+def accelerators() -> tuple[str, ...]:
+    """Returns the PCI numbers of the accelerators that jax may use here, such as `0x10de:0x2335`.
+
+    No device is touched for it. Empty on a CPU, and where jax was told to stay on one.
+    """
+    platforms = jax.config.jax_platforms or ""
+    able = [
+        vendor
+        for vendor, packages in VENDORS.items()
+        if platforms.split(",")[0] != "cpu" and any(map(importlib.util.find_spec, packages))
+    ]
+    found = set()
+    for device in PCI.iterdir() if able and PCI.is_dir() else ():
+        vendor, number = ((device / part).read_text().strip() for part in ("vendor", "device"))
+        if vendor in able:
+            found.add(f"{vendor}:{number}")
+    return tuple(sorted(found))
 
 
 def sizes_of(

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 from sparse_lavida_jax import config
 from sparse_lavida_jax.kernels import sharded
 from sparse_lavida_jax.kernels.attention import (
+    implementation_for,
     make_tables,
     query_tile,
     step_causal_attention,
@@ -48,6 +49,12 @@ class StepTables:
 
     joint: AnyTables | None = None
     split: AnyTables | None = None
+
+
+def implementation_of(settings: config.Model) -> str:
+    """Returns what computes the attention of a model here, where there is much of it."""
+    asked = settings.attention_implementation or None
+    return implementation_for(settings.head_dim, settings.compute_dtype, asked)
 
 
 def step_tables(

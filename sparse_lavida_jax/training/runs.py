@@ -86,7 +86,7 @@ class Run:
 
     def __enter__(self) -> "Run":
         with contextlib.ExitStack() as undo:
-            runtime.check_same(self.config)
+            runtime.check_same(config.to_dict(self.config))
             unlock = runtime.first_does(self._claim)
             if unlock is not None:
                 undo.callback(unlock)

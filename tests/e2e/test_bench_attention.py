@@ -58,7 +58,7 @@ def test_a_run_writes_every_row_as_it_is_measured_and_ends_with_the_bars(
 
     everywhere, results = methods.methods, tmp_path / "package" / "bench" / "results"
     results.mkdir(parents=True)
-    monkeypatch.setattr(kernel_entry, "default_implementation", lambda: "pallas_tpu")
+    monkeypatch.setattr(kernel_entry, "device_kernel", lambda: "pallas_tpu")
     monkeypatch.setattr(record, "RESULTS", results)
     monkeypatch.setattr(methods, "HEADS", 1)
     monkeypatch.setattr(methods, "CALLS", 2)

@@ -20,7 +20,7 @@ LAYERS, LAYER = 3, 2
 
 @pytest.fixture(params=["pallas_gpu", "blockwise"])
 def implementation(request, gpu):
-    if request.param == "pallas_gpu" != attention.default_implementation():
+    if request.param == "pallas_gpu" != attention.device_kernel():
         pytest.skip(f"the kernel is for Hopper GPUs and jax 0.11, this is {gpu.device_kind}")
     return request.param
 

@@ -11,7 +11,7 @@ import oracles
 import pytest
 import tiny
 
-from sparse_lavida_jax.kernels import attention
+from sparse_lavida_jax.kernels import admission, attention
 from sparse_lavida_jax.kernels.attention import make_tables, step_causal_attention
 from sparse_lavida_jax.kernels.common import NOTHING_SEEN_LSE
 from sparse_lavida_jax.kernels.tables import GpuTables, Tables
@@ -198,13 +198,20 @@ class Device:
     device_kind: str = "a GPU"
 
 
+ADMITTED = admission.Verdict(Device.device_kind, "pallas_gpu")
+
+
 @pytest.fixture
 def gpu(monkeypatch):
-    """Returns a function that makes jax say that this machine has such a GPU, and its version."""
+    """Returns a function that makes jax say that this machine has such a GPU, and its version.
+
+    A kernel of it was found to be sound.
+    """
 
     def pretend(capability: str, version=(0, 11, 2)):
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
         monkeypatch.setattr(jax, "devices", lambda: [Device(capability)])
+        monkeypatch.setattr(admission, "admitted", lambda _: ADMITTED)
         monkeypatch.setattr(jax, "__version_info__", version)
 
     for cached in (attention.default_implementation, attention._announce):

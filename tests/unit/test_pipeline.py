@@ -291,6 +291,24 @@ def test_another_model_is_put_into_the_same_pipeline():
     assert sparser.model is first
 
 
+def test_an_image_is_drawn_again_with_the_attention_that_drew_it(caplog):
+    """Where that runs here; otherwise one line says so. Older records do not name it."""
+    given = stand_ins.settings()
+    model = tiny.denoiser(given.model)
+    made = pipeline.SparseLaViDa(model, given, stand_ins.prompts(given), stand_ins.Codec(), 2)
+    drawn = made.generate("red", seed=4)
+    (record,) = drawn.records
+    assert record["attention"] == "reference"
+    (again,) = made.replay(record | {"attention": "blockwise"}).records
+    assert again == record | {"attention": "blockwise"}
+    assert made.model is model and model.settings.attention_implementation == ""
+    assert caplog.messages == []
+    for asked in ({"attention": "pallas_gpu"}, {"attention": None}):
+        np.testing.assert_array_equal(made.replay(record | asked).pixels[0], drawn.pixels[0])
+    (message,) = caplog.messages
+    assert "by pallas_gpu, which does not run here" in message
+
+
 # ---------------------------------------------------------------------------------------------
 # Parameters of one task.
 

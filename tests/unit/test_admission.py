@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels planted to be wrong, to crash and to hang are refused, in words; a sound one is not."""
+
+import dataclasses
+import json
+import sys
+import types
+
+import jax
+import pytest
+from jax._src import distributed, xla_bridge
+
+from sparse_lavida_jax import cli, runtime
+from sparse_lavida_jax.apps import doctor
+from sparse_lavida_jax.kernels import admission, attention, devices, trial
+
+HERE = ("0x10de:0x2335",)
+GPU = {"device": "a GPU", "kernel": "pallas_gpu"}
+ADMITTED = admission.Verdict("a GPU", "pallas_gpu")
+
+# The kernel of TPUs, interpreted, as a child would try it on its device; `planted` may change it.
+CHILD = """
+import os, time
+from sparse_lavida_jax.kernels import attention, pallas_tpu, trial
+
+attention.device_kernel = lambda: "pallas_tpu"
+trial.CHECKED = (trial.Trial("t2i_1536", heads=1, head_dim=8, every=12),)
+trial.RACED = ()
+sound = pallas_tpu.forward
+
+def forward(*given):
+    out, lse = sound(*given)
+    {planted}
+    return out, lse
+
+pallas_tpu.forward = forward
+trial.main()
+"""
+ON = "t2i_1536, 1 heads of 8 in bfloat16"
+
+
+def child(planted: str) -> list[str]:
+    return [sys.executable, "-c", CHILD.format(planted=planted)]
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch, tmp_path):
+    """A machine with an accelerator that nobody uses yet, and a cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(devices, "accelerators", lambda: HERE)
+    monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: False)
+    caches = (admission.admitted, attention.default_implementation, attention._announce)
+    for cached in caches:
+        cached.cache_clear()
+    yield
+    monkeypatch.undo()
+    for cached in caches:
+        cached.cache_clear()
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """The GPU that jax finds once it is used."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    device = types.SimpleNamespace(compute_capability="9.0", device_kind="a GPU")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+
+
+PLANTED = {
+    "sound": ("", ""),
+    "wrong": ("out = 1.5 * out", "it is off by 0.49"),
+    "crashes": ("os.abort()", "the check ended with status -6"),
+    "fails": ("raise ValueError('no such layout')", "(ValueError: no such layout), at " + ON),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_kernel_is_refused_and_a_sound_one_admitted(name):
+    planted, why = PLANTED[name]
+    verdict = admission.check(HERE, child(planted))
+    assert (verdict.device, verdict.kernel) == ("cpu", "pallas_tpu")
+    assert why in verdict.why and bool(why) == bool(verdict.why)
+    assert [found["check"] for found in verdict.checks] == [ON]
+    assert admission.remembered(HERE) == verdict
+    if name == "sound":
+        assert verdict.checks[0]["same_bits"] and verdict.checks[0]["off"] < admission.MOST_OFF
+
+
+@pytest.mark.slow
+def test_a_kernel_that_hangs_is_refused_once_its_time_is_over():
+    verdict = admission.check(HERE, child("time.sleep(600)"), limit_s=60.0)
+    assert verdict.why == (
+        f"pallas_tpu is refused on cpu: the check did not end within 60 s, at {ON}"
+    )
+
+
+def printing(*lines, then=""):
+    """A child that prints lines, and then does something else."""
+    said = "\n".join(f"print({json.dumps(line)!r}, flush=True)" for line in lines)
+    return [sys.executable, "-c", f"import os, time\n{said}\n{then}"]
+
+
+def test_a_child_that_hangs_is_killed_and_remembered():
+    hangs = printing(GPU, {"check": "a"}, {"check": "a", "off": 0.0}, {"check": "b"},
+        then="time.sleep(600)")  # fmt: skip
+    verdict = admission.check(HERE, hangs, limit_s=3.0)
+    assert verdict.why.endswith("did not end within 3 s, at b")
+    assert admission.remembered(HERE) == verdict
+
+
+def test_a_device_that_cannot_be_used_is_tried_again_the_next_time():
+    verdict = admission.check(HERE, printing(then="raise RuntimeError('it is busy')"))
+    assert verdict == admission.Verdict(
+        why="the device could not be used: ended with status 1 (RuntimeError: it is busy)"
+    )
+    assert admission.remembered(HERE) is None
+
+
+@pytest.mark.parametrize(
+    ("found", "why"),
+    [
+        ({"off": 0.01, "same_bits": True}, ""),
+        ({"off": float("nan"), "same_bits": True}, "it is off by nan on a"),
+        ({"off": 0.01, "same_bits": False}, "it gives other bits the second time on a"),
+        ({"kernel_us": 10.0, "blocks_us": 40.0}, ""),
+        ({"kernel_us": 50.0, "blocks_us": 40.0}, "it takes 1.25 times as long as blocks"),
+    ],
+)
+def test_what_is_wrong_is_told(found, why):
+    verdict = admission.judged([GPU, {"check": "a", **found}], "")
+    assert verdict.why == (why and f"pallas_gpu is refused on a GPU: {why}")
+
+
+def test_a_device_is_checked_once(gpu, monkeypatch):
+    ran = []
+    monkeypatch.setattr(admission, "_run", lambda *given: ran.append(given) or ([GPU], ""))
+    for _ in range(2):  # two processes
+        admission.admitted.cache_clear()
+        attention.default_implementation.cache_clear()
+        attention.admit_kernel()
+        assert attention.default_implementation() == "pallas_gpu"
+    assert len(ran) == 1
+
+
+def test_another_version_of_jax_or_another_device_is_checked_again(monkeypatch):
+    before = admission.memory(HERE)
+    assert before == admission.memory(HERE)
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "__version__", "0.99")
+        assert admission.memory(HERE) != before
+    assert admission.memory(("0x10de:0x2330",)) != before
+
+
+def test_a_refused_kernel_gives_way_to_blocks_and_one_line_says_so(gpu, monkeypatch, caplog):
+    wrong = [GPU, {"check": "a", "off": 0.3, "same_bits": True}]
+    monkeypatch.setattr(admission, "_run", lambda *_: (wrong, ""))
+    attention.admit_kernel()
+    caplog.clear()
+    for _ in range(2):
+        attention.default_implementation.cache_clear()
+        assert attention.default_implementation() == "blockwise"
+    (said,) = caplog.messages
+    assert "off by 0.3 on a" in said and "please report what `sparse-lavida doctor" in said
+    assert not attention.runs_here("pallas_gpu") and attention.runs_here("blockwise")
+
+
+def test_a_device_that_is_in_use_gets_blocks_and_one_line_names_the_command(
+    gpu, monkeypatch, caplog
+):
+    monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: True)
+    assert attention.default_implementation() == "blockwise"
+    (said,) = caplog.messages
+    assert "never checked" in said and admission.COMMAND in said
+
+
+def test_what_was_found_of_another_device_does_not_count(gpu, monkeypatch):
+    other = dataclasses.replace(ADMITTED, device="another GPU")
+    monkeypatch.setattr(admission, "remembered", lambda _: other)
+    assert attention.default_implementation() == "blockwise"
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_first_process_decides_for_all(number, monkeypatch):
+    """The second has checked nothing, and takes what the first one found."""
+    said = {"sparse_lavida_jax/attention": "as the first found"} if number else {}
+    client = types.SimpleNamespace(
+        key_value_set=said.__setitem__, blocking_key_value_get=lambda key, wait_ms: said[key]
+    )
+    state = types.SimpleNamespace(client=client, process_id=number)
+    monkeypatch.setattr(distributed, "global_state", state)
+    found = runtime.first_decides("attention", lambda: f"found by {number}", 1.0)
+    assert found == ("as the first found" if number else "found by 0")
+
+
+def test_a_cpu_has_nothing_to_check(monkeypatch):
+    monkeypatch.undo()  # no accelerator
+    monkeypatch.setattr(admission, "admitted", lambda _: pytest.fail("checked"))
+    assert devices.accelerators() == ()
+    attention.admit_kernel()
+    assert attention.default_implementation() == "reference"
+
+
+def test_accelerators_are_told_by_their_numbers_and_by_what_is_installed(monkeypatch, tmp_path):
+    monkeypatch.undo()
+    for name, vendor, number in (("a", "0x10de", "0x2335"), ("b", "0x1ae0", "0x0063")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "vendor").write_text(f"{vendor}\n")
+        (tmp_path / name / "device").write_text(f"{number}\n")
+    monkeypatch.setattr(devices, "PCI", tmp_path)
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: name == "libtpu" or None)
+    for platforms, found in (("", ("0x1ae0:0x0063",)), ("cpu", ()), ("cpu,tpu", ())):
+        monkeypatch.setattr(jax, "config", types.SimpleNamespace(jax_platforms=platforms))
+        assert devices.accelerators() == found
+
+
+def test_the_doctor_prints_a_table_and_remembers(monkeypatch, capsys):
+    lines = [GPU, {"check": "a", "off": 0.0123, "same_bits": True},
+        {"check": "race: a", "kernel_us": 10.0, "blocks_us": 40.0}]  # fmt: skip
+    monkeypatch.setattr(admission, "_run", lambda *_: (lines, ""))
+    assert cli.main(["sparse-lavida", "doctor", "--kernels"]) == 0
+    told = capsys.readouterr().out
+    assert "a GPU: pallas_gpu is admitted" in told
+    assert "| a | yes | 0.0123 | | |" in told and "| race: a | | | 10 | 40 |" in told
+    assert admission.remembered(HERE) == admission.judged(lines, "")
+
+
+def test_the_doctor_says_where_there_is_no_kernel():
+    found = {"version": "1", "jax": "2", **dataclasses.asdict(admission.Verdict("cpu"))}
+    told = doctor.kernels_text(found)
+    assert told.endswith("cpu: there is no kernel for it, and nothing to check")
+
+
+def test_a_race_is_timed_on_both_sides():
+    small = trial.Trial("t2i_1536", heads=1, head_dim=8, every=12)
+    taken = trial.race(small, "reference")
+    assert set(taken) == {"kernel_us", "blocks_us"} and min(taken.values()) > 0
