@@ -236,7 +236,8 @@ class Lesson(Section):
 class Data(Section):
     """Where examples come from and in which proportions."""
 
-    # "prepared": the records in `folder` (docs/data.md). "none": a model that is not trained here.
+    # "prepared": the records in `folder` (docs/data.md), with the tokenizers of `train.init_from` or
+    # of `folder` (docs/own_images.md). "none": a model that is not trained here.
     source: Literal["scenes", "digits", "prepared", "none"] = "scenes"
     folder: str = "prepared"  # what `--mode=prepare` wrote, of source "prepared"
     # Weight of each task; a batch holds tasks of one shape group.
@@ -261,6 +262,8 @@ class Data(Section):
     # the loss weight of the codes in the boxes of an edit (the mean over the masked codes of an
     # image is 1): 1 as released, 5 where the release switches it on (spec Sec. 9.3).
     max_sequence_len: Size = 8192
+    # Whether prompts of images tell sizes and measures of them, as released (spec Sec. 5.4).
+    micro_condition: bool = True
     edit_area_weight: Annotated[float, at_least(1)] = 1.0
 
     def _rules(self):
@@ -555,11 +558,6 @@ class Config(Section):
             train.stage == "vq" and (lora.rank or optimizer.groups),
             "Train.stage='vq' trains the whole image tokenizer: it takes neither Lora.rank nor"
             " Optimizer.groups.",
-        )
-        yield (
-            data.source == "prepared" and not train.init_from,
-            "Data.source='prepared' takes the tokenizers that lie next to a model: name its folder"
-            " in train.init_from (a released one is converted with --mode=convert).",
         )
         yield (
             optimizer.frozen_dtype == "int8" and not lora.rank,

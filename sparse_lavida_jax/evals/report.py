@@ -15,8 +15,9 @@ from PIL import Image, ImageDraw, ImageFont
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import image_files, markdown
-from sparse_lavida_jax.evals import exact, scorers
+from sparse_lavida_jax.evals import exact, nearest, scorers
 from sparse_lavida_jax.inference.engine import tokens_passed
+from sparse_lavida_jax.mixture.records import Record
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.scenes import digits, grammar, tasks, world
 from sparse_lavida_jax.training import metrics
@@ -96,8 +97,14 @@ def model_card(settings: config.Config, steps: int, seconds: float, base_readme:
     Args:
         base_readme: of the model that training started from, if it did from one.
     """
-    command = f"`python -m sparse_lavida_jax.main --config=configs/{settings.name}.py`"
     how = f"(seed {settings.seed}, {steps} steps, {seconds / 60:.0f} minutes)"
+    command = f"`python -m sparse_lavida_jax.main --config=configs/{settings.name}.py`"
+    if settings.data.source == "prepared" and not settings.train.init_from:
+        return (
+            f"# {settings.name}\n\nA Sparse-LaViDa trained from scratch {how} on the images and"
+            f" texts of `{pathlib.Path(settings.data.folder).name}`. What may be done with it is"
+            " for those to say whom they belong to.\n"
+        )
     if settings.train.init_from:
         base = pathlib.Path(settings.train.init_from).name
         return (
@@ -111,11 +118,21 @@ def model_card(settings: config.Config, steps: int, seconds: float, base_readme:
     )
 
 
-def write(pipe: SparseLaViDa, folder: pathlib.Path, *, step: int, seconds: float) -> pathlib.Path:
+def write(
+    pipe: SparseLaViDa,
+    folder: pathlib.Path,
+    *,
+    step: int,
+    seconds: float,
+    records: Sequence[Record] = (),
+) -> pathlib.Path:
     """Writes `report.md`: curve, exact scores, examples and measured speed of a finished run.
 
-    With prepared data it has only the losses and the newest sheet of images: no program here can
-    judge what they show.
+    With prepared data it has the losses, the newest sheet of images, and samples next to training
+    images: no program here can judge what they show.
+
+    Args:
+        records: of prepared data: images with captions that it was trained on.
     """
     settings, log = pipe.settings, folder / "metrics.jsonl"
     parameters = sum(leaf.size for leaf in jax.tree.leaves(pipe.model))
@@ -126,6 +143,10 @@ def write(pipe: SparseLaViDa, folder: pathlib.Path, *, step: int, seconds: float
     ]
     if settings.data.source == "prepared":
         parts += ["## While it trained", _losses(log), *_newest_sheet(folder)]
+        if records:
+            said, shown = nearest.compare(pipe, records, settings.train.eval_prompts)
+            _save(sheet([Tile(*one) for one in shown]), folder / "images/nearest.png")
+            parts += ["## Nearest training images", said, "![nearest](images/nearest.png)"]
     else:
         parts[-1] += (
             " Scores come from programs that read pixels and text, on prompts that training never"
@@ -161,7 +182,7 @@ def _losses(path: pathlib.Path) -> str:
 
 def _newest_sheet(folder: pathlib.Path) -> list[str]:
     folders = ("images", "pictures")  # the second is what older versions called it
-    sheets = [path for name in folders for path in folder.glob(f"{name}/*.png")]
+    sheets = [path for name in folders for path in folder.glob(f"{name}/[0-9]*.png")]
     if not sheets:
         return []
     newest = max(sheets, key=lambda path: path.name)
