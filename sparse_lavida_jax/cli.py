@@ -130,7 +130,13 @@ def _mode_words(mode: str, words: Sequence[str]) -> list[str]:
     settings = [word for word in words if word.startswith("-")]
     names = MODES[mode]
     named = [f"--{name}={value}" for name, value in zip(names, plain, strict=False)]
-    return [f"--mode={mode}", *named, *settings, *plain[len(names) :]]
+    return [f"--mode={mode}", *named, *map(_underscored, settings), *plain[len(names) :]]
+
+
+def _underscored(word: str) -> str:
+    """Returns an option as `main` spells it: `--init-from=x` as `--init_from=x`."""
+    name, equals, value = word.partition("=")
+    return name[:2] + name[2:].replace("-", "_") + equals + value
 
 
 def _check_replay(parser: Parser, asked: argparse.Namespace) -> None:

@@ -46,22 +46,25 @@ FOLDERS = {  # flags that these modes need, and what they name
     "convert": {"src": "the released PyTorch folder", "dst": "the model folder to write"},
     "export": {"src": "a model folder or run directory", "dst": "the PyTorch folder to write"},
     "verify": {"src": "a model folder or run directory"},
-    "prepare": {"src": "a mixture file (docs/data.md)", "dst": "the folder of shards to write"},
+    "prepare": {
+        "src": "a mixture file (docs/data.md) or a folder of images (docs/own_images.md)",
+        "dst": "the folder of shards to write",
+    },
 }
 # Of --mode=sample, and what the commands call them.
 SAMPLE_TASKS = {"draw": "generate", "edit": "edit", "ask": "ask", "point": "ask"}
 # Flags that a mode takes besides its folders and those that every mode takes.
 TAKES = {
-    "train": "config workdir profile_steps stopped_exit_code"
+    "train": "config data init_from workdir profile_steps stopped_exit_code"
     " distributed coordinator num_processes process_id",
     "sample": "config checkpoint task prompt image picture out seed",
     "evaluate": "config checkpoint workdir shard",
     "convert": "dtype format",
     "export": "format",
-    "prepare": "config",
+    "prepare": "config image_tokenizer tokenizer",
 }
 TAKEN_BY_ALL = ("mode", "help", "compilation_cache")
-PATHS = ("workdir", "checkpoint", "src", "dst", "out")  # flags
+PATHS = ("data", "init_from", "workdir", "checkpoint", "src", "dst", "out")  # flags
 MISTAKE, STOPPED = 2, 130
 # What can be wrong with a command.
 MISTAKES = (
@@ -141,6 +144,11 @@ def _train(asked: flags.FlagValues, settings: config.Config) -> None:
         if settings.train.stage == "denoiser":
             from sparse_lavida_jax import train
 
+            if asked.data:
+                from sparse_lavida_jax.training import own_images
+
+                say(own_images.size_in_words(settings))
+
             train.train(settings, run, steps)
         else:
             from sparse_lavida_jax.training import train_vq
@@ -202,10 +210,22 @@ def _verify(asked: flags.FlagValues, settings: config.Config) -> str:
 def _prepare(asked: flags.FlagValues, settings: config.Config) -> str:
     from sparse_lavida_jax.mixture import prepare
     from sparse_lavida_jax.models import vq
+    from sparse_lavida_jax.training import own_images
 
-    load_encoder = functools.partial(vq.ImageEncoder, settings.data.image_codec)
-    with progress(f"{asked.src} -> {asked.dst}") as on_progress:
-        done = prepare.prepare(asked.src, asked.dst, settings, load_encoder, on_progress)
+    src, dst = pathlib.Path(asked.src), pathlib.Path(asked.dst)
+    mixture, codec = own_images.mixture_of(src, dst, say), settings.data.image_codec
+    # A mixture alone leaves the tokenizers where they are, next to the model that is trained.
+    with_tokenizers, text = src.is_dir() or asked.image_tokenizer or asked.tokenizer, ""
+    if with_tokenizers:
+        text = own_images.text_tokenizer(asked.tokenizer)
+        named = asked.image_tokenizer or ("" if src.is_dir() else codec)
+        own_images.place_image_tokenizer(mixture, dst, settings, named, say)
+        codec = asked.dst
+    with progress(f"{src} -> {dst}") as on_progress:
+        load_encoder = functools.partial(vq.ImageEncoder, codec)
+        done = prepare.prepare(mixture, dst, settings, load_encoder, on_progress)
+    if with_tokenizers:
+        own_images.place_text_tokenizer(dst, text, say)
     return (
         f"{asked.dst}: {done.records} records in {done.shards} shards, of which {done.made} were"
         f" made now; {done.left_out} rows left out, {done.bad} bad, as {prepare.READABLE} says"
@@ -344,6 +364,10 @@ FLAGS: tuple[tuple[str, str | int | bool | tuple[str, ...], str], ...] = (
     ("image", "", "An image to change or to look at."),
     ("out", "image.png", "Where the drawn image goes."),
     ("seed", 0, "Seed of sampling."),
+    ("data", "", "A prepared folder to train on, without a config."),
+    ("init_from", "", "With --data: the model to start from; by default none."),
+    ("image_tokenizer", "", "Of a folder of images; by default one is trained on them."),
+    ("tokenizer", "", "Of their texts; by default one is trained on them."),
     ("src", "", "What to convert, export, verify, prepare."),
     ("dst", "", "The folder that they write."),
     ("distributed", False, "Several processes train together; the environment says which."),
@@ -383,13 +407,14 @@ def _base_config(asked: flags.FlagValues) -> config.Config:
         if not asked[name].value:
             given = "FILE" if meaning.startswith("a mixture") else "FOLDER"
             raise UsageError(f"--mode={mode} needs --{name}={given}, {meaning}.")
+    if mode == "prepare" and path is None and pathlib.Path(asked.src).is_dir():
+        from sparse_lavida_jax.training import own_images
+
+        return own_images.preparing(pathlib.Path(asked.src), pathlib.Path(asked.dst))
     if mode in FOLDERS:
         return config.read(path) if mode == "prepare" and path else config.Config()
     if mode == "train":
-        if path is None:
-            known = schema.listed(pathlib.Path("configs"))
-            raise UsageError(f"training needs --config=FILE. {known}")
-        return config.read(path)
+        return _training_config(asked, path)
     given = f"--mode={mode}"
     if mode == "evaluate" and path is not None:
         checkpoint = checkpoint or config.read(path).evaluate.checkpoint
@@ -411,6 +436,29 @@ def _base_config(asked: flags.FlagValues) -> config.Config:
     if mode == "evaluate":  # its results have a folder of their own
         return dataclasses.replace(settings, name=f"eval_{settings.name}")
     return settings
+
+
+def _training_config(asked: flags.FlagValues, path: pathlib.Path | None) -> config.Config:
+    if not asked.data:
+        if asked.init_from:
+            raise UsageError(
+                "--init-from goes with --data=FOLDER; a config names it as train.init_from."
+            )
+        if path is None:
+            known = schema.listed(pathlib.Path("configs"))
+            raise UsageError(f"training needs --config=FILE, or --data=FOLDER. {known}")
+        return config.read(path)
+    if path is not None:
+        raise UsageError(
+            "--data goes without --config: a config names the folder as data.folder, with"
+            " data.source='prepared'."
+        )
+    from sparse_lavida_jax.training import own_images
+
+    folder = pathlib.Path(asked.data)
+    if asked.init_from:
+        return own_images.continued(folder, asked.init_from)
+    return own_images.from_scratch(folder)
 
 
 def _override(base: config.Config, words: list[str]) -> config.Config:

@@ -15,7 +15,7 @@ from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.checkpoints import adapters, model_folder
 from sparse_lavida_jax.data.feed import Feed
 from sparse_lavida_jax.diffusion import Corrupted
-from sparse_lavida_jax.evals import report
+from sparse_lavida_jax.evals import nearest, report
 from sparse_lavida_jax.models import parameters, quantize, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.training import flops, metrics, optimizer, runs, sources
@@ -247,7 +247,10 @@ class _Loop:
             print(f"{folder}: what was trained of it")
         if settings.train.eval_prompts:
             pipe = source.pipe(model)
-            path = report.write(pipe, run.folder, step=self.step, seconds=self.seconds)
+            path = report.write(
+                pipe, run.folder, step=self.step, seconds=self.seconds,
+                records=source.captioned(nearest.MOST_RECORDS),
+            )  # fmt: skip
             print(f"{path}: what it can do")
 
 

@@ -14,6 +14,7 @@ import asyncio
 import base64
 import contextlib
 import io
+import itertools
 import pathlib
 import secrets
 import time
@@ -35,6 +36,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from sparse_lavida_jax.apps.batching import Cancelled, QueueFull, Stopped, Ticket
 from sparse_lavida_jax.apps.errors import REFUSED
 from sparse_lavida_jax.apps.serving import Service
+from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference.requests import LARGEST_SEED, Shown
 from sparse_lavida_jax.inference.results import Result
@@ -297,9 +299,10 @@ async def _images(
         more["size"] = (int(height), int(width))
     more["num_images"] = asked.n
     ticket, result = await _done(request, task, asked, asked.prompt, image, **more)
+    name = model_name(_service(request))
     return {
         "created": int(time.time()),
-        "data": [{"b64_json": _png(image)} for image in result.images],
+        "data": [{"b64_json": png} for png in _pngs(result, name)],
         "sparse_lavida": _notes(ticket, result),
     }
 
@@ -355,10 +358,12 @@ def _notes(ticket: Ticket, result: Result) -> dict[str, Any]:
     }
 
 
-def _png(image: Image.Image) -> str:
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return base64.b64encode(file.getvalue()).decode()
+def _pngs(result: Result, model: str) -> Iterator[str]:
+    """Yields images that say how they were drawn, by a model of that name: not by its folder."""
+    for pixels, record in itertools.zip_longest(result.pixels, result.records):
+        if record is not None:
+            record = record | {"checkpoint": record["checkpoint"] | {"name": model}}
+        yield base64.b64encode(image_files.png(pixels, record)).decode()
 
 
 # ---------------------------------------------------------------------------------------------

@@ -2,14 +2,15 @@
 r"""What a server does under load: images a minute, latencies, refusals, sizes of batches, memory.
 
     python -m sparse_lavida_jax.bench.serving --code 13c59e4 . --clients 1 4 16 64
-    python -m sparse_lavida_jax.bench.serving --code . --clients 16 --rate 20 --mix generate=8 ask=2
+    python -m sparse_lavida_jax.bench.serving --code . --rate 20 --mix generate:8=9 generate:32=1
     python -m sparse_lavida_jax.bench.serving --address http://127.0.0.1:8000 --clients 16
 
 Servers of several commits are started one after another, with the same model folder and the same
 options, and are asked the same. With `--rate` requests come as a Poisson process that does not wait
 for answers: a latency counts from the moment at which a request was due, so a server that falls
-behind is not asked less. Without it every client asks again as soon as it is answered. A row a
-server and number of clients, in `bench/results/<device>/serving`.
+behind is not asked less. Without it every client asks again as soon as it is answered, or after
+the seconds that a refusal names. A row a server and number of clients, in
+`bench/results/<device>/serving`.
 """
 
 import argparse
@@ -55,8 +56,7 @@ class Load:
         seconds: in which requests are measured.
         before: seconds of the same load before that, which are not.
         rate: requests a second, as a Poisson process; 0: each client asks again when answered.
-        mix: shares of the tasks, "generate" and "ask".
-        steps: of each; 0: the model's own.
+        mix: shares of the tasks, "generate" and "ask"; "generate:8" has 8 steps, not the model's.
         seed: of the arrivals and of what is asked.
     """
 
@@ -65,7 +65,6 @@ class Load:
     before: float = 0.0
     rate: float = 0.0
     mix: tuple[tuple[str, float], ...] = (("generate", 1.0),)
-    steps: int = 0
     seed: int = 0
 
 
@@ -104,10 +103,12 @@ def drive(address: str, load: Load) -> list[Answered]:
             if due >= load.before + load.seconds:
                 return
             time.sleep(max(0.0, due - now))
-            code, batch = _ask(address, task, body)
+            code, batch, again = _ask(address, task.partition(":")[0], body)
             late = time.monotonic() - begin - due
             with lock:
                 answers.append(Answered(task, due, late, code, batch))
+            if not load.rate:
+                time.sleep(again)
 
     threads = [threading.Thread(target=client) for _ in range(load.clients)]
     for thread in threads:
@@ -125,28 +126,29 @@ def _arrivals(load: Load) -> Iterator[tuple[float, str, dict[str, Any]]]:
         due += dice.expovariate(load.rate) if load.rate else 0.0
         (task,), words = dice.choices(tasks, shares), dice.choice(WORDS)
         body: dict[str, Any] = {"seed": number % 2**31}
-        if load.steps:
-            body["num_inference_steps"] = load.steps
-        if task == "ask":
+        name, _, steps = task.partition(":")
+        if steps:
+            body["num_inference_steps"] = int(steps)
+        if name == "ask":
             body |= {"model": "", "messages": [{"role": "user", "content": f"is there {words}?"}]}
         else:
             body |= {"prompt": words, "response_format": "b64_json"}
         yield due, task, body
 
 
-def _ask(address: str, task: str, body: dict[str, Any]) -> tuple[int, int]:
-    """Returns the code of an answer, and the rows of its batch."""
+def _ask(address: str, task: str, body: dict[str, Any]) -> tuple[int, int, float]:
+    """Returns the code of an answer, the rows of its batch, and seconds until one may ask again."""
     path = {"generate": "images/generations", "ask": "chat/completions"}[task]
     request = urllib.request.Request(
         f"{address}/v1/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     try:
         with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as reply:
-            return reply.status, json.load(reply).get("sparse_lavida", {}).get("batch", 1)
+            return reply.status, json.load(reply).get("sparse_lavida", {}).get("batch", 1), 0.0
     except urllib.error.HTTPError as error:
-        return error.code, 0
+        return error.code, 0, float(error.headers.get("Retry-After", 0))
     except OSError:
-        return 0, 0
+        return 0, 0, 0.0
 
 
 def summary(answers: list[Answered], load: Load) -> dict[str, Any]:
@@ -154,7 +156,7 @@ def summary(answers: list[Answered], load: Load) -> dict[str, Any]:
     done = [answer for answer in answers if answer.code == 200]
     until = max((answer.due + answer.latency for answer in done), default=math.inf)
     minutes = (until - load.before) / 60
-    images = sum(answer.task == "generate" for answer in done)
+    images = sum(answer.task.startswith("generate") for answer in done)
     found: dict[str, Any] = {
         "requests": len(answers),
         "answered": len(done),
@@ -245,7 +247,7 @@ def main() -> None:
     """Measures every server with every number of clients, and writes and prints the rows."""
     asked = _parser().parse_args()
     mix = tuple((task, float(share)) for task, share in (one.split("=") for one in asked.mix))
-    how = {"before": asked.before, "rate": asked.rate, "mix": mix, "steps": asked.steps}
+    how = {"before": asked.before, "rate": asked.rate, "mix": mix}
     rows: list[tuple[str, dict[str, Any]]] = []
 
     def measure(name: str, address: str, process: int | None) -> None:
@@ -285,8 +287,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seconds", type=float, default=30.0, help="that are measured")
     add("--before", type=float, default=5.0, help="seconds of load before that")
     add("--rate", type=float, default=0.0, help="requests a second; 0: as they are answered")
-    add("--mix", nargs="+", default=["generate=1"], help="shares of generate and ask")
-    add("--steps", type=int, default=0, help="of each; 0: the model's own")
+    add("--mix", nargs="+", default=["generate=1"], help="shares of generate, ask, generate:STEPS")
     return parser
 
 

@@ -179,7 +179,7 @@ def refuse_nonfinite(what: str, array: np.ndarray | jax.Array) -> None:
         CheckpointError: it does.
     """
     if isinstance(array, jax.Array) and not array.is_fully_replicated:
-        is_finite = bool(jnp.isfinite(array).all())
+        is_finite = bool(_all_finite(array))
     else:  # a part at a time: the answers need a byte for each number
         flat = np.asarray(array).reshape(-1)
         parts = (flat[i : i + CHECKED_TOGETHER] for i in range(0, flat.size, CHECKED_TOGETHER))
@@ -189,6 +189,11 @@ def refuse_nonfinite(what: str, array: np.ndarray | jax.Array) -> None:
             f"{what} holds NaN or infinite numbers, so the model computes nothing. Get it again, or"
             " pass check_finite=False to look at it in Python all the same."
         )
+
+
+@jax.jit  # as one program, which holds no answers
+def _all_finite(array: jax.Array) -> jax.Array:
+    return jnp.isfinite(array).all()
 
 
 def digest_of(leaves: Mapping[str, np.ndarray]) -> str:

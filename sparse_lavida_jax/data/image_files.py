@@ -225,12 +225,23 @@ def write(path: pathlib.Path | str, image: Pixels, record: dict[str, Any] | None
     """
     path = check_writable(path)
     format = SUFFIXES[path.suffix.lower()]
-    more: dict[str, Any] = {}
-    if format == "PNG" and record is not None:
-        notes = PngImagePlugin.PngInfo()
-        notes.add_itxt(RECORD, json.dumps(record, ensure_ascii=False))
-        more["pnginfo"] = notes
-    _save(path, Image.fromarray(image), format, **more)
+    _save(path, Image.fromarray(image), format, **_noted(record if format == "PNG" else None))
+
+
+def png(image: Pixels, record: dict[str, Any] | None = None) -> bytes:
+    """Returns a PNG as `write` writes it."""
+    file = io.BytesIO()
+    Image.fromarray(image).save(file, "PNG", **_noted(record))
+    return file.getvalue()
+
+
+def _noted(record: dict[str, Any] | None) -> dict[str, Any]:
+    """Returns what makes Pillow write into a PNG how it was drawn."""
+    if record is None:
+        return {}
+    notes = PngImagePlugin.PngInfo()
+    notes.add_itxt(RECORD, json.dumps(record, ensure_ascii=False))
+    return {"pnginfo": notes}
 
 
 def write_animation(path: pathlib.Path | str, frames: Sequence[Pixels]) -> None:

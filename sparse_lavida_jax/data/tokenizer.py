@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the text tokenizers have in common: a `tokenizer.json`, and text to ids."""
+"""What the text tokenizers have in common: a `tokenizer.json`, text to ids, and how one is made."""
 
 import abc
+import json
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 
 class TextTokenizer(abc.ABC):
@@ -46,3 +48,35 @@ class TextTokenizer(abc.ABC):
         """Returns ids, and for each the characters (start, end) of `text` that it stands for."""
         encoding = self._inner.encode(text)
         return encoding.ids, encoding.offsets
+
+
+def train_byte_level(
+    texts: Iterable[str], special: Sequence[str], textual: Sequence[str], vocabulary: int
+) -> str:
+    """Trains byte-level BPE and returns the contents of its `tokenizer.json`.
+
+    Any Unicode text has ids: a word that was never seen becomes smaller pieces, down to bytes.
+
+    Args:
+        special: tokens that are no text, in the order of their ids from 0 on.
+        textual: whole tokens of text, whose ids follow; then come bytes and merges.
+        vocabulary: most tokens of all sorts.
+    """
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        min_frequency=1,
+        special_tokens=[
+            tokenizers.AddedToken(token, normalized=False) for token in (*special, *textual)
+        ],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator(texts, trainer)
+    contents = json.loads(inner.to_str())
+    # The trainer makes every added token special; one of text is looked for by `encode`.
+    for token in contents["added_tokens"]:
+        token["special"] = token["content"] in special
+    return json.dumps(contents, ensure_ascii=False, indent=1) + "\n"

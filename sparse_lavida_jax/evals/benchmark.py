@@ -23,7 +23,9 @@ from sparse_lavida_jax.inference.requests import LARGEST_SEED
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sampling.options import changed
 
-MACHINERY = ("benchmark", "circumstances", "exact", "files", "lmms", "report", "run", "scorers")
+MACHINERY = (
+    "benchmark", "circumstances", "exact", "files", "lmms", "nearest", "report", "run", "scorers",
+)  # fmt: skip
 EXPORT, JUDGED = "export", "judged"  # folders: what scorers read, and what they leave
 # One token a step at temperature 0, as the base model was evaluated (spec Sec. 6).
 TOKEN_BY_TOKEN = {"text_temperature": 0.0, "text_step_ratio": 1.0}

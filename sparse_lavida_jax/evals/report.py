@@ -15,8 +15,9 @@ from PIL import Image, ImageDraw, ImageFont
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import image_files, markdown
-from sparse_lavida_jax.evals import exact, scorers
+from sparse_lavida_jax.evals import exact, nearest, scorers
 from sparse_lavida_jax.inference.engine import tokens_passed
+from sparse_lavida_jax.mixture.records import Record
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.scenes import digits, grammar, tasks, world
 from sparse_lavida_jax.training import metrics
@@ -83,6 +84,8 @@ def check(pipe: SparseLaViDa, path: pathlib.Path, prompts: Sequence[str] = ()) -
             right, asked = result.columns.get("single", (0, 0))
             scores["single"] = right / max(asked, 1)
             scores["attribute_precision"] = result.attribute_precision or 0.0
+            for task in pipe.settings.train.eval_tasks:
+                scores[task] = exact.evaluate(pipe, task, CHECK_PROMPTS).share
     if tiles:
         _save(sheet(tiles[: 4 * SHEET_COLUMNS] if scores else tiles), path)
     return scores
@@ -94,8 +97,14 @@ def model_card(settings: config.Config, steps: int, seconds: float, base_readme:
     Args:
         base_readme: of the model that training started from, if it did from one.
     """
-    command = f"`python -m sparse_lavida_jax.main --config=configs/{settings.name}.py`"
     how = f"(seed {settings.seed}, {steps} steps, {seconds / 60:.0f} minutes)"
+    command = f"`python -m sparse_lavida_jax.main --config=configs/{settings.name}.py`"
+    if settings.data.source == "prepared" and not settings.train.init_from:
+        return (
+            f"# {settings.name}\n\nA Sparse-LaViDa trained from scratch {how} on the images and"
+            f" texts of `{pathlib.Path(settings.data.folder).name}`. What may be done with it is"
+            " for those to say whom they belong to.\n"
+        )
     if settings.train.init_from:
         base = pathlib.Path(settings.train.init_from).name
         return (
@@ -109,11 +118,21 @@ def model_card(settings: config.Config, steps: int, seconds: float, base_readme:
     )
 
 
-def write(pipe: SparseLaViDa, folder: pathlib.Path, *, step: int, seconds: float) -> pathlib.Path:
+def write(
+    pipe: SparseLaViDa,
+    folder: pathlib.Path,
+    *,
+    step: int,
+    seconds: float,
+    records: Sequence[Record] = (),
+) -> pathlib.Path:
     """Writes `report.md`: curve, exact scores, examples and measured speed of a finished run.
 
-    With prepared data it has only the losses and the newest sheet of images: no program here can
-    judge what they show.
+    With prepared data it has the losses, the newest sheet of images, and samples next to training
+    images: no program here can judge what they show.
+
+    Args:
+        records: of prepared data: images with captions that it was trained on.
     """
     settings, log = pipe.settings, folder / "metrics.jsonl"
     parameters = sum(leaf.size for leaf in jax.tree.leaves(pipe.model))
@@ -124,6 +143,10 @@ def write(pipe: SparseLaViDa, folder: pathlib.Path, *, step: int, seconds: float
     ]
     if settings.data.source == "prepared":
         parts += ["## While it trained", _losses(log), *_newest_sheet(folder)]
+        if records:
+            said, shown = nearest.compare(pipe, records, settings.train.eval_prompts)
+            _save(sheet([Tile(*one) for one in shown]), folder / "images/nearest.png")
+            parts += ["## Nearest training images", said, "![nearest](images/nearest.png)"]
     else:
         parts[-1] += (
             " Scores come from programs that read pixels and text, on prompts that training never"
@@ -159,7 +182,7 @@ def _losses(path: pathlib.Path) -> str:
 
 def _newest_sheet(folder: pathlib.Path) -> list[str]:
     folders = ("images", "pictures")  # the second is what older versions called it
-    sheets = [path for name in folders for path in folder.glob(f"{name}/*.png")]
+    sheets = [path for name in folders for path in folder.glob(f"{name}/[0-9]*.png")]
     if not sheets:
         return []
     newest = max(sheets, key=lambda path: path.name)
@@ -203,9 +226,15 @@ def _curve(path: pathlib.Path) -> str:
     checks = [row for row in metrics.read_metrics(path) if "draw" in row]
     if not checks:
         return "No image was scored while it trained (train.image_seconds, train.eval_every)."
-    names = [name for name in ("attribute_precision", "single", "draw") if name in checks[0]]
+    tasks_scored = dict.fromkeys(name for row in checks for name in row if name in tasks.TASKS)
+    names = [name for name in ("attribute_precision", "single") if name in checks[0]]
+    names += tasks_scored
     lines = [
-        (row["step"], f"{row['seconds'] / 60:.1f}", *(f"{row[name]:.2f}" for name in names))
+        (
+            row["step"],
+            f"{row['seconds'] / 60:.1f}",
+            *(f"{row[name]:.2f}" if name in row else "" for name in names),
+        )
         for row in checks
     ]
     return markdown.table(("step", "minutes", *(name.replace("_", " ") for name in names)), lines)

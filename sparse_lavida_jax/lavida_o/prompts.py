@@ -221,6 +221,8 @@ class ChatPrompts(PromptLanguage):
     # Helpers.
 
     def _condition(self, num_cells: int, grid: tuple[int, int] | None) -> str:
+        if not self.data.micro_condition:
+            return ""
         rows, columns = grid or (round(num_cells**0.5),) * 2
         cell = self.model.codes_side * self.factor
         return chat.micro_condition(columns * cell, rows * cell, score=7.11) + ";"

@@ -59,11 +59,7 @@ class MixtureBatches(Batches):
         self.mixer = Mixer(tokenizer, settings)
         index = read_index(folder)
         _check_tokenizer(index["tokenizer"], settings.model)
-        shards: dict[str, list[tuple[pathlib.Path, int, int]]] = {}
-        for dataset in index["datasets"]:
-            files = shards.setdefault(dataset["group"], [])
-            files += [(folder / f["file"], f["records"], f["bytes"]) for f in dataset["shards"]]
-        self.records = {group: ShardedRecords(files) for group, files in shards.items()}
+        self.records = records_of(folder, index)
         if empty := [group for group, found in self.records.items() if not len(found)]:
             raise RecordError(
                 f"{folder} has no records of {', '.join(empty)}: every row was bad or left out."
@@ -73,20 +69,24 @@ class MixtureBatches(Batches):
             group: grain.MapDataset.range(len(found)).shuffle(_seed(settings.seed, group)).repeat()
             for group, found in self.records.items()
         }
-        weights = np.array([index["weights"][group] for group in shards])
-        shares = dict(zip(shards, (weights / weights.sum()).tolist(), strict=True))
-        factors = {group: index["batch_sizes"][group] for group in shards}
+        weights = np.array([index["weights"][group] for group in self.records])
+        shares = dict(zip(self.records, (weights / weights.sum()).tolist(), strict=True))
+        factors = {group: index["batch_sizes"][group] for group in self.records}
         super().__init__(settings, factors, shares, **share)
 
-    def prompts(self, count: int) -> list[str]:
-        """Returns captions of images to draw, of the first records that have one."""
+    def captioned(self, count: int) -> list[Record]:
+        """Returns the first records of images with captions."""
         found = (
-            record.asked[0]
+            record
             for records in self.records.values()
             for record in map(records.__getitem__, range(min(len(records), count)))
             if record.kind == "text_to_image"
         )
         return list(itertools.islice(found, count))
+
+    def prompts(self, count: int) -> list[str]:
+        """Returns captions of images to draw, of the first records that have one."""
+        return [record.asked[0] for record in self.captioned(count)]
 
     def probed(self, group: str) -> list[Row]:
         found = self.records[group]
@@ -156,6 +156,22 @@ def read_index(folder: pathlib.Path) -> dict[str, Any]:
             " Prepare the data again."
         )
     return index
+
+
+def records_of(folder: pathlib.Path, index: dict[str, Any]) -> dict[str, ShardedRecords]:
+    """Returns the records of each group of a prepared folder.
+
+    Args:
+        index: what `read_index` found.
+
+    Raises:
+        RecordError: a shard is missing or has another size.
+    """
+    shards: dict[str, list[tuple[pathlib.Path, int, int]]] = {}
+    for dataset in index["datasets"]:
+        files = shards.setdefault(dataset["group"], [])
+        files += [(folder / f["file"], f["records"], f["bytes"]) for f in dataset["shards"]]
+    return {group: ShardedRecords(files) for group, files in shards.items()}
 
 
 def _seed(seed: int, group: str) -> int:

@@ -123,11 +123,11 @@ class Mixer:
         """Returns what user and assistant say, with a mark where an image or its cells stand."""
         match record.kind:
             case "text_to_image" | "plan":
-                user = _image_wanted(record, crop, rng)
+                user = self._image_wanted(record, crop, rng)
             case "edit" | "edit_plan":
                 user = f"{IMAGE} {SOURCE_CELL} " * len(record.sources) + f" {record.asked[0]}"
                 if record.pixel_diff is not None and record.draws:
-                    user += f" {condition_of(record, crop, rng)}"
+                    user += f" {self._condition(record, crop, rng)}"
             case "understanding":
                 turns = zip(record.asked, record.answered, strict=True)
                 return [(_image_first(user), answer) for user, answer in turns]
@@ -139,6 +139,13 @@ class Mixer:
             words = self._plan_words(record)
         answer = drawn if record.form == "no_plan" else f"{words} {drawn}"
         return [(_image_first(user), answer)]
+
+    def _image_wanted(self, record: Record, crop: int, rng: np.random.Generator) -> str:
+        caption, condition = caption_of(record, rng), self._condition(record, crop, rng)
+        return f"Generate an image with the caption: {caption} {condition}"
+
+    def _condition(self, record: Record, crop: int, rng: np.random.Generator) -> str:
+        return condition_of(record, crop, rng) if self.settings.data.micro_condition else ""
 
     def _plan_words(self, record: Record) -> str:
         """Returns how an answer tells its plan."""
@@ -189,7 +196,7 @@ class Mixer:
         codes, t = self._cells(record.target[crop]), self.tokenizer
         plan = self._plan_words(record) if record.plan else ""
         if record.kind in ("text_to_image", "plan"):
-            caption, condition = caption_of(record, rng), condition_of(record, crop, rng)
+            caption, condition = caption_of(record, rng), self._condition(record, crop, rng)
             attempts = [*zip(shown, record.feedback, strict=True)]
             parts = chat.draw(
                 t, caption, len(codes), condition=condition, plan=plan, attempts=attempts
@@ -212,7 +219,8 @@ class Mixer:
         ids, reach = self._answer(self._answered(record, which), rng)
         match record.kind:
             case "plan":
-                user = f"{_image_wanted(record, crop, rng)}. {chat.PLAN}{_feedback(record)}"
+                wanted = self._image_wanted(record, crop, rng)
+                user = f"{wanted}. {chat.PLAN}{_feedback(record)}"
             case "edit_plan":
                 user = f"{' '.join([IMAGE] * len(shown))}\n{asked}. {chat.PLAN}"
             case "understanding":
@@ -317,9 +325,13 @@ class Mixer:
 def caption_of(record: Record, rng: np.random.Generator) -> str:
     """Returns a caption, a long one sometimes cut down to its first sentences (spec Sec. 9.4).
 
+    Of several one is chosen at random.
+
     The caption of a plan is only ever cut at its end: the plan is one of all it says.
     """
-    (caption,) = record.asked
+    caption, *others = record.asked
+    if others:
+        caption = record.asked[int(rng.integers(len(record.asked)))]
     is_long = record.kind == "text_to_image" and len(caption) > LONG_CAPTION
     if is_long and rng.random() < SHORTENED:
         sentences = _SENTENCE_END.split(caption.strip())
@@ -356,11 +368,6 @@ def _question(record: Record) -> str:
         case "dense_caption":
             return f"{IMAGE}\n {DENSE_CAPTION}"
     raise _unknown(record)
-
-
-def _image_wanted(record: Record, crop: int, rng: np.random.Generator) -> str:
-    caption, condition = caption_of(record, rng), condition_of(record, crop, rng)
-    return f"Generate an image with the caption: {caption} {condition}"
 
 
 def _feedback(record: Record) -> str:

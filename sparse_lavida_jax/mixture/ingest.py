@@ -117,7 +117,12 @@ class _RowReader:
     # Images to draw.
 
     def _text_to_image(self) -> Draft:
-        return self._drawn(self._record((self._text("caption"),)), "image", crop=True)
+        """Several captions of an image are kept: training takes one of them at a time."""
+        said = self._list("caption")
+        if not said or not all(isinstance(one, str) for one in said):
+            said = [self._value("caption")]
+        captions = tuple(_checked_words("caption", one) for one in said)
+        return self._drawn(self._record(captions), "image", crop=True)
 
     def _plan(self) -> Draft:
         """LOC coordinates are those of the image padded to a square, so it is not cropped."""
@@ -163,7 +168,7 @@ class _RowReader:
 
     def _drawn(self, record: Record, field: str, *, crop: bool) -> Draft:
         """Adds the squares of the image to draw, and what the model is given with its caption."""
-        image = image_files.read_bytes(self._one(field), f"its {field}")
+        image = image_files.read_bytes(self._one(field), self._called(field))
         size = images.size_of(image)
         if min(size) < self.dataset.min_size:
             raise LeftOut("min_size")
@@ -230,7 +235,7 @@ class _RowReader:
     def _seen(self, asked: tuple[str, ...], **fields) -> Draft:
         """Returns the draft of a text about one image."""
         contents = self._one("image")
-        size = images.size_of(image_files.read_bytes(contents, "its image"))
+        size = images.size_of(image_files.read_bytes(contents, self._called("image")))
         boxes = fields.get("boxes", np.zeros((0, 4)))
         if (boxes < 0).any() or (boxes > np.array([*size, *size])).any():
             raise RecordError(f"a box leaves the image of {size[0]}x{size[1]} pixels")
@@ -291,6 +296,11 @@ class _RowReader:
         if not (np.isfinite(boxes).all() and (boxes[:, :2] <= boxes[:, 2:]).all()):
             raise RecordError(f"{field} is no box x1, y1, x2, y2, nor a list of them")
         return boxes
+
+    def _called(self, field: str) -> str:
+        """Returns what a message calls an image."""
+        value = self._value(field)
+        return f"its {field} {value}" if isinstance(value, str) else f"its {field}"
 
     def _one(self, field: str) -> bytes:
         self._needs(field)

@@ -38,7 +38,10 @@ from sparse_lavida_jax.mixture.recipe import Dataset, PrepareError, Recipe
 FORMAT = "sparse-lavida-data/1"
 INDEX = "mixture.json"
 READABLE = "report.md"
-LEFT = {INDEX, READABLE, "report.json", ".lock"}  # what preparations write; the third, older ones
+MANY_ROWS = 2**16  # of a table, looked through together
+TOKENIZER, SHEET = "tokenizer.json", "reconstructions.png"  # what a plain folder leaves next to it
+# What preparations write; "report.json" is of older ones.
+LEFT = {INDEX, READABLE, TOKENIZER, SHEET, "report.json", ".lock"}
 
 
 @runtime_checkable
@@ -126,7 +129,7 @@ class Summary:
 
 
 def prepare(
-    path: pathlib.Path | str,
+    path: pathlib.Path | str | Recipe,
     folder: pathlib.Path | str,
     settings: config.Config,
     load_encoder: LoadEncoder,
@@ -135,7 +138,7 @@ def prepare(
     """Makes the shards of a mixture file that are not there yet.
 
     Args:
-        path: the mixture file (`recipe.read`).
+        path: the mixture file (`recipe.read`), or what it says.
         on_progress: called with how many shards are done, and of how many.
 
     Raises:
@@ -144,16 +147,15 @@ def prepare(
             finished before stays, and the report says what was found.
         OSError: the folder cannot be written to: the disk is full, for example.
     """
-    mixture, folder = recipe.read(pathlib.Path(path)), pathlib.Path(folder)
-    wanted = settings.prepare
-    encoder = load_encoder()
+    mixture = path if isinstance(path, Recipe) else recipe.read(pathlib.Path(path))
+    folder, wanted, encoder = pathlib.Path(folder), settings.prepare, load_encoder()
     to = ingest.Settings(encoder.side, encoder.factor, wanted.crops, settings.seed)
     job = Job(folder, to, wanted.encode_batch, load_encoder)
     try:
         shards = [
             shard
             for dataset in mixture.datasets
-            for shard in _shards(dataset, wanted.shard_rows, to, encoder)
+            for shard in _shards(dataset, wanted.shard_rows, to, encoder.digest)
         ]
         with _only_one(folder):
             done = {s.stem: made for s in shards if (made := finished(folder, s)) is not None}
@@ -178,9 +180,7 @@ def prepare(
 # What is to be done.
 
 
-def _shards(
-    dataset: Dataset, size: int, to: ingest.Settings, encoder: ImageEncoder
-) -> Iterator[Shard]:
+def _shards(dataset: Dataset, size: int, to: ingest.Settings, digest: str) -> Iterator[Shard]:
     """Looks through the tables of a dataset and divides their rows."""
     paths = tables.find(dataset.json_path)
     counts = [tables.num_rows(path) for path in paths]
@@ -201,7 +201,7 @@ def _shards(
         del described[name]
     described["image_root"] = pathlib.Path(dataset.image_root).name
     common = json.dumps(
-        [records.VERSION, records.WRITER_OPTIONS, described, dataclasses.asdict(to), encoder.digest]
+        [records.VERSION, records.WRITER_OPTIONS, described, dataclasses.asdict(to), digest]
     )
     count = -(-len(rows) // size)
     for i in range(count):
@@ -233,6 +233,20 @@ def finished(folder: pathlib.Path, shard: Shard) -> Outcome | None:
 # One shard.
 
 
+def drafts(mixture: Recipe, to: ingest.Settings) -> Iterator[Draft]:
+    """Yields what the rows of a mixture say, images to be encoded included; bad ones are skipped.
+
+    Raises:
+        PrepareError: a table cannot be read, or has no rows.
+    """
+    try:
+        for dataset in mixture.datasets:
+            for shard in _shards(dataset, MANY_ROWS, to, digest=""):
+                yield from _drafts(to, shard, collections.Counter(), [])
+    except tables.TableError as error:
+        raise PrepareError(str(error)) from error
+
+
 def make(job: Job, encoder: ImageEncoder, shard: Shard) -> Outcome:
     """Makes a shard and writes it, whole or not at all.
 
@@ -246,8 +260,7 @@ def make(job: Job, encoder: ImageEncoder, shard: Shard) -> Outcome:
     (job.folder / f"{shard.stem}.json").unlink(missing_ok=True)
     left_out: collections.Counter[str] = collections.Counter()
     bad: list[list[str]] = []
-    drafts = _drafts(job, shard, left_out, bad)
-    made = _encoded(drafts, encoder, job.batch)
+    made = _encoded(_drafts(job.to, shard, left_out, bad), encoder, job.batch)
     if (first := next(made, None)) is None:
         path.unlink(missing_ok=True)
         written = 0, 0, ""
@@ -259,7 +272,7 @@ def make(job: Job, encoder: ImageEncoder, shard: Shard) -> Outcome:
     return outcome
 
 
-def _drafts(job: Job, shard: Shard, left_out, bad) -> Iterator[Draft]:
+def _drafts(to: ingest.Settings, shard: Shard, left_out, bad) -> Iterator[Draft]:
     dataset = shard.dataset
     columns = dataset.columns if isinstance(dataset.columns, tuple) else ()
     with tables.Reader(dataset.image_root, columns) as reader:
@@ -268,7 +281,7 @@ def _drafts(job: Job, shard: Shard, left_out, bad) -> Iterator[Draft]:
             name = f"{path.name}:{number + 1}"
             try:
                 row = reader.row(path, number)
-                yield ingest.draft(row, name, number, copy, dataset, reader, job.to)
+                yield ingest.draft(row, name, number, copy, dataset, reader, to)
             except LeftOut as rule:
                 left_out[str(rule)] += 1
             except (records.RecordError, ImageError) as error:
@@ -361,15 +374,25 @@ def _maker(job: Job, shards: list[Shard]) -> Callable[[int], dict[str, Any]]:
     return made
 
 
-@contextlib.contextmanager
-def _only_one(folder: pathlib.Path) -> Iterator[None]:
-    """Keeps a second preparation out of the folder; the lock of a process that dies is dropped."""
+def check_folder(folder: pathlib.Path) -> None:
+    """Makes a folder to prepare into, unless it is there.
+
+    Raises:
+        PrepareError: it is a file, or holds something else.
+        OSError: it cannot be made.
+    """
     if folder.exists() and not folder.is_dir():
         raise PrepareError(f"{folder} is a file: name another folder for the shards.")
     folder.mkdir(parents=True, exist_ok=True)
     there = {p.name for p in folder.iterdir() if p.is_file() and p.suffix != files.UNFINISHED}
     if there - LEFT:
         raise PrepareError(f"{folder} holds something else: name another folder for the shards.")
+
+
+@contextlib.contextmanager
+def _only_one(folder: pathlib.Path) -> Iterator[None]:
+    """Keeps a second preparation out of the folder; the lock of a process that dies is dropped."""
+    check_folder(folder)
     try:
         held = files.lock(folder / ".lock")
     except files.LockedError:

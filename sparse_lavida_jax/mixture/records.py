@@ -49,7 +49,8 @@ class Record:
         source: name of its dataset.
         name: the row it was made of, for people.
         asked: what the user says, one string a turn: a caption, an instruction, a phrase, or
-            questions, in which `<image>` stands for an image.
+            questions, in which `<image>` stands for an image. Of an image to draw without a plan,
+            captions that each say it.
         answered: what the assistant answers to each; empty where `plan` and `target` are.
         plan: a layout in LOC tokens.
         operation: what an edit does, in the words of its plan: "adding", "removing", ...

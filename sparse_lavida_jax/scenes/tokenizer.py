@@ -9,15 +9,11 @@ any other Unicode text becomes smaller pieces, down to bytes.
 """
 
 import argparse
-import json
 import pathlib
 from collections.abc import Iterable, Iterator
 
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
-
 from sparse_lavida_jax.data.files import write_text
-from sparse_lavida_jax.data.tokenizer import TextTokenizer
+from sparse_lavida_jax.data.tokenizer import TextTokenizer, train_byte_level
 from sparse_lavida_jax.scenes import tasks
 from sparse_lavida_jax.scenes.grammar import LOCATIONS
 
@@ -83,25 +79,7 @@ class Tokenizer(TextTokenizer):
 
 def train(texts: Iterable[str]) -> str:
     """Trains a tokenizer and returns the contents of its `tokenizer.json`."""
-    inner = tokenizers.Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=LARGEST_VOCABULARY,
-        min_frequency=1,
-        special_tokens=[
-            tokenizers.AddedToken(token, normalized=False)
-            for token in SPECIAL_TOKENS + LOCATION_TOKENS
-        ],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    inner.train_from_iterator(texts, trainer)
-    contents = json.loads(inner.to_str())
-    # The trainer makes every added token special; a LOC token is text that `encode` looks for.
-    for token in contents["added_tokens"]:
-        token["special"] = token["content"] in SPECIAL_TOKENS
-    return json.dumps(contents, ensure_ascii=False, indent=1) + "\n"
+    return train_byte_level(texts, SPECIAL_TOKENS, LOCATION_TOKENS, LARGEST_VOCABULARY)
 
 
 def corpus() -> Iterator[str]:

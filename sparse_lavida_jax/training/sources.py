@@ -9,8 +9,9 @@ from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.data.batches import Batches
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
 from sparse_lavida_jax.mixture.batches import MixtureBatches
+from sparse_lavida_jax.mixture.records import Record
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.models.vq import ImageCodec
+from sparse_lavida_jax.models.vq import ImageCodec, ImageEncoder
 from sparse_lavida_jax.pipeline import LANGUAGES, SparseLaViDa
 from sparse_lavida_jax.scenes.batches import SceneBatches
 from sparse_lavida_jax.scenes.prompts import encoder_of
@@ -43,6 +44,12 @@ class TrainingData:
     prompts: tuple[str, ...]
     base_readme: str
 
+    def captioned(self, count: int) -> list[Record]:
+        """Returns records of images with captions that can be drawn; none of the small world."""
+        held = self.batches
+        is_drawn = isinstance(held, MixtureBatches) and self.codec is not None
+        return held.captioned(count) if is_drawn else []
+
     def pipe(self, model: Denoiser) -> SparseLaViDa:
         """Returns a model as it is sampled from."""
         prompts = LANGUAGES[self.settings.prompts].of(self.tokenizer, self.settings, self.codec)
@@ -72,20 +79,32 @@ def open_source(
         codec, tokenizer = ImageCodec(settings.data.image_codec, settings.model), Tokenizer()
         batches = SceneBatches(settings, encoder_of(tokenizer, settings, codec), **share)
         return TrainingData(settings, model, batches, tokenizer, SHIPPED, codec, (), readme)
-    base = model_folder.find_model(settings.train.init_from)
+    folder, init_from = pathlib.Path(settings.data.folder), settings.train.init_from
+    base = model_folder.find_model(init_from) if init_from else folder
     path, vq = base / "tokenizer.json", base / "vq"
     try:
         tokenizer = ChatTokenizer(path)
         tokenizer.check(settings.model)
     except (ValueError, FileNotFoundError) as error:
         raise config.ConfigError(
-            f"data.source='prepared' needs the tokenizer of a LaViDa-O next to the model of"
-            f" train.init_from: {error}"
+            "data.source='prepared' needs the tokenizer of a LaViDa-O next to the model of"
+            f" train.init_from, or one that `prepare` made in data.folder: {error}"
         ) from error
-    batches = MixtureBatches(settings.data.folder, settings, tokenizer, **share)
+    batches = MixtureBatches(folder, settings, tokenizer, **share)
     codec = ImageCodec(vq, settings.model) if vq.is_dir() else None
+    _check_codes(folder, base)
     prompts = () if codec is None else tuple(batches.prompts(SHOWN_PROMPTS))
     return TrainingData(settings, model, batches, tokenizer, path, codec, prompts, readme)
+
+
+def _check_codes(folder: pathlib.Path, base: pathlib.Path) -> None:
+    """Refuses records whose codes are not those of the model's image tokenizer."""
+    if (folder / "vq").is_dir() and (base / "vq").is_dir():
+        if ImageEncoder(str(folder)).digest != ImageEncoder(str(base)).digest:
+            raise config.ConfigError(
+                f"{folder} was prepared with another image tokenizer than that of {base}: prepare"
+                f" the images again, into another folder, with --image-tokenizer={base}."
+            )
 
 
 def _base_readme(settings: config.Config) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first, short stage: trains the image tokenizer on images of scenes.
+"""The first, short stage: trains the image tokenizer, on images of scenes or on others (`fit`).
 
 Learning encoder, codebook and decoder at once from nothing is slow, so most of the steps teach
 encoder and decoder apart, through a target that lies between them: the principal components of
@@ -54,10 +54,45 @@ def train(
         ConfigError: images other than scenes, a length in seconds, or nothing but warm-up.
         KeyboardInterrupt: it was asked to stop; nothing is saved.
     """
+    if settings.data.source != "scenes":
+        raise config.ConfigError(
+            f"Data.source={settings.data.source!r}: the image tokenizer is trained on images of"
+            " scenes; digits need none (Data.image_codec='grey'), and `prepare` of a plain folder"
+            " trains one on other images. Set Data.source='scenes'."
+        )
+    console, seed = rich.console.Console(), settings.seed
+    model = fit(
+        settings,
+        _images((seed, SURVEY), SURVEY_IMAGES),
+        lambda step: _images((seed, TRAINING, step), settings.train.batch_size),
+        console,
+        is_asked_to_stop,
+    )
+    vq.save(workdir / "vq", model)
+    _report(model, seed, workdir, console)
+
+
+def fit(
+    settings: config.Config,
+    survey: UInt8[np.ndarray, "n h w 3"],
+    images_of: Callable[[int], UInt8[np.ndarray, "b h w 3"]],
+    console: rich.console.Console,
+    is_asked_to_stop: Callable[[int], bool] = lambda step: False,
+) -> vq.VQModel:
+    """Returns an image tokenizer as `settings.vq` describes it.
+
+    Args:
+        survey: images that the components and the codebook come from.
+        images_of: the images of a step, by its number.
+        console: where progress is shown.
+        is_asked_to_stop: asked after every step, whose number it is given.
+
+    Raises:
+        ConfigError: a length in seconds, or nothing but warm-up.
+        KeyboardInterrupt: it was asked to stop.
+    """
     _check(settings)
-    console = rich.console.Console()
     seed, steps = settings.seed, settings.train.train_steps
-    survey = _images((seed, SURVEY), SURVEY_IMAGES)
     components = _components(survey, settings.vq)
     model = vq.VQModel(settings.vq, rngs=nnx.Rngs(seed))
     # Most of an image is background; the decoder need not learn that.
@@ -76,7 +111,7 @@ def train(
                 )
                 used = len(np.unique(owner))
                 bar.say(f"step {step}: the codebook is placed, {used} codes in use")
-            images = _images((seed, TRAINING, step), settings.train.batch_size)
+            images = images_of(step)
             key = jax.random.fold_in(jax.random.key(seed), step)
             run = warm_up if step < placed_at else with_codes
             model, opt_state, terms = run(model, opt_state, owner, images, key)
@@ -85,21 +120,15 @@ def train(
                 raise KeyboardInterrupt
             if step % settings.train.log_every == 0 or step == steps - 1:
                 bar.reach(step + 1, (step + 1) / steps, pixel_error=float(terms["pixels"]))
-
-    vq.save(workdir / "vq", model)
-    _report(model, seed, workdir, console)
+    return model
 
 
 def _check(settings: config.Config) -> None:
-    if settings.data.source != "scenes":
-        raise config.ConfigError(
-            f"Data.source={settings.data.source!r}: the image tokenizer is trained on images of"
-            " scenes; digits need none (Data.image_codec='grey'). Set Data.source='scenes'."
-        )
     if settings.train.seconds:
         raise config.ConfigError(
-            f"Train.seconds={settings.train.seconds}: the stage 'vq' counts steps, because the"
-            " codebook is placed at a fixed one. Set Train.seconds=0 and Train.train_steps."
+            f"Train.seconds={settings.train.seconds}: an image tokenizer is trained by steps,"
+            " because its codebook is placed at a fixed one. Set Train.seconds=0 and"
+            " Train.train_steps."
         )
     if settings.optimizer.warmup_steps >= settings.train.train_steps:
         raise config.ConfigError(

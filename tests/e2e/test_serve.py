@@ -18,6 +18,7 @@ import staged
 import stand_ins
 from PIL import Image
 
+from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.scenes import tasks, world
 
 WHY = "pip install 'sparse-lavida-jax[serve]' openai to test the server"
@@ -75,7 +76,7 @@ def pixels(reply):
     return [np.array(Image.open(io.BytesIO(one)).convert("RGB")) for one in contents]
 
 
-def test_images_are_those_that_python_draws(client, service):
+def test_images_are_those_that_python_draws_and_say_how(client, service, tmp_path):
     reply = client.images.generate(
         prompt=PROMPT, n=2, size="96x96", model="tiny", response_format="b64_json", extra_body=QUICK
     )
@@ -85,6 +86,10 @@ def test_images_are_those_that_python_draws(client, service):
     assert notes["tokens_passed"] > 0
     wanted = service.pipe.generate(PROMPT, num_images=2, seed=3, steps=2)
     np.testing.assert_array_equal(pixels(reply), wanted.pixels)
+    (tmp_path / "a.png").write_bytes(base64.b64decode(reply.data[1].b64_json))
+    record = image_files.read_record(tmp_path / "a.png")
+    assert (record["checkpoint"]["name"], record["bucket"]["rows"]) == ("tiny", 2)
+    np.testing.assert_array_equal(service.pipe.replay(record).pixels[0], wanted.pixels[1])
 
 
 @slow_test

@@ -28,6 +28,7 @@ def asked():
             time.sleep(SECONDS)
             contents = b'{"sparse_lavida": {"batch": 4}}'
             self.send_response(429 if next(count) % 3 == 2 else 200)
+            self.send_header("Retry-After", "0.2")
             self.send_header("Content-Length", str(len(contents)))
             self.end_headers()
             self.wfile.write(contents)
@@ -44,9 +45,10 @@ def asked():
 
 def test_clients_ask_again_when_they_are_answered(asked):
     address, bodies = asked
-    load = Load(2, 0.5, mix=(("generate", 1.0), ("ask", 1.0)), steps=3)
+    load = Load(2, 1.0, mix=(("generate:3", 1.0), ("ask:3", 1.0)))
     found = serving.summary(serving.drive(address, load), load)
-    assert found["requests"] == len(bodies) >= 2
+    assert 2 <= found["requests"] == len(bodies)
+    assert len(bodies) < 2 * 3 * 1.0 / (3 * SECONDS + 0.2) + 4  # it waits after a refusal
     assert found["answered"] + found["rejected"] == found["requests"]
     assert found["rejected"] == found["requests"] // 3
     assert found["failed"] == 0 and set(found["batches"]) == {4}

@@ -19,7 +19,7 @@ from sparse_lavida_jax.convert import from_torch, stand_in
 from sparse_lavida_jax.inference.results import Origin
 from sparse_lavida_jax.pipeline import SparseLaViDa
 
-library = pytest.importorskip("huggingface_hub")
+library = pytest.importorskip("huggingface_hub", reason="the hub needs pip install '.[hub]'")
 COMMIT = "1" * 40
 
 

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plain folder of images with captions as a mixture: no file has to be written for it.
+
+What is read, in the folder and in those inside it:
+
+    metadata.jsonl, .csv, .parquet   a row an image, `file_name` and `text`, as the `imagefolder`
+                                     convention of `datasets` has it
+    cat.txt next to cat.png          captions of that image, a line each
+    photos.tar                       7.jpg with 7.txt
+
+The columns of a table, whatever its name, say what its rows are for (`COLUMNS`): images with
+captions, pairs to edit, questions or boxes, one kind a table. Images lie relative to their table.
+What only text files say of images is written as a table, which goes to the prepared folder.
+"""
+
+import contextlib
+import dataclasses
+import glob
+import itertools
+import json
+import pathlib
+from typing import NamedTuple
+
+from sparse_lavida_jax.data import files, image_files
+from sparse_lavida_jax.mixture import tables
+from sparse_lavida_jax.mixture.recipe import Dataset, PrepareError, Recipe
+from sparse_lavida_jax.mixture.records import RecordError
+
+TABLES = (".jsonl", ".csv", ".parquet", ".tar")
+WRITTEN = "tables/captions.jsonl"  # in the prepared folder, of text files next to images
+PEEKED = 8  # first rows of a table that show its columns: empty cells are not in a row
+_IMAGE = ("image", "file_name", "image_path", "path")
+# What a table is for, by the columns it needs: our field, and the names that it may go by. The
+# first kind whose fields are all there is it.
+COLUMNS: dict[str, dict[str, tuple[str, ...]]] = {
+    "edit": {
+        "source_images": ("source", "source_images"),
+        "target_image": ("target", "target_image"),
+        "instruction": ("instruction",),
+    },
+    "understanding": {"question": ("question",), "answer": ("answer",)},
+    "grounding": {"image": _IMAGE, "label": ("phrase", "label"), "box": ("box",)},
+    "text_to_image": {"image": _IMAGE, "caption": ("caption", "captions", "text", "prompt")},
+}
+OPTIONAL = {"understanding": {"image": _IMAGE}}
+_ALLOWED = (
+    "file_name and text (captions); source, target and instruction (pairs to edit); question and"
+    " answer; or file_name, phrase and box"
+)
+
+
+class PlainFolder(NamedTuple):
+    """A folder as a mixture.
+
+    Attributes:
+        recipe: a dataset for each of its tables; batches are drawn in proportion to their rows.
+        left_out: images without a caption, relative to the folder; looked for only where text
+            files say the captions.
+    """
+
+    recipe: Recipe
+    left_out: list[str]
+
+
+def read(folder: pathlib.Path, prepared: pathlib.Path) -> PlainFolder:
+    """Reads what a folder holds, without opening its images.
+
+    Args:
+        prepared: where the table of text files is written; nothing in it is read.
+
+    Raises:
+        PrepareError: nothing in the folder says what its images show, or a table has columns that
+            are not understood.
+        OSError: the table of text files cannot be written.
+    """
+    inside = [path for path in sorted(folder.rglob("*")) if prepared not in path.parents]
+    datasets: list[Dataset] = []
+    try:
+        of_tables = [path for path in inside if path.suffix in TABLES and path.is_file()]
+        by_place = itertools.groupby(
+            sorted(of_tables, key=_place), key=_place
+        )  # those of one format in one folder
+        for (parent, _), alike in by_place:
+            datasets += _datasets(parent, [path for path in alike if tables.num_rows(path)])
+        said, left_out = _captions(folder, inside)
+        if said:
+            written = prepared / WRITTEN
+            _write(written, said)
+            columns = {"image": "image", "caption": "caption"}
+            datasets.append(_dataset("text_to_image", glob.escape(str(written)), folder, columns))
+        if not datasets:
+            raise PrepareError(
+                f"nothing in {folder} says what its images show: add metadata.jsonl with file_name"
+                " and text in every line, or a .txt file next to each image."
+            )
+        rows = [sum(map(tables.num_rows, tables.find(one.json_path))) for one in datasets]
+    except tables.TableError as error:
+        raise PrepareError(str(error)) from error
+    numbered = [
+        dataclasses.replace(one, name=f"{one.kind}-{number}")
+        for number, one in enumerate(datasets, 1)
+    ]
+    weights = dict.fromkeys([one.group for one in datasets], 0.0)
+    for dataset, count in zip(datasets, rows, strict=True):
+        weights[dataset.group] += count
+    even = dict.fromkeys(weights, 1.0)
+    recipe = Recipe(datasets=tuple(numbered), weights=weights, batch_sizes=even)
+    return PlainFolder(recipe, left_out)
+
+
+# ---------------------------------------------------------------------------------------------
+# Tables.
+
+
+def _place(path: pathlib.Path) -> tuple[pathlib.Path, str]:
+    return path.parent, path.suffix
+
+
+def _datasets(folder: pathlib.Path, paths: list[pathlib.Path]) -> list[Dataset]:
+    """Returns the datasets of tables of one format in one folder: one, if they are alike.
+
+    Raises:
+        PrepareError: the columns of one are not understood.
+    """
+    if not paths:
+        return []
+    understood = [_understood(path) for path in paths]
+    kind, columns = understood[0]
+    if all(one == understood[0] for one in understood[1:]) and len(paths) > 1:
+        pattern = f"{glob.escape(str(folder))}/*{paths[0].suffix}"
+        return [_dataset(kind, pattern, folder, columns)]
+    return [
+        _dataset(kind, glob.escape(str(path)), folder, columns)
+        for path, (kind, columns) in zip(paths, understood, strict=True)
+    ]
+
+
+def _dataset(kind: str, pattern: str, root: pathlib.Path, columns: dict[str, str]) -> Dataset:
+    return Dataset(
+        name=kind, json_path=pattern, preprocess_fn=kind, columns=columns, image_root=str(root)
+    )
+
+
+def _understood(path: pathlib.Path) -> tuple[str, dict[str, str]]:
+    """Returns what a table is for, and which of its columns is which of our fields.
+
+    Raises:
+        PrepareError: its columns do not say.
+    """
+    seen: set[str] = set()
+    with tables.Reader() as reader:
+        for number in range(min(PEEKED, tables.num_rows(path))):
+            with contextlib.suppress(RecordError):  # a damaged row is named later
+                seen |= reader.row(path, number).keys()
+    for kind, fields in COLUMNS.items():
+        names = fields | OPTIONAL.get(kind, {})
+        found = {
+            field: next(name for name in names[field] if name in seen)
+            for field in names
+            if seen.intersection(names[field])
+        }
+        if fields.keys() <= found.keys():
+            return kind, found
+    raise PrepareError(
+        f"{path} has the columns {', '.join(sorted(seen)) or 'of no row that can be read'}, which"
+        f" do not say what it is for. It needs {_ALLOWED}."
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# Text files next to images.
+
+
+def _captions(
+    folder: pathlib.Path, inside: list[pathlib.Path]
+) -> tuple[list[tables.Row], list[str]]:
+    """Returns a row for each image that a text file is next to, and the images without one."""
+    said: list[tables.Row] = []
+    silent: list[str] = []
+    for path in inside:
+        if path.suffix.lower() in image_files.SUFFIXES:
+            name = path.relative_to(folder).as_posix()
+            if captions := _lines(path.with_suffix(".txt")):
+                said.append({"image": name, "caption": captions})
+            else:
+                silent.append(name)
+    return said, silent if said else []
+
+
+def _lines(path: pathlib.Path) -> list[str]:
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return []
+    return [line.strip() for line in lines if line.strip()]
+
+
+def _write(path: pathlib.Path, rows: list[tables.Row]) -> None:
+    """Writes a table, unless it is there already: its time would tell that rows have changed."""
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write_text(path, text)

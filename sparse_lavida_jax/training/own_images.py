@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Your own images: tokenizers for a plain folder of them, and a model of a size that fits.
+
+`prepare` makes of a plain folder (`mixture/folders.py`) a prepared one, and puts both tokenizers
+into it: `vq/` and `tokenizer.json`, each named, kept from an earlier time, or trained. The image
+tokenizer comes first, for records hold its codes; the text tokenizer last, for it is trained on
+their texts. `from_scratch` and `continued` are the settings of a model that is trained on such a
+folder: without it nothing is to be written by hand. All numbers here are ours.
+"""
+
+import dataclasses
+import itertools
+import pathlib
+import shutil
+import statistics
+from collections.abc import Callable
+
+import jax
+import numpy as np
+import rich.console
+from jaxtyping import UInt8
+
+from sparse_lavida_jax import config
+from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.data import files, image_files
+from sparse_lavida_jax.lavida_o import chat
+from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
+from sparse_lavida_jax.mixture import batches, folders, ingest, prepare, recipe, words
+from sparse_lavida_jax.mixture.recipe import PrepareError, Recipe
+from sparse_lavida_jax.models import vq
+from sparse_lavida_jax.training import train_vq
+
+PEEKED = 64  # images whose sizes decide that of the image tokenizer
+MOST_BYTES = 2**28  # of pixels that an image tokenizer is trained on
+SURVEYED = 512  # images that its codebook is placed by
+NAMED = 3  # images that a message names
+SHOWN = 12  # images of the sheet of originals next to reconstructions
+# Of images, in pixels a side, and how many of them a code stands for.
+FACTORS = {32: 4, 64: 8, 128: 8, 256: 16}
+ON_CPU = 64  # pixels a side, at most
+CHANNELS = (16, 32, 48, 64, 96)  # of the image tokenizer, one entry a resolution
+
+CPU_SECONDS = 1500.0
+ADAPTED_WIDTH = 1024  # models at least as wide are trained with adapters
+PLANNED = config.Diffusion(blocks="plan", text_masked_blocks=8)
+# Models from scratch but for what the tokenizers decide: for a few CPU cores, and for one
+# accelerator.
+SMALL = config.Model(
+    width=128, mlp_hidden=320, num_layers=4, dual_tower_layers=2, num_heads=4, head_dim=32,
+    rope_theta=10_000.0, generation_width=96, generation_mlp_hidden=256, cell_positions=True,
+    num_registers=8, unroll_layers=True,
+    vision=config.Vision(
+        image_size=64, patch_size=16, width=96, num_layers=1, num_heads=3, mlp_hidden=192, pool=1
+    ),
+)  # fmt: skip
+LARGE = config.Model(
+    width=768, mlp_hidden=2048, num_layers=12, dual_tower_layers=7, num_heads=12, head_dim=64,
+    rope_theta=10_000.0, generation_width=512, generation_mlp_hidden=1536, cell_positions=True,
+    num_registers=32, compute_dtype="bfloat16",
+    vision=config.Vision(
+        image_size=192, patch_size=16, width=384, num_layers=6, num_heads=6, mlp_hidden=1024
+    ),
+)  # fmt: skip
+
+Say = Callable[[str], None]
+
+
+# ---------------------------------------------------------------------------------------------
+# Preparing.
+
+
+def preparing(folder: pathlib.Path, prepared: pathlib.Path) -> config.Config:
+    """Returns the settings for preparing a plain folder: an image tokenizer that fits its images.
+
+    Raises:
+        PrepareError: see `folders.read`.
+    """
+    mixture = folders.read(folder, prepared).recipe
+    most = ON_CPU if jax.default_backend() == "cpu" else max(FACTORS)
+    peeked = itertools.islice(prepare.drafts(mixture, ingest.Settings(8, 8, 1, 0)), PEEKED)
+    sides = [min(one.record.size) for one in peeked if one.targets]
+    fitting = [side for side in FACTORS if side <= min(most, statistics.median(sides or [most]))]
+    side = max(fitting, default=min(FACTORS))
+    resolutions = FACTORS[side].bit_length()
+    return config.Config(
+        name=prepared.name,
+        vq=config.VQ(image_size=side, channels=CHANNELS[:resolutions], codebook_size=512),
+        prepare=config.Prepare(max_bad_fraction=0.1, encode_batch=16),
+        optimizer=config.Optimizer(
+            learning_rate=1e-2, final_fraction=0.02, warmup_steps=30, b1=0.9, b2=0.99
+        ),
+        train=config.Train(stage="vq", train_steps=600, batch_size=8),
+    )
+
+
+def mixture_of(source: pathlib.Path, prepared: pathlib.Path, say: Say) -> Recipe:
+    """Returns what a mixture file or a plain folder holds.
+
+    Args:
+        say: is told of images that are left out.
+
+    Raises:
+        RecipeError, PrepareError: see `recipe.read` and `folders.read`.
+    """
+    if not source.is_dir():
+        return recipe.read(source)
+    given = folders.read(source, prepared)
+    if given.left_out:
+        named = ", ".join(given.left_out[:NAMED])
+        more = ", ..." if len(given.left_out) > NAMED else ""
+        say(f"{len(given.left_out)} images have no caption and are left out: {named}{more}")
+    return given.recipe
+
+
+def place_image_tokenizer(
+    mixture: Recipe, prepared: pathlib.Path, settings: config.Config, named: str, say: Say
+) -> None:
+    """Puts an image tokenizer, `vq/`, and a sheet of what it makes of images into a folder.
+
+    Args:
+        settings: of a new one, and how it is trained.
+        named: a bundled one, or a folder that holds one, such as that of a model; "": the one that
+            is there, or a new one.
+        say: is told what was decided.
+
+    Raises:
+        PrepareError: no image can be read, or the folder holds something else.
+        VQError: there is none where one is named.
+        ConfigError: it cannot be trained like this.
+        OSError: the folder cannot be written to.
+    """
+    prepare.check_folder(prepared)
+    place = prepared / "vq"
+    if named:
+        source = vq.ImageEncoder(named)
+        if source.folder.resolve() != place.resolve():
+            with files.replacing(place) as new:
+                shutil.copytree(source.folder, new)
+    elif place.is_dir():
+        say(f"{place}: the image tokenizer that is there is kept; delete it to train another")
+        return
+    sized = vq.read_settings(place) if named else settings.vq
+    pixels = _squares(mixture, ingest.Settings(sized.image_size, sized.factor, 1, settings.seed))
+    if not named:
+        say(
+            f"an image tokenizer of {sized.image_size}x{sized.image_size} pixels,"
+            f" {(sized.image_size // sized.factor) ** 2} codes an image, is trained on"
+            f" {len(pixels)} images"
+        )
+        vq.save(place, _trained(settings, pixels))
+    model, _ = vq.load(place)
+    shown = pixels[:SHOWN]
+    again = vq.decode_codes(model, vq.encode_images(model, shown))
+    pairs = [np.concatenate(pair, axis=1) for pair in zip(shown, again, strict=True)]
+    sheet = prepared / prepare.SHEET
+    image_files.write(sheet, image_files.sheet(pairs))
+    error = np.abs(shown.astype(int) - again).mean() / 255
+    say(f"{sheet}: images next to what is left of them in codes; pixels are {error:.3f} off")
+
+
+def text_tokenizer(named: str) -> str:
+    """Returns the contents of a `tokenizer.json`, or of that in a folder; "" if none is named.
+
+    Raises:
+        PrepareError: there is none, or it is not one for the prompts of LaViDa-O.
+    """
+    if not named:
+        return ""
+    path = pathlib.Path(named)
+    places = (path / "tokenizer.json", path / "model" / "tokenizer.json", path)
+    found = next((place for place in places if place.is_file()), places[0])
+    try:
+        return ChatTokenizer(found).path.read_text(encoding="utf-8")
+    except (ValueError, FileNotFoundError) as error:
+        raise PrepareError(
+            f"--tokenizer={named} cannot be used: {error} Without it one is trained on the texts."
+        ) from error
+
+
+def place_text_tokenizer(prepared: pathlib.Path, given: str, say: Say) -> None:
+    """Puts a text tokenizer, `tokenizer.json`, into a folder whose records are written.
+
+    Args:
+        given: the contents of one; "": the one that is there, or one of the texts of the records.
+        say: is told what was decided.
+
+    Raises:
+        RecordError: the folder is not whole.
+        OSError: it cannot be written to.
+    """
+    place = prepared / prepare.TOKENIZER
+    if given:
+        files.write_text(place, given)
+    elif place.is_file():
+        say(f"{place}: the text tokenizer that is there is kept; delete it to train another")
+    else:
+        groups = batches.records_of(prepared, batches.read_index(prepared)).values()
+        words.train(place, (group[i] for group in groups for i in range(len(group))))
+        say(f"{place}: {ChatTokenizer(place).vocab_size} tokens, trained on the texts")
+
+
+def _squares(mixture: Recipe, to: ingest.Settings) -> UInt8[np.ndarray, "n side side 3"]:
+    """Returns the first images of a mixture, as many as an image tokenizer is trained on.
+
+    Raises:
+        PrepareError: there is none.
+    """
+    most = MOST_BYTES // (3 * to.side**2)
+    drawn = (
+        square for one in prepare.drafts(mixture, to) for square in (*one.targets, *one.sources)
+    )
+    found = [*itertools.islice(drawn, most)]
+    if not found:
+        raise PrepareError(
+            "no image to draw can be read, so no image tokenizer can be trained: add images with"
+            " captions, or name one with --image-tokenizer."
+        )
+    return np.stack(found)
+
+
+def _trained(settings: config.Config, pixels: UInt8[np.ndarray, "n h w 3"]) -> vq.VQModel:
+    def images_of(step: int) -> UInt8[np.ndarray, "b h w 3"]:
+        rng = np.random.default_rng((settings.seed, step))
+        return pixels[rng.integers(len(pixels), size=settings.train.batch_size)]
+
+    survey = pixels[:: -(-len(pixels) // SURVEYED)]
+    console = rich.console.Console(stderr=True)
+    return train_vq.fit(settings, survey, images_of, console)
+
+
+# ---------------------------------------------------------------------------------------------
+# Training.
+
+
+def from_scratch(prepared: pathlib.Path) -> config.Config:
+    """Returns the settings of a model that learns a prepared folder from nothing, on this machine.
+
+    Raises:
+        ConfigError: the folder has no tokenizers of its own.
+        VQError: its image tokenizer cannot be read.
+    """
+    try:
+        tokenizer = ChatTokenizer(prepared / prepare.TOKENIZER)
+    except (ValueError, FileNotFoundError) as error:
+        raise config.ConfigError(
+            f"{prepared} has no tokenizers for a model from scratch: {error} Prepare a folder of"
+            " images, or name the model to start from with --init-from."
+        ) from error
+    images, on_cpu = vq.read_settings(prepared / "vq"), jax.default_backend() == "cpu"
+    ids = {
+        "vocab_size": tokenizer.vocab_size,
+        "end_of_text_id": tokenizer.id_of(chat.END_OF_TEXT),
+        "text_mask_id": tokenizer.id_of(chat.MASK),
+        "codebook_size": images.codebook_size,
+        "grid_size": images.image_size // images.factor,
+    }
+    return config.Config(
+        name=prepared.name,
+        prompts="chat",
+        model=dataclasses.replace(SMALL if on_cpu else LARGE, **ids),
+        vq=images,
+        data=config.Data(
+            source="prepared", folder=str(prepared), image_codec=str(prepared / "vq"),
+            micro_condition=False, text_block_len=8, max_answer_len=64, max_sequence_len=2048,
+        ),
+        diffusion=PLANNED,
+        sampling=config.Sampling(
+            num_steps=12, schedule="shift", shift=2.0, temperature=0.5, plan=False
+        ),
+        optimizer=config.Optimizer(
+            kind="muon", learning_rate=2e-3 if on_cpu else 1e-3, warmup_steps=50, b1=0.9, b2=0.99,
+            weight_decay=0.01, ema=0.998,
+        ),
+        train=config.Train(
+            train_steps=100_000, seconds=CPU_SECONDS if on_cpu else 0.0,
+            batch_size=16 if on_cpu else 64, eval_prompts=24,
+        ),
+    )  # fmt: skip
+
+
+def continued(prepared: pathlib.Path, init_from: str) -> config.Config:
+    """Returns the settings of a model that goes on from another: with adapters, if it is large.
+
+    Raises:
+        CheckpointError: there is no model.
+        ConfigError: it was not made for prompts in the words of LaViDa-O.
+    """
+    base = model_folder.read_config(model_folder.find_model(init_from))
+    if base.prompts != "chat":
+        raise config.ConfigError(
+            f"{init_from} knows the words of the small world alone: start from a converted"
+            " LaViDa-O, from a model that was trained on prepared data, or from nothing (without"
+            " --init-from)."
+        )
+    large = base.model.width >= ADAPTED_WIDTH
+    # Records of a plain folder hold no layouts, so none is asked for; a small image has few cells.
+    steps = min(base.sampling.num_steps, base.model.num_cells)
+    return dataclasses.replace(
+        base,
+        name=prepared.name,
+        data=dataclasses.replace(base.data, source="prepared", folder=str(prepared)),
+        diffusion=PLANNED,
+        lora=config.Lora(rank=16 if large else 0),
+        optimizer=config.Optimizer(
+            learning_rate=1e-4, frozen_dtype="bfloat16" if large else "float32"
+        ),
+        sampling=dataclasses.replace(base.sampling, num_steps=steps, plan=False),
+        train=config.Train(init_from=init_from, batch_size=1 if large else 8, eval_prompts=24),
+    )
+
+
+def size_in_words(settings: config.Config) -> str:
+    """Returns which size was chosen for a run, and why."""
+    model, train = settings.model, settings.train
+    length = f"{train.seconds / 60:.0f} minutes" if train.seconds else f"{train.train_steps} steps"
+    if train.init_from:
+        how = f"adapters of rank {settings.lora.rank}" if settings.lora.rank else "whole"
+        return f"{train.init_from} is trained on {settings.data.folder}, {how}, for {length}"
+    device = jax.devices()[0].device_kind
+    return (
+        f"a model of {model.num_layers} layers of width {model.width} is trained from scratch on"
+        f" {settings.data.folder} for {length}: the size for this machine ({device});"
+        " --config.model.width and others change it"
+    )

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a folder of 30 small images with captions to a first sample, in three commands."""
+
+import itertools
+import json
+
+import pytest
+from PIL import Image, ImageDraw
+
+from sparse_lavida_jax import cli
+from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.convert import from_torch, stand_in
+from sparse_lavida_jax.data import image_files
+from sparse_lavida_jax.models import vq
+
+COLOURS = ("red", "green", "blue", "yellow", "black")
+SIZES = {"small": 6, "middling": 10, "large": 14}
+TOKENIZER = (
+    "--config.vq.channels=(8,8,8)", "--config.vq.latent_channels=4", "--config.vq.codebook_size=16",
+    "--config.train.train_steps=6", "--config.train.batch_size=2",
+    "--config.optimizer.warmup_steps=1",
+)  # fmt: skip
+SHORT = (
+    "--config.train.train_steps=2", "--config.train.batch_size=2", "--config.train.image_seconds=0",
+    "--config.train.log_every=1", "--config.train.eval_prompts=2",
+)  # fmt: skip
+TINY = (
+    "--config.model.width=32", "--config.model.mlp_hidden=48", "--config.model.num_layers=2",
+    "--config.model.dual_tower_layers=0", "--config.model.num_heads=2",
+    "--config.model.head_dim=16", "--config.model.generation_width=16",
+    "--config.model.generation_mlp_hidden=32", "--config.model.vision.num_layers=1",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """A folder of 30 images of shapes over nothing, one of them broken, and their captions."""
+    folder = tmp_path_factory.mktemp("own") / "images"
+    folder.mkdir()
+    rows = []
+    kinds = itertools.product(COLOURS, ("circle", "square"), SIZES)
+    for number, (colour, shape, size) in enumerate(kinds):
+        image, edge = Image.new("RGBA", (32, 32)), SIZES[size]
+        pen = ImageDraw.Draw(image)
+        draw = pen.ellipse if shape == "circle" else pen.rectangle
+        draw((16 - edge, 16 - edge, 16 + edge, 16 + edge), fill=colour)
+        image.save(folder / f"{number}.png")
+        rows.append({"file_name": f"{number}.png", "text": f"a {size} {colour} {shape}"})
+    (folder / "29.png").write_bytes(b"broken")
+    (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def front(*words):
+    return cli.main(["sparse-lavida", *map(str, words)])
+
+
+@pytest.mark.slow
+def test_three_commands_lead_to_a_sample(images, tmp_path, capsys):
+    prepared, run, out = tmp_path / "prepared", tmp_path / "run", tmp_path / "out.png"
+    assert front("prepare", images, prepared, *TOKENIZER) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith(f"{prepared}: 29 records in 1 shards")
+    assert "29.png is no image" in (prepared / "report.md").read_text()
+    assert "an image tokenizer of 32x32 pixels, 64 codes an image" in printed.err
+    assert "step 6/6" in printed.err
+    assert image_files.read(prepared / "reconstructions.png").shape[1] > 4 * 64
+
+    # Again: nothing is made twice.
+    digest = vq.ImageEncoder(str(prepared)).digest
+    assert front("prepare", images, prepared, *TOKENIZER) == 0
+    printed = capsys.readouterr()
+    assert "of which 0 were made now" in printed.out and "is kept; delete it" in printed.err
+    assert vq.ImageEncoder(str(prepared)).digest == digest
+
+    assert front("train", f"--data={prepared}", f"--workdir={run}", *SHORT, *TINY) == 0
+    printed = capsys.readouterr()
+    assert "2 layers of width 32 is trained from scratch" in printed.err
+    report = (run / "report.md").read_text()
+    assert "each next to the nearest of 29 training images" in report
+    assert image_files.read(run / "images/nearest.png").shape[1] > 4 * 32
+    assert "on the images and texts of `prepared`" in (run / "model/README.md").read_text()
+    asked = ("generate", "a red square", "--checkpoint", run, "--steps", 2, "--out", out)
+    assert front(*asked) == 0, capsys.readouterr().err
+    assert image_files.read(out).shape == (32, 32, 3)
+
+
+@pytest.mark.slow
+def test_three_commands_go_on_from_a_converted_model(images, tmp_path, capsys):
+    released, base = tmp_path / "released", tmp_path / "base"
+    stand_in.write(released, stand_in.tiny_settings())
+    from_torch.convert(released, base, dtype="float32")
+    prepared, run, out = tmp_path / "prepared", tmp_path / "run", tmp_path / "out.png"
+    named = (f"--image-tokenizer={base}", f"--tokenizer={base}")
+    assert front("prepare", images, prepared, *named) == 0
+    assert (prepared / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+    words = ("train", f"--data={prepared}", f"--init-from={base}", f"--workdir={run}", *SHORT)
+    assert front(*words) == 0
+    assert "trained on" in capsys.readouterr().err
+    assert model_folder.read_config(run / "model").data.source == "prepared"
+    asked = ("generate", "a red square", "--checkpoint", run, "--steps", 2, "--no-plan")
+    assert front(*asked, "--out", out) == 0, capsys.readouterr().err
+    assert image_files.read(out).shape == (32, 32, 3)
+
+
+def told(capsys, *words):
+    assert front(*words) == 2
+    return capsys.readouterr().err
+
+
+def test_what_cannot_be_done_is_told(images, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert "No image tokenizer at 'x'" in told(
+        capsys, "prepare", images, out, "--image-tokenizer=x"
+    )
+    said = told(capsys, "prepare", images, out, f"--tokenizer={tmp_path}")
+    assert "cannot be used: there is no tokenizer at" in said
+    said = told(capsys, "train", f"--data={out}")
+    assert "has no tokenizers for a model from scratch" in said and "--init-from" in said
+    said = told(capsys, "train", f"--data={out}", "--init-from=scenes")
+    assert "scenes knows the words of the small world alone: start from a converted" in said
+    assert "--init-from goes with --data" in told(capsys, "train", "--init-from=scenes")
+    assert "--data goes without --config" in told(capsys, "train", "x.py", f"--data={out}")
+    (tmp_path / "empty").mkdir()
+    assert "add metadata.jsonl with file_name" in told(capsys, "prepare", tmp_path / "empty", out)

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples next to training images: the nearest is found, and what is remembered is counted."""
+
+import types
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from sparse_lavida_jax import config
+from sparse_lavida_jax.evals import nearest
+from sparse_lavida_jax.mixture.records import Record
+from sparse_lavida_jax.models import vq
+from sparse_lavida_jax.pipeline import SparseLaViDa
+
+SETTINGS = config.VQ(
+    image_size=8, channels=(4, 4), latent_channels=3, codebook_size=8, norm_groups=1
+)
+MODEL = vq.VQModel(SETTINGS, rngs=nnx.Rngs(0))
+
+
+def test_the_nearest_is_that_of_the_least_distance():
+    training = np.random.default_rng(0).normal(size=(20, 2, 2, 3)).astype(np.float32)
+    samples = training[[7, 3, 19]] + 0.01
+    np.testing.assert_array_equal(nearest.nearest(samples, training), [7, 3, 19])
+
+
+@pytest.mark.parametrize("count", [3, nearest.ENOUGH])
+def test_what_is_remembered_is_counted(count):
+    rng = np.random.default_rng(1)
+    images = rng.integers(0, 256, (count, 8, 8, 3), dtype=np.uint8)
+    codes = vq.encode_images(MODEL, images)
+    records = [
+        Record("text_to_image", "own", str(i), (f"image {i}",), target=one[None])
+        for i, one in enumerate(codes)
+    ]
+
+    class Pipe(SparseLaViDa):
+        def __init__(self):
+            self.codec = types.SimpleNamespace(vq=MODEL)
+
+        def generate(self, prompts):
+            return types.SimpleNamespace(pixels=[images[int(one.split()[1])] for one in prompts])
+
+    said, tiles = nearest.compare(Pipe(), records, 2)
+    drawn = count if count == nearest.ENOUGH else 2
+    assert f"{drawn} of {drawn} samples share at least 90%" in said
+    assert [words for _, words in tiles[:2]] == ["image 0", "nearest: image 0"]
+    assert ("image tokenizer: 0.0000" in said) == (count == nearest.ENOUGH)
