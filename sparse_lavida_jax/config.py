@@ -236,8 +236,8 @@ class Lesson(Section):
 class Data(Section):
     """Where examples come from and in which proportions."""
 
-    # "prepared": the records in `folder` (docs/data.md), with the tokenizers of `train.init_from` or
-    # of `folder` (docs/own_images.md). "none": a model that is not trained here.
+    # "prepared": the records in `folder` (docs/data.md), with the tokenizers of `train.init_from`
+    # or of `folder` (docs/own_images.md). "none": a model that is not trained here.
     source: Literal["scenes", "digits", "prepared", "none"] = "scenes"
     folder: str = "prepared"  # what `--mode=prepare` wrote, of source "prepared"
     # Weight of each task; a batch holds tasks of one shape group.
