@@ -11,7 +11,7 @@ import scenes
 
 
 def get_config(name: str = "ablation") -> ml_collections.ConfigDict:
-    c = scenes.get_config()
+    c = scenes.get_config("schedule")
     c.name = name
     c.data.lessons = {}
     c.data.tasks = dict(plan=2.0, draw=4.0)

@@ -77,13 +77,17 @@ def get_config() -> ml_collections.ConfigDict:
     return c
 
 
-# How training cuts responses into blocks (docs/training.md): `configs/sft_1024.py:paper`.
+# How training cuts responses into blocks (docs/training.md): `configs/sft_1024.py:paper`. What was
+# begun with one goes on with it; the last two were the default once.
 ASSIGNMENTS = dict(
-    # Ours. A text row predicts the tokens of eight of a sampler's steps.
+    # Ours. An image row has every step of a sampler's plan, merged until each has 128 cells; a text
+    # row the tokens of eight of its steps.
+    plan=dict(blocks="plan", plan_steps=(64,), merge_cells=128, text_masked_blocks=8),
+    # Eight steps of an image, rivals of each other, and of a text.
     schedule=dict(num_masked_blocks=8, text_masked_blocks=8),
     # The paper's words (Sec. 3.3, M and N of its figure) and its loss (Eq. 1).
     paper=dict(blocks="uniform", num_clean_blocks=3, num_masked_blocks=2, weighting="1/t"),
-    # What these configs were once; a run that was begun so goes on with it.
+    # As `schedule`, but one step of a text.
     one_step=dict(num_masked_blocks=8, text_masked_blocks=1),
 )
 

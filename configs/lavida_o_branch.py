@@ -15,7 +15,7 @@ BRANCH = r"generation|^image_(embedding|head)/"
 RATE = 5e-6
 
 
-def get_config(assignment: str = "schedule") -> ml_collections.ConfigDict:
+def get_config(assignment: str = "plan") -> ml_collections.ConfigDict:
     c = lavida_o.for_training("lavida_o_branch", assignment)
     c.optimizer = dict(
         learning_rate=RATE,

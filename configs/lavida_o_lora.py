@@ -12,7 +12,7 @@ import lavida_o
 import ml_collections
 
 
-def get_config(assignment: str = "schedule") -> ml_collections.ConfigDict:
+def get_config(assignment: str = "plan") -> ml_collections.ConfigDict:
     c = lavida_o.for_training("lavida_o_lora", assignment)
     c.lora = dict(rank=16, alpha=32.0)
     c.optimizer = dict(learning_rate=1e-4, warmup_steps=100, frozen_dtype="bfloat16")

@@ -5,12 +5,22 @@ r"""A small Sparse-LaViDa that learns to draw, edit, answer and point, from scra
 
 A quarter of an hour on two CPU cores, report included. One code a cell; images are laid
 out in text before they are drawn. Everything here is ours: the paper has no model of this size.
+`configs/scenes.py:schedule` cuts responses into blocks as this config once did (docs/training.md).
 """
 
 import ml_collections
 
+BLOCKS = dict(
+    # Every step of a sampler's plan in one row; of a text up to eight of them.
+    plan=dict(blocks="plan", text_masked_blocks=8),
+    # A few steps of it. A run that was begun so goes on with it.
+    schedule=dict(blocks="schedule", num_masked_blocks=4),
+)
 
-def get_config() -> ml_collections.ConfigDict:
+
+def get_config(blocks: str = "plan") -> ml_collections.ConfigDict:
+    if blocks not in BLOCKS:
+        raise ValueError(f"there is no {blocks!r}. There are: {', '.join(BLOCKS)}.")
     c = ml_collections.ConfigDict()
     c.name = "scenes"
     c.seed = 0
@@ -72,7 +82,7 @@ def get_config() -> ml_collections.ConfigDict:
         source_drop=0.0,
     )
 
-    c.diffusion = dict(blocks="schedule", num_masked_blocks=4, plan_steps=(6, 8, 12, 18))
+    c.diffusion = dict(plan_steps=(6, 8, 12, 18), **BLOCKS[blocks])
     c.sampling = dict(num_steps=8, schedule="shift", shift=2.0, temperature=0.3, text_steps=8)
 
     c.optimizer = dict(

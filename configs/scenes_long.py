@@ -12,7 +12,7 @@ import scenes
 
 
 def get_config() -> ml_collections.ConfigDict:
-    c = scenes.get_config()
+    c = scenes.get_config("schedule")
     c.name = "scenes_long"
     # More heads find in an image what a text names in half the steps.
     c.model.num_heads = 6

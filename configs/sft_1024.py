@@ -23,7 +23,7 @@ RATE = 2e-5
 STEPS = 100_000
 
 
-def get_config(assignment: str = "schedule") -> ml_collections.ConfigDict:
+def get_config(assignment: str = "plan") -> ml_collections.ConfigDict:
     c = lavida_o.for_training("sft_1024", assignment)
     c.data.workers = 8
     c.optimizer = dict(

@@ -117,34 +117,32 @@ class Model(Section):
     # Layers between codes and backbone tokens (the release: "dit2"; spec Sec. 2.5): "embed", a
     # table and a matrix; "dit", norms and matrices between; "dit2", one more before the logits.
     image_head: Literal["embed", "dit", "dit2"] = "dit2"
-    # Rows of the table of codes; 0: up to the mask id. The release has spare ones: 8448.
-    image_table_rows: Count = 0
+    image_table_rows: Count = 0  # of the table of codes; 0: up to the mask id (the release: 8448)
     understanding_only: bool = False  # LLaDA: no generation branch, no vision tower
-    # Ours, off in the release: learned embeddings of the row and the column of a cell, and of
-    # what the vision tower sees there. Small models have no time to learn places otherwise.
+    # Ours, off in the release, for small models, which have no time to learn it otherwise: learned
+    # embeddings of the row and the column of a cell, and of what the vision tower sees there.
     cell_positions: bool = False
+    # Likewise: heads of the first layer that start out looking at the word so many positions after
+    # (below 0: before) each word, a head a number (`models/neighbours.py`).
+    neighbour_heads: tuple[int, ...] = ()
     num_registers: UpTo1024 = 64  # Sec. 3.1
     vision: Vision = dataclasses.field(default_factory=Vision)
     # "full" for a model that was trained without the step-causal mask.
     trained_attention: Literal["full", "step_causal"] = "step_causal"
     compute_dtype: Dtype = "float32"
-    # Of the residual stream, the last norm and the image head: "float32" where the products are in
-    # bfloat16 halves how far the logits of images are from float32 (docs/speed.md). For sampling,
-    # where it costs 2 % more bytes a step; training would keep twice as many of a layer's input.
-    # "compute": as `compute_dtype`.
+    # Of the residual stream, the last norm and the image head; "compute": `compute_dtype`. With
+    # products in bfloat16 "float32" halves the error of the logits of images (docs/speed.md): for
+    # sampling, since training would keep twice as many bytes of a layer's input.
     residual_dtype: Literal["compute", "float32"] = "compute"
-    # Writes the layers out instead of scanning over them: for a few small layers on a CPU about
-    # half the time a step, for many layers much longer to compile.
+    # Writes the layers out: a few small ones on a CPU take half the time, many compile for long.
     unroll_layers: bool = False
-    # What training keeps of a layer for the backward pass, which computes the rest again: "none",
-    # everything is kept; "attention", the input and the output of the attention kernel; "layer",
-    # the input.
+    # What training computes again of a layer in the backward pass: nothing; all but its input and
+    # the output of the attention kernel; all but its input.
     remat: Literal["none", "attention", "layer"] = "none"
     # In which matrices of the layers, of adapters and around the codes sum their gradients, over
-    # tokens and over devices. What is computed in bfloat16 would otherwise be summed in it: half
-    # the bytes between devices, and an error that grows with their number. "compute": as
-    # `compute_dtype`. Weights of norms are always summed in that; tables, the loss's part of the
-    # heads, and the vision tower, which computes in float32, in float32.
+    # tokens and over devices; "compute": as `compute_dtype`, with half the bytes between devices,
+    # and an error that grows with their number. Weights of norms are always summed in that; tables,
+    # the loss's part of the heads and the vision tower in float32.
     grad_reduce_dtype: Literal["float32", "compute"] = "float32"
     # "": the fastest for the platform. The last two are interpreted elsewhere.
     attention_implementation: Literal["", "reference", "blockwise", "pallas_tpu", "pallas_gpu"] = ""
@@ -154,6 +152,8 @@ class Model(Section):
         is_joint = 0 <= self.dual_tower_layers <= last
         yield "dual_tower_layers", is_joint, f"the last joint layer is one of 0..{last}"
         yield "head_dim", self.head_dim % 2 == 0, "rotary embeddings need an even number"
+        few = len(self.neighbour_heads) <= self.num_heads
+        yield "neighbour_heads", few, f"no more numbers than {self.num_heads=}"
         enough = self.image_table_rows == 0 or self.image_table_rows > self.image_mask_id
         yield "image_table_rows", enough, f"0, or more than {self.image_mask_id=}"
         shared = f"it may not exceed {self.width=}, whose attn_out it shares"
@@ -236,9 +236,8 @@ class Lesson(Section):
 class Data(Section):
     """Where examples come from and in which proportions."""
 
-    # "prepared": the records in `folder` (docs/data.md), with the tokenizers that lie next to the
-    # model of `train.init_from`, or without one in `folder` (docs/own_images.md).
-    # "none": a model that is not trained here.
+    # "prepared": the records in `folder` (docs/data.md), with the tokenizers of `train.init_from`
+    # or of `folder` (docs/own_images.md). "none": a model that is not trained here.
     source: Literal["scenes", "digits", "prepared", "none"] = "scenes"
     folder: str = "prepared"  # what `--mode=prepare` wrote, of source "prepared"
     # Weight of each task; a batch holds tasks of one shape group.
@@ -248,17 +247,17 @@ class Data(Section):
     text_block_len: Size = 8  # S: tokens decoded together in a text answer
     max_prompt_len: Size = 96  # understanding tokens of the longest prompt, vision included
     max_answer_len: Size = 40  # text response tokens, a multiple of text_block_len
-    # Tokens of the longest text that will be sampled: registers of a text row stand after a random
-    # length from that of its response up to this; 0: right after its response.
+    # Registers of a text row stand after a random length up to this; 0: right after its response.
     sampled_answer_len: Count = 0
     plan_drop: Share = 0.1  # share of image rows without their layout plan
     prompt_drop: Share = 0.1  # share of rows whose prompt is masked, for guidance
     source_drop: Share = 0.1  # share of edit rows whose source cells are masked
     given: Share = 0.2  # share of rows that show a random part of the response as given
+    edit_keeps: Share = 0.0  # of laid out edits, with all else given; above 0 such edits keep it
+    blind: bool = False  # shows empty scenes for images: what can be had without looking
     workers: Count = 0  # processes that make batches, for accelerators; 0: one thread
     packing: Positive = 1  # examples that share a row, each a segment that sees itself alone
-    # Static lengths that the batches of a group may have: each is a program of its own to compile.
-    length_buckets: Positive = 1
+    length_buckets: Positive = 1  # static lengths of the batches of a group, a program each
     # Of prepared records (`mixture/batches.py`): tokens of the longest sequence with images;
     # the loss weight of the codes in the boxes of an edit (the mean over the masked codes of an
     # image is 1): 1 as released, 5 where the release switches it on (spec Sec. 9.3).
@@ -403,6 +402,7 @@ class Train(Section):
     # Steps. Several processes also agree then on whether it is time to save or to draw.
     log_every: Positive = 20
     init_from: str = ""  # a checkpoint folder or bundled name whose parameters to start from
+    eval_tasks: tuple[str, ...] = ()  # scored with each sheet of scenes, next to "draw"
     eval_prompts: Count = 64  # prompts a task in the report; 0: no report
 
     def _rules(self):

@@ -6,23 +6,23 @@ runs on the host, so that the random bits of an example depend on its index and 
 
 Three block assignments (config `diffusion.blocks`):
 
+* `plan`, what our configs have: every step of a sampler's plan (order, counts) at once. Each block
+  is there clean, for those after it, and masked with an M of its own; the last one is masked only.
+  Every cell is predicted once, with weight 1: the sum is the sampler's negative log likelihood of
+  the whole plan, with nothing left to draw but the plan (docs/method.md). Of a text with more steps
+  than `text_masked_blocks`, that many are drawn.
+* `schedule`: draw a plan, then the step k that contains a uniform t, so with probability |C_k|/L.
+  Clean tokens get the step that decoded them (M = k-1), the first masked block is C_k and further
+  ones are cut from the rest of the order; other masked tokens are left out (truncation lemma). A
+  kept token weighs L / (kept tokens). For N = 1, and blocks of the sampler's own sizes, this is
+  unbiased for the sampler's own negative log likelihood, and with a random order and one token a
+  step it is Eq. 1. In half of the draws steps are merged into larger blocks, which trades this for
+  more tokens with a loss. In a text, whose sampler chooses among all that is masked of a text
+  block, that is the masked block; of several steps (`text_masked_blocks`) each has its own M, and
+  any number of them is unbiased.
 * `uniform`, the paper's words: mask each token with probability t; clean tokens fall uniformly
   into blocks 1..M, masked tokens into M+1..M+N. The weight 1/(t p(t)), p the density from which t
   was drawn, makes the loss Eq. 1.
-* `schedule`: draw a sampler's plan (order, counts), then the step k that contains a uniform t, so
-  with probability |C_k|/L. Clean tokens get the step that decoded them (M = k-1), the first masked
-  block is C_k and further ones are cut from the rest of the order; other masked tokens are left
-  out (truncation lemma). A kept token weighs L / (kept tokens). For N = 1, and blocks of the
-  sampler's own sizes, this is unbiased for the sampler's own negative log likelihood, and with a
-  random order and one token a step it is Eq. 1. In half of the draws steps are merged into larger
-  blocks, which trades this for more tokens with a loss. In a text, whose sampler chooses among all
-  that is masked of a text block, that is the masked block; of several steps (`text_masked_blocks`)
-  each has its own M, and any number of them is unbiased.
-* `plan`: every step of a sampler's plan at once. Each block is there clean, for those after it, and
-  masked with an M of its own; the last one is masked only. Every cell is predicted once, with
-  weight 1: the sum is the sampler's negative log likelihood of the whole plan, with nothing left to
-  draw but the plan (docs/method.md). Of a text with more steps than `text_masked_blocks`, that many
-  are drawn.
 
 LaViDa-O's own objective (config `diffusion.corruption = "released"`) has no blocks: see
 `lavida_o/objective.py`.

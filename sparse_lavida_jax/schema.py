@@ -263,8 +263,8 @@ def _convert(schema: type, name: str, kind: Any, value: Any) -> Any:
         )
     if origin is float and not math.isfinite(value):
         raise ConfigError(f"{schema.__name__}.{name}={value} is out of range: it must be finite.")
-    if origin is dict:
-        of = typing.get_args(kind)[1]
+    if origin is dict and typing.get_args(kind):
+        _, of = typing.get_args(kind)
         return {str(key): _convert(schema, f"{name}.{key}", of, value[key]) for key in value}
     if origin is tuple:
         of, *more = typing.get_args(kind)

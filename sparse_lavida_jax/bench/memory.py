@@ -33,7 +33,7 @@ from flax import nnx
 from jax.extend.core import Literal
 from jax.sharding import AbstractMesh
 
-from sparse_lavida_jax import config, train
+from sparse_lavida_jax import config, orders, train
 from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.kernels.sharded import BATCH_AXES
 from sparse_lavida_jax.layout import Stream, TokenLayout
@@ -56,6 +56,25 @@ class BatchSize:
     rows: int
     understanding: int
     generation: int
+
+
+def image_tokens(settings: config.Config) -> int:
+    """Returns the generation tokens of the longest row of an image to draw: cells and registers."""
+    model, diffusion, sampling = settings.model, settings.diffusion, settings.sampling
+    if diffusion.attention == "full":
+        return model.num_cells
+    if diffusion.blocks != "plan":
+        return model.num_cells + diffusion.num_masked_blocks * model.num_registers
+    merge = model.num_registers if diffusion.merge_cells < 0 else diffusion.merge_cells
+    plans = (
+        orders.merged(
+            orders.counts(sampling.schedule, steps, model.num_cells, sampling.shift), merge
+        )
+        for steps in diffusion.plan_steps
+    )
+    return max(
+        2 * model.num_cells - int(sizes[-1]) + len(sizes) * model.num_registers for sizes in plans
+    )
 
 
 @dataclasses.dataclass(frozen=True)

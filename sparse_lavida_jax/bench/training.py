@@ -62,13 +62,13 @@ DEVICES = flags.DEFINE_integer(
     "devices", 0, "Of --plan: devices that train.mesh is laid over; 0: as many as it names.",
     lower_bound=0,
 )  # fmt: skip
-# Of a text-to-image row at 1024 px: a cell grid of 32 x 32 and four groups of 64 registers.
 TEXT_TOKENS = flags.DEFINE_integer(
     "text-tokens", 1024, "Understanding tokens of an example.", lower_bound=1
 )
 IMAGE_TOKENS = flags.DEFINE_integer(
-    "image-tokens", 1280, "Generation tokens of an example.", lower_bound=0
-)
+    "image-tokens", -1, "Generation tokens of an example; -1: of the longest row of the config.",
+    lower_bound=-1,
+)  # fmt: skip
 
 AOT_ROWS = 128
 HEAD = {"width": 4096, "vocabulary": 127_378, "dtype": "bfloat16"}  # of words, as released
@@ -136,17 +136,24 @@ def _subject() -> tuple[config.Config, Denoiser, objectives.MakeExample]:
 def _compile(settings: config.Config) -> None:
     """Compiles for TPUs that are not there."""
     bench = Bench("aot")
-    batch = memory.BatchSize(AOT_ROWS, TEXT_TOKENS.value, IMAGE_TOKENS.value)
+    batch = memory.BatchSize(AOT_ROWS, TEXT_TOKENS.value, _image_tokens(settings))
     for row_id, row in aot.rows(settings, TARGETS.value, batch):
         bench.write(row_id, row)
         print(f"{row_id}: compiled in {row['compile_s']:.0f} s", flush=True)
     print(f"\n{table('aot', bench.rows())}")
 
 
+def _image_tokens(settings: config.Config) -> int:
+    if settings.model.understanding_only:
+        return 0
+    asked = IMAGE_TOKENS.value
+    return memory.image_tokens(settings) if asked < 0 else asked
+
+
 def _print_plan(settings: config.Config) -> None:
     """Prints the memory of one device; refuses what does not fit."""
     axes, packing = memory.axes_of(settings.train.mesh, DEVICES.value), settings.data.packing
-    images = 0 if settings.model.understanding_only else IMAGE_TOKENS.value
+    images = _image_tokens(settings)
     rows = memory.rows_of(settings, axes)
     batch = memory.BatchSize(rows, TEXT_TOKENS.value * packing, images * packing)
     plans, device = memory.plans(settings, batch, axes), round(DEVICE_GB.value * 2**30)

@@ -26,7 +26,7 @@ class TaskResult:
     Attributes:
         task: its name; for held-out combinations with "/held_out" after it.
         correct, total: prompts answered right, and asked.
-        columns: (correct, total) of each column of "draw".
+        columns: (correct, total) of each column of "draw", and of each part of "edit".
         attribute_precision: share of drawn objects whose shape and colour were asked for; None for
             tasks without images.
         reasons: the commonest reasons for a 0, with their counts.
@@ -117,13 +117,18 @@ def tally(name: str, samples: Sequence[tasks.Sample], outputs: Sequence[Output])
     scores = [tasks.score(*pair) for pair in zip(samples, outputs, strict=True)]
     named = zip(samples, scores, strict=True)
     columns = grouped((sample.column, score.ok) for sample, score in named if sample.column)
+    parts: dict[str, tuple[int, int]] = {}
+    for score in scores:
+        for part, (hits, total) in score.parts.items():
+            before = parts.get(part, (0, 0))
+            parts[part] = before[0] + hits, before[1] + total
     right, drawn = (sum(score.attributes[i] for score in scores) for i in (0, 1))
     reasons = collections.Counter(score.reason for score in scores if not score.ok)
     return TaskResult(
         task=name,
         correct=sum(score.ok for score in scores),
         total=len(samples),
-        columns={column: (sum(hits), len(hits)) for column, hits in columns.items()},
+        columns={column: (sum(hits), len(hits)) for column, hits in columns.items()} | parts,
         attribute_precision=right / drawn if drawn else None,
         reasons=dict(reasons.most_common(8)),
     )

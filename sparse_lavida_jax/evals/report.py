@@ -84,6 +84,8 @@ def check(pipe: SparseLaViDa, path: pathlib.Path, prompts: Sequence[str] = ()) -
             right, asked = result.columns.get("single", (0, 0))
             scores["single"] = right / max(asked, 1)
             scores["attribute_precision"] = result.attribute_precision or 0.0
+            for task in pipe.settings.train.eval_tasks:
+                scores[task] = exact.evaluate(pipe, task, CHECK_PROMPTS).share
     if tiles:
         _save(sheet(tiles[: 4 * SHEET_COLUMNS] if scores else tiles), path)
     return scores
@@ -224,9 +226,15 @@ def _curve(path: pathlib.Path) -> str:
     checks = [row for row in metrics.read_metrics(path) if "draw" in row]
     if not checks:
         return "No image was scored while it trained (train.image_seconds, train.eval_every)."
-    names = [name for name in ("attribute_precision", "single", "draw") if name in checks[0]]
+    tasks_scored = dict.fromkeys(name for row in checks for name in row if name in tasks.TASKS)
+    names = [name for name in ("attribute_precision", "single") if name in checks[0]]
+    names += tasks_scored
     lines = [
-        (row["step"], f"{row['seconds'] / 60:.1f}", *(f"{row[name]:.2f}" for name in names))
+        (
+            row["step"],
+            f"{row['seconds'] / 60:.1f}",
+            *(f"{row[name]:.2f}" if name in row else "" for name in names),
+        )
         for row in checks
     ]
     return markdown.table(("step", "minutes", *(name.replace("_", " ") for name in names)), lines)

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.layout import NO_CELL, NO_EMBEDDING, Stream, TokenLayout
+from sparse_lavida_jax.models import neighbours
 from sparse_lavida_jax.models.cache import KVCache, StreamName
 from sparse_lavida_jax.models.layers import Layer, Linear, RmsNorm, init_stack
 from sparse_lavida_jax.models.stack import StepTables, Wanted, run_layers, step_tables
@@ -135,6 +136,21 @@ class Denoiser(nnx.Module):
             for _, module in nnx.iter_modules(self):
                 if isinstance(module, Linear):
                     module.wide_gradient = True
+        if settings.neighbour_heads:
+            self._look_at_neighbours(rngs)
+
+    def _look_at_neighbours(self, rngs: nnx.Rngs) -> None:
+        """Makes the first heads of the first layer look at the words around each word."""
+        direction = neighbours.shared_direction(self.settings.width, rngs.params())
+        self.text_embedding[...] = neighbours.with_direction(self.text_embedding[...], direction)
+        register = self.register_understanding[...][None]
+        self.register_understanding[...] = neighbours.with_direction(register, direction)[0]
+        branch = self.joint_layers.understanding
+        kernels = neighbours.neighbour_kernels(direction, self.settings)
+        for linear, start in zip((branch.q, branch.k), kernels, strict=True):
+            heads = jnp.s_[0, :, : start.shape[1]]
+            random = neighbours.NOISE * linear.kernel[heads]
+            linear.kernel[...] = linear.kernel[...].at[heads].set(random + start)
 
     def set_registers(self) -> None:
         """Makes registers what they stand in for: full attention trains masks, and no registers."""

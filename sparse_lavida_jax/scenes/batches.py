@@ -48,6 +48,11 @@ class SceneBatches(Batches):
             raise config.ConfigError(
                 f"Data.tasks has no {', '.join(unknown)}. It has: {', '.join(sorted(known))}."
             )
+        if unknown := sorted(set(settings.train.eval_tasks) - set(tasks.TASKS)):
+            raise config.ConfigError(
+                f"Train.eval_tasks has {', '.join(unknown)}, which nothing judges. Judged are"
+                f" {', '.join(tasks.TASKS)}."
+            )
         groups = {
             group: [task for task in members if task in weights]
             for group, members in GROUPS.items()
@@ -100,7 +105,13 @@ class SceneBatches(Batches):
         sample, extra_blocks = tasks.sample(task, self.settings.seed, index), int(rng.integers(4))
         # Tasks made of others have no plan to drop, and skip this draw.
         with_plan = bool(tasks.TABLE[task].made_of) or rng.random() >= self.settings.data.plan_drop
-        return self.encoder.scene_example(sample, extra_blocks=extra_blocks, with_plan=with_plan)
+        share = self.settings.data.edit_keeps if task == "edit" and with_plan else 0.0
+        return self.encoder.scene_example(
+            sample,
+            extra_blocks=extra_blocks,
+            with_plan=with_plan,
+            keeps=share > 0 and rng.random() < share,
+        )
 
 
 def _cumulated(weights: list[float]) -> Float[np.ndarray, " n"]:

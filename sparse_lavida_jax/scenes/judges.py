@@ -51,14 +51,9 @@ def edit_fault(sample: Sample, result: Scene) -> str:
     """
     source, edit = sample.image, Edit.parse(sample.prompt)
     assert source is not None
-    allowed = rules.outcomes(edit, source)
-    if edit.kind == "add":
-        allowed = [way for way in allowed for cell in way if _fits(edit.thing, result[cell])]
-        if not allowed:
-            return f"there is no new {edit.thing} where it should be"
-    if not allowed:
-        raise GrammarError(f"'{edit}': there is no free cell")
-    expected = allowed[0]
+    expected = _outcome(edit, source, result)
+    if expected is None:
+        return f"there is no new {edit.thing} where it should be"
     for cell in range(NUM_CELLS):
         was, now = source[cell] or "empty", result[cell] or "empty"
         if cell not in expected and now != was:
@@ -67,6 +62,37 @@ def edit_fault(sample: Sample, result: Scene) -> str:
             wanted = f"a {expected[cell]}" if expected[cell] else "empty"
             return f"{cell_name(cell)} should be {wanted}, it is {now}"
     return ""
+
+
+def _outcome(edit: Edit, source: Scene, result: Scene) -> dict[int, Phrase | None] | None:
+    """Returns what must stand in the cells that an edit concerns: where something is added, there.
+
+    None: what was to be added stands nowhere.
+    """
+    allowed = rules.outcomes(edit, source)
+    if not allowed:
+        raise GrammarError(f"'{edit}': there is no free cell")
+    if edit.kind == "add":
+        allowed = [way for way in allowed for cell in way if _fits(edit.thing, result[cell])]
+    return allowed[0] if allowed else None
+
+
+def edit_parts(sample: Sample, cells: tuple[int, ...]) -> dict[str, tuple[int, int]]:
+    """Counts what an edit kept, in cells, and whether it changed what it should, (right, all) each.
+
+    Args:
+        cells: appearances; a cell that cannot be read was not kept.
+    """
+    source, edit = sample.image, Edit.parse(sample.prompt)
+    assert source is not None
+    result = Scene(tuple(max(index, EMPTY) for index in cells))
+    expected = _outcome(edit, source, result)
+    concerned = rules.outcomes(edit, source)[0] if expected is None else expected
+    kept = [cells[cell] == source.cells[cell] for cell in range(NUM_CELLS) if cell not in concerned]
+    changed = expected is not None and all(
+        cells[cell] >= EMPTY and _fits(wanted, result[cell]) for cell, wanted in expected.items()
+    )
+    return {"kept cells": (sum(kept), len(kept)), "changed": (int(changed), 1)}
 
 
 def _fits(wanted: Phrase | None, thing: Object | None) -> bool:

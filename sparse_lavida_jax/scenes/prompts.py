@@ -31,7 +31,14 @@ from sparse_lavida_jax.data.templates import (
 )
 from sparse_lavida_jax.lavida_o import objective
 from sparse_lavida_jax.scenes import digits, rules, tasks, world
-from sparse_lavida_jax.scenes.grammar import LOCATIONS, GrammarError, box_text, cells_box, parse_box
+from sparse_lavida_jax.scenes.grammar import (
+    LOCATIONS,
+    GrammarError,
+    Plan,
+    box_text,
+    cells_box,
+    parse_box,
+)
 from sparse_lavida_jax.scenes.tasks import caption, constrained_caption, infill
 from sparse_lavida_jax.scenes.tokenizer import Tokenizer
 from sparse_lavida_jax.sequence import LearnedText, Part, Response, Source, Text, VisionTokens
@@ -89,7 +96,8 @@ class Encoder:
 
     def seen(self, scene: world.Scene) -> UInt8[np.ndarray, "h w 3"]:
         """Returns the image of a scene at the size of the vision tower."""
-        return world.render(scene, self.model.vision.image_size)
+        shown = world.EMPTY_SCENE if self.data.blind else scene
+        return world.render(shown, self.model.vision.image_size)
 
     def scene_codes(self, scene: world.Scene) -> Int[np.ndarray, "l g"]:
         """Returns the codes of an image of `scene`: those of its cells one by one."""
@@ -192,9 +200,18 @@ class Encoder:
         return objective.Sequence(tuple(parts), codes, views=example.shown)
 
     def scene_example(
-        self, sample: tasks.Sample, *, extra_blocks: int = 0, with_plan: bool = True
+        self,
+        sample: tasks.Sample,
+        *,
+        extra_blocks: int = 0,
+        with_plan: bool = True,
+        keeps: bool = False,
     ) -> Example:
-        """Returns the training example of a task on scenes."""
+        """Returns the training example of a task on scenes.
+
+        Args:
+            keeps: whether the cells that the plan of an edit does not name are given.
+        """
         image = None if sample.image is None else self.seen(sample.image)
         if sample.target is None:
             assert sample.answer is not None
@@ -211,7 +228,7 @@ class Encoder:
             plan=sample.plan if with_plan else None,
             image=image,
             source=None if sample.image is None else self.scene_codes(sample.image),
-            given=sample.known_grid,
+            given=kept_cells(sample.plan) if keeps and sample.plan else sample.known_grid,
         )
 
     def digit_example(self, sample: digits.Digit) -> Example:
@@ -311,6 +328,8 @@ class ScenePrompts(PromptLanguage):
         known: Grid | None,
         plan: str | None = None,
     ) -> Example:
+        if known is None and plan is not None and self.encoder.data.edit_keeps:
+            known = kept_cells(plan)
         example = self.encoder.image_example(
             instruction, codes, plan=plan, image=self._seen(image), source=codes, given=known
         )
@@ -389,6 +408,8 @@ class ScenePrompts(PromptLanguage):
     # Helpers.
 
     def _seen(self, image: Pixels) -> UInt8[np.ndarray, "side side 3"]:
+        if self.encoder.data.blind:
+            return self.encoder.seen(world.EMPTY_SCENE)
         side = self.encoder.model.vision.image_size
         return resize(image, (side, side))
 
@@ -399,6 +420,15 @@ class ScenePrompts(PromptLanguage):
         if used > (most := self.encoder.data.max_prompt_len):
             raise too_long(prompt, used, most)
         return example
+
+
+def kept_cells(plan: str) -> Bool[np.ndarray, " l"] | None:
+    """Returns the cells that a layout of an edit does not name; None if it is no layout."""
+    try:
+        named = Plan.parse(plan.strip()).appearances
+    except GrammarError:
+        return None
+    return np.array([cell not in named for cell in range(world.NUM_CELLS)])
 
 
 def _box(text: str, size: tuple[int, int]) -> Box | None:

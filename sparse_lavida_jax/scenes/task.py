@@ -50,11 +50,13 @@ class Judgement:
         attributes: objects drawn whose shape and colour were asked for, and objects drawn. Their
             quotient over many images is the attribute precision. (0, 0) where nothing is drawn
             to a request.
+        parts: what is told of an edit by itself, (right, all) each.
     """
 
     ok: bool
     reason: str
     attributes: tuple[int, int] = (0, 0)
+    parts: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

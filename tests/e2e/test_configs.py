@@ -92,7 +92,7 @@ def test_tasks_are_known_and_of_the_source(name):
     if data.source == "digits":
         assert data.tasks.keys() == {"digit"}
     else:
-        assert data.tasks.keys() <= {*tasks.TASKS, "fill_plan"}
+        assert data.tasks.keys() <= {*tasks.TABLE}
 
 
 @each_denoiser
@@ -188,7 +188,7 @@ def test_the_assignment_of_the_paper_is_named(name):
     assert paper.diffusion == config.Diffusion(**named, **steps, weighting="1/t")
     assert paper.name == f"{name}_paper"
     assert dataclasses.replace(paper, name=name, diffusion=read(name).diffusion) == read(name)
-    with pytest.raises(config.ConfigError, match=r"no 'papr'\. There are: schedule, "):
+    with pytest.raises(config.ConfigError, match=r"no 'papr'\. There are: plan, "):
         config.read(CONFIGS[name].with_name(f"{name}.py:papr"))
 
 
@@ -207,6 +207,20 @@ def test_a_run_that_was_begun_with_one_step_of_text_can_go_on(name, tmp_path):
         pass
     with pytest.raises(runs.RunError, match="sampled_answer_len was 0 and is 1024"):
         runs.Run(tmp_path, read(name)).__enter__()
+
+
+def test_a_run_of_the_small_model_that_was_begun_with_a_few_steps_a_row_can_go_on(tmp_path):
+    begun = config.read(CONFIGS["scenes"].with_name("scenes.py:schedule"))
+    assert begun.diffusion == config.Diffusion(num_masked_blocks=4, plan_steps=(6, 8, 12, 18))
+    assert dataclasses.replace(begun, diffusion=read("scenes").diffusion) == read("scenes")
+    with runs.Run(tmp_path, begun) as run:
+        run.metrics_path.write_text("")
+    with runs.Run(tmp_path, begun):
+        pass
+    with pytest.raises(runs.RunError, match="blocks was 'schedule' and is 'plan'"):
+        runs.Run(tmp_path, read("scenes")).__enter__()
+    with pytest.raises(config.ConfigError, match=r"no 'plans'\. There are: plan, schedule"):
+        config.read(CONFIGS["scenes"].with_name("scenes.py:plans"))
 
 
 def test_the_image_tokenizers_are_those_that_are_shipped():

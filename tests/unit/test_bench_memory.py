@@ -14,7 +14,7 @@ import tiny
 from flax import nnx
 from jax.sharding import Mesh
 
-from sparse_lavida_jax import config, train
+from sparse_lavida_jax import config, diffusion, orders, train
 from sparse_lavida_jax.bench import memory
 from sparse_lavida_jax.models import parameters, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
@@ -159,3 +159,20 @@ def test_a_run_that_cannot_fit_is_refused_with_the_numbers(tmp_path):
     assert "small needs 0." in done.stderr and "nothing of the above" in done.stderr
     assert "too large" in done.stdout and "fits" not in done.stdout
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens"),
+    [
+        ({"attention": "full"}, 1024),
+        ({"num_masked_blocks": 8}, 1024 + 8 * 64),
+        ({"blocks": "plan", "plan_steps": (64,)}, None),
+    ],
+)
+def test_the_tokens_of_the_longest_image_row(changes, tokens):
+    given = config.changed(config.read(CONFIGS / "lavida_o.py"), {"diffusion": changes})
+    if tokens is None:
+        order, nothing = np.arange(1024), np.zeros(1024, bool)
+        blocks = diffusion.plan_blocks(order, orders.counts("shift", 64, 1024, 5.0), nothing, 64)
+        tokens = len(blocks.block) + 64 * len(blocks.masked_blocks)
+    assert memory.image_tokens(given) == tokens

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts have the form of the base model, answers are whole text blocks, words become tokens."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import stand_ins
 
 from sparse_lavida_jax import layout, sequence
-from sparse_lavida_jax.scenes import digits, tasks, world
+from sparse_lavida_jax.scenes import digits, prompts, tasks, world
+from sparse_lavida_jax.scenes.grammar import Plan
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +87,28 @@ def test_given_words_become_exactly_their_tokens(encoder, task):
 def test_without_given_spans_nothing_is_given(encoder):
     for task in ("answer", "plan", "draw", "edit"):
         assert not any(encoder.scene_example(sample).given.any() for sample in samples(task))
+
+
+def test_an_edit_may_keep_what_its_layout_does_not_name(encoder):
+    for sample in samples("edit"):
+        example = encoder.scene_example(sample, keeps=True)
+        named = np.zeros(world.NUM_CELLS, bool)
+        named[list(Plan.parse(sample.plan).appearances)] = True
+        np.testing.assert_array_equal(example.given, ~named)
+        source = encoder.scene_codes(sample.image)
+        np.testing.assert_array_equal(example.response[example.given], source[example.given])
+
+
+def test_an_edit_is_sampled_as_it_was_trained(encoder):
+    data = dataclasses.replace(encoder.data, edit_keeps=0.5)
+    keeping = prompts.ScenePrompts(dataclasses.replace(encoder, data=data))
+    codes = np.zeros((world.NUM_CELLS, 1), np.int32)
+    how = "remove the red circle", codes, world.render(world.EMPTY_SCENE), None
+    plan = " nothing<LOC_0><LOC_0><LOC_4><LOC_4>"
+    np.testing.assert_array_equal(np.flatnonzero(~keeping.change(*how, plan).given), [0])
+    assert not prompts.ScenePrompts(encoder).change(*how, plan).given.any()
+    for none in (None, "", " a red", " red circle<LOC_0><LOC_0><LOC_4><LOC_4>"):
+        assert not keeping.change(*how, none).given.any()
 
 
 @pytest.mark.parametrize("task", ["inpaint", "outpaint"])
@@ -187,3 +212,17 @@ def test_everything_after_the_assistant_token_is_answered_but_what_is_given(enco
         expected = (row.position > assistant) & ~given[row.position]
         np.testing.assert_array_equal(row.is_answer, expected)
         np.testing.assert_array_equal(row.ids == 1, row.position <= assistant)
+
+
+def test_a_blind_model_is_shown_an_empty_scene(encoder):
+    blind = dataclasses.replace(encoder, data=dataclasses.replace(encoder.data, blind=True))
+    empty = encoder.seen(world.EMPTY_SCENE)
+    for task in ("answer", "name", "edit"):
+        for sample in samples(task, 5):
+            open_eyed, closed = (each.scene_example(sample) for each in (encoder, blind))
+            np.testing.assert_array_equal(closed.pixels, empty)
+            assert not np.array_equal(open_eyed.pixels, empty)
+            np.testing.assert_array_equal(closed.response, open_eyed.response)
+    shown = world.render(samples("answer", 1)[0].image)
+    asked = prompts.ScenePrompts(blind).ask("how many circles are there?", (shown,), 8)
+    np.testing.assert_array_equal(asked.pixels, empty)

@@ -13,6 +13,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from sparse_lavida_jax import config, diffusion, orders
+from sparse_lavida_jax.bench import objectives
 from sparse_lavida_jax.data.batch import TrainingRow, longest_of, make_row
 from sparse_lavida_jax.lavida_o import chat
 from sparse_lavida_jax.mixture.batches import MixtureBatches
@@ -20,6 +21,7 @@ from sparse_lavida_jax.mixture.examples import Mixer
 from sparse_lavida_jax.mixture.records import Record
 from sparse_lavida_jax.scenes import batches, world
 from sparse_lavida_jax.scenes.task import TEXT_GROUPS
+from sparse_lavida_jax.training import flops
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 ANSWERS = (4, 20, 60, 120, 240, 240)  # words
@@ -29,11 +31,13 @@ PHOTO = raw_data.png(0, 800, 800)  # of which the vision tower sees five views
 # The least share of the slots of a row, padding included, whose token has a loss: of text, of
 # images. Text with one step a row had 1.3 % in the configs of LaViDa-O.
 LEAST = {
-    "sft_1024": (0.06, 0.22),
-    "lavida_o_lora": (0.06, 0.22),
-    "lavida_o_branch": (0.06, 0.22),
+    "sft_1024": (0.06, 0.36),
+    "lavida_o_lora": (0.06, 0.36),
+    "lavida_o_branch": (0.06, 0.36),
+    "sft_1024:schedule": (0.06, 0.22),
     "sft_1024:paper": (0.06, 0.35),
     "scenes": (0.06, 0.1),
+    "scenes:schedule": (0.06, 0.1),
     "scenes_g4": (0.06, 0.1),
     "scenes_long": (0.065, 0.1),
     "scenes_dense": (0.14, 0.14),
@@ -139,6 +143,19 @@ def test_a_row_of_a_whole_plan_predicts_every_cell_and_has_one_length(merge, reg
     ((with_loss_, slots),) = found
     assert with_loss_ == cells
     assert with_loss_ / slots == pytest.approx(share, abs=5e-4)
+
+
+def test_a_whole_plan_has_more_tokens_with_a_loss_an_operation_than_dense_training():
+    """1,024 cells after 250 tokens, at the release's size. Eight steps have .60 of it."""
+    prompt, each = {"given": 0.0, "prompt_drop": 0.0}, {}
+    for name, changes in {"plan": {}, "dense": {"attention": "full", "blocks": "uniform"}}.items():
+        settings = config.changed(read("sft_1024"), {"data": prompt, "diffusion": changes})
+        examples = objectives.random_examples(settings.model, 0)
+        rows = 48 if name == "dense" else 3
+        found = objectives.batches(settings, examples, rows, 1)
+        works = [flops.work_of(batch, settings.model) for batch in found]
+        each[name] = sum(w.with_loss for w in works) / sum(w.flops for w in works)
+    assert 1.0 < each["plan"] / each["dense"] < 1.1
 
 
 def test_a_row_of_text_of_the_papers_run_has_a_hundred_tokens_with_a_loss(tokenizer):

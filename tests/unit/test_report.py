@@ -60,6 +60,11 @@ def test_a_check_scores_prompts_and_saves_a_sheet(tmp_path):
     assert report.check(ignorant, tmp_path / "empty.png") == {
         "draw": 0.0, "single": 0.0, "attribute_precision": 0.0,
     }  # fmt: skip
+    more = stand_ins.settings(train={"eval_tasks": ("answer", "point")})
+    known = asked(report.CHECK_PROMPTS, "draw", "answer", "point")
+    pipe = stand_ins.Knowing(more, known)
+    scores = report.check(pipe, tmp_path / "more.png")
+    assert (scores["draw"], scores["answer"], scores["point"]) == (1.0, 1.0, 1.0)
 
 
 def test_a_check_of_digits_asks_their_own_judge(tmp_path, monkeypatch):
@@ -84,7 +89,8 @@ def written(tmp_path_factory):
         for step, score in ((50, 0.25), (90, 0.5)):
             log.write(
                 step,
-                {"draw": score, "single": 1.0, "attribute_precision": 0.75, "seconds": 60.0 * step},
+                {"draw": score, "single": 1.0, "attribute_precision": 0.75, "seconds": 60.0 * step}
+                | ({"answer": 0.5} if step == 90 else {}),
             )
     given = stand_ins.settings(data={"tasks": TRAINED}, train={"eval_prompts": 14})
     pipe = stand_ins.Knowing(given, asked(14, *TRAINED.keys() - {"fill_plan"}))
@@ -105,9 +111,9 @@ def test_the_report_has_its_sections_in_order(written):
 
 def test_the_report_has_the_curve_of_the_run(written):
     lines = written[0].splitlines()
-    assert "| step | minutes | attribute precision | single | draw |" in lines
-    assert "| 50 | 50.0 | 0.75 | 1.00 | 0.25 |" in lines
-    assert "| 90 | 90.0 | 0.75 | 1.00 | 0.50 |" in lines
+    assert "| step | minutes | attribute precision | single | draw | answer |" in lines
+    assert "| 50 | 50.0 | 0.75 | 1.00 | 0.25 |  |" in lines
+    assert "| 90 | 90.0 | 0.75 | 1.00 | 0.50 | 0.50 |" in lines
 
 
 def test_the_report_has_a_score_for_every_task(written):

@@ -32,7 +32,11 @@ def of_prompt(task, prompt, image=None, **fields):
 def test_the_true_response_is_right(task, split):
     for sample in examples(task, 100, split):
         judged = judge(sample, sample.answer or sample.target)
-        assert judged == Judgement(True, "", judged.attributes), sample
+        assert judged == Judgement(True, "", judged.attributes, judged.parts), sample
+        if task == "edit":
+            kept, changed = judged.parts["kept cells"], judged.parts["changed"]
+            assert changed == (1, 1)
+            assert kept[0] == kept[1] in (34, 35)
         if sample.column and sample.target:
             assert judged.attributes == (len(sample.target), len(sample.target))
 
@@ -268,3 +272,26 @@ def test_a_response_of_the_wrong_kind_is_an_error():
         judge(of_prompt("draw", "a red circle"), " red")
     with pytest.raises(ValueError, match="a response to 'answer' is a string, got a ndarray"):
         judge(of_prompt("answer", "is there a circle?", SOURCE), SOURCE)
+
+
+def test_what_an_edit_kept_is_told_apart_from_what_it_changed():
+    prompt = "replace the red circle with a green cross"
+    red, green = RED.index, Object("cross", "green", "large").index
+    source = world.EMPTY_SCENE.changed({0: red, 7: BLUE.index})
+
+    def parts(**cells):
+        result = source.changed({int(cell[1:]): index for cell, index in cells.items()})
+        return judge(of_prompt("edit", prompt, source), result).parts
+
+    assert parts(c0=green) == {"kept cells": (35, 35), "changed": (1, 1)}
+    assert parts(c0=red) == {"kept cells": (35, 35), "changed": (0, 1)}
+    assert parts(c0=green, c7=0, c8=BLUE.index) == {"kept cells": (33, 35), "changed": (1, 1)}
+    added = of_prompt("edit", "add a green cross", source)
+    assert judge(added, source).parts == {"kept cells": (35, 35), "changed": (0, 1)}
+    assert judge(added, source.changed({9: green})).parts["changed"] == (1, 1)
+    noise = np.random.default_rng(0).integers(0, 256, (96, 96, 3), dtype=np.uint8)
+    torn = world.render(source.changed({0: green}))
+    torn[-16:, -16:] = noise[-16:, -16:]
+    assert judge(of_prompt("edit", prompt, source), torn).parts == {
+        "kept cells": (34, 35), "changed": (1, 1),
+    }  # fmt: skip

@@ -82,7 +82,7 @@ def test_the_packed_row_is_what_training_makes():
     A joint layer has all prompts before all images; sorted, a segment lies in one piece, as
     cuDNN's packed rows need it.
     """
-    settings = config.read(CHECKOUT / "configs" / "sft_1024.py")
+    settings = config.read(CHECKOUT / "configs" / "sft_1024.py:schedule")
     rng, examples, cells = np.random.default_rng(SEED), 24, settings.model.grid_size**2
     rows = [making.make_row(image(rng, cells), settings, rng) for _ in range(examples)]
     lengths = [row.length for row in rows]

@@ -117,13 +117,15 @@ def score(sample: Sample, output: UInt8[np.ndarray, "h w 3"] | str) -> Judgement
             f"a response to '{sample.task}' is {wanted}, got a {type(output).__name__}."
         )
     response = output.strip() if isinstance(output, str) else world.read(output)
-    attributes = (0, 0)
+    attributes, parts = (0, 0), {}
     if task.judge is judges.drawn and not isinstance(response, str):
         attributes = judges.attributes(sample, response.cells)
+    if task.judge is judges.edit_fault and not isinstance(response, str):
+        parts = judges.edit_parts(sample, response.cells)
     if isinstance(response, world.Unreadable):
-        return Judgement(False, response.reason, attributes)
+        return Judgement(False, response.reason, attributes, parts)
     try:
         fault = task.judge(sample, response)
     except GrammarError as error:
         fault = str(error)
-    return Judgement(not fault, fault, attributes)
+    return Judgement(not fault, fault, attributes, parts)

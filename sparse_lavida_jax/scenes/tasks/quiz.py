@@ -2,6 +2,7 @@
 """Answers several questions about one scene, each right after its question."""
 
 import re
+from collections.abc import Sequence
 
 from sparse_lavida_jax.scenes import judges
 from sparse_lavida_jax.scenes.dice import Dice
@@ -22,7 +23,11 @@ def make(dice: Dice) -> Sample | None:
     something, and here there are as many such words as questions.
     """
     scene = dice.scene(low=2)
-    asked = [_ask_about(dice, scene) for _ in range(QUESTIONS)]
+    return asked_together(scene, [_ask_about(dice, scene) for _ in range(QUESTIONS)])
+
+
+def asked_together(scene: Scene, asked: Sequence[answer.Asked]) -> Sample | None:
+    """Returns an example of several questions; None where two are alike, or they are too long."""
     if len({question for question, _ in asked}) < len(asked):
         return None
     # No space before a question: its words are then the tokens that they are in a prompt.

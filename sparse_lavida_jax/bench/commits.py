@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Two commits train side by side: what a step costs, and what is drawn after how much CPU time.
+
+    python -m sparse_lavida_jax.bench.commits --before=13c59e4 -- --config.diffusion.blocks=schedule
+    python -m sparse_lavida_jax.bench.commits --before=13c59e4 --score
+
+Both are taken from git (`git archive`) and run `main --config=configs/scenes.py`; what follows
+`--` is for both. By default both share one core for `--seconds`, so that whatever else slows the
+machine slows both, and the CPU time of their steps is compared, batches included, compilation left
+out. With `--score` each has a core of its own; the later one trains for half the seconds of the
+config, and both are scored on the same prompts. A row in `bench/results/<device>/commits`.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+from absl import app, flags, logging
+
+from sparse_lavida_jax.bench.record import Bench
+from sparse_lavida_jax.training import metrics
+
+BEFORE = flags.DEFINE_string("before", None, "A commit.", required=True)
+AFTER = flags.DEFINE_string("after", "HEAD", "A later one.")
+SECONDS = flags.DEFINE_float("seconds", 300.0, "That both train; not of --score.")
+SCORE = flags.DEFINE_boolean("score", False, "Compare what is drawn, not steps.")
+PROMPTS = flags.DEFINE_integer("prompts", 500, "Prompts of --score.", lower_bound=1)
+
+CONFIG = "configs/scenes.py"
+WARM = 200  # steps that are left out: every program is compiled by then
+SAME = 20  # first steps whose losses are compared
+ENDLESS = ("train_steps=1000000", "seconds=0", "log_every=1", "eval_prompts=0")
+# No sheets of images: older versions call the option otherwise.
+NO_SHEETS = {True: "picture_seconds=0", False: "image_seconds=0"}
+
+
+@dataclasses.dataclass
+class Trainer:
+    """A commit that trains in a process of its own.
+
+    Args:
+        commit: what git calls it.
+        root: where its folder is made.
+        options: of `main`, of both.
+    """
+
+    commit: str
+    root: pathlib.Path
+    options: list[str]
+
+    def __post_init__(self):
+        self.code, self.run = self.root / "code", self.root / "run"
+        self.code.mkdir(parents=True)
+        archive = subprocess.run(["git", "archive", self.commit], check=True, capture_output=True)
+        subprocess.run(["tar", "-x"], cwd=self.code, input=archive.stdout, check=True)
+        found = subprocess.run(
+            ["git", "rev-parse", self.commit], check=True, capture_output=True, text=True
+        )
+        self.commit = found.stdout.strip()
+        self.is_old = "picture_seconds" in (self.code / CONFIG).read_text()
+
+    def start(self, core: int, *options: str) -> subprocess.Popen:
+        """Starts `main` on one core."""
+        how = (f"--config={CONFIG}", f"--workdir={self.run}", *options, *self.options)
+        return self._python("sparse_lavida_jax.main", *how, core=core)
+
+    def _python(self, module: str, *options: str, core: int) -> subprocess.Popen:
+        log = (self.root / "log").open("a")
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *options],
+            cwd=self.code,
+            env=os.environ | {"PYTHONPATH": str(self.code)},
+            stdout=log,
+            stderr=log,
+            preexec_fn=functools.partial(os.sched_setaffinity, 0, {core}),
+        )
+
+    def logged(self) -> list[dict[str, Any]]:
+        path = self.run / "metrics.jsonl"
+        return metrics.read_metrics(path) if path.exists() else []
+
+    def score(self, core: int) -> subprocess.Popen:
+        """Starts scoring what was trained."""
+        how = (f"--checkpoint={self.run}", f"--prompts={PROMPTS.value}", "--tasks=draw")
+        return self._python("sparse_lavida_jax.bench.quality", *how, core=core)
+
+    def scored(self) -> dict[str, Any]:
+        """Returns the row of what was trained."""
+        found = self.code.glob("sparse_lavida_jax/bench/results/*/quality/scenes.sparse.draw.json")
+        return max((json.loads(path.read_text()) for path in found), key=lambda row: row["created"])
+
+
+def cpu_seconds(process: subprocess.Popen) -> float:
+    """Returns the CPU time that a process has had (Linux)."""
+    fields = pathlib.Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def steps(trainers: dict[str, Trainer], seconds: float) -> dict[str, Any]:
+    """Returns the CPU time of a step of each, and how far their losses are apart."""
+    core = min(os.sched_getaffinity(0))
+    started = {
+        name: one.start(core, *_train(*ENDLESS, NO_SHEETS[one.is_old]))
+        for name, one in trainers.items()
+    }
+    seen: dict[str, list[tuple[int, float]]] = {name: [] for name in trainers}
+    end = time.monotonic() + seconds
+    try:
+        while time.monotonic() < end:
+            time.sleep(1.0)
+            for name, process in started.items():
+                if process.poll() is not None:
+                    sys.exit(f"bench.commits: {name} ended; see {trainers[name].root}/log.")
+                if (lines := trainers[name].logged()) and lines[-1]["step"] >= WARM:
+                    seen[name].append((lines[-1]["step"], cpu_seconds(process)))
+    finally:
+        for process in started.values():
+            process.kill()
+            process.wait()
+    if not all(seen.values()):
+        sys.exit(f"bench.commits: {WARM} steps took longer than --seconds={seconds:g}: give more.")
+    each = {
+        name: (points[-1][1] - points[0][1]) / (points[-1][0] - points[0][0])
+        for name, points in seen.items()
+    }
+    losses = ([line["loss"] for line in one.logged()[:SAME]] for one in trainers.values())
+    apart = [abs(a - b) / abs(a) for a, b in zip(*losses, strict=True)]
+    return {
+        "cpu_s_a_step": each,
+        "steps": {name: points[-1][0] - points[0][0] for name, points in seen.items()},
+        "times_faster": each["before"] / each["after"],
+        "losses_apart": max(apart),
+    }
+
+
+def scores(trainers: dict[str, Trainer]) -> dict[str, Any]:
+    """Returns what is drawn right after the seconds of the config, and after half of them."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < len(trainers):
+        sys.exit(f"bench.commits: --score needs {len(trainers)} cores, this process has 1.")
+    rows = {}
+    whole = float(_setting(trainers["before"].code / CONFIG, "seconds"))
+    shares = {"before": whole, "after": whole / 2}
+    started = {
+        name: one.start(core, *_train(f"seconds={shares[name]}", "eval_prompts=0"))
+        for core, (name, one) in zip(cores, trainers.items(), strict=False)
+    }
+    spent = dict.fromkeys(trainers, 0.0)
+    while any(process.poll() is None for process in started.values()):
+        time.sleep(1.0)
+        for name, process in started.items():
+            if process.poll() is None:
+                spent[name] = cpu_seconds(process)
+    for core, (name, one) in zip(cores, trainers.items(), strict=False):
+        one.score(core).wait()
+        row = one.scored()
+        rows[name] = {
+            "share": row["share"],
+            "interval_95": row["interval_95"],
+            "seconds": shares[name],
+            "cpu_s": spent[name],
+            "train_steps": one.logged()[-1]["step"],
+        }
+    return {"prompts": PROMPTS.value, "draw": rows}
+
+
+def _train(*options: str) -> list[str]:
+    return [f"--config.train.{option}" for option in options]
+
+
+def _setting(path: pathlib.Path, name: str) -> str:
+    """Returns a number that a config file gives a name."""
+    lines = (line.strip() for line in path.read_text().splitlines())
+    return next(line for line in lines if line.startswith(f"{name}=")).split("=")[1].rstrip(",")
+
+
+def main(argv: list[str]) -> None:
+    """Compares two commits."""
+    options = argv[1:]
+    logging.set_verbosity(logging.WARNING)
+    bench = Bench("commits")
+    with tempfile.TemporaryDirectory() as folder:
+        made = {"before": BEFORE.value, "after": AFTER.value}
+        trainers = {
+            name: Trainer(commit, pathlib.Path(folder) / name, options)
+            for name, commit in made.items()
+        }
+        found = scores(trainers) if SCORE.value else steps(trainers, SECONDS.value)
+        row = {name: one.commit for name, one in trainers.items()} | found
+        row |= {"config": CONFIG, "options": options}
+        path = bench.write("scores" if SCORE.value else "steps", row)
+    print(json.dumps(found, indent=1), path, sep="\n")
+
+
+if __name__ == "__main__":
+    app.run(main)
