@@ -13,6 +13,7 @@ import tiny
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import batch as making
 from sparse_lavida_jax.lavida_o import chat
+from sparse_lavida_jax.lavida_o.prompts import ChatPrompts
 from sparse_lavida_jax.mixture import examples
 from sparse_lavida_jax.mixture.records import Record, RecordError
 from sparse_lavida_jax.sequence import LearnedText, Response, Source, Text, VisionTokens, num_tokens
@@ -347,6 +348,18 @@ def test_an_image_is_trained_as_it_is_sampled(mixer, tokenizer):
     assert spelled(tokenizer, made.parts) == spelled(tokenizer, sampled)
     assert (made.kind, made.reach, made.response.shape) == ("image", 4, (4, 4))
     assert not made.given.any()
+
+
+def test_without_micro_conditions_no_prompt_has_one(tokenizer):
+    """Neither in training nor in sampling."""
+    settings = raw_data.settings(tokenizer, data={"micro_condition": False})
+    mixer, made = examples.Mixer(tokenizer, settings), record("text_to_image", "a cat", **DRAWN)
+    cells, model = mixer._cells(CODES[0]), settings.model
+    sampled = ChatPrompts(tokenizer, model, settings.data, 8).draw("a cat", cells)
+    trained = mixer.example(made, Never())
+    assert spelled(tokenizer, trained.parts) == spelled(tokenizer, sampled.parts)
+    assert "ORIGINAL" not in str(spelled(tokenizer, sampled.parts))
+    assert "ORIGINAL" not in mixer._turns(made, 0, Never())[0][0]
 
 
 def test_an_edit_is_trained_as_it_is_sampled(mixer, tokenizer):
