@@ -49,7 +49,10 @@ def complaint(capsys, *words):
 
 def test_training_without_a_config_lists_the_configs(folder, capsys):
     message = complaint(capsys)
-    assert "needs --config=FILE. There are: configs/toy.py, configs/toy_vq.py." in message
+    assert (
+        "needs --config=FILE, or --data=FOLDER. There are: configs/toy.py, configs/toy_vq.py."
+        in message
+    )
 
 
 def test_a_mistyped_path_lists_the_configs(folder, capsys):
