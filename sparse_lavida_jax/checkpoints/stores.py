@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-import orbax.checkpoint.experimental.v1 as ocp
+from orbax.checkpoint import v1 as ocp
 from flax import nnx
 
 from sparse_lavida_jax.checkpoints import arrays, tensors
