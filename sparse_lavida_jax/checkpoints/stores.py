@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-import orbax.checkpoint.experimental.v1 as ocp
 from flax import nnx
+from orbax.checkpoint import v1 as ocp
 
 from sparse_lavida_jax.checkpoints import arrays, tensors
 from sparse_lavida_jax.checkpoints.arrays import CheckpointError, ChooseDtype

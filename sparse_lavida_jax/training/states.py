@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint.experimental.v1 as ocp
 from jaxtyping import Array, UInt32
+from orbax.checkpoint import v1 as ocp
 
 from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.checkpoints import arrays, manifest, model_folder, stores
