@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss on records that were held back from training, next to that on as many it learned from."""
+"""The loss on records that training never took, next to that on as many that it learned from."""
 
 from collections import defaultdict
 from collections.abc import Sequence
