@@ -34,6 +34,7 @@ MODES = {"train": ["config"], "sample": ["checkpoint", "prompt"], "evaluate": ["
     mode: list(folders) for mode, folders in full.FOLDERS.items()
 }
 FAILURE = 1
+LONGEST_MESSAGE = 500  # characters of argparse's, which repeat what was given
 NO_DEVICE = ("Unable to initialize backend", "Unknown backend")  # what jax says then
 
 
@@ -41,7 +42,9 @@ class Parser(argparse.ArgumentParser):
     """Says what is wrong in one sentence."""
 
     def error(self, message: str):
-        raise UsageError(f"{message.rstrip('.')}. See `{self.prog} --help`.")
+        said = message.rstrip(".")
+        said = said if len(said) <= LONGEST_MESSAGE else f"{said[:LONGEST_MESSAGE]}..."
+        raise UsageError(f"{said}. See `{self.prog} --help`.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
