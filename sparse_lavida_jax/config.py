@@ -267,6 +267,8 @@ class Data(Section):
     # Whether prompts of images tell sizes and measures of them, as released (spec Sec. 5.4).
     micro_condition: bool = True
     edit_area_weight: Annotated[float, at_least(1)] = 1.0
+    # Of a group of at least 100 records, held back: the report has their loss.
+    held_out: Share = 0.0
 
     def _rules(self):
         whole = self.max_answer_len % self.text_block_len == 0
