@@ -86,11 +86,18 @@ PositiveFloat = Annotated[float, _ABOVE_0]
 Count = Annotated[int, at_least(0), _COUNTABLE]
 Size = Annotated[int, between(1, 2**20)]  # of an axis of an array
 UpTo1024 = Annotated[int, between(0, 1024)]  # layers, registers
+UpTo1024OrAuto = Annotated[int, between(-1, 1024)]
 NonNegative = Annotated[
     float, Allowed(lambda x: 0 <= x < math.inf, "it must be 0 or more, and finite")
 ]
-NonNegativeOrAuto = Annotated[
-    float, Allowed(lambda x: x >= 0 or x == -1, "it must be 0 or more, or -1")
+# Of guidance and temperatures: ours, far above what is of use and far below what overflows.
+LARGEST_SCALE = 100
+Scale = Annotated[float, between(0, LARGEST_SCALE)]
+ScaleOrAuto = Annotated[
+    float,
+    Allowed(
+        lambda x: 0 <= x <= LARGEST_SCALE or x == -1, f"it must lie in 0..{LARGEST_SCALE}, or be -1"
+    ),
 ]
 CountOrAuto = Annotated[int, at_least(-1), _COUNTABLE]
 Share = Annotated[float, Allowed(lambda x: 0 <= x <= 1, "it must lie in [0, 1]")]

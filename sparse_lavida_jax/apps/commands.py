@@ -27,6 +27,7 @@ from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sample import Callback, Progress
 from sparse_lavida_jax.sampling import options
 
+MOST_ROWS = 1024  # of a batch
 NUMBERS = ("temperature", "guidance")  # that lines of a batch may have of their own
 OTHER_KEYS = {"picture": "image", "guidance_scale": "guidance"}  # the first: of older batches
 
@@ -37,8 +38,8 @@ class Line(schema.Section):
     prompt: str
     image: str = ""
     seed: int = 0
-    temperature: schema.NonNegative = 0.0
-    guidance: schema.NonNegative = 0.0
+    temperature: schema.Scale = 0.0
+    guidance: schema.Scale = 0.0
 
 
 def run(name: str, asked: argparse.Namespace) -> int:
@@ -206,11 +207,12 @@ def _entry(where: str, line: str) -> dict[str, Any]:
 
 
 def _load(asked: argparse.Namespace, recorded: str | None = None) -> SparseLaViDa:
-    if asked.batch_size < 1:
-        raise UsageError(f"--batch-size={asked.batch_size} is out of range: 1 or more.")
+    if not 1 <= asked.batch_size <= MOST_ROWS:
+        raise UsageError(f"--batch-size={asked.batch_size} is out of range: 1 to {MOST_ROWS}.")
     runtime.keep_programs()
     name = asked.checkpoint or recorded or DEFAULT_MODEL
-    return SparseLaViDa.from_pretrained(name, batch_size=asked.batch_size)
+    how = {"batch_size": asked.batch_size, "convert": asked.convert}
+    return SparseLaViDa.from_pretrained(name, **how)
 
 
 # ---------------------------------------------------------------------------------------------

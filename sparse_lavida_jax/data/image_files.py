@@ -23,7 +23,10 @@ from sparse_lavida_jax.data import files
 Pixels = UInt8[np.ndarray, "_h _w 3"]  # each of its own size
 Box = tuple[int | float, int | float, int | float, int | float]  # x1, y1, x2, y2 in pixels
 
-MOST_PIXELS = 2**26  # 8192 x 8192; refused beyond, before anything is decoded
+# Refused beyond, before anything is decoded.
+MOST_PIXELS = 2**26  # 8192 x 8192
+LONGEST_SIDE = 2**14  # pixels
+MOST_ASPECT = 64  # the longer side over the shorter: images are padded to squares
 FORMATS = ("PNG", "JPEG", "WEBP")
 SUFFIXES = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 RECORD = "sparse-lavida"  # the text chunk of a PNG that says how it was drawn
@@ -138,6 +141,11 @@ def _check_header(path: object, image: Image.Image) -> None:
         )
     if width < 1 or height < 1:
         raise ImageError(f"{path} is {width}x{height}: it has no pixels.")
+    if max(width, height) > LONGEST_SIDE or max(width, height) > MOST_ASPECT * min(width, height):
+        raise ImageError(
+            f"{path} is {width}x{height}: a side may have at most {LONGEST_SIDE} pixels, and"
+            f" {MOST_ASPECT} times those of the other. Cut it."
+        )
     frames = getattr(image, "n_frames", 1)
     # A JPEG of several images, as phones write them, is no animation: its first is the image.
     if frames > 1 and image.format != "MPO":

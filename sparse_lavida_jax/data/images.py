@@ -20,6 +20,7 @@ from sparse_lavida_jax.sequence import VisionTokens
 
 Size = tuple[int, int]  # width, height
 
+LARGEST_PADDED = 4096  # pixels a side of what is padded to a square; ours, for memory
 BLACK = (0, 0, 0)
 GREY = (127, 127, 127)  # the mean of what SigLIP was trained on, 0.5, in bytes
 LUMINANCE = (0.2126, 0.7152, 0.0722)  # of red, green, blue (spec Sec. 5.4)
@@ -128,6 +129,7 @@ def tiles(image: Pixels, grid: Size, side: int) -> UInt8[np.ndarray, "n side sid
 
 def whole_view(image: Pixels, side: int) -> UInt8[np.ndarray, "side side 3"]:
     """Returns an image padded with grey to a square, in its middle, and resized (bicubic)."""
+    image = shrunk(image, LARGEST_PADDED)
     longest = max(size_of(image))
     square = _centred(Image.fromarray(image), (longest, longest), GREY)
     return resize(np.asarray(square), (side, side))
@@ -164,6 +166,7 @@ def source_view(image: Pixels, side: int, factor: int) -> UInt8[np.ndarray, "sid
         ValueError: `side` is no multiple of `factor`.
     """
     _check_side(side, factor)
+    image = shrunk(image, LARGEST_PADDED)
     longest = max(size_of(image))
     square = ImageOps.pad(Image.fromarray(image), (longest, longest), color=BLACK)
     return resize(np.asarray(square), (side, side))
@@ -259,6 +262,18 @@ def resize(
 ) -> UInt8[np.ndarray, "_h _w 3"]:
     """Returns an image at another size; the shape may change."""
     return np.asarray(Image.fromarray(image).resize(size, kernel))
+
+
+def shrunk(image: Pixels, longest: int) -> Pixels:
+    """Returns an image whose longer side has at most `longest` pixels; itself if it has (bicubic).
+
+    The shorter side keeps at least one.
+    """
+    width, height = size_of(image)
+    if max(width, height) <= longest:
+        return image
+    scale = longest / max(width, height)
+    return resize(image, (max(1, round(width * scale)), max(1, round(height * scale))))
 
 
 def _centred(image: Image.Image, size: Size, colour: tuple[int, int, int]) -> Image.Image:

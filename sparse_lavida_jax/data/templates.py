@@ -32,6 +32,7 @@ def parse_template(text: str) -> Template:
     Raises:
         RequestError: there is no gap, or one that is too long.
     """
+    check_characters(text, "text")
     pieces: list[str | int] = []
     end = 0
     for match in _GAP.finditer(text):
@@ -58,6 +59,7 @@ def words_template(words: Sequence[str], gap: int = WORD_GAP) -> Template:
     """
     if not words or not all(word.strip() for word in words):
         raise RequestError("a constrained caption needs a template or at least one word.")
+    check_characters(" ".join(words), "caption")
     return (gap, *(piece for word in words for piece in (f" {word.strip()}", gap)))
 
 
@@ -78,11 +80,27 @@ def check_words(text: str, what: str = "prompt") -> str:
     """Returns a text of a person.
 
     Raises:
-        RequestError: it is empty.
+        RequestError: it is empty, or `check_characters` refuses it.
     """
     if not text.strip():
         raise RequestError(f"the {what} is empty: say in words what you want.")
+    check_characters(text, what)
     return text
+
+
+def check_characters(text: str, what: str) -> None:
+    """Checks that a text can be encoded.
+
+    Raises:
+        RequestError: it holds half a character (a surrogate), as JSON and the words of a command
+            line may.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"character {error.start + 1} of the {what} is half a character: leave it out."
+        ) from error
 
 
 def too_long(text: str, tokens: int, most: int) -> RequestError:

@@ -6,7 +6,6 @@
 
 import dataclasses
 import hashlib
-import math
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
@@ -21,12 +20,15 @@ from sparse_lavida_jax.data.templates import (
     PromptLanguage,
     RequestError,
     Template,
+    check_characters,
+    check_words,
     parse_template,
     words_template,
 )
 from sparse_lavida_jax.inference import regions
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.sampling.options import ALIASES, OPTIONS, changed
+from sparse_lavida_jax.schema import LARGEST_SCALE
 
 Pixels = UInt8[np.ndarray, "_h _w 3"]  # each of its own size
 Grid = Bool[np.ndarray, "y x"]
@@ -35,6 +37,7 @@ Number = int | float
 Numbers = Number | Sequence[Number | None] | None  # of all rows, or one for each
 
 LARGEST_SEED = 2**31 - 1
+MOST_IMAGES = 1024  # of one prompt, and attempts at one
 ROUNDS = 3  # most attempts of "reflect", unless the request says otherwise
 
 
@@ -243,6 +246,8 @@ class RequestMaker:
         count = len(pairs)
         seeds = row_seeds(given.get("seed", 0), count, copies)
         plans = each("layouts", given.get("plan"), count)
+        for plan in plans:
+            check_characters(plan if isinstance(plan, str) else "", "layout")
         numbers = {name: row_numbers(name, columns[name], count, copies) for name in columns}
         return [
             Request(
@@ -268,9 +273,12 @@ class RequestMaker:
             raise RequestError(f"{task} takes no image.")
         if task == "ground" and self.prompts.locates_in_one_step and "steps" in given:
             raise RequestError("ground takes no steps here: this model finds all boxes in one.")
-        for name in ("rounds", "max_new_tokens"):
-            if given.get(name, 1) < 1:
-                raise RequestError(f"{name}={given[name]} is out of range: 1 or more.")
+        longest = self.settings.data.max_sequence_len
+        for name, most in (
+            ("num_images", MOST_IMAGES), ("rounds", MOST_IMAGES), ("max_new_tokens", longest),
+        ):  # fmt: skip
+            if not 1 <= given.get(name, 1) <= most:
+                raise RequestError(f"{name}={given[name]} is out of range: 1 to {most}.")
         if task == "constrained_caption" and ("template" in given) == ("required" in given):
             raise RequestError("a constrained caption needs a template or words, one of the two.")
 
@@ -393,8 +401,8 @@ def paired(
         RequestError: nothing is asked, or words and images do not go together.
     """
     asked = [words] if isinstance(words, str) else [*words]
-    if any(not one.strip() for one in asked):
-        raise RequestError("the prompt is empty: say in words what you want.")
+    for one in asked:
+        check_words(one)
     seen = [(image,) for image in shown_images(shown)] or [()]
     count = max(len(asked), len(seen))
     if not asked or {len(asked), len(seen)} - {1, count}:
@@ -402,8 +410,6 @@ def paired(
             f"{len(asked)} prompts and {len(seen)} images do not go together: give as many, or"
             " one of either."
         )
-    if copies < 1:
-        raise RequestError(f"num_images={copies} is out of range: 1 or more.")
     pairs = zip(asked * (count // len(asked)), seen * (count // len(seen)), strict=True)
     return [pair for pair in pairs for _ in range(copies)]
 
@@ -451,8 +457,10 @@ def row_numbers(name: str, numbers: Numbers, rows: int, copies: int = 1) -> list
         RequestError: one is out of range, or there are not as many as rows.
     """
     column = each(f"values of {name}", numbers, rows, copies)
-    if wrong := [one for one in column if one is not None and not 0 <= one < math.inf]:
-        raise RequestError(f"{name}={wrong[0]} is out of range: it must be 0 or more, and finite.")
+    if wrong := [one for one in column if one is not None and not 0 <= one <= LARGEST_SCALE]:
+        raise RequestError(
+            f"{name}={wrong[0]} is out of range: it must be 0 to {LARGEST_SCALE}, both allowed."
+        )
     return [None if one is None else float(one) for one in column]
 
 

@@ -36,7 +36,7 @@ def asked(monkeypatch, tmp_path):
     class Pipeline(SparseLaViDa):
         settings = config.Config()
 
-        def __init__(self, name, batch_size):
+        def __init__(self, name, batch_size, **_):
             calls.append(("load", name, batch_size))
 
         def requests(self, task, words=None, shown=None, **options):
@@ -105,7 +105,9 @@ def test_every_mode_of_main_is_a_command(capsys):
         (["generate", "a", "--batch=x.txt"], "leave those of the command line out"),
         (["generate", "--batch=x.csv"], "must end in .txt or .jsonl"),
         (["generate", "--batch=missing.txt"], "--batch=missing.txt cannot be read"),
-        (["generate", "a", "--batch-size=0"], "--batch-size=0 is out of range"),
+        (["generate", "a", "--batch-size=0"], "--batch-size=0 is out of range: 1 to 1024"),
+        (["generate", "a", f"--size={'1' * 5000}"], f"{'1' * 400}"),
+        (["generate", "a \udc80"], "character 3 of the prompt is half a character"),
         (["generate", "--replay=missing.png"], "there is no image missing.png."),
         (["generate", "a", "--replay=a.png"], "leave the prompt out"),
         (["generate", "--replay=a.png", "--num-images=2"], "leave --num-images out"),

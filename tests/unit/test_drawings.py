@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is handed in becomes rows, and masks and boxes become cells."""
 
+import re
+
 import hypothesis
 import hypothesis.strategies as st
 import numpy as np
@@ -9,7 +11,7 @@ from PIL import Image
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import image_files
-from sparse_lavida_jax.data.templates import RequestError
+from sparse_lavida_jax.data.templates import RequestError, parse_template, words_template
 from sparse_lavida_jax.inference import engine, regions, requests
 from sparse_lavida_jax.inference.requests import Request
 from sparse_lavida_jax.inference.results import Origin, Result
@@ -80,9 +82,22 @@ def test_numbers_are_those_of_all_rows_or_of_each():
     assert requests.of_row(config.Sampling(), row) == alone
     with pytest.raises(RequestError, match="3 values of temperature were given for 2 rows: give"):
         requests.row_numbers("temperature", [0.1, 0.2, 0.3], 2)
-    for wrong in (-1, float("nan")):
-        with pytest.raises(RequestError, match=f"guidance={wrong} is out of range: it must be 0"):
+    for wrong in (-1, float("nan"), float("inf"), 1e308, 101):
+        told = re.escape(f"guidance={wrong} is out of range: it must be 0 to 100")
+        with pytest.raises(RequestError, match=told):
             requests.row_numbers("guidance", [1.0, wrong], 2)
+        with pytest.raises(config.ConfigError, match=r"guidance=.* is out of range"):
+            config.Sampling(guidance=wrong)
+
+
+@pytest.mark.parametrize("words", ["a \ud800 circle", ["a", "b\udfff"]])
+def test_half_a_character_is_told(words):
+    with pytest.raises(RequestError, match="of the prompt is half a character: leave it out"):
+        requests.paired(words, None)
+    with pytest.raises(RequestError, match="half a character"):
+        parse_template("___ \ud800")
+    with pytest.raises(RequestError, match="half a character"):
+        words_template(["\ud800"])
 
 
 def test_a_batch_is_guided_if_any_row_of_it_is():

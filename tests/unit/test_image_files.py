@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images are read as they look, refused with a reason, and written whole or not at all."""
 
+import io
 import struct
 import zlib
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.data.image_files import ImageError
@@ -74,6 +75,9 @@ def test_a_photograph_on_its_side_is_put_upright(tmp_path):
         ((40_000, 40_000), "more than 67108864 pixels"),
         ((10_000, 10_000), "is 10000x10000: more than 67108864 pixels"),
         ((0, 0), "is no image that can be read"),
+        ((1, 67_000_000), "is 1x67000000: a side may have at most 16384 pixels"),
+        ((1, 20_000), "is 1x20000: a side may have at most 16384 pixels"),
+        ((6500, 100), "is 6500x100: .* and 64 times those of the other. Cut it"),
     ],
 )
 def test_a_size_is_refused_before_anything_is_decoded(tmp_path, size, told):
@@ -96,6 +100,16 @@ def test_what_is_no_image_is_named(tmp_path):
     for path in (broken, text, tmp_path):
         with pytest.raises(ImageError, match=f"{path} is no image that can be read: "):
             image_files.read(path)
+
+
+def test_what_pillow_stumbles_over_is_named():
+    contents = io.BytesIO()
+    notes = PngImagePlugin.PngInfo()
+    notes.add_text("a", "b" * 2**21, zip=True)  # a bomb, by Pillow's own limit
+    Image.fromarray(NOISE).save(contents, "PNG", pnginfo=notes)
+    for wrong in (contents.getvalue(), png_header(4, 4)[:20], png_header(4, 4)[:33]):
+        with pytest.raises(ImageError, match="the upload is no image that can be read"):
+            image_files.read_bytes(wrong, "the upload")
 
 
 def test_an_animation_is_refused(tmp_path):

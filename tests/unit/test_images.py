@@ -115,6 +115,26 @@ def test_tiles_show_the_image_in_the_middle_of_black():
     np.testing.assert_array_equal(wide[0, :, 0], [0, 0, 255, 255, 255, 255, 0, 0])
 
 
+def test_a_large_image_is_made_smaller_before_it_is_padded_to_a_square(monkeypatch):
+    assert images.shrunk(filled(40, 2), 10).shape == (1, 10, 3)
+    assert images.shrunk(filled(2, 400), 10).shape == (10, 1, 3)
+    small = noise(10, 7)
+    assert images.shrunk(small, 10) is small
+    monkeypatch.setattr(images, "LARGEST_PADDED", 16)
+    padded = []
+    centred = images._centred
+
+    def seen(image, size, *more):
+        padded.append(size)
+        return centred(image, size, *more)
+
+    monkeypatch.setattr(images, "_centred", seen)
+    large, small = filled(64, 32), filled(16, 8)
+    np.testing.assert_array_equal(images.whole_view(large, 8), images.whole_view(small, 8))
+    np.testing.assert_array_equal(images.source_view(large, 8, 4), images.source_view(small, 8, 4))
+    assert padded == [(16, 16), (16, 16)]
+
+
 def test_the_whole_view_has_grey_above_and_below_a_wide_image():
     view = images.whole_view(filled(8, 4), 8)
     np.testing.assert_array_equal(view[:, 0, 0], [127, 127, 255, 255, 255, 255, 127, 127])

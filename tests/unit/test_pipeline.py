@@ -10,6 +10,7 @@ import stand_ins
 import tiny
 
 from sparse_lavida_jax import config, pipeline, sequence
+from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference import engine
 from sparse_lavida_jax.models import fuse, vq
 from sparse_lavida_jax.sampling.prompts import padded_lengths
@@ -193,6 +194,28 @@ def test_the_space_for_an_answer_is_whole_text_blocks(pipe, asked, given):
     made = pipe({"answer": 1.0})
     made.ask(None, "how many?", max_new_tokens=asked)
     assert len(made.asked[0][0].response) == given
+
+
+@pytest.mark.parametrize(
+    ("task", "given", "told"),
+    [
+        ("generate", {"num_images": 10**10}, "num_images=10000000000 is out of range: 1 to 1024"),
+        ("generate", {"num_images": 0}, "num_images=0 is out of range: 1 to 1024"),
+        ("reflect", {"rounds": 10**9}, "rounds=1000000000 is out of range: 1 to 1024"),
+        ("ask", {"max_new_tokens": 10**9}, "max_new_tokens=1000000000 is out of range: 1 to 8192"),
+        ("generate", {"guidance": 1e308}, "guidance=1e[+]308 is out of range"),
+        ("generate", {"guidance": float("inf")}, "guidance=inf is out of range"),
+        ("ask", {"temperature": 1e308}, "temperature=1e[+]308 is out of range"),
+        ("generate", {"registers": 10**9}, "registers=1000000000 is out of range"),
+        ("generate", {"registers": (4, 10**9)}, "registers_end=1000000000 is out of range"),
+        ("generate", {"steps": 10**10}, "num_steps=10000000000 is out of range"),
+        ("generate", {"plan": "\ud800"}, "of the layout is half a character"),
+    ],
+)
+def test_numbers_without_bounds_end_before_anything_is_made(pipe, task, given, told):
+    made = pipe({"draw": 1.0, "answer": 1.0, "reflect": 1.0, "plan": 1.0})
+    with pytest.raises((RequestError, config.ConfigError), match=told):
+        made.requests(task, "a", **given)
 
 
 # ---------------------------------------------------------------------------------------------
