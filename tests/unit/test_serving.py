@@ -80,7 +80,7 @@ def test_a_request_that_waits_is_cancelled_at_once(service):
     waits = service.submit("ask", "b")
     waits.cancel()
     assert waits.future.cancelled()
-    assert repr(waits) == "Ticket(looks=False, began=None, batch=0, seconds=0.0, cancelled=True)"
+    assert repr(waits) == "Ticket(looks=0, began=None, batch=0, seconds=0.0, cancelled=True)"
     assert service.waiting == 0
 
 
