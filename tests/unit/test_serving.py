@@ -233,6 +233,22 @@ def test_only_loopback_is_served_unless_told_otherwise(capsys):
     assert "everybody who reaches this machine can use it" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "told"),
+    [
+        ("serve", {}, "needs a key that clients send, as --api-key or in the variable SPARSE"),
+        ("demo", {"key": "a"}, "needs a proxy before it that asks who is there"),
+    ],
+)
+def test_other_machines_are_not_let_in_by_accident(name, given, told):
+    asked = {"key": "", "insecure": False} | given
+    with pytest.raises(UsageError, match=told):
+        hosting._check_guarded(name, "0.0.0.0", **asked)
+    hosting._check_guarded(name, "0.0.0.0", **asked | {"insecure": True})
+    hosting._check_guarded(name, "127.0.0.1", **asked)
+    hosting._check_guarded("serve", "0.0.0.0", "a key", insecure=False)
+
+
 def test_limits_of_the_server_are_those_of_the_service():
     asked = cli.parser_of("serve").parse_args([])
     found = asked.max_waiting, asked.longest_wait, asked.programs

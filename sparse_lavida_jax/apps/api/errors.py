@@ -45,7 +45,11 @@ def reply(
     code: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
 ) -> responses.JSONResponse:
     """Returns an error as an answer."""
-    return responses.JSONResponse(body(code, message, param), code, headers)
+    # What is repeated of a request may hold half a character.
+    message, param = (
+        text and text.encode("utf-8", "replace").decode() for text in (message, param)
+    )
+    return responses.JSONResponse(body(code, message or "", param), code, headers)
 
 
 @contextlib.contextmanager
