@@ -230,7 +230,7 @@ def test_an_answer_is_streamed(client, service):
             stream=True,
             n=2,
             stream_options={"include_usage": True},
-        )  # fmt: skip
+        )
     )
     texts = ["", ""]
     for chunk in chunks[:-1]:
@@ -331,7 +331,7 @@ BODIES = [
     (400, b'{"prompt": "a", "guidance": NaN}', "guidance: Input should be"),
     (400, b'{"prompt": "a", "guidance": 1e999}', "guidance: Input should be"),
     (400, b"\xff", "the body is no JSON"),
-    (400, b'{"prompt": "a", "\\ud800": 1}', "there is no such field here"),
+    (400, b'{"prompt": "a", "\\ud800": 1}', "unable to parse raw data as a unicode"),
     (400, b'{"prompt": "a", "size": "\\ud800"}', "must be such as 512x512"),
     (400, b"3", "Input should be a valid dictionary"),
     (413, bytes(3_000_000), "the body has more than 1581909 bytes"),
@@ -376,13 +376,16 @@ def test_an_error_of_the_program_has_the_shape_too(client, service, monkeypatch)
 # Strangers.
 
 
+DATA = b"\x00\x00\x00\x00IDAT\x35\xaf\x06\x1e"  # none
+
+
 def bombs():
     notes = PngImagePlugin.PngInfo()
     notes.add_text("a", "b" * 2**21, zip=True)
     yield "text chunks", png(pnginfo=notes), "no image that can be read"
     body = b"IHDR" + struct.pack(">IIBBBBB", 1, 67_000_000, 8, 2, 0, 0, 0)
     head = struct.pack(">I", 13) + body + struct.pack(">I", zlib.crc32(body))
-    yield "a line", b"\x89PNG\r\n\x1a\n" + head + bytes(35), "a side may have at most 16384"
+    yield "a line", b"\x89PNG\r\n\x1a\n" + head + DATA, "a side may have at most 16384"
     yield "cut off", png()[:20], "no image that can be read"
     yield "a strip", png(1000, 2), "64 times those of the other"
 
@@ -444,10 +447,8 @@ def test_a_key_is_asked_for():
         assert client_of(address).models.list().data[0].id == "staged"
         for path in ("/v1/models", "/metrics"):
             reply = httpx.get(address + path, headers={"authorization": "Bearer a kez"})
-            assert (reply.status_code, reply.json()["error"]["type"]) == (
-                401,
-                "authentication_error",
-            )
+            assert reply.status_code == 401
+            assert reply.json()["error"]["type"] == "authentication_error"
             assert httpx.get(address + path).status_code == 401
         assert httpx.get(f"{address}/health").status_code == 200
 

@@ -46,10 +46,12 @@ def reply(
 ) -> responses.JSONResponse:
     """Returns an error as an answer."""
     # What is repeated of a request may hold half a character.
-    message, param = (
-        text and text.encode("utf-8", "replace").decode() for text in (message, param)
-    )
-    return responses.JSONResponse(body(code, message or "", param), code, headers)
+    message, param = _whole(message), None if param is None else _whole(param)
+    return responses.JSONResponse(body(code, message, param), code, headers)
+
+
+def _whole(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()
 
 
 @contextlib.contextmanager
