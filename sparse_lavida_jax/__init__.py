@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sparse-LaViDa in JAX: one masked diffusion model that draws, edits, answers and points."""
 
+import importlib
 import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
@@ -8,6 +9,9 @@ from sparse_lavida_jax.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from sparse_lavida_jax.apps.conversation import Conversation as Conversation
+    from sparse_lavida_jax.apps.diffusers_pipeline import (
+        SparseLaViDaPipeline as SparseLaViDaPipeline,
+    )
     from sparse_lavida_jax.inference.requests import Request as Request
     from sparse_lavida_jax.pipeline import SparseLaViDa as SparseLaViDa
 
@@ -32,19 +36,17 @@ def _check_jax() -> None:
 
 _check_jax()
 
+# Public names by their modules.
+PUBLIC = {
+    "Conversation": "apps.conversation",
+    "Request": "inference.requests",
+    "SparseLaViDa": "pipeline",
+    "SparseLaViDaPipeline": "apps.diffusers_pipeline",
+}
+
 
 def __getattr__(name: str) -> Any:
-    """Imports the interface when it is first asked for: it takes seconds."""
-    if name == "Request":
-        from sparse_lavida_jax.inference.requests import Request
-
-        return Request
-    if name == "SparseLaViDa":
-        from sparse_lavida_jax.pipeline import SparseLaViDa
-
-        return SparseLaViDa
-    if name == "Conversation":
-        from sparse_lavida_jax.apps.conversation import Conversation
-
-        return Conversation
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Imports a public name when it is first asked for: it takes seconds."""
+    if name not in PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{PUBLIC[name]}"), name)

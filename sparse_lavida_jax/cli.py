@@ -224,7 +224,10 @@ _LINES = (
     '.txt: a prompt a line; .jsonl: {"prompt": ..., "image": ..., "seed": ..., "temperature": ...,'
     ' "guidance": ...} a line, of which all but the prompt may be left out'
 )
-_CHECKPOINT = f"a model folder, a run directory or a bundled model; by default {DEFAULT_MODEL}"
+_CHECKPOINT = (
+    "a model folder, a run directory, a bundled model or one of the hub, org/name; by default"
+    f" {DEFAULT_MODEL}"
+)
 ARGUMENTS = {
     # What a task is about.
     "prompt": _argument("prompt", "what is wanted, in words", str, nargs="?"),
@@ -285,6 +288,7 @@ ARGUMENTS = {
     "seed": _argument("--seed", "seed of the first row; by default 0", int),
     # The model, and how it is served.
     "checkpoint": _argument("--checkpoint", _CHECKPOINT),
+    "convert": _argument("--convert", "convert a released LaViDa-O of the hub, once", None),
     "batch_size": _argument("--batch-size", "most rows decoded together", int, 16),
     "debug": _argument("--debug", "show where an error comes from", None),
     "replay": _argument("--replay", "draw this image again", Path, metavar="PNG"),
@@ -327,13 +331,13 @@ ARGUMENTS = {
     "warmup": _argument("--warmup", "compile at the start; /ready says when that is done", None),
 }
 
-_MODEL = "checkpoint batch_size json debug"
+_MODEL = "checkpoint convert batch_size json debug"
 _SAMPLING = "steps sampler registers temperature quantize"
 _CHATTING = "image_steps sampler registers image_temperature quantize seed"
 _DRAWING = "out grid save_steps num_images plan no_plan guidance order vq_dtype"
 _HOSTING = (
-    "checkpoint host port batch_size longest_wait max_waiting programs only grace api_key insecure"
-    " warmup debug"
+    "checkpoint convert host port batch_size longest_wait max_waiting programs only grace api_key"
+    " insecure warmup debug"
 )
 
 

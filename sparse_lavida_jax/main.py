@@ -42,10 +42,14 @@ from sparse_lavida_jax.mixture.recipe import PrepareError
 from sparse_lavida_jax.mixture.records import RecordError
 from sparse_lavida_jax.training import runs
 
+MODEL_NAMES = "a model folder, a run directory, a bundled model, or one of the hub (org/name)"
 FOLDERS = {  # flags that these modes need, and what they name
-    "convert": {"src": "the released PyTorch folder", "dst": "the model folder to write"},
-    "export": {"src": "a model folder or run directory", "dst": "the PyTorch folder to write"},
-    "verify": {"src": "a model folder or run directory"},
+    "convert": {
+        "src": "the released PyTorch folder, or its id on the hub",
+        "dst": "the model folder to write",
+    },
+    "export": {"src": MODEL_NAMES, "dst": "the PyTorch folder to write"},
+    "verify": {"src": MODEL_NAMES},
     "prepare": {
         "src": "a mixture file (docs/data.md) or a folder of images (docs/own_images.md)",
         "dst": "the folder of shards to write",
@@ -57,8 +61,8 @@ SAMPLE_TASKS = {"draw": "generate", "edit": "edit", "ask": "ask", "point": "ask"
 TAKES = {
     "train": "config data init_from workdir profile_steps stopped_exit_code"
     " distributed coordinator num_processes process_id",
-    "sample": "config checkpoint task prompt image picture out seed",
-    "evaluate": "config checkpoint workdir shard",
+    "sample": "config checkpoint convert task prompt image picture out seed",
+    "evaluate": "config checkpoint convert workdir shard",
     "convert": "dtype format",
     "export": "format",
     "prepare": "config image_tokenizer tokenizer",
@@ -359,7 +363,8 @@ FLAGS: tuple[tuple[str, str | int | bool | tuple[str, ...], str], ...] = (
     ("format", ("", "safetensors", "orbax"), _FORMAT),
     ("config", "", "A file of configs/."),
     ("workdir", "", "Run directory; by default runs/<name>."),
-    ("checkpoint", "", "A model folder, a run directory, or a bundled model."),
+    ("checkpoint", "", f"{MODEL_NAMES[0].upper()}{MODEL_NAMES[1:]}."),
+    ("convert", False, "Converts a released LaViDa-O of the hub, once."),
     ("prompt", "", "What to draw, change, or answer."),
     ("image", "", "An image to change or to look at."),
     ("out", "image.png", "Where the drawn image goes."),
@@ -420,10 +425,12 @@ def _base_config(asked: flags.FlagValues) -> config.Config:
         checkpoint = checkpoint or config.read(path).evaluate.checkpoint
         given = f"--config={path}"
     if not checkpoint:
-        raise UsageError(
-            f"{given} needs --checkpoint: a model folder, a run directory, or the name of a"
-            f" bundled model ({', '.join(model_folder.bundled_models()) or 'none'})."
-        )
+        names = ", ".join(model_folder.bundled_models()) or "none"
+        raise UsageError(f"{given} needs --checkpoint: {MODEL_NAMES}. Bundled are: {names}.")
+    if asked.convert:
+        from sparse_lavida_jax.convert import from_torch
+
+        from_torch.convert_from_hub(checkpoint)
     if mode == "sample" and not asked.prompt:
         raise UsageError('--mode=sample needs --prompt="what to draw".')
     if mode == "sample" and asked.task != "draw" and not asked.image:

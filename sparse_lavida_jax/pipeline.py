@@ -23,7 +23,8 @@ import numpy as np
 from jaxtyping import Int
 
 from sparse_lavida_jax import config, runtime
-from sparse_lavida_jax.checkpoints import hub, manifest, model_folder
+from sparse_lavida_jax.checkpoints import cards, manifest, model_folder
+from sparse_lavida_jax.convert import from_torch
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.templates import PromptLanguage, RequestError
 from sparse_lavida_jax.inference import records
@@ -100,7 +101,7 @@ class SparseLaViDa:
     @runtime.interrupts_held()
     def from_pretrained(
         cls: type[S],
-        folder_or_name: str | pathlib.Path,
+        name: str | pathlib.Path,
         batch_size: int = 16,
         *,
         mesh: jax.sharding.Mesh | None = None,
@@ -108,8 +109,9 @@ class SparseLaViDa:
         task: fuse.Task = "both",
         revision: str | None = None,
         local_files_only: bool = False,
+        convert: bool = False,
     ) -> S:
-        """Loads a checkpoint folder, a run directory, or a bundled or the hub's model by name.
+        """Loads a model folder, a run directory, or a bundled or the hub's model by its name.
 
         On one GPU, or for one task, the parameters are fused for sampling (`fuse.for_inference`).
 
@@ -120,6 +122,7 @@ class SparseLaViDa:
             task: "image" for images that are not laid out in text first, "text" for text: what
                 only the other reads is not kept, and what needs it is refused.
             revision, local_files_only: of a hub's model, `org/name`: see `hub.fetch`.
+            convert: whether to convert a released LaViDa-O of the hub, once.
 
         Raises:
             model_folder.CheckpointError: there is none, or it is damaged.
@@ -128,11 +131,10 @@ class SparseLaViDa:
         if mesh is not None and task != "both":
             raise ValueError(f"over a mesh all parameters are kept: leave task={task!r} out.")
         attention.admit_kernel()
-        _check_is_ours(pathlib.Path(folder_or_name))
-        place = folder_or_name
-        if hub.is_id(place):
-            place = hub.fetch(str(place), revision=revision, local_files_only=local_files_only)
-        folder = model_folder.find_model(place)
+        where: Any = {"revision": revision, "local_files_only": local_files_only}
+        if convert:
+            from_torch.convert_from_hub(name, **where)
+        folder = model_folder.find_model(name, **where)
         split = None if mesh is None else sharding.over(mesh)
         loaded = model_folder.load_model(folder, sharding=split, dtype=dtype)
         settings = loaded.config
@@ -144,7 +146,8 @@ class SparseLaViDa:
             prompts = language.of(tokenizer, settings, codec)
         except (ValueError, FileNotFoundError) as error:
             raise model_folder.CheckpointError(str(error)) from error
-        source = Origin(str(folder_or_name), manifest.digest(folder))
+        named = f"{name}@{revision}" if revision else str(name)
+        source = Origin(named, manifest.digest(folder))
         fused = mesh is None and (jax.default_backend() == "gpu" or task != "both")
         model = fuse.for_inference(loaded.model, task=task) if fused else loaded.model
         return cls(model, settings, prompts, codec, batch_size, source)
@@ -162,21 +165,18 @@ class SparseLaViDa:
         """Copies that folder with a card to the hub as `org/name`; returns its address there.
 
         Raises:
-            CheckpointError: as `save_pretrained`, or see `hub.push`.
+            CheckpointError: as `save_pretrained`, or see `cards.push`.
         """
-        return hub.push(self._loaded_from(), name, private=private)
+        return cards.push(self._loaded_from(), name, private=private)
 
     def _loaded_from(self) -> pathlib.Path:
-        place = pathlib.Path(self.source.name)
-        if hub.is_id(self.source.name):
-            place = hub.fetch(self.source.name, local_files_only=True)
-        if not self.source.name or manifest.digest(found := model_folder.find_model(place)) != (
-            self.source.sha256
-        ):
-            raise model_folder.CheckpointError(
-                "there is no folder of this very model: write the one you trained or load it anew."
-            )
-        return found
+        if self.source.name:
+            found = model_folder.find_model(self.source.name, local_files_only=True)
+            if manifest.digest(found) == self.source.sha256:
+                return found
+        raise model_folder.CheckpointError(
+            "there is no folder of this very model: write the one you trained or load it anew."
+        )
 
     @property
     def model(self) -> Denoiser:
@@ -589,12 +589,3 @@ def untrained_warning(name: str, preset: str) -> str:
         f"{name} was never trained sparsely, so the sampler {preset!r} will draw badly: fine-tune"
         " it first (`sparse-lavida train`)."
     )
-
-
-def _check_is_ours(folder: pathlib.Path) -> None:
-    """Refuses a released PyTorch folder, and says what to do with it."""
-    if any(folder.glob("*.safetensors*")) and not model_folder.is_ours(folder):
-        raise model_folder.CheckpointError(
-            f"{folder} is a PyTorch folder: convert it first, with"
-            f" `sparse-lavida convert {folder} MODEL`, and give the MODEL folder."
-        )

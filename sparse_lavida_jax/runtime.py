@@ -207,8 +207,16 @@ def keep_freed_memory() -> None:
 
 def programs_folder() -> pathlib.Path:
     """Returns where compiled programs are kept by default: a folder of the user's cache."""
-    cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    return cache / "sparse-lavida-jax"
+    return _cache() / "sparse-lavida-jax"
+
+
+def models_folder() -> pathlib.Path:
+    """Returns where models of the hub lie that were converted: next to that folder."""
+    return _cache().expanduser() / "sparse-lavida-jax-models"
+
+
+def _cache() -> pathlib.Path:
+    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
 
 
 def keep_programs(folder: pathlib.Path | str | None = None) -> None:

@@ -15,7 +15,7 @@ from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.checkpoints import adapters, model_folder
 from sparse_lavida_jax.data.feed import Feed
 from sparse_lavida_jax.diffusion import Corrupted
-from sparse_lavida_jax.evals import nearest, report
+from sparse_lavida_jax.evals import report
 from sparse_lavida_jax.models import parameters, quantize, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.training import flops, metrics, optimizer, runs, sources
@@ -248,9 +248,8 @@ class _Loop:
         if settings.train.eval_prompts:
             pipe = source.pipe(model)
             path = report.write(
-                pipe, run.folder, step=self.step, seconds=self.seconds,
-                records=source.captioned(nearest.MOST_RECORDS),
-            )  # fmt: skip
+                pipe, run.folder, step=self.step, seconds=self.seconds, data=source.prepared
+            )
             print(f"{path}: what it can do")
 
 

@@ -211,7 +211,8 @@ def _load(asked: argparse.Namespace, recorded: str | None = None) -> SparseLaViD
         raise UsageError(f"--batch-size={asked.batch_size} is out of range: 1 to {MOST_ROWS}.")
     runtime.keep_programs()
     name = asked.checkpoint or recorded or DEFAULT_MODEL
-    return SparseLaViDa.from_pretrained(name, batch_size=asked.batch_size)
+    how = {"batch_size": asked.batch_size, "convert": asked.convert}
+    return SparseLaViDa.from_pretrained(name, **how)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -49,7 +49,8 @@ def run(name: str, asked: argparse.Namespace) -> int:
         _check_guarded(name, host, key, insecure=asked.insecure)
         runtime.keep_programs()
         model = asked.checkpoint or DEFAULT_MODEL
-        pipe = SparseLaViDa.from_pretrained(model, batch_size=asked.batch_size)
+        how = {"batch_size": asked.batch_size, "convert": asked.convert}
+        pipe = SparseLaViDa.from_pretrained(model, **how)
         limits = Limits(
             waiting=asked.max_waiting,
             longest_wait=asked.longest_wait,

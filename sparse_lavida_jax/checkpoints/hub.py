@@ -1,97 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model folders on the Hugging Face hub: fetched by their ids, and pushed with a card."""
+"""Folders on the Hugging Face hub: fetched by their ids, and pushed."""
 
 import contextlib
 import pathlib
 import re
-import tempfile
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.checkpoints.arrays import CheckpointError
 
 _ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-_FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n+", re.DOTALL)
-_FILES = ["config.json"]  # what says whose a repository is
+SETTINGS = ("config.json",)  # files that say whose a repository is
 
 
 def is_id(name: pathlib.Path | str) -> bool:
-    """Whether a name may be that of a hub's model: `org/name`, where no folder `org` is here."""
-    return bool(_ID.fullmatch(str(name))) and not pathlib.Path(name).parent.is_dir()
+    """Whether a name may be that of a hub's model: `org/name`, where no folder `org` is here.
+
+    `org/name@v1` is its branch, tag or commit `v1`.
+    """
+    name = str(name).partition("@")[0]
+    return bool(_ID.fullmatch(name)) and not pathlib.Path(name).parent.is_dir()
 
 
 def fetch(
-    name: str, *, revision: str | None = None, local_files_only: bool = False
+    name: str,
+    *,
+    only: Sequence[str] | None = None,
+    revision: str | None = None,
+    local_files_only: bool = False,
 ) -> pathlib.Path:
     """Returns the folder of a model of the hub, in the cache of its library.
 
     Args:
-        revision: a branch, a tag or a commit; by default the main branch.
+        only: names of the files to fetch; by default all.
+        revision: a branch, a tag or a commit; by default that of the name, or the main branch.
         local_files_only: takes what is in the cache and asks nobody, as `HF_HUB_OFFLINE=1` does.
 
     Raises:
-        CheckpointError: the library is not installed, the hub cannot be reached or refuses, or the
-            model is another one's; the message says what to do.
+        CheckpointError: the library is not installed, or the hub cannot be reached or refuses; the
+            message says what to do.
     """
-    library = _library(name)
-    how: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
+    name, _, tag = name.partition("@")
+    library, asked = _library(name), revision or tag or None
+    how: dict[str, Any] = {"revision": asked, "local_files_only": local_files_only}
     with _explained(library, name):
-        described = pathlib.Path(library.snapshot_download(name, allow_patterns=_FILES, **how))
-        if (described / "config.json").is_file() and model_folder.is_ours(described):
-            return pathlib.Path(library.snapshot_download(name, **how))
-    raise CheckpointError(
-        f"the hub's model {name} is none of this project. If it is a released LaViDa-O, download it"
-        f" and convert it: `hf download {name} --local-dir LaViDa-O`, then `sparse-lavida convert"
-        " LaViDa-O MODEL`, and give the MODEL folder."
-    )
+        return pathlib.Path(library.snapshot_download(name, allow_patterns=only, **how))
 
 
-def push(folder: pathlib.Path | str, name: str, *, private: bool = False) -> str:
-    """Copies a model folder, with a card as its README, to the hub; returns its address there.
+def push(folder: pathlib.Path, name: str, *, private: bool = False) -> str:
+    """Copies a folder to the hub; returns its address there.
 
     Raises:
-        CheckpointError: the folder is damaged, the library is not installed, or the hub refuses.
+        CheckpointError: the library is not installed, or the hub refuses.
     """
-    library, folder = _library(name), model_folder.find_model(folder)
-    with tempfile.TemporaryDirectory() as scratch, _explained(library, name):
-        new = pathlib.Path(scratch) / "model"
-        model_folder.copy(folder, new, readme=card(folder, name))
+    library = _library(name)
+    with _explained(library, name):
         hub = library.HfApi(library_name="sparse-lavida-jax")
         hub.create_repo(name, private=private, exist_ok=True)
-        return str(hub.upload_folder(repo_id=name, folder_path=new))
-
-
-def card(folder: pathlib.Path, name: str) -> str:
-    """Returns the README of a model folder with what the hub reads of it, and how to use it."""
-    path, base = folder / "README.md", model_folder.read_config(folder).train.init_from
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    said = _FRONT_MATTER.sub("", text).partition("\n## Use\n")[0]  # without an older card
-    is_free = "non-commercial" not in said and not (folder / "official").is_dir()
-    lines = [
-        "library_name: sparse-lavida-jax",
-        "pipeline_tag: any-to-any",
-        f"license: {'apache-2.0' if is_free else 'other'}",
-        *([f"base_model: {base}"] if _ID.fullmatch(base) else []),
-        "tags: [jax, masked-diffusion, sparse-lavida, text-to-image, image-editing]",
-    ]
-    front = "\n".join(lines)
-    return f"""---
-{front}
----
-
-{said.strip() or f"# {name}"}
-
-## Use
-
-```python
-from sparse_lavida_jax import SparseLaViDa
-
-pipe = SparseLaViDa.from_pretrained("{name}")
-pipe.generate("a red circle above a blue square", seed=0).image.save("image.png")
-```
-"""
+        return str(hub.upload_folder(repo_id=name, folder_path=folder))
 
 
 def _library(name: str) -> types.ModuleType:

@@ -27,7 +27,7 @@ import numpy as np
 from flax import nnx
 
 from sparse_lavida_jax import config, runtime
-from sparse_lavida_jax.checkpoints import arrays, manifest, stores
+from sparse_lavida_jax.checkpoints import arrays, hub, manifest, stores
 from sparse_lavida_jax.checkpoints.arrays import CheckpointError, ChooseDtype
 from sparse_lavida_jax.checkpoints.tensors import INDEX, Tensor, dtype_name
 from sparse_lavida_jax.data import files
@@ -47,6 +47,10 @@ class WriteError(CheckpointError):
     """A checkpoint that could not be written, or that the disk is too full for."""
 
 
+class ReleasedError(CheckpointError):
+    """A released PyTorch model, which is converted before it is used."""
+
+
 class LoadedModel(NamedTuple):
     """A model with everything it takes to use it."""
 
@@ -62,14 +66,14 @@ class LoadedModel(NamedTuple):
 
 @runtime.interrupts_held()
 def load_model(
-    folder_or_name: pathlib.Path | str,
+    name: pathlib.Path | str,
     *,
     make_model: Callable[[config.Config], nnx.Module] | None = None,
     sharding: ChooseSharding | None = None,
     dtype: str | ChooseDtype | None = None,
     check_finite: bool = True,
 ) -> LoadedModel:
-    """Reads a model folder, a run directory with a finished model, or a bundled model by name.
+    """Reads the model that a name stands for (`find_model`).
 
     Args:
         make_model: makes the model whose parameters to fill in; the denoiser by default. Only its
@@ -79,7 +83,7 @@ def load_model(
     Raises:
         CheckpointError: nothing there, a damaged file, or other parameters than the model's.
     """
-    folder = find_model(folder_or_name)
+    folder = find_model(name)
     manifest.verify(folder)
     settings = read_config(folder)
     if make_model is None:
@@ -104,13 +108,27 @@ def make_denoiser(settings: config.Config) -> Denoiser:
     return Denoiser(settings.model, rngs=nnx.Rngs(0))
 
 
-def find_model(folder_or_name: pathlib.Path | str) -> pathlib.Path:
-    """Returns the model folder that a path or the name of a bundled model stands for.
+def find_model(
+    name: pathlib.Path | str, *, revision: str | None = None, local_files_only: bool = False
+) -> pathlib.Path:
+    """Returns the model folder that a name stands for: here alone it is decided.
+
+    A name is that of a model folder, of a run directory with a finished model, of a bundled model,
+    or of a model of the hub (`hub.is_id`), which is fetched, or found where it was converted.
+
+    Args:
+        revision, local_files_only: of a hub's model: see `hub.fetch`.
 
     Raises:
-        CheckpointError: there is none.
+        ReleasedError: it is a released PyTorch model.
+        CheckpointError: there is none, or the hub does not give it.
     """
-    folder = pathlib.Path(folder_or_name)
+    folder = pathlib.Path(name)
+    if _is_released(folder):
+        raise ReleasedError(
+            f"{folder} is a PyTorch folder: convert it first, with"
+            f" `sparse-lavida convert {folder} MODEL`, and give the MODEL folder."
+        )
     for candidate in (folder, folder / "model", BUNDLED / folder):
         if stores.holds_params(candidate):
             return candidate
@@ -119,11 +137,40 @@ def find_model(folder_or_name: pathlib.Path | str) -> pathlib.Path:
             f"the run in {folder} has not written its model yet: that happens at its end. Run the"
             " command that started it again; it resumes."
         )
+    if hub.is_id(name):
+        return _fetched(str(name), {"revision": revision, "local_files_only": local_files_only})
     names = ", ".join(bundled_models()) or "none"
     raise CheckpointError(
-        f"there is no model in {folder}. Give a model folder, a run directory, or the name of a"
-        f" bundled model ({names})."
+        f"there is no model in {folder}. Give a model folder, a run directory, the name of a"
+        f" bundled model ({names}), or the id of a model on the hub, org/name."
     )
+
+
+def _is_released(folder: pathlib.Path) -> bool:
+    """Whether a folder holds a PyTorch model, and not a damaged one of ours."""
+    has_tensors = any(folder.glob("*.safetensors*"))
+    return has_tensors and not is_ours(folder) and not (folder / manifest.MANIFEST).exists()
+
+
+def _fetched(name: str, how: dict[str, Any]) -> pathlib.Path:
+    described = hub.fetch(name, only=hub.SETTINGS, **how)
+    if is_ours(described):
+        return hub.fetch(name, **how)
+    converted = converted_place(described)
+    if stores.holds_params(converted):
+        return converted
+    raise ReleasedError(
+        f"the hub's model {name} is none of this project. If it is a released LaViDa-O, it has to"
+        " be converted, which takes twice its size on the disk: once with --convert (in Python"
+        f" convert=True), after which this name will do, or with `sparse-lavida convert {name}"
+        " MODEL` into a MODEL folder."
+    )
+
+
+def converted_place(fetched: pathlib.Path) -> pathlib.Path:
+    """Returns where a hub's released model is converted to, of its folder in the hub's cache."""
+    commit, repository = fetched.name, fetched.parents[1].name
+    return runtime.models_folder() / f"{repository.removeprefix('models--')}-{commit[:12]}"
 
 
 def bundled_models() -> list[str]:

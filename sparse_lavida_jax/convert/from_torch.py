@@ -22,7 +22,7 @@ import safetensors
 from flax import nnx
 
 from sparse_lavida_jax import config, runtime
-from sparse_lavida_jax.checkpoints import arrays, model_folder, stores, tensors
+from sparse_lavida_jax.checkpoints import arrays, hub, model_folder, stores, tensors
 from sparse_lavida_jax.checkpoints.tensors import INDEX, SINGLE
 from sparse_lavida_jax.convert import names
 from sparse_lavida_jax.convert.settings import ConvertError, has_generation_branch, settings_from
@@ -106,30 +106,36 @@ def convert(
     understanding_only: bool = False,
     check_finite: bool = True,
     kind: stores.Format = "safetensors",
+    name: str = "",
     on_progress: Progress | None = None,
 ) -> Converted:
     """Writes the model folder `dst` from the released folder `src`.
 
     Args:
-        src: holds config.json, tokenizer.json and safetensors files, sharded or not.
+        src: holds config.json, tokenizer.json and safetensors files, sharded or not; or the id of
+            such a model on the hub, which is fetched.
         dtype: float32 or bfloat16, of the parameters on disk; by default as they are.
         understanding_only: takes LLaDA, a model without images, too.
         check_finite: whether to refuse tensors that hold a NaN or an infinite number.
         kind: how the parameters are stored.
+        name: what the README says that was converted; by default the folder or the id.
 
     Raises:
         ConvertError: lists everything that is wrong with `src`.
         CheckpointError: a tensor holds what is no number.
         CheckpointError: `dst` holds something else, or the disk is full.
     """
-    src, dst = pathlib.Path(src), pathlib.Path(dst).resolve()
+    dst = pathlib.Path(dst).resolve()
     model_folder.check_replaceable(dst)
+    if hub.is_id(src):
+        name, src = str(src), hub.fetch(str(src))
+    src = pathlib.Path(src)
     released = _look_through(src, understanding_only)
     settings, wanted = _match(released, dtype)
     laid_out = {home: [] for home in ("params", "vq", "unused")}
-    for name in wanted:
-        stored = released.stored[name.official]
-        laid_out[name.home].append(_laid_out(name, stored, dtype, check_finite))
+    for one in wanted:
+        stored = released.stored[one.official]
+        laid_out[one.home].append(_laid_out(one, stored, dtype, check_finite))
     converted = [tensor for found in laid_out.values() for tensor in found]
     total, done = sum(tensor.nbytes for tensor in converted), 0
     dtypes = sorted({str(tensors.DTYPES[tensor.dtype]) for tensor in converted})
@@ -158,10 +164,31 @@ def convert(
             tensors.write(new / UNUSED, laid_out["unused"])
         _copy_small_files(released, new)
         (new / "README.md").write_text(
-            f"# Converted from {src.resolve().name}\n\n{len(converted)} tensors,"
+            f"# Converted from {name or src.resolve().name}\n\n{len(converted)} tensors,"
             f" {num_parameters / 1e9:.3f} B parameters, {', '.join(dtypes)}.\n{_README}"
         )
     return Converted(len(converted), num_parameters, tuple(dtypes))
+
+
+def convert_from_hub(
+    name: pathlib.Path | str, *, revision: str | None = None, local_files_only: bool = False
+) -> None:
+    """Makes a released model of the hub one that `model_folder.find_model` finds by its id.
+
+    Nothing is done where it was converted before, or needs no converting.
+
+    Raises:
+        ConvertError: lists everything that is wrong with it.
+        CheckpointError: there is no such model, it is a folder here, or the disk is full.
+    """
+    how: Any = {"revision": revision, "local_files_only": local_files_only}
+    try:
+        model_folder.find_model(name, **how)
+    except model_folder.ReleasedError:
+        if not hub.is_id(name):
+            raise
+        fetched = hub.fetch(str(name), **how)
+        convert(fetched, model_folder.converted_place(fetched), name=str(name))
 
 
 def _laid_out(

@@ -92,12 +92,17 @@ class Batches(abc.ABC):
         shape = self.shape_of(group)
         for attempt in range(again * MOST_ATTEMPTS, (again + 1) * MOST_ATTEMPTS):
             row = self.made(group, number, attempt)
-            if shape.example.holds(row.length) and _num_views(row) <= shape.views:
+            if self.fits(row, shape):
                 return row
         raise self.error(
             f"{MOST_ATTEMPTS} {self.called} of group {group} are too long for it ({shape}):"
             f" {self.remedy}"
         )
+
+    @staticmethod
+    def fits(row: Row, shape: GroupShape) -> bool:
+        """Returns whether a row may be one of a batch of this shape."""
+        return shape.example.holds(row.length) and _num_views(row) <= shape.views
 
     def shape_of(self, group: str) -> GroupShape:
         """Returns the shape of a group: its longest probed row, rounded up; views likewise."""

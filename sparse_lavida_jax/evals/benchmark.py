@@ -24,7 +24,8 @@ from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sampling.options import changed
 
 MACHINERY = (
-    "benchmark", "circumstances", "exact", "files", "lmms", "nearest", "report", "run", "scorers",
+    "benchmark", "circumstances", "exact", "files", "held_out", "lmms", "nearest", "report", "run",
+    "scorers",
 )  # fmt: skip
 EXPORT, JUDGED = "export", "judged"  # folders: what scorers read, and what they leave
 # One token a step at temperature 0, as the base model was evaluated (spec Sec. 6).

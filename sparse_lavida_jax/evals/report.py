@@ -15,9 +15,9 @@ from PIL import Image, ImageDraw, ImageFont
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import image_files, markdown
-from sparse_lavida_jax.evals import exact, nearest, scorers
+from sparse_lavida_jax.evals import exact, held_out, nearest, scorers
 from sparse_lavida_jax.inference.engine import tokens_passed
-from sparse_lavida_jax.mixture.records import Record
+from sparse_lavida_jax.mixture.batches import MixtureBatches
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.scenes import digits, grammar, tasks, world
 from sparse_lavida_jax.training import metrics
@@ -124,15 +124,15 @@ def write(
     *,
     step: int,
     seconds: float,
-    records: Sequence[Record] = (),
+    data: MixtureBatches | None = None,
 ) -> pathlib.Path:
     """Writes `report.md`: curve, exact scores, examples and measured speed of a finished run.
 
-    With prepared data it has the losses, the newest sheet of images, and samples next to training
-    images: no program here can judge what they show.
+    With prepared data it has the losses, also of records that were held back, the newest sheet of
+    images, and samples next to training images: no program here can judge what they show.
 
     Args:
-        records: of prepared data: images with captions that it was trained on.
+        data: the prepared data that it was trained on; None for the small world.
     """
     settings, log = pipe.settings, folder / "metrics.jsonl"
     parameters = sum(leaf.size for leaf in jax.tree.leaves(pipe.model))
@@ -141,8 +141,12 @@ def write(
         f"{parameters / 1e6:.2f} M parameters, {step} steps in {seconds / 60:.1f} minutes on"
         f" {jax.devices()[0].device_kind}, seed {settings.seed}.",
     ]
-    if settings.data.source == "prepared":
-        parts += ["## While it trained", _losses(log), *_newest_sheet(folder)]
+    if data is not None:
+        parts += ["## While it trained", _losses(log)]
+        if settings.data.held_out:
+            parts += ["## Held back", held_out.compare(pipe.model, data)]
+        parts += _newest_sheet(folder)
+        records = [] if pipe.codec is None else data.captioned(nearest.MOST_RECORDS)
         if records:
             said, shown = nearest.compare(pipe, records, settings.train.eval_prompts)
             _save(sheet([Tile(*one) for one in shown]), folder / "images/nearest.png")

@@ -7,18 +7,22 @@ depends on (seed, epoch, number of the record in its group) and nothing else: of
 process makes its own rows.
 """
 
+import functools
 import itertools
 import pathlib
 import zlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grain
 import numpy as np
+from jaxtyping import Int
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.batch import Row, make_row
 from sparse_lavida_jax.data.batches import Batches
 from sparse_lavida_jax.data.files import read_json
+from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
 from sparse_lavida_jax.lavida_o.objective import SequenceRow
 from sparse_lavida_jax.mixture import prepare
@@ -26,6 +30,9 @@ from sparse_lavida_jax.mixture.examples import Mixer
 from sparse_lavida_jax.mixture.records import Record, RecordError, ShardedRecords
 
 PROBED = 256  # records of a group whose lengths decide its static shape
+FEWEST = 100  # records of a group of which some are held back: fewer are all needed to learn from
+MOST_HELD = 256  # records of a group that are held back
+MEASURED = 2**32  # the epoch of rows whose loss is measured: training never gets so far
 
 
 class MixtureBatches(Batches):
@@ -36,6 +43,11 @@ class MixtureBatches(Batches):
         settings: the whole configuration.
         tokenizer: the one that lies next to the model.
         share: which process this is, of how many; see `Batches`.
+
+    Attributes:
+        held: of each group, the numbers of the records that training never takes.
+        taken: of each group, the numbers of all others.
+        orders: of each group, the numbers of its rows' records, epoch after epoch.
 
     Raises:
         RecordError: the folder is not whole.
@@ -65,24 +77,29 @@ class MixtureBatches(Batches):
                 f"{folder} has no records of {', '.join(empty)}: every row was bad or left out."
                 f" {folder / prepare.READABLE} says why."
             )
-        self.orders = {
-            group: grain.MapDataset.range(len(found)).shuffle(_seed(settings.seed, group)).repeat()
-            for group, found in self.records.items()
-        }
+        self.held: dict[str, list[int]] = {}
+        self.taken: dict[str, grain.MapDataset] = {}
+        self.orders: dict[str, grain.MapDataset] = {}
+        for group, found in self.records.items():
+            seed = _seed(settings.seed, group)
+            held = _held(len(found), settings.data.held_out, seed)
+            numbers = grain.MapDataset.range(len(found) - len(held))
+            self.held[group] = held.tolist()
+            self.taken[group] = numbers.map(functools.partial(_past, held - np.arange(len(held))))
+            self.orders[group] = self.taken[group].shuffle(seed).repeat()
         weights = np.array([index["weights"][group] for group in self.records])
         shares = dict(zip(self.records, (weights / weights.sum()).tolist(), strict=True))
         factors = {group: index["batch_sizes"][group] for group in self.records}
         super().__init__(settings, factors, shares, **share)
 
     def captioned(self, count: int) -> list[Record]:
-        """Returns the first records of images with captions."""
-        found = (
-            record
-            for records in self.records.values()
-            for record in map(records.__getitem__, range(min(len(records), count)))
-            if record.kind == "text_to_image"
-        )
-        return list(itertools.islice(found, count))
+        """Returns the first records of images with captions that are trained on."""
+        found: list[Record] = []
+        for group, records in self.records.items():
+            numbers = (i for i in range(len(records)) if i not in self.held[group])
+            first = map(records.__getitem__, itertools.islice(numbers, count))
+            found += (record for record in first if record.kind == "text_to_image")
+        return found[:count]
 
     def prompts(self, count: int) -> list[str]:
         """Returns captions of images to draw, of the first records that have one."""
@@ -98,10 +115,31 @@ class MixtureBatches(Batches):
 
         In place of a record that is too long another is taken, chosen by the same numbers.
         """
-        found, index = self.records[group], self.orders[group][number]
+        taken, index = self.taken[group], self.orders[group][number]
         assert index is not None
-        rng = self._generator(group, number // len(found), index, attempt)
-        return self.row_of(found[int(rng.integers(len(found))) if attempt else index], rng)
+        rng = self._generator(group, number // len(taken), index, attempt)
+        if attempt:
+            index = taken[int(rng.integers(len(taken)))]
+        return self.row_of(self.records[group][index], rng)
+
+    def measured(self, group: str, numbers: Sequence[int]) -> Iterator[Corrupted]:
+        """Yields batches of the records of these numbers, to measure a loss on.
+
+        The last one is filled up with the first records, masked differently. Records that are too
+        long are left out.
+        """
+        share, shape = self.sizes[group] // self.process_count, self.shape_of(group)
+        rows: list[Row] = []
+        for place in range(-(-len(numbers) // share) * share):
+            index = numbers[place % len(numbers)]
+            rng = self._generator(group, MEASURED, index, place)
+            row = self.row_of(self.records[group][index], rng)
+            if self.fits(row, shape):
+                rows.append(row)
+        for start in range(0, len(rows) - share + 1, share):
+            batch = rows[start].batch(rows[start : start + share], shape, self.settings)
+            if batch is not None:
+                yield batch
 
     def row_of(self, record: Record, rng: np.random.Generator) -> Row:
         """Returns the row of a record.
@@ -172,6 +210,21 @@ def records_of(folder: pathlib.Path, index: dict[str, Any]) -> dict[str, Sharded
         files = shards.setdefault(dataset["group"], [])
         files += [(folder / f["file"], f["records"], f["bytes"]) for f in dataset["shards"]]
     return {group: ShardedRecords(files) for group, files in shards.items()}
+
+
+def _held(count: int, share: float, seed: int) -> Int[np.ndarray, " h"]:
+    """Returns which of so many records are held back, in rising order."""
+    number = min(int(share * count), MOST_HELD) if count >= FEWEST else 0
+    return np.sort(np.random.default_rng(seed).choice(count, number, replace=False))
+
+
+def _past(before: Int[np.ndarray, " h"], index: int) -> int:
+    """Returns the number of the record that is number `index` of those not held back.
+
+    Args:
+        before: how many such records come before each one that is held back.
+    """
+    return index + int(np.searchsorted(before, index, side="right"))
 
 
 def _seed(seed: int, group: str) -> int:

@@ -9,7 +9,6 @@ from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.data.batches import Batches
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
 from sparse_lavida_jax.mixture.batches import MixtureBatches
-from sparse_lavida_jax.mixture.records import Record
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.vq import ImageCodec, ImageEncoder
 from sparse_lavida_jax.pipeline import LANGUAGES, SparseLaViDa
@@ -44,11 +43,10 @@ class TrainingData:
     prompts: tuple[str, ...]
     base_readme: str
 
-    def captioned(self, count: int) -> list[Record]:
-        """Returns records of images with captions that can be drawn; none of the small world."""
-        held = self.batches
-        is_drawn = isinstance(held, MixtureBatches) and self.codec is not None
-        return held.captioned(count) if is_drawn else []
+    @property
+    def prepared(self) -> MixtureBatches | None:
+        """The batches of a prepared folder; None where the small world is trained on."""
+        return self.batches if isinstance(self.batches, MixtureBatches) else None
 
     def pipe(self, model: Denoiser) -> SparseLaViDa:
         """Returns a model as it is sampled from."""

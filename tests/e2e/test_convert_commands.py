@@ -92,7 +92,7 @@ def converting(tmp_path, folder):
 
 
 def test_folders_that_were_not_given(complaint):
-    told = "--mode=convert needs --src=FOLDER, the released PyTorch folder."
+    told = "--mode=convert needs --src=FOLDER, the released PyTorch folder, or its id on the hub."
     assert told in complaint("--mode=convert")
     assert "--mode=export needs --dst=FOLDER" in complaint("--mode=export", "--src=x")
     assert "--mode=verify needs --src=FOLDER" in complaint("--mode=verify")

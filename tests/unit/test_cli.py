@@ -36,7 +36,7 @@ def asked(monkeypatch, tmp_path):
     class Pipeline(SparseLaViDa):
         settings = config.Config()
 
-        def __init__(self, name, batch_size):
+        def __init__(self, name, batch_size, **_):
             calls.append(("load", name, batch_size))
 
         def requests(self, task, words=None, shown=None, **options):

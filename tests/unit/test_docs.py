@@ -36,7 +36,7 @@ QUOTED = (
     "(compiling, once for each size)",
     "will draw badly: fine-tune it first",
     "has not written its model yet: that happens at its end.",
-    "Give a model folder, a run directory, or the name of a",
+    "Give a model folder, a run directory, the name of a",
     "is no image that can be read: neither",
     "it was drawn by another checkpoint:",
     "another program has it: choose another with --port, or 0 for any",

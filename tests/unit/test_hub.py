@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch_folder
 
-from sparse_lavida_jax.checkpoints import hub, model_folder
+from sparse_lavida_jax import main
+from sparse_lavida_jax.checkpoints import cards, hub, model_folder
 from sparse_lavida_jax.convert import from_torch, stand_in
 from sparse_lavida_jax.inference.results import Origin
 from sparse_lavida_jax.pipeline import SparseLaViDa
@@ -100,7 +101,7 @@ def test_a_model_is_fetched_by_its_id_and_then_found_without_the_hub(serve, fold
     for path in filter(pathlib.Path.is_file, folder.rglob("*")):
         assert (fetched / path.relative_to(folder)).read_bytes() == path.read_bytes()
     pipe = SparseLaViDa.from_pretrained("me/model", revision=COMMIT)
-    assert pipe.source.name == "me/model"
+    assert pipe.source.name == f"me/model@{COMMIT}"
     serve("me/model", "RepoNotFound")
     again = SparseLaViDa.from_pretrained("me/model", local_files_only=True)
     ours, theirs = again.model.final_norm.weight[...], pipe.model.final_norm.weight[...]
@@ -131,7 +132,7 @@ def test_what_the_hub_refuses_is_a_sentence(serve, answer, told):
 def test_a_revision_that_is_not_there(serve, folder):
     serve("me/model", folder)
     with pytest.raises(model_folder.CheckpointError, match="has no such revision"):
-        hub.fetch("me/model", revision="other")
+        hub.fetch("me/model@other")
 
 
 def test_what_is_not_in_the_cache_is_not_asked_for(serve, folder):
@@ -142,8 +143,50 @@ def test_what_is_not_in_the_cache_is_not_asked_for(serve, folder):
 
 def test_a_released_model_says_that_it_must_be_converted(serve, tmp_path):
     serve("them/LaViDa-O", torch_folder.write(tmp_path / "released"))
-    with pytest.raises(model_folder.CheckpointError, match="sparse-lavida convert LaViDa-O MODEL"):
+    told = r"once with --convert .* `sparse-lavida convert them/LaViDa-O MODEL`"
+    with pytest.raises(model_folder.ReleasedError, match=told):
         SparseLaViDa.from_pretrained("them/LaViDa-O")
+
+
+def test_a_released_model_is_converted_once_and_then_found_by_its_id(
+    serve, folder, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    stand_in.write(tmp_path / "released", stand_in.tiny_settings())
+    serve("them/LaViDa-O", tmp_path / "released")
+    pipe = SparseLaViDa.from_pretrained("them/LaViDa-O", convert=True)
+    ours = model_folder.load_model(folder).model.final_norm.weight[...]
+    np.testing.assert_array_equal(pipe.model.final_norm.weight[...], ours)
+    place = model_folder.find_model("them/LaViDa-O")
+    assert place == tmp_path / f"cache/sparse-lavida-jax-models/them--LaViDa-O-{COMMIT[:12]}"
+    assert "# Converted from them/LaViDa-O\n" in (place / "README.md").read_text()
+    (tmp_path / "released" / "model-00000.safetensors").unlink()
+    from_torch.convert_from_hub("them/LaViDa-O")  # nothing is left to do
+    assert main.main(["main", "--mode=verify", "--src=them/LaViDa-O"]) == 0
+
+
+def test_a_released_model_is_converted_into_a_folder_by_its_id(serve, folder, tmp_path):
+    stand_in.write(tmp_path / "released", stand_in.tiny_settings())
+    serve("them/LaViDa-O", tmp_path / "released")
+    words = ["--mode=convert", "--src=them/LaViDa-O@main", "--dst=model"]
+    assert main.main(["main", *words]) == 0
+    digests = (each / "TENSORS.sha256" for each in (tmp_path / "model", folder))
+    assert len({each.read_text() for each in digests}) == 1
+    # What needs no converting is left as it is; a folder here is converted by name.
+    from_torch.convert_from_hub(folder)
+    with pytest.raises(model_folder.ReleasedError, match="is a PyTorch folder"):
+        from_torch.convert_from_hub(tmp_path / "released")
+
+
+def test_an_id_stands_for_a_model_in_every_mode(serve, folder, capsys):
+    serve("me/model", folder)
+    words = ["--mode=export", "--src=me/model", "--dst=copy", "--format=orbax"]
+    assert main.main(["main", *words]) == 0
+    assert model_folder.find_model("copy").name == "copy"
+    _, settings = main.parse(["main", "--mode=evaluate", "--checkpoint=me/model@main"])
+    assert settings.name == "eval_lavida-o"
+    assert main.main(["main", "--mode=verify", "--src=me/nothing"]) == 2
+    assert "neither a folder me/nothing here nor a model" in capsys.readouterr().err
 
 
 def test_a_path_of_a_folder_that_is_here_is_no_id(tmp_path, monkeypatch):
@@ -153,6 +196,7 @@ def test_a_path_of_a_folder_that_is_here_is_no_id(tmp_path, monkeypatch):
     assert not hub.is_id("scenes")
     assert not hub.is_id("/runs/mine")
     assert hub.is_id("me/model")
+    assert hub.is_id("me/model@v1.0")
 
 
 def test_a_loaded_model_is_saved_and_pushed_with_a_card(folder, tmp_path, monkeypatch):
@@ -179,7 +223,7 @@ def test_a_loaded_model_is_saved_and_pushed_with_a_card(folder, tmp_path, monkey
     assert card.startswith("---\nlibrary_name: sparse-lavida-jax\npipeline_tag: any-to-any\n")
     assert "license: other\n" in card
     assert 'from_pretrained("me/mine")' in card
-    assert hub.card(tmp_path / "pushed", "me/mine") == card
+    assert cards.card(tmp_path / "pushed", "me/mine") == card
     pipe.source = Origin()
     with pytest.raises(model_folder.CheckpointError, match="no folder of this very model"):
         pipe.save_pretrained(tmp_path / "other")

@@ -126,7 +126,7 @@ def test_a_config_file_with_a_mistake_names_it(folder, capsys):
 def test_sampling_without_a_model_lists_the_bundled_ones(folder, capsys, monkeypatch):
     (folder / "models" / "scenes" / "params").mkdir(parents=True)
     monkeypatch.setattr(model_folder, "BUNDLED", folder / "models")
-    assert "bundled model (scenes)" in complaint(capsys, "--mode=sample", "--prompt=x")
+    assert "Bundled are: scenes" in complaint(capsys, "--mode=sample", "--prompt=x")
     message = complaint(capsys, "--mode=sample", "--checkpoint=nowhere", "--prompt=x")
     assert "there is no model in nowhere" in message
 
@@ -233,7 +233,7 @@ def test_sampling_writes_an_image_with_the_settings_of_the_checkpoint(folder, mo
     asked = []
 
     class Pipeline(SparseLaViDa):
-        def __init__(self, name, batch_size):
+        def __init__(self, name, batch_size, **_):
             asked.append(name)
 
         def requests(self, task, words, shown=None, **options):

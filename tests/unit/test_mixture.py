@@ -17,6 +17,8 @@ import tiny
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.batch import RowShape
+from sparse_lavida_jax.evals import held_out
+from sparse_lavida_jax.mixture import batches as mixture_batches
 from sparse_lavida_jax.mixture.batches import MixtureBatches
 from sparse_lavida_jax.mixture.records import RecordError
 from sparse_lavida_jax.training import step as training_step
@@ -211,6 +213,65 @@ def test_what_is_too_long_gives_way_to_another_record(folder, tokenizer):
     mixed.shapes["understand"] = dataclasses.replace(whole, example=RowShape(8, 0))
     with pytest.raises(RecordError, match="64 records of group understand are too long"):
         mixed.row("understand", 0)
+
+
+# --- records that are held back ----------------------------------------------------------------
+
+
+@pytest.fixture
+def with_held(folder, tokenizer, monkeypatch):
+    """A quarter of the groups of at least ten records is held back: 4, 3 and none."""
+    monkeypatch.setattr(mixture_batches, "FEWEST", 10)
+    return batches(folder, tokenizer, data={"held_out": 0.25, "prompt_drop": 0.0})
+
+
+def test_what_is_held_back_is_never_trained_on(with_held, monkeypatch):
+    assert {group: len(held) for group, held in with_held.held.items()} == {
+        "draw": 4, "understand": 3, "change": 0,
+    }  # fmt: skip
+    for group, found in with_held.records.items():
+        held, taken = with_held.held[group], with_held.orders[group]
+        size = len(found) - len(held)
+        for epoch in range(2):
+            drawn = [int(taken[epoch * size + i]) for i in range(size)]
+            assert sorted([*drawn, *held]) == [*range(len(found))]
+    used, row_of = [], with_held.row_of
+    monkeypatch.setattr(
+        with_held, "row_of", lambda record, rng: used.append(record.name) or row_of(record, rng)
+    )
+    for attempt in range(20):  # in place of what is too long
+        with_held.made("draw", 0, attempt)
+    records = with_held.records["draw"]
+    assert len({*used}) > 5 and not {*used} & {records[i].name for i in with_held.held["draw"]}
+    captioned = {one.name for one in with_held.captioned(100)}
+    assert captioned and not captioned & {records[i].name for i in with_held.held["draw"]}
+
+
+def test_a_loss_is_measured_on_whole_batches(with_held, monkeypatch):
+    made = list(with_held.measured("understand", with_held.held["understand"]))
+    assert [len(batch.understanding.tokens) for batch in made] == [4]
+    again = list(with_held.measured("understand", with_held.held["understand"]))
+    assert rows_of(made[0]) == rows_of(again[0])
+    assert not list(with_held.measured("understand", []))
+
+    seen = []
+    monkeypatch.setattr(
+        held_out,
+        "_loss",
+        lambda model, batch, chunk: seen.append(batch) or (0, {"image_nll": len(seen)}),
+    )
+    said = held_out.compare(tiny.denoiser(with_held.settings.model), with_held)
+    assert "never took: 4 of 17 (draw), 3 of 12 (understand)" in said
+    assert "| draw | held back | 4 |  | 1.0000 |" in said
+    assert "| draw | learned from | 4 |  | 2.0000 |" in said
+    assert len(seen) == 4
+
+
+def test_nothing_is_held_back_of_few_records(folder, tokenizer):
+    mixed = batches(folder, tokenizer, data={"held_out": 0.25})
+    assert not any(mixed.held.values())
+    said = held_out.compare(tiny.denoiser(mixed.settings.model), mixed)
+    assert said == "No record was held back: that takes 100 of a group."
 
 
 # --- mistakes ----------------------------------------------------------------------------------

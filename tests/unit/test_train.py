@@ -446,8 +446,8 @@ def loop(monkeypatch, tmp_path):
         ours.images.append(path.name)
         return {"draw": 0.25}
 
-    def write(pipe, folder, *, step, seconds, records):
-        assert records == []  # of scenes: a program makes them, nothing can be memorised
+    def write(pipe, folder, *, step, seconds, data):
+        assert data is None  # of scenes: a program makes them, nothing can be memorised
         ours.written.append(step)
         return folder / "report.md"
 

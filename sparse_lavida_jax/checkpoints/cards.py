@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The README of a model folder: what the hub reads of it, and how to use it."""
+
+import pathlib
+import re
+import tempfile
+
+from sparse_lavida_jax.checkpoints import hub, model_folder
+
+_FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n+", re.DOTALL)
+
+
+def push(folder: pathlib.Path | str, name: str, *, private: bool = False) -> str:
+    """Copies a model folder, with a card as its README, to the hub; returns its address there.
+
+    Raises:
+        CheckpointError: the folder is damaged, the library is not installed, or the hub refuses.
+    """
+    folder = model_folder.find_model(folder)
+    with tempfile.TemporaryDirectory() as scratch:
+        new = pathlib.Path(scratch) / "model"
+        model_folder.copy(folder, new, readme=card(folder, name))
+        return hub.push(new, name, private=private)
+
+
+def card(folder: pathlib.Path, name: str) -> str:
+    """Returns the README of a model folder with what the hub reads of it, and how to use it."""
+    path, base = folder / "README.md", model_folder.read_config(folder).train.init_from
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    said = _FRONT_MATTER.sub("", text).partition("\n## Use\n")[0]  # without an older card
+    is_free = "non-commercial" not in said and not (folder / "official").is_dir()
+    lines = [
+        "library_name: sparse-lavida-jax",
+        "pipeline_tag: any-to-any",
+        f"license: {'apache-2.0' if is_free else 'other'}",
+        *([f"base_model: {base}"] if hub.is_id(base) else []),
+        "tags: [jax, masked-diffusion, sparse-lavida, text-to-image, image-editing]",
+    ]
+    front = "\n".join(lines)
+    return f"""---
+{front}
+---
+
+{said.strip() or f"# {name}"}
+
+## Use
+
+```python
+from sparse_lavida_jax import SparseLaViDa
+
+pipe = SparseLaViDa.from_pretrained("{name}")
+pipe.generate("a red circle above a blue square", seed=0).image.save("image.png")
+```
+"""

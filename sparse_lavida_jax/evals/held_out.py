@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loss on records that training never took, next to that on as many that it learned from."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from sparse_lavida_jax.data import markdown
+from sparse_lavida_jax.mixture.batches import FEWEST, MixtureBatches
+from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.training import step
+
+NAMES = ("text_nll", "image_nll")  # of what is logged
+_loss = jax.jit(step.loss, static_argnames="chunk")
+
+
+def compare(model: Denoiser, data: MixtureBatches) -> str:
+    """Returns a sentence or two and a table: the mean losses of both, group by group."""
+    held = {group: numbers for group, numbers in data.held.items() if numbers}
+    if not held:
+        return f"No record was held back: that takes {FEWEST} of a group."
+    counts = ", ".join(
+        f"{len(numbers)} of {len(data.records[group])} ({group})" for group, numbers in held.items()
+    )
+    lines = []
+    for group, numbers in held.items():
+        taken = data.taken[group]
+        learned = [taken[i] for i in range(min(len(numbers), len(taken)))]
+        for called, which in (("held back", numbers), ("learned from", learned)):
+            found = losses(model, data, group, which)
+            means = (f"{found[name]:.4f}" if name in found else "" for name in NAMES)
+            lines.append((group, called, len(which), *means))
+    return (
+        f"Records that training never took: {counts}. Next to them as many that it learned from:"
+        " the further the losses are apart, the more is remembered.\n\n"
+    ) + markdown.table(("group", "records", "number", *NAMES), lines)
+
+
+def losses(
+    model: Denoiser, data: MixtureBatches, group: str, numbers: Sequence[int]
+) -> dict[str, float]:
+    """Returns the mean loss of a token and of a code over the records of these numbers."""
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    for batch in data.measured(group, numbers):
+        _, logged = _loss(model, batch, chunk=data.settings.train.loss_chunk)
+        for name, value in logged.items():
+            found[name].append(float(value))
+    return {name: float(np.mean(values)) for name, values in found.items()}
