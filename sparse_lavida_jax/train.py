@@ -12,7 +12,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from sparse_lavida_jax import config, runtime
-from sparse_lavida_jax.checkpoints import adapters, model_folder
+from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.convert import adapters
 from sparse_lavida_jax.data.feed import Feed
 from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.evals import report

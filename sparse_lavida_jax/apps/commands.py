@@ -6,7 +6,7 @@ import contextlib
 import json
 import pathlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -63,13 +63,20 @@ def run(name: str, asked: argparse.Namespace) -> int:
 
 
 def sample(
-    task: str, words: str, image: str, out: pathlib.Path, checkpoint: str, **more: Any
+    task: str,
+    words: str,
+    image: str,
+    out: pathlib.Path,
+    checkpoint: str,
+    *,
+    adapters: str = "",
+    **more: Any,
 ) -> None:
     """Does a task for one prompt: `--mode=sample` of `main`."""
     shown = shown_images(image or None)
     if TASKS[task].draws:
         image_files.check_writable(out)
-    pipe = SparseLaViDa.from_pretrained(checkpoint, batch_size=1)
+    pipe = SparseLaViDa.from_pretrained(checkpoint, batch_size=1, adapters=adapters)
     result = pipe.run(pipe.requests(task, words, shown or None, **more))
     _print(result, _save(result, out))
 
@@ -206,12 +213,15 @@ def _entry(where: str, line: str) -> dict[str, Any]:
     return entry
 
 
-def _load(asked: argparse.Namespace, recorded: str | None = None) -> SparseLaViDa:
+def _load(asked: argparse.Namespace, recorded: Mapping[str, str] | None = None) -> SparseLaViDa:
+    """Returns the model that is asked for, or the one that a record names."""
     if not 1 <= asked.batch_size <= MOST_ROWS:
         raise UsageError(f"--batch-size={asked.batch_size} is out of range: 1 to {MOST_ROWS}.")
     runtime.keep_programs()
-    name = asked.checkpoint or recorded or DEFAULT_MODEL
-    how = {"batch_size": asked.batch_size, "convert": asked.convert}
+    recorded = recorded or {}
+    name = asked.checkpoint or recorded.get("name") or DEFAULT_MODEL
+    adapters = asked.adapters or recorded.get("adapters") or ""
+    how = {"batch_size": asked.batch_size, "convert": asked.convert, "adapters": adapters}
     return SparseLaViDa.from_pretrained(name, **how)
 
 
@@ -240,7 +250,7 @@ def _replay(asked: argparse.Namespace) -> None:
     record = image_files.read_record(asked.replay)
     image_files.check_writable(asked.out)
     records.check(record)
-    pipe = _load(asked, record["checkpoint"].get("name"))
+    pipe = _load(asked, record["checkpoint"])
     here = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
     if record.get("software") != here:
         say(

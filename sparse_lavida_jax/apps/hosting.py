@@ -50,7 +50,7 @@ def run(name: str, asked: argparse.Namespace) -> int:
         runtime.keep_programs()
         model = asked.checkpoint or DEFAULT_MODEL
         how = {"batch_size": asked.batch_size, "convert": asked.convert}
-        pipe = SparseLaViDa.from_pretrained(model, **how)
+        pipe = SparseLaViDa.from_pretrained(model, adapters=asked.adapters or "", **how)
         limits = Limits(
             waiting=asked.max_waiting,
             longest_wait=asked.longest_wait,

@@ -26,11 +26,14 @@ class Origin:
 
     Attributes:
         name: the folder or bundled name it was loaded from; "" for a model made in memory.
-        sha256: of the manifest of its folder, which holds the digests of all its files.
+        sha256: of the manifest of its folder, which holds the digests of all its files; with
+            adapters, of theirs too.
+        adapters: that were added, with their weights, as `--adapters` takes them.
     """
 
     name: str = ""
     sha256: str = ""
+    adapters: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
