@@ -175,7 +175,8 @@ def _encoded(result: Result, asked: ImageBody, model: str) -> list[str]:
     found = []
     for pixels, record in itertools.zip_longest(result.pixels, result.records):
         if record is not None:
-            record = record | {"checkpoint": record["checkpoint"] | {"name": model}}
+            own = record["checkpoint"] | {"name": model, "adapters": ""}
+            record = record | {"checkpoint": own}
         found.append(_file(pixels, record, asked))
     return found
 
