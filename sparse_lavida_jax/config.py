@@ -29,13 +29,11 @@ from sparse_lavida_jax.schema import (
     PositiveFloat,
     PositiveShare,
     Scale,
-    ScaleOrAuto,
     Section,
     Share,
     Size,
     Sizes,
     UpTo1024,
-    UpTo1024OrAuto,
     Weights,
     at_least,
 )
@@ -446,7 +444,7 @@ class Sampling(Section):
     top_k: Count = 0  # image codes that may be drawn, the most probable ones; 0: all
     top_p: PositiveShare = 1.0  # the fewest image codes that hold this probability; 1: all
     guidance: Scale = 0.0  # 0: one row; g: (1+g) cond - g uncond
-    guidance_edit: ScaleOrAuto = -1.0  # of edits, in place of `guidance`; -1: the same
+    guidance_edit: schema.ScaleOrAuto = -1.0  # of edits, in place of `guidance`; -1: the same
     guidance_image: Scale = 0.0  # edits: weight of the second row
     guidance_schedule: Decay = "constant"
     guidance_end: Share = 1.0  # both guidance scales fall to this share
@@ -459,10 +457,10 @@ class Sampling(Section):
     edit_guidance: Literal["source", "source_only", "no_source", "no_image", "no_text"] = "source"
     # Registers passed; -1: as many as trained. In images they may fall by halves, step by step, to
     # `registers_end`: many stand in for much, few for little. -1: they do not fall.
-    registers: UpTo1024OrAuto = -1
-    registers_end: UpTo1024OrAuto = -1
+    registers: schema.UpTo1024OrAuto = -1
+    registers_end: schema.UpTo1024OrAuto = -1
     text_temperature: Scale = 0.0
-    layout_temperature: ScaleOrAuto = -1.0  # of layouts, not of edits'; -1: text_temperature
+    layout_temperature: schema.ScaleOrAuto = -1.0  # of layouts, not of edits'; -1: text_temperature
     # Tokens of a text block; a shorter text is one block. 0: as trained, `data.text_block_len`.
     text_block_len: Count = 0
     layout_block_len: Count = 0  # of layouts and verdicts; 0: as of other texts

@@ -161,11 +161,17 @@ class ChatPrompts(PromptLanguage):
             parts = self._words(chat.plan_edit, prompt, seen[0].part, ANSWER_TOKENS)
         return self._example(prompt, parts, seen)
 
-    def ask(self, question: str, shown: Sequence[Pixels], tokens: int) -> Example:
+    def ask(
+        self,
+        question: str,
+        shown: Sequence[Pixels],
+        tokens: int,
+        earlier: Sequence[tuple[str, str]] = (),
+    ) -> Example:
         tokens = -(-tokens // self.text_block_len) * self.text_block_len
         several = len(shown) > 1
         seen = [images.see(image, self.model.vision, whole=several) for image in shown]
-        parts = self._words(chat.ask, question, [s.part for s in seen], tokens)
+        parts = self._words(chat.ask, question, [s.part for s in seen], tokens, earlier)
         return self._example(question, parts, seen)
 
     def judge(self, prompt: str, image: Pixels) -> Example:
