@@ -258,15 +258,13 @@ class Data(Section):
     workers: Count = 0  # processes that make batches, for accelerators; 0: one thread
     packing: Positive = 1  # examples that share a row, each a segment that sees itself alone
     length_buckets: Positive = 1  # static lengths of the batches of a group, a program each
-    # Of prepared records (`mixture/batches.py`): tokens of the longest sequence with images;
-    # the loss weight of the codes in the boxes of an edit (the mean over the masked codes of an
-    # image is 1): 1 as released, 5 where the release switches it on (spec Sec. 9.3).
-    max_sequence_len: Size = 8192
-    # Whether prompts of images tell sizes and measures of them, as released (spec Sec. 5.4).
-    micro_condition: bool = True
+    max_sequence_len: Size = 8192  # of prepared records, as all that follows: tokens, with images
+    micro_condition: bool = True  # prompts tell sizes and measures of images (spec Sec. 5.4)
+    # Loss weight of the codes in the boxes of an edit (the mean over the masked codes of an image
+    # is 1): 1 as released, 5 where the release switches it on (spec Sec. 9.3).
     edit_area_weight: Annotated[float, at_least(1)] = 1.0
-    # Of a group of at least 100 records, held back: the report has their loss.
-    held_out: Share = 0.0
+    held_out: Share = 0.0  # of a group of 100 or more, kept from training for the report's loss
+    kinds: tuple[str, ...] = ()  # all that a model from scratch learned from; (): a LaViDa-O
 
     def _rules(self):
         whole = self.max_answer_len % self.text_block_len == 0

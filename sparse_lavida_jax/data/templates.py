@@ -165,6 +165,10 @@ class PromptLanguage(Protocol):
         if refusal := self.refusal(task):
             raise RequestError(refusal)
 
+    def unheld(self, words: str) -> list[str]:
+        """Returns the words of a prompt that training never held, where that is known."""
+        return self.tokenizer.unheld(words)
+
     def lays_out(self, task: str) -> bool:
         """Returns whether an image of this task can be laid out in text first."""
         ...
