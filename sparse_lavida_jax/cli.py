@@ -325,6 +325,10 @@ ARGUMENTS = {
     "grace": _argument(
         "--grace", "seconds that running requests have to end when it is stopped", int, 5
     ),
+    "api_key": _argument(
+        "--api-key", "what clients have to send; by default $SPARSE_LAVIDA_API_KEY", metavar="KEY"
+    ),
+    "insecure": _argument("--insecure", "let other machines in without a key", None),
     "warmup": _argument("--warmup", "compile at the start; /ready says when that is done", None),
 }
 
@@ -334,7 +338,7 @@ _CHATTING = "image_steps sampler registers image_temperature quantize seed"
 _DRAWING = "out grid save_steps num_images plan no_plan guidance order vq_dtype"
 _HOSTING = (
     "checkpoint adapters convert host port batch_size longest_wait max_waiting programs only grace"
-    " warmup debug"
+    " api_key insecure warmup debug"
 )
 
 

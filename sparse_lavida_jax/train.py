@@ -238,6 +238,7 @@ class _Loop:
             settings,
             tokenizer_path=source.tokenizer_path,
             vq_folder=None if source.codec is None else source.codec.folder,
+            words=source.words(),
             readme=report.model_card(settings, self.step, self.seconds, source.base_readme),
             dtype=dtype,
         )

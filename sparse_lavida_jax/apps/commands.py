@@ -77,6 +77,7 @@ def sample(
     if TASKS[task].draws:
         image_files.check_writable(out)
     pipe = SparseLaViDa.from_pretrained(checkpoint, batch_size=1, adapters=adapters)
+    _tell_unheld(pipe, words)
     result = pipe.run(pipe.requests(task, words, shown or None, **more))
     _print(result, _save(result, out))
 
@@ -92,6 +93,7 @@ def _task(name: str, asked: argparse.Namespace) -> None:
         image_files.check_writable(film_path, {".gif": "GIF"})
     name, given = _options(name, asked, shown)
     pipe = _load(asked)
+    _tell_unheld(pipe, *(words or ()))
     # Lines of a batch may have numbers of their own; the others go by the command line.
     if common := {key: given[key] for key in NUMBERS if key in own}:
         base, draws = pipe.settings.sampling, TASKS[name].draws
@@ -225,6 +227,15 @@ def _load(asked: argparse.Namespace, recorded: Mapping[str, str] | None = None) 
     return SparseLaViDa.from_pretrained(name, **how)
 
 
+def _tell_unheld(pipe: SparseLaViDa, *words: str) -> None:
+    """Says which words of prompts mean nothing to a model, if it is known."""
+    if unheld := pipe.prompts.unheld(" ".join(words)):
+        say(
+            f"training never held {', '.join(unheld)} (upper and lower case are different words):"
+            " expect nothing of what they mean."
+        )
+
+
 # ---------------------------------------------------------------------------------------------
 # Other commands.
 
@@ -240,6 +251,7 @@ def _chat(asked: argparse.Namespace) -> None:
         for line in sys.stdin:
             task, _, words = line.strip().partition(" ")
             if task:
+                _tell_unheld(pipe, words)
                 result = talk.say(task, words, callback=callback)
                 asked.out.mkdir(parents=True, exist_ok=True)
                 files = _save(result, asked.out / f"{len(talk.turns)}.png")
