@@ -67,6 +67,7 @@ from sparse_lavida_jax.sequence import Kind
 TRIPS = (16, 8, 4, 2, 1)
 
 OWN_DRAWS = Draws()  # not recorded ones
+STEP_FIELDS = dataclasses.fields(StepTokens)
 
 _slot_multiple = functools.cache(slot_multiple)
 
@@ -296,7 +297,8 @@ def sample(
         prompt: the examples laid out; by default that is done here.
         stop_early: for text, leave out segments once every row holds an end-of-text after all that
             is given, with everything before it decoded (never with `settings.released`).
-        callback: called before the first step and after each segment.
+        callback: called before the first step and after each segment, which the host then waits
+            for; without, it starts a segment while the one before runs.
         making: what is made, a key of `state.NOISE`, which gives it noise of its own; `callback` is
             told, too. By default the kind.
         draws: recorded random numbers of every step of the plan.
@@ -313,26 +315,31 @@ def sample(
     total = sum(len(segment.block) for segment in segments)
 
     def tell(steps: int, canvas, decoded_at, blocks: range) -> None:
-        if callback is not None:
-            canvas, decoded_at = np.asarray(canvas), np.asarray(decoded_at)
-            callback(Progress(making, steps, total, canvas, decoded_at, blocks, mask_id))
+        assert callback is not None
+        callback(Progress(making, steps, total, canvas, decoded_at, blocks, mask_id))
 
     mask_id = _mask_id(model.settings, settings.kind)
     canvas, given = _first_canvas(examples, mask_id)
-    tell(0, canvas, np.where(given, GIVEN_BLOCK, NOT_DECODED), range(0))
+    if callback is not None:
+        tell(0, canvas, np.where(given, GIVEN_BLOCK, NOT_DECODED), range(0))
     how = {"settings": settings, "prompt_len": prompt_len, "prompt": prompt, "prefixes": prefixes}
     begun = begin(model, examples, segments, making=making, **how)
     state = begun.state
     if state is None:  # everything is given
         return begun.canvas
-    start = 0
+    start, ended = 0, None
     for segment in segments:
         own = slice(start, start + len(segment.block))
         recorded = None if draws is None else jax.tree.map(lambda x, own=own: x[own], draws)
         state = advance(model, begun, state, segment, draws=recorded, in_trips=in_trips)
         start = own.stop
-        blocks = range(int(segment.block[0]), int(segment.block[-1]) + 1)
-        tell(int(state.passes), state.canvas, state.decoded_at, blocks)
+        if callback is not None:
+            blocks = range(int(segment.block[0]), int(segment.block[-1]) + 1)
+            seen = jax.device_get((state.passes, state.canvas, state.decoded_at))
+            tell(int(seen[0]), *seen[1:], blocks)
+        # While a segment runs the next one is started, and no more: an interrupt is heard early.
+        jax.block_until_ready(ended)
+        ended = jnp.copy(state.passes)  # the next segment is written over the state
         runtime.check_interrupt()
         if stop_early and ends and _has_ended(state, model.settings.end_of_text_id):
             break
@@ -400,7 +407,7 @@ def begin(
     decoded_at = np.where(given, GIVEN_BLOCK, NOT_DECODED).astype(np.int32)
     if prompt is None:
         prompt = prepare(examples, model.settings, settings, prompt_len)
-    on_device, rows = jax.tree.map(jnp.asarray, (prompt, rows))
+    on_device, rows = jax.device_put((prompt, rows))
     begun = model, canvas, decoded_at, rows
     multiple = _slot_multiple(model.settings.attention_implementation or None)
     room = capacity(prompt, segments, settings, multiple)
@@ -454,7 +461,7 @@ def _passed(
     """Passes the parts of a batch, except for what is kept."""
 
     def make(part: PromptPart) -> KVCache:
-        return pass_prompt(model, jax.tree.map(jnp.asarray, part.prompt), kind=kind)
+        return pass_prompt(model, part.prompt, kind=kind)
 
     return tuple(
         prefixes.get(part.prompt, kind, functools.partial(make, part))
@@ -484,14 +491,12 @@ def advance(
     )
     start = 0
     for part in trips(segment) if in_trips and not now.choice.ends_early else [segment]:
-        steps = StepTokens(
-            *(jnp.asarray(getattr(part, f.name)) for f in dataclasses.fields(StepTokens))
-        )
+        steps = StepTokens(*(getattr(part, field.name) for field in STEP_FIELDS))
         own = slice(start, start + len(part.block))
         start = own.stop
         recorded = {}
         if draws is not None:
-            recorded["draws"] = jax.tree.map(lambda x, own=own: jnp.asarray(x[own]), draws)
+            recorded["draws"] = jax.tree.map(lambda x, own=own: x[own], draws)
         with _over_mesh(model):
             state = run_segment(model, state, steps, begun.prompt, settings=now, **recorded)
     return state

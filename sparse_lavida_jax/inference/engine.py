@@ -31,7 +31,7 @@ from sparse_lavida_jax.inference.requests import (
     of_row,
 )
 from sparse_lavida_jax.inference.results import FORMAT, SAMPLER_VERSION, Origin, Result
-from sparse_lavida_jax.models import quantize
+from sparse_lavida_jax.models import parameters, quantize
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.stack import implementation_of
 from sparse_lavida_jax.sample import Callback
@@ -62,7 +62,7 @@ class Decoded:
 
 
 class Engine:
-    """A model, and what is kept between its batches: parameters in 8 bits, shared prefixes.
+    """A model, and what is kept between its batches: its arrays, in 8 bits too, shared prefixes.
 
     Args:
         model: the denoiser.
@@ -75,8 +75,8 @@ class Engine:
         self.model = model
         self.batch_size = batch_size
         self.text_block_len = text_block_len
-        self._quantized: dict[str, Denoiser] = {}
-        self._quantizing = threading.Lock()  # several threads may decode
+        self._models: dict[str, Denoiser] = {}  # by what `quantize` is called
+        self._making = threading.Lock()  # several threads may decode
         self._prefixes = collections.defaultdict(Prefixes, {"": Prefixes()})
 
     def decode(
@@ -143,13 +143,12 @@ class Engine:
         return Decoded(*map(list, columns))
 
     def _model(self, method: str) -> Denoiser:
-        """Returns the model, in 8 bits if asked for; those parameters are kept next to it."""
-        if not method:
-            return self.model
-        with self._quantizing:
-            if method not in self._quantized:
-                self._quantized[method] = quantize.quantized(self.model, method)
-            return self._quantized[method]
+        """Returns the model, in 8 bits if asked for, as programs take it; it is kept."""
+        with self._making:
+            if method not in self._models:
+                model = quantize.quantized(self.model, method) if method else self.model
+                self._models[method] = parameters.taken_apart(model)
+            return self._models[method]
 
 
 def _told_rows(callback: Callback | None, rows: Sequence[int]) -> Callback | None:

@@ -5,8 +5,8 @@ A model of which some parameters are frozen is held as two models of the same st
 None where the other has an array. JAX sees no leaf there: no gradient, no moments, no average.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,38 @@ def differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> str:
         if np.shape(found[name]) != tuple(wanted[name].shape)
     ]
     return "\n".join(lines)
+
+
+@jax.tree_util.register_pytree_node_class
+class _TakenApart:
+    """What `taken_apart` returns: to whom asks for its class or an attribute, the module."""
+
+    def __init__(self, module: Any):
+        self._module = module
+        self._arrays, self._structure = jax.tree.flatten(module)
+
+    @property
+    def __class__(self) -> type:
+        return type(self._module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def tree_flatten(self) -> tuple[list[Any], jax.tree_util.PyTreeDef]:
+        return self._arrays, self._structure
+
+    @staticmethod
+    def tree_unflatten(structure: jax.tree_util.PyTreeDef, arrays: Iterable[Any]) -> Any:
+        return jax.tree.unflatten(structure, arrays)
+
+
+def taken_apart(module: M) -> M:
+    """Returns a module whose arrays are listed already, for compiled programs.
+
+    A program takes the module itself apart anew in every call, which takes the host longer than
+    all else in the call. Inside the program it is the module.
+    """
+    return cast(M, _TakenApart(module))
 
 
 def parted(

@@ -34,6 +34,7 @@ class Prefixes:
         self.most_bytes = most_bytes
         self._lock = threading.Lock()
         self._kept: collections.OrderedDict[str, KVCache] = collections.OrderedDict()
+        self.num_bytes = 0  # of what is kept
 
     def get(self, prompt: Prompt, kind: Kind, make: Callable[[], KVCache]) -> KVCache:
         """Returns the keys and values kept for a prompt (on the host), or makes them.
@@ -43,21 +44,24 @@ class Prefixes:
         """
         name = f"{kind} {_digest(prompt)}"
         with self._lock:
-            found = self._kept.pop(name, None)
-        if found is None:
-            found = make()
+            if name in self._kept:
+                self._kept.move_to_end(name)
+                return self._kept[name]
+        found = make()
         with self._lock:
-            self._kept[name] = found
+            if name not in self._kept:
+                self._kept[name] = found
+                self.num_bytes += _bytes(found)
             while self.num_bytes > self.most_bytes:
-                self._kept.popitem(last=False)
+                self.num_bytes -= _bytes(self._kept.popitem(last=False)[1])
         return found
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(x.nbytes for kept in self._kept.values() for x in jax.tree.leaves(kept))
 
     def __len__(self) -> int:
         return len(self._kept)
+
+
+def _bytes(kept: KVCache) -> int:
+    return sum(x.nbytes for x in jax.tree.leaves(kept))
 
 
 def _digest(prompt: Prompt) -> str:

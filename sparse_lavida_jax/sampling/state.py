@@ -69,16 +69,18 @@ def rows_of(examples: Sequence[Example], settings: StepSettings, making: str = "
         default = getattr(settings, name)
         return np.array([default if value is None else value for value in values], np.float32)
 
-    def key_of(seed, attempt):
-        key = jax.random.fold_in(jax.random.key(seed), NOISE[making or settings.kind])
-        return jax.random.fold_in(key, attempt)
-
     seeds, attempts = (
         np.array([getattr(request, name) for request in requests]) for name in ("seed", "attempt")
     )
     ends = np.array([ends_from(example) for example in examples], np.int32)
     scales = own("temperature"), own("guidance"), own("guidance_image")
-    return Rows(jax.vmap(key_of)(seeds, attempts), *scales, ends)
+    return Rows(_keys(seeds, attempts, NOISE[making or settings.kind]), *scales, ends)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+@functools.partial(jax.vmap, in_axes=(0, 0, None))
+def _keys(seed: Int[Array, ""], attempt: Int[Array, ""], making: int) -> Key[Array, ""]:
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), making), attempt)
 
 
 def ends_from(example: Example) -> int:
@@ -126,15 +128,15 @@ class StepTokens:
         guidance: share of the guidance scales.
     """
 
-    block: Int[Array, "*n"]
-    clean: Int[Array, "*n b wc"]
-    decode: Int[Array, "*n b w"]
-    candidates: Bool[Array, "*n b w u"]
-    rest: Int[Array, "*n b wr"]
-    count: Int[Array, "*n b"]
-    noise: Float[Array, "*n"]
-    temperature: Float[Array, "*n"]
-    guidance: Float[Array, "*n"]
+    block: Int[AnyArray, "*n"]
+    clean: Int[AnyArray, "*n b wc"]
+    decode: Int[AnyArray, "*n b w"]
+    candidates: Bool[AnyArray, "*n b w u"]
+    rest: Int[AnyArray, "*n b wr"]
+    count: Int[AnyArray, "*n b"]
+    noise: Float[AnyArray, "*n"]
+    temperature: Float[AnyArray, "*n"]
+    guidance: Float[AnyArray, "*n"]
 
 
 @functools.partial(jax.jit, static_argnames=("settings", "capacity"))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two parts are one model, and nobody sees the other part's arrays."""
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -57,3 +58,19 @@ def test_what_is_replaced_has_to_be_there_and_to_fit(model):
         parameters.replaced(model, {"final_norm/scale": np.ones(32)})
     with pytest.raises(ValueError, match=r"\(31,\), and \(32,\) in the model"):
         parameters.replaced(model, {"final_norm/weight": np.ones(31)})
+
+
+def test_a_program_is_given_the_module_of_one_taken_apart(model):
+    given = []
+
+    @jax.jit
+    def program(one):
+        given.append(one)
+        return jax.tree.map(lambda x: 2 * x, one)
+
+    apart, again = (parameters.taken_apart(tiny.denoiser(model.settings)) for _ in range(2))
+    doubled = program(apart)
+    program(again)
+    assert [type(one) for one in given] == [type(model)], "once for both"
+    assert type(doubled) is type(model) and apart.settings == model.settings
+    chex.assert_trees_all_close(doubled, jax.tree.map(lambda x: 2 * x, apart))
