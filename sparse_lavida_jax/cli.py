@@ -296,6 +296,7 @@ ARGUMENTS = {
     "seed": _argument("--seed", "seed of the first row; by default 0", int),
     # The model, and how it is served.
     "checkpoint": _argument("--checkpoint", _CHECKPOINT),
+    "adapters": _argument("--adapters", full.ADAPTERS, metavar="FOLDER[:WEIGHT],..."),
     "convert": _argument("--convert", "convert a released LaViDa-O of the hub, once", None),
     "batch_size": _argument("--batch-size", "most rows decoded together", int, 16),
     "quiet": _argument("--quiet", "print results and errors, nothing else", None),
@@ -333,17 +334,21 @@ ARGUMENTS = {
     "grace": _argument(
         "--grace", "seconds that running requests have to end when it is stopped", int, 5
     ),
+    "api_key": _argument(
+        "--api-key", "what clients have to send; by default $SPARSE_LAVIDA_API_KEY", metavar="KEY"
+    ),
+    "insecure": _argument("--insecure", "let other machines in without a key", None),
     "shell": _argument("shell", ", ".join(completion.SHELLS), choices=completion.SHELLS),
     "warmup": _argument("--warmup", "compile at the start; /ready says when that is done", None),
 }
 
-_MODEL = "checkpoint convert batch_size json quiet debug"
+_MODEL = "checkpoint adapters convert batch_size json quiet debug"
 _SAMPLING = "steps sampler registers temperature quantize"
 _CHATTING = "image_steps sampler registers image_temperature quantize seed"
 _DRAWING = "out grid save_steps num_images plan no_plan guidance order vq_dtype"
 _HOSTING = (
-    "checkpoint convert host port batch_size longest_wait max_waiting programs only grace warmup"
-    " quiet debug"
+    "checkpoint adapters convert host port batch_size longest_wait max_waiting programs only grace"
+    " api_key insecure warmup quiet debug"
 )
 
 

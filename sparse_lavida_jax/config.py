@@ -29,13 +29,11 @@ from sparse_lavida_jax.schema import (
     PositiveFloat,
     PositiveShare,
     Scale,
-    ScaleOrAuto,
     Section,
     Share,
     Size,
     Sizes,
     UpTo1024,
-    UpTo1024OrAuto,
     Weights,
     at_least,
 )
@@ -260,15 +258,13 @@ class Data(Section):
     workers: Count = 0  # processes that make batches, for accelerators; 0: one thread
     packing: Positive = 1  # examples that share a row, each a segment that sees itself alone
     length_buckets: Positive = 1  # static lengths of the batches of a group, a program each
-    # Of prepared records (`mixture/batches.py`): tokens of the longest sequence with images;
-    # the loss weight of the codes in the boxes of an edit (the mean over the masked codes of an
-    # image is 1): 1 as released, 5 where the release switches it on (spec Sec. 9.3).
-    max_sequence_len: Size = 8192
-    # Whether prompts of images tell sizes and measures of them, as released (spec Sec. 5.4).
-    micro_condition: bool = True
+    max_sequence_len: Size = 8192  # of prepared records, as all that follows: tokens, with images
+    micro_condition: bool = True  # prompts tell sizes and measures of images (spec Sec. 5.4)
+    # Loss weight of the codes in the boxes of an edit (the mean over the masked codes of an image
+    # is 1): 1 as released, 5 where the release switches it on (spec Sec. 9.3).
     edit_area_weight: Annotated[float, at_least(1)] = 1.0
-    # Of a group of at least 100 records, held back: the report has their loss.
-    held_out: Share = 0.0
+    held_out: Share = 0.0  # of a group of 100 or more, kept from training for the report's loss
+    kinds: tuple[str, ...] = ()  # all that a model from scratch learned from; (): a LaViDa-O
 
     def _rules(self):
         whole = self.max_answer_len % self.text_block_len == 0
@@ -448,7 +444,7 @@ class Sampling(Section):
     top_k: Count = 0  # image codes that may be drawn, the most probable ones; 0: all
     top_p: PositiveShare = 1.0  # the fewest image codes that hold this probability; 1: all
     guidance: Scale = 0.0  # 0: one row; g: (1+g) cond - g uncond
-    guidance_edit: ScaleOrAuto = -1.0  # of edits, in place of `guidance`; -1: the same
+    guidance_edit: schema.ScaleOrAuto = -1.0  # of edits, in place of `guidance`; -1: the same
     guidance_image: Scale = 0.0  # edits: weight of the second row
     guidance_schedule: Decay = "constant"
     guidance_end: Share = 1.0  # both guidance scales fall to this share
@@ -461,10 +457,10 @@ class Sampling(Section):
     edit_guidance: Literal["source", "source_only", "no_source", "no_image", "no_text"] = "source"
     # Registers passed; -1: as many as trained. In images they may fall by halves, step by step, to
     # `registers_end`: many stand in for much, few for little. -1: they do not fall.
-    registers: UpTo1024OrAuto = -1
-    registers_end: UpTo1024OrAuto = -1
+    registers: schema.UpTo1024OrAuto = -1
+    registers_end: schema.UpTo1024OrAuto = -1
     text_temperature: Scale = 0.0
-    layout_temperature: ScaleOrAuto = -1.0  # of layouts, not of edits'; -1: text_temperature
+    layout_temperature: schema.ScaleOrAuto = -1.0  # of layouts, not of edits'; -1: text_temperature
     # Tokens of a text block; a shorter text is one block. 0: as trained, `data.text_block_len`.
     text_block_len: Count = 0
     layout_block_len: Count = 0  # of layouts and verdicts; 0: as of other texts

@@ -43,6 +43,7 @@ from sparse_lavida_jax.mixture.records import RecordError
 from sparse_lavida_jax.training import runs
 
 MODEL_NAMES = "a model folder, a run directory, a bundled model, or one of the hub (org/name)"
+ADAPTERS = "folders of adapters, or their ids on the hub, to add with their weights; by default 1"
 FOLDERS = {  # flags that these modes need, and what they name
     "convert": {
         "src": "the released PyTorch folder, or its id on the hub",
@@ -61,8 +62,8 @@ SAMPLE_TASKS = {"draw": "generate", "edit": "edit", "ask": "ask", "point": "ask"
 TAKES = {
     "train": "config data init_from workdir profile_steps stopped_exit_code"
     " distributed coordinator num_processes process_id",
-    "sample": "config checkpoint convert task prompt image picture out seed",
-    "evaluate": "config checkpoint convert workdir shard",
+    "sample": "config checkpoint adapters convert task prompt image picture out seed",
+    "evaluate": "config checkpoint adapters convert workdir shard",
     "convert": "dtype format",
     "export": "format",
     "prepare": "config image_tokenizer tokenizer",
@@ -164,7 +165,7 @@ def _sample(asked: flags.FlagValues, settings: config.Config) -> None:
     from sparse_lavida_jax.apps import commands
 
     task = "edit" if asked.task == "draw" and asked.image else SAMPLE_TASKS[asked.task]
-    more = {"seed": asked.seed, "sampling": settings.sampling}
+    more = {"adapters": asked.adapters, "seed": asked.seed, "sampling": settings.sampling}
     out = pathlib.Path(asked.out)
     commands.sample(task, asked.prompt, asked.image, out, asked.checkpoint, **more)
 
@@ -175,9 +176,8 @@ def _evaluate(asked: flags.FlagValues, settings: config.Config) -> str:
     checkpoint = asked.checkpoint or settings.evaluate.checkpoint
     folder = _workdir(asked, settings)
     with progress(f"{settings.evaluate.benchmark}: {checkpoint}") as on_progress:
-        return run.evaluate(
-            settings, checkpoint, folder, shard=asked.shard, on_progress=on_progress
-        )
+        how: dict[str, Any] = {"adapters": asked.adapters, "shard": asked.shard}
+        return run.evaluate(settings, checkpoint, folder, **how, on_progress=on_progress)
 
 
 def _convert(asked: flags.FlagValues, settings: config.Config) -> str:
@@ -364,6 +364,7 @@ FLAGS: tuple[tuple[str, str | int | bool | tuple[str, ...], str], ...] = (
     ("config", "", "A file of configs/."),
     ("workdir", "", "Run directory; by default runs/<name>."),
     ("checkpoint", "", f"{MODEL_NAMES[0].upper()}{MODEL_NAMES[1:]}."),
+    ("adapters", "", f"{ADAPTERS[0].upper()}{ADAPTERS[1:]}: FOLDER[:WEIGHT],..."),
     ("convert", False, "Converts a released LaViDa-O of the hub, once."),
     ("prompt", "", "What to draw, change, or answer."),
     ("image", "", "An image to change or to look at."),

@@ -15,7 +15,7 @@ import dataclasses
 import logging
 import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, Unpack
 
 import jax
@@ -24,6 +24,7 @@ from jaxtyping import Int
 
 from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.checkpoints import cards, manifest, model_folder
+from sparse_lavida_jax.convert import adapters as lora_folders
 from sparse_lavida_jax.convert import from_torch
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.templates import PromptLanguage, RequestError
@@ -110,6 +111,8 @@ class SparseLaViDa:
         revision: str | None = None,
         local_files_only: bool = False,
         convert: bool = False,
+        adapters: str | Mapping[str, float] = "",
+        merge_adapters: bool = True,
     ) -> S:
         """Loads a model folder, a run directory, or a bundled or the hub's model by its name.
 
@@ -123,13 +126,21 @@ class SparseLaViDa:
                 only the other reads is not kept, and what needs it is refused.
             revision, local_files_only: of a hub's model, `org/name`: see `hub.fetch`.
             convert: whether to convert a released LaViDa-O of the hub, once.
+            adapters: folders of adapters with their weights, as a mapping or as
+                "mine,runs/other:0.5" (`convert/adapters.py`).
+            merge_adapters: whether to add them to their matrices, see `adapters.added`.
 
         Raises:
             model_folder.CheckpointError: there is none, or it is damaged.
-            ValueError: the mesh has axes that are not ours, or there is one together with a task.
+            ValueError: the mesh has axes that are not ours, or there is a task with a mesh or with
+                adapters that are kept apart.
         """
-        if mesh is not None and task != "both":
-            raise ValueError(f"over a mesh all parameters are kept: leave task={task!r} out.")
+        whole = mesh is not None or not merge_adapters
+        if whole and task != "both":
+            raise ValueError(
+                "over a mesh, and next to adapters, all parameters are kept: leave"
+                f" task={task!r} out."
+            )
         attention.admit_kernel()
         where: Any = {"revision": revision, "local_files_only": local_files_only}
         if convert:
@@ -137,7 +148,10 @@ class SparseLaViDa:
         folder = model_folder.find_model(name, **where)
         split = None if mesh is None else sharding.over(mesh)
         loaded = model_folder.load_model(folder, sharding=split, dtype=dtype)
-        settings = loaded.config
+        settings, model, weights = loaded.config, loaded.model, lora_folders.parse(adapters)
+        if weights:
+            how = {"merge": merge_adapters}
+            model = lora_folders.added(model, settings.model, folder, weights, **how)
         textual = settings.model.understanding_only
         codec = None if textual else ImageCodec(loaded.vq_folder, settings.model)
         language = LANGUAGES[settings.prompts]
@@ -147,9 +161,10 @@ class SparseLaViDa:
         except (ValueError, FileNotFoundError) as error:
             raise model_folder.CheckpointError(str(error)) from error
         named = f"{name}@{revision}" if revision else str(name)
-        source = Origin(named, manifest.digest(folder))
-        fused = mesh is None and (jax.default_backend() == "gpu" or task != "both")
-        model = fuse.for_inference(loaded.model, task=task) if fused else loaded.model
+        digest = lora_folders.digest(folder, weights)
+        source = Origin(named, digest, lora_folders.written(weights))
+        if not whole and (jax.default_backend() == "gpu" or task != "both"):
+            model = fuse.for_inference(model, task=task)
         return cls(model, settings, prompts, codec, batch_size, source)
 
     def save_pretrained(self, folder: pathlib.Path | str) -> None:
@@ -493,7 +508,11 @@ class SparseLaViDa:
         made = RequestMaker(self.settings, self.prompts, side).make(task, words, shown, given)
         preset = presets.untrained(made[0].sampling, self.model.settings)
         if preset and not self.warned:
-            log.warning("%s", untrained_warning(self.source.name or "this model", preset))
+            log.warning(
+                "%s was never trained sparsely, so the sampler %r will draw badly: fine-tune it"
+                " first (`sparse-lavida train`).",
+                self.source.name or "this model", preset,
+            )  # fmt: skip
             self.warned = True
         return made
 
@@ -577,15 +596,3 @@ class SparseLaViDa:
     def _codec(self) -> ImageCodec:
         assert self.codec is not None  # a task that needs one was refused (`prompts.refusal`)
         return self.codec
-
-
-# ---------------------------------------------------------------------------------------------
-# Helpers.
-
-
-def untrained_warning(name: str, preset: str) -> str:
-    """Returns what to say where a model that knows full attention alone is sampled sparsely."""
-    return (
-        f"{name} was never trained sparsely, so the sampler {preset!r} will draw badly: fine-tune"
-        " it first (`sparse-lavida train`)."
-    )

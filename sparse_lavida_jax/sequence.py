@@ -7,6 +7,7 @@ prompt out, for training and for sampling.
 
 import dataclasses
 import itertools
+from collections.abc import Iterable
 from typing import Literal
 
 import einops
@@ -109,6 +110,18 @@ def num_tokens(part: Part) -> int:
         case Source():
             return len(part.codes)
     return part.num_tokens
+
+
+def prompt_tokens(parts: Iterable[Part]) -> tuple[int, int]:
+    """Returns how many tokens of a prompt are text, and how many stand for images."""
+    text = image = 0
+    for part in parts:
+        match part:
+            case VisionTokens() | Source():
+                image += num_tokens(part)
+            case Text() | LearnedText():
+                text += num_tokens(part)
+    return text, image
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from sparse_lavida_jax import config, runtime
-from sparse_lavida_jax.checkpoints import adapters, model_folder
+from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.convert import adapters
 from sparse_lavida_jax.data.feed import Feed
 from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.evals import report
@@ -237,6 +238,7 @@ class _Loop:
             settings,
             tokenizer_path=source.tokenizer_path,
             vq_folder=None if source.codec is None else source.codec.folder,
+            words=source.words(),
             readme=report.model_card(settings, self.step, self.seconds, source.base_readme),
             dtype=dtype,
         )

@@ -25,7 +25,13 @@ class Staged(SparseLaViDa):
 
     settings = config.Config()
     source = Origin("runs/staged", "ab")
-    prompts = types.SimpleNamespace(refusal=lambda task: "")
+    prompts = types.SimpleNamespace(
+        refusal=lambda task: "",
+        text=lambda ids: "b" * (len(ids) > 0),
+        ends=lambda: {0},
+        tokenizer=types.SimpleNamespace(encode=str.split),
+    )
+    codec = None
     batch_size = 1  # no property here
 
     def __init__(self, batch_size=1):
@@ -45,9 +51,13 @@ class Staged(SparseLaViDa):
         self._take_steps("image" if draws else "text", words, callback)
         made = {"texts": tuple("b" for _ in words), "tokens": TOKENS * number}
         if draws:
-            made = {"pixels": (np.full((2, 2, 3), 9, np.uint8),) * number}
+            made = {
+                "pixels": (np.full((2, 2, 3), 9, np.uint8),) * number,
+                "tokens": TOKENS * number,
+            }
         settings = self.settings.sampling, self.source
-        return Result(task, words, (0,) * number, *settings, {}, passed=(7,) * number, **made)
+        counts = {"passed": (7,) * number, "prompted": ((2, 0),) * number}
+        return Result(task, words, (0,) * number, *settings, {}, **counts, **made)
 
     def preview(self, cells, rows):
         """An image of how many cells are decoded."""

@@ -13,15 +13,18 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import jax
+import numpy as np
+from jaxtyping import Int
 
+from sparse_lavida_jax import config
 from sparse_lavida_jax.apps.tasks import cell_rows
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.inference.batches import SHARING, kind_of
 from sparse_lavida_jax.inference.requests import Request
-from sparse_lavida_jax.inference.results import Result
-from sparse_lavida_jax.pipeline import SparseLaViDa
+from sparse_lavida_jax.inference.results import Origin, Result
 from sparse_lavida_jax.sample import Progress
 
 CLOSE_SECONDS = 30.0  # most that closing waits for the segments that run
@@ -29,6 +32,25 @@ MOST_THREADS = 32  # batches that are begun, those that wait for a compilation a
 MOST_COMPILING = 2  # at once
 WAIT_SHARE = 0.25  # of the seconds of a batch: what waiting for company may cost
 MOST_KINDS = 256  # of which it is known how many rows are expected
+EVERY = -1  # previews: one after every segment, of which the last is kept
+
+
+@runtime_checkable
+class Served(Protocol):
+    """What is served: of a `SparseLaViDa`, which see, what faces use."""
+
+    settings: config.Config
+    prompts: Any
+    codec: Any
+    source: Origin
+
+    @property
+    def batch_size(self) -> int: ...
+    def requests(
+        self, task: str, words: Any = None, shown: Any = None, **given: Any
+    ) -> list[Request]: ...
+    def run(self, requests: Sequence[Request], callback: Any = None, **how: Any) -> Result: ...
+    def preview(self, cells: Int[np.ndarray, "l g"], rows: int | None = None) -> Any: ...
 
 
 class QueueFull(Exception):
@@ -63,7 +85,7 @@ class Limits:
     waiting: int = 64
     words: int = 4000
     upload: int = 16 * 2**20
-    images: int = 4
+    images: int = 10
     new_tokens: int = 1024
     longest_wait: float = 0.5
     together: int = 4
@@ -78,29 +100,34 @@ class Ticket:
     Attributes:
         requests: its rows, all of one task.
         queue: all requests that have not ended, in the order in which they came.
-        looks: whether to make previews.
+        looks: how many previews to make at most, spread over the steps; or `EVERY`.
         came, began: when it came, and when its batch began, in seconds of `time.monotonic`; None:
             it waits.
         future: its result.
         state: how far the sampler is; None before it starts.
-        preview: the first image with the cells that are decoded so far, if asked for.
-        batch: rows of its batch, its own among them.
+        previews: the first image with the cells that are decoded so far, oldest first.
+        batch, start: rows of its batch, its own among them, and which is its first.
         seconds: from the beginning of its batch to the end.
+        device, first: of them, how long its batch had the device, and how long it ran programs
+            that had to be compiled first.
         cancelled: whether nobody waits for the result any more.
     """
 
     requests: Sequence[Request] = dataclasses.field(repr=False)
     queue: list["Ticket"] = dataclasses.field(repr=False)
-    looks: bool = False
+    looks: int = 0
     came: float = dataclasses.field(default_factory=time.monotonic, repr=False)
     began: float | None = None
     future: concurrent.futures.Future[Result] = dataclasses.field(
         default_factory=concurrent.futures.Future, repr=False
     )
     state: Progress | None = dataclasses.field(default=None, repr=False)
-    preview: image_files.Pixels | None = dataclasses.field(default=None, repr=False)
+    previews: tuple[image_files.Pixels, ...] = dataclasses.field(default=(), repr=False)
     batch: int = 0
+    start: int = dataclasses.field(default=0, repr=False)
     seconds: float = 0.0
+    device: float = dataclasses.field(default=0.0, repr=False)
+    first: float = dataclasses.field(default=0.0, repr=False)
     cancelled: bool = False
 
     def __post_init__(self):
@@ -118,6 +145,19 @@ class Ticket:
         """How many requests came before it and have not ended; 0 once it runs."""
         queue = [*self.queue]  # which another thread may change
         return queue.index(self) if self.began is None and self in queue else 0
+
+    def wants_preview(self, state: Progress) -> bool:
+        """Whether to make a preview between these segments."""
+        if not self.looks or state.making != "image" or not state.steps:
+            return False
+        if self.looks == EVERY:
+            return True
+        due = len(self.previews) + 1  # of looks + 1 equal parts of the steps
+        return (
+            len(self.previews) < self.looks
+            and state.steps < state.total
+            and state.steps * (self.looks + 1) >= state.total * due
+        )
 
     def cancel(self) -> None:
         """Ends it: at once if it waits, after the present segment if it runs."""
@@ -146,6 +186,7 @@ class Device:
         self._changed = threading.Condition()
         self._waiting: list[Batch] = []
         self._user: Batch | None = None
+        self._since = 0.0
 
     def take(self, batch: "Batch") -> None:
         """Waits until the device is the batch's."""
@@ -172,7 +213,10 @@ class Device:
     def _hand(self, batch: "Batch | None") -> None:
         if batch is not None:
             self._waiting.remove(batch)
-        self._user = batch
+        now = time.monotonic()
+        if self._user is not None:
+            self._user.on_device += now - self._since
+        self._user, self._since = batch, now
         self._changed.notify_all()
 
 
@@ -185,18 +229,21 @@ class Batch:
 
     Attributes:
         left: steps to do; 0 while that is not known.
+        on_device: seconds that it had the device.
+        first: seconds that it ran programs that had to be compiled first.
     """
 
     def __init__(self, tickets: Sequence[Ticket], batcher: "Batcher"):
         self.tickets, self.batcher = tickets, batcher
         self.pipe, self.device = batcher.pipe, batcher.device
         self.left = 0
+        self.on_device = self.first = 0.0
 
     def run(self) -> None:
         """Does them; if that fails, each alone, so that an error reaches who asked and no other."""
         requests = [request for ticket in self.tickets for request in ticket.requests]
-        for ticket in self.tickets:
-            ticket.batch = len(requests)
+        for ticket, start in self._firsts():
+            ticket.batch, ticket.start = len(requests), start
         self.device.take(self)
         try:
             how = {"padding": "served", "programs": self._programs}
@@ -209,17 +256,22 @@ class Batch:
             self.device.give()
         if failure is None:
             for ticket, start in self._firsts():
-                ticket.seconds = _since(ticket)
+                self._measure(ticket)
                 if not ticket.future.done():
                     ticket.future.set_result(result.part(start, start + len(ticket.requests)))
         elif len(self.tickets) == 1 or isinstance(failure, Cancelled):
             for ticket in self.tickets:
-                ticket.seconds = _since(ticket)
+                self._measure(ticket)
                 ticket.fail(failure)
         else:
             for ticket in self.tickets:
                 if not ticket.future.done():
                     Batch([ticket], self.batcher).run()
+
+    def _measure(self, ticket: Ticket) -> None:
+        assert ticket.began is not None
+        ticket.seconds = time.monotonic() - ticket.began
+        ticket.device, ticket.first = self.on_device, self.first
 
     def _firsts(self) -> Iterator[tuple[Ticket, int]]:
         """Yields each ticket and the number of its first row."""
@@ -237,13 +289,17 @@ class Batch:
                 ticket.fail(Cancelled(f"cancelled after {done}."))
                 continue
             ticket.state = state
-            if ticket.looks and state.making == "image" and state.steps and start in state.rows:
+            if start in state.rows and ticket.wants_preview(state):
                 cells = state.canvas[state.rows.index(start)]
                 rows = cell_rows(len(cells), ticket.requests[0].size)
-                ticket.preview = self.pipe.preview(cells, rows)
+                kept = () if ticket.looks == EVERY else ticket.previews
+                ticket.previews = (*kept, self.pipe.preview(cells, rows))
         if all(ticket.cancelled for ticket in self.tickets):
             raise Cancelled("nobody waits for it any more.")
         self.device.offer(self)
+
+    def _add_first(self, began: float) -> None:
+        self.first += time.monotonic() - began
 
     @contextlib.contextmanager
     def _programs(self, key: Hashable) -> Iterator[None]:
@@ -256,13 +312,10 @@ class Batch:
                 stack.enter_context(self.batcher.beside(self.tickets[0].kind))
                 if key in known:  # somebody compiled it meanwhile
                     stack.close()
+                else:
+                    stack.callback(self._add_first, time.monotonic())
             yield
             known.add(key)
-
-
-def _since(ticket: Ticket) -> float:
-    assert ticket.began is not None
-    return time.monotonic() - ticket.began
 
 
 # ---------------------------------------------------------------------------------------------
@@ -284,7 +337,7 @@ class Batcher:
         stops: whether nothing more is taken.
     """
 
-    def __init__(self, pipe: SparseLaViDa, limits: Limits, ended: Callable[[Ticket], None]):
+    def __init__(self, pipe: Served, limits: Limits, ended: Callable[[Ticket], None]):
         self.pipe, self.limits, self.ended = pipe, limits, ended
         self.open: list[Ticket] = []
         self.device = Device()
@@ -293,6 +346,7 @@ class Batcher:
         self._changed = threading.Condition()
         self._busy: collections.Counter[Hashable] = collections.Counter()  # kinds on the device
         self._begun = 0  # batches, those that compile among them
+        self._places = 0  # taken by requests that are read
         # Rows of the next batch of each kind, and seconds to wait for them.
         self._expected: dict[Hashable, tuple[int, float]] = {}
         self._rehearsed: set[Ticket] = set()
@@ -311,22 +365,40 @@ class Batcher:
         """Whether the device is at work."""
         return any(ticket.began is not None for ticket in [*self.open])
 
-    def add(self, ticket: Ticket) -> None:
-        """Adds a request to the end of the queue.
+    def take_place(self) -> None:
+        """Takes a place in the queue for a request that is read; `leave_place` gives it back.
 
         Raises:
             QueueFull: too many wait already.
             Stopped: nothing more is taken.
         """
         with self._changed:
-            if self.stops:
-                raise Stopped("this server stops and takes nothing more: ask again in a minute.")
+            self._check_goes_on()
             # The first one of an idle device is about to begin.
-            wait = len(self.waiting) - (not self.running)
+            wait = len(self.waiting) + self._places - (not self.running)
             if wait >= self.limits.waiting:
                 raise QueueFull(
                     f"{wait} requests wait already and the queue is full: try again in a moment."
                 )
+            self._places += 1
+
+    def leave_place(self) -> None:
+        """Gives a place back: its request is in the queue, or was refused."""
+        with self._changed:
+            self._places -= 1
+
+    def _check_goes_on(self) -> None:
+        if self.stops:
+            raise Stopped("this server stops and takes nothing more: ask again in a minute.")
+
+    def add(self, ticket: Ticket) -> None:
+        """Adds a request, which has a `place`, to the end of the queue.
+
+        Raises:
+            Stopped: nothing more is taken.
+        """
+        with self._changed:
+            self._check_goes_on()
             self.open.append(ticket)
             ticket.future.add_done_callback(lambda _: self._close(ticket))
             self._workers.submit(self._work)
@@ -454,7 +526,7 @@ class Batcher:
         Who was answered may ask again at once, and who came meanwhile is there already.
         """
         first, rows = tickets[0], sum(len(ticket.requests) for ticket in tickets)
-        wait = min(self.limits.longest_wait, WAIT_SHARE * _since(first))
+        wait = min(self.limits.longest_wait, WAIT_SHARE * first.seconds)
         with self._changed:
             if len(self._expected) >= MOST_KINDS:
                 self._expected.clear()

@@ -6,7 +6,7 @@ import contextlib
 import json
 import pathlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -63,13 +63,21 @@ def run(name: str, asked: argparse.Namespace) -> int:
 
 
 def sample(
-    task: str, words: str, image: str, out: pathlib.Path, checkpoint: str, **more: Any
+    task: str,
+    words: str,
+    image: str,
+    out: pathlib.Path,
+    checkpoint: str,
+    *,
+    adapters: str = "",
+    **more: Any,
 ) -> None:
     """Does a task for one prompt: `--mode=sample` of `main`."""
     shown = shown_images(image or None)
     if TASKS[task].draws:
         image_files.check_writable(out)
-    pipe = SparseLaViDa.from_pretrained(checkpoint, batch_size=1)
+    pipe = SparseLaViDa.from_pretrained(checkpoint, batch_size=1, adapters=adapters)
+    _tell_unheld(pipe, words)
     result = pipe.run(pipe.requests(task, words, shown or None, **more))
     _print(result, _save(result, out))
 
@@ -85,6 +93,7 @@ def _task(name: str, asked: argparse.Namespace) -> None:
         image_files.check_writable(film_path, {".gif": "GIF"})
     name, given = _options(name, asked, shown)
     pipe = _load(asked)
+    _tell_unheld(pipe, *(words or ()))
     # Lines of a batch may have numbers of their own; the others go by the command line.
     if common := {key: given[key] for key in NUMBERS if key in own}:
         base, draws = pipe.settings.sampling, TASKS[name].draws
@@ -206,13 +215,25 @@ def _entry(where: str, line: str) -> dict[str, Any]:
     return entry
 
 
-def _load(asked: argparse.Namespace, recorded: str | None = None) -> SparseLaViDa:
+def _load(asked: argparse.Namespace, recorded: Mapping[str, str] | None = None) -> SparseLaViDa:
+    """Returns the model that is asked for, or the one that a record names."""
     if not 1 <= asked.batch_size <= MOST_ROWS:
         raise UsageError(f"--batch-size={asked.batch_size} is out of range: 1 to {MOST_ROWS}.")
     runtime.keep_programs()
-    name = asked.checkpoint or recorded or DEFAULT_MODEL
-    how = {"batch_size": asked.batch_size, "convert": asked.convert}
+    recorded = recorded or {}
+    name = asked.checkpoint or recorded.get("name") or DEFAULT_MODEL
+    adapters = asked.adapters or recorded.get("adapters") or ""
+    how = {"batch_size": asked.batch_size, "convert": asked.convert, "adapters": adapters}
     return SparseLaViDa.from_pretrained(name, **how)
+
+
+def _tell_unheld(pipe: SparseLaViDa, *words: str) -> None:
+    """Says which words of prompts mean nothing to a model, if it is known."""
+    if unheld := pipe.prompts.unheld(" ".join(words)):
+        say(
+            f"training never held {', '.join(unheld)} (upper and lower case are different words):"
+            " expect nothing of what they mean."
+        )
 
 
 # ---------------------------------------------------------------------------------------------
@@ -230,6 +251,7 @@ def _chat(asked: argparse.Namespace) -> None:
         for line in sys.stdin:
             task, _, words = line.strip().partition(" ")
             if task:
+                _tell_unheld(pipe, words)
                 result = talk.say(task, words, callback=callback)
                 asked.out.mkdir(parents=True, exist_ok=True)
                 files = _save(result, asked.out / f"{len(talk.turns)}.png")
@@ -240,7 +262,7 @@ def _replay(asked: argparse.Namespace) -> None:
     record = image_files.read_record(asked.replay)
     image_files.check_writable(asked.out)
     records.check(record)
-    pipe = _load(asked, record["checkpoint"].get("name"))
+    pipe = _load(asked, record["checkpoint"])
     here = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
     if record.get("software") != here:
         say(

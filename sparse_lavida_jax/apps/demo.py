@@ -18,7 +18,7 @@ import gradio.themes
 import numpy as np
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.apps.batching import Cancelled, QueueFull, Stopped, Ticket
+from sparse_lavida_jax.apps.batching import EVERY, Cancelled, QueueFull, Stopped, Ticket
 from sparse_lavida_jax.apps.errors import REFUSED
 from sparse_lavida_jax.apps.serving import Service
 from sparse_lavida_jax.apps.tasks import FORMS
@@ -251,11 +251,12 @@ async def _run(
     whole = {"steps", "registers", "seed", "rounds"} & options.keys()
     options |= {name: int(options[name]) for name in whole}  # sliders give 3.0 for 3
     try:
-        ticket = service.submit(task, words, image, preview=makes == "image", **options)
+        looks = EVERY if makes == "image" else 0
+        ticket = service.submit(task, words, image, previews=looks, **options)
         waited = asyncio.wrap_future(ticket.future)
         try:
             while not (await asyncio.wait([waited], timeout=POLL_SECONDS))[0]:
-                preview = gr.skip() if ticket.preview is None else ticket.preview
+                preview = ticket.previews[-1] if ticket.previews else gr.skip()
                 first, *rest = {"image": (preview, ""), "text": ("",)}.get(makes, (gr.skip(),))
                 yield first, _standing(ticket), *rest
             result = await waited

@@ -5,6 +5,7 @@ import argparse
 import errno
 import importlib.util
 import ipaddress
+import os
 import socket
 from typing import Any
 
@@ -14,6 +15,7 @@ from sparse_lavida_jax.apps.serving import Limits, Service
 from sparse_lavida_jax.apps.terminal import say
 from sparse_lavida_jax.pipeline import SparseLaViDa
 
+KEY = "SPARSE_LAVIDA_API_KEY"  # the variable that holds it
 _SERVING = ("fastapi", "uvicorn", "python_multipart", "prometheus_client")
 PACKAGES: dict[str, tuple[str, ...]] = {"serve": _SERVING, "demo": (*_SERVING, "gradio")}
 # The least and the most that the options of the queue may be.
@@ -42,10 +44,13 @@ def run(name: str, asked: argparse.Namespace) -> int:
     with listen(asked.host, asked.port) as door:
         from sparse_lavida_jax.apps import server
 
+        host, port = door.getsockname()[:2]
+        key = asked.api_key or os.environ.get(KEY, "")
+        _check_guarded(name, host, key, insecure=asked.insecure)
         runtime.keep_programs()
         model = asked.checkpoint or DEFAULT_MODEL
         how = {"batch_size": asked.batch_size, "convert": asked.convert}
-        pipe = SparseLaViDa.from_pretrained(model, **how)
+        pipe = SparseLaViDa.from_pretrained(model, adapters=asked.adapters or "", **how)
         limits = Limits(
             waiting=asked.max_waiting,
             longest_wait=asked.longest_wait,
@@ -53,15 +58,14 @@ def run(name: str, asked: argparse.Namespace) -> int:
             only=None if asked.only is None else tuple(asked.only),
         )
         service = Service(pipe, limits)
-        host, port = door.getsockname()[:2]
-        app = server.make_app(service, _names(host, asked.host))
+        app = server.make_app(service, _names(host, asked.host), key)
         if name == "demo":
             from sparse_lavida_jax.apps import demo
 
             app = demo.mounted(app, service, host, port)
         if asked.warmup:
             service.warm_up()
-        _tell(name, host, port)
+        _tell(name, host, port, key)
         server_of(app, service, asked.grace).run(sockets=[door])
     return 0
 
@@ -74,12 +78,16 @@ def server_of(app: Any, service: Service, grace: int) -> Any:
     """
     import uvicorn
 
+    from sparse_lavida_jax.apps.api.guards import Patient
+
     class Stopping(uvicorn.Server):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             service.stop()
             await super().shutdown(sockets)
 
-    settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=grace, ws="none")
+    settings = uvicorn.Config(
+        app, log_level="warning", timeout_graceful_shutdown=grace, ws="none", http=Patient
+    )
     return Stopping(settings)
 
 
@@ -115,6 +123,19 @@ def _check_packages(name: str) -> None:
         )
 
 
+def _check_guarded(name: str, host: str, key: str, *, insecure: bool) -> None:
+    """Refuses to serve other machines without a key, unless that is wanted."""
+    if _is_loopback(host) or insecure or (key and name == "serve"):
+        return
+    wanted = {
+        "serve": f"a key that clients send, as --api-key or in the variable {KEY}",
+        "demo": "a proxy before it that asks who is there, since a page sends no key",
+    }[name]
+    raise UsageError(
+        f"other machines reach {host}: that needs {wanted}, or --insecure to let everybody in."
+    )
+
+
 def _is_loopback(host: str) -> bool:
     return ipaddress.ip_address(host).is_loopback
 
@@ -124,12 +145,12 @@ def _names(host: str, asked: str) -> tuple[str, ...]:
     return (host, asked, "localhost") if _is_loopback(host) and ":" not in host else ()
 
 
-def _tell(name: str, host: str, port: int) -> None:
+def _tell(name: str, host: str, port: int, key: str = "") -> None:
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     where = {
         "demo": f"the page is at {address}",
         "serve": f"OpenAI's clients find it at {address}/v1",
     }[name]
     print(f"{where} (Ctrl-C ends it)", flush=True)
-    if not _is_loopback(host):
+    if not _is_loopback(host) and (name == "demo" or not key):
         say("everybody who reaches this machine can use it; there is no password.")

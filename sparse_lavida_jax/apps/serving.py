@@ -15,19 +15,26 @@ import collections
 import concurrent.futures
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from sparse_lavida_jax.apps.batching import Batcher, Cancelled, Limits, Stopped, Ticket
+from sparse_lavida_jax.apps.batching import (
+    Batcher,
+    Cancelled,
+    Limits,
+    Served,
+    Stopped,
+    Ticket,
+)
 from sparse_lavida_jax.apps.errors import REFUSED
-from sparse_lavida_jax.data import image_files
+from sparse_lavida_jax.data import image_files, images
 from sparse_lavida_jax.data.templates import RequestError, check_words
 from sparse_lavida_jax.inference.requests import TASKS, Request, Shown
 from sparse_lavida_jax.inference.results import Result
-from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sampling.options import ALIASES, OPTIONS, changed
 
 WARM_UP = "a red circle above a blue square"  # of the length of most prompts
+READERS = 2  # requests whose images are read at a time
 
 
 class Service:
@@ -40,15 +47,18 @@ class Service:
     Attributes:
         counts: ended requests by (task, outcome); outcomes are done, refused, cancelled, failed.
         tokens, seconds: of the requests that were done, by task.
+        watchers: called with every request that has ended, and its outcome.
     """
 
-    def __init__(self, pipe: SparseLaViDa, limits: Limits | None = None):
+    def __init__(self, pipe: Served, limits: Limits | None = None):
         self.pipe = pipe
         self.limits = limits or Limits()
         self.counts: collections.Counter[tuple[str, str]] = collections.Counter()
         self.tokens: collections.Counter[str] = collections.Counter()
         self.seconds: dict[str, float] = collections.defaultdict(float)
+        self.watchers: list[Callable[[Ticket, str], None]] = []
         self._warm = True
+        self._readers = concurrent.futures.ThreadPoolExecutor(READERS, "reader")
         self._lock = threading.Lock()
         self._batcher = Batcher(pipe, self.limits, self._count)
 
@@ -58,33 +68,77 @@ class Service:
         words: str | Sequence[str] | None = None,
         shown: Shown | None = None,
         *,
-        preview: bool = False,
+        previews: int = 0,
         **options: Any,
     ) -> Ticket:
         """Adds a request to the end of the queue.
 
         Args:
             task, words, shown, options: see `SparseLaViDa.requests`.
-            preview: whether to look at the image between segments, which costs a decoding.
+            previews: how often to look at the image at most, or `batching.EVERY`; each costs a
+                decoding.
 
         Raises:
             one of errors.REFUSED: it cannot be done, or asks for more than the limits allow.
             QueueFull: too many requests wait already.
             Stopped: the service takes nothing more.
         """
-        self._check(words, options)
-        if words is None or isinstance(words, str):
-            options = _by_row(options)
+        self._batcher.take_place()
         try:
-            requests = self.pipe.requests(task, words, shown, **options)
+            return self._submit(task, words, shown, previews, **options)
+        finally:
+            self._batcher.leave_place()
+
+    def read(
+        self,
+        task: str,
+        words: str | Sequence[str] | None,
+        shown: Callable[[], tuple[Shown | Sequence[Shown] | None, dict[str, Any]]],
+        *,
+        previews: int = 0,
+        **options: Any,
+    ) -> concurrent.futures.Future[Ticket]:
+        """Does what `submit` does in another thread, as soon as there is a place in the queue.
+
+        Args:
+            shown: returns the images, and options that are read with them.
+
+        Raises:
+            QueueFull, Stopped: see `submit`; whatever else it raises is in the future.
+        """
+        self._batcher.take_place()
+
+        def submit() -> Ticket:
+            with self._counting_refusals(task):
+                images, more = shown()
+            return self._submit(task, words, images, previews, **options | more)
+
+        try:
+            reading = self._readers.submit(submit)
+        except RuntimeError as error:  # it was closed
+            self._batcher.leave_place()
+            raise Stopped("this server stops and takes nothing more.") from error
+        reading.add_done_callback(lambda _: self._batcher.leave_place())
+        return reading
+
+    def _submit(self, task: str, words, shown, previews: int, **options: Any) -> Ticket:
+        with self._counting_refusals(task):
+            self._check(words, options)
+            rows = 1 if words is None or isinstance(words, str) else len(words)
+            requests = self.pipe.requests(task, words, shown, **_by_row(options, rows))
             self._check_settings(requests)
+        ticket = Ticket(requests, self._batcher.open, looks=previews)
+        self._batcher.add(ticket)
+        return ticket
+
+    @contextlib.contextmanager
+    def _counting_refusals(self, task: str) -> Iterator[None]:
+        try:
+            yield
         except REFUSED:
             with self._lock:
                 self.counts[task, "refused"] += 1
             raise
-        ticket = Ticket(requests, self._batcher.open, looks=preview)
-        self._batcher.add(ticket)
-        return ticket
 
     @property
     def waiting(self) -> int:
@@ -131,7 +185,24 @@ class Service:
 
     def close(self) -> None:
         """Cancels all requests and ends the work."""
+        self._readers.shutdown(wait=False, cancel_futures=True)
         self._batcher.close()
+
+    @property
+    def drawn_side(self) -> int:
+        """Pixels a side of the largest image that the model draws; 0: it draws none."""
+        return 0 if self.pipe.codec is None else self.pipe.codec.image_size
+
+    @property
+    def largest_side(self) -> int:
+        """Pixels of the longer side of the largest image that the model looks at."""
+        vision = self.pipe.settings.model.vision
+        sides = [side for size in vision.grid_sizes for side in size]
+        return max(vision.image_size, self.drawn_side, *sides)
+
+    def small(self, image: image_files.Pixels) -> image_files.Pixels:
+        """Returns an image no larger than any that the model looks at, to wait with."""
+        return images.shrunk(image, self.largest_side)
 
     def image(self, contents: bytes, name: str = "the image") -> image_files.Pixels:
         """Returns the pixels of an uploaded file.
@@ -204,8 +275,10 @@ class Service:
         )
 
     def _count(self, ticket: Ticket) -> None:
+        outcome = _outcome(ticket.future)
+        for watcher in self.watchers:
+            watcher(ticket, outcome)
         with self._lock:
-            outcome = _outcome(ticket.future)
             self.counts[ticket.task, outcome] += 1
             if outcome == "done":
                 share = len(ticket.requests) / ticket.batch
@@ -213,8 +286,8 @@ class Service:
                 self.seconds[ticket.task] += ticket.seconds * share
 
 
-def _by_row(options: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options of one request, with numbers that rows of a batch may differ in as lists.
+def _by_row(options: dict[str, Any], rows: int = 1) -> dict[str, Any]:
+    """Returns the options of a request, with numbers that rows of a batch may differ in as lists.
 
     They are then no part of the settings, in which all rows of a batch agree.
     """
@@ -222,7 +295,7 @@ def _by_row(options: dict[str, Any]) -> dict[str, Any]:
         name for name in options if (known := OPTIONS.get(ALIASES.get(name, name))) and known.by_row
     }
     return {
-        name: [float(value)] if name in own and isinstance(value, int | float) else value
+        name: [float(value)] * rows if name in own and isinstance(value, int | float) else value
         for name, value in options.items()
     }
 

@@ -39,7 +39,11 @@ def by_layer(module: Any) -> dict[str, Any]:
     Args:
         module: of arrays, or of shapes as `jax.eval_shape` makes it.
     """
-    leaves = parameters.by_name(nnx.to_pure_dict(nnx.state(module)))
+    return layers_of(parameters.by_name(nnx.to_pure_dict(nnx.state(module))))
+
+
+def layers_of(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns leaves that are named as in a model as they are named on disk, layer by layer."""
     return {name: part for path, leaf in leaves.items() for name, part in _layers(path, leaf)}
 
 

@@ -5,6 +5,7 @@ config.json       settings, with a format tag
 model.safetensors the parameters, one array a layer (joint_layers/00/...), or several such files
                   with their index; or params/, the array store of orbax
 tokenizer.json
+words.txt         of a model from scratch: the words of the texts it learned from
 vq/               the image tokenizer, where the model has one
 official/         of a converted model: the small files of the released folder
 unused.safetensors  of a converted model: released tensors that this model does without
@@ -31,6 +32,7 @@ from sparse_lavida_jax.checkpoints import arrays, hub, manifest, stores
 from sparse_lavida_jax.checkpoints.arrays import CheckpointError, ChooseDtype
 from sparse_lavida_jax.checkpoints.tensors import INDEX, Tensor, dtype_name
 from sparse_lavida_jax.data import files
+from sparse_lavida_jax.data.tokenizer import WORDS
 from sparse_lavida_jax.models import denoiser, lora
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.parameters import ChooseSharding
@@ -216,6 +218,7 @@ def save_model(
     tokenizer_path: pathlib.Path,
     vq_folder: pathlib.Path | None,
     readme: str,
+    words: frozenset[str] | None = None,
     dtype: str = "float32",
     kind: stores.Format = "safetensors",
 ) -> None:
@@ -226,6 +229,7 @@ def save_model(
     Args:
         vq_folder: the image tokenizer to copy; None for a model without one.
         readme: source, licence and commit, in Markdown.
+        words: of the texts it learned from; None where they are not known.
         dtype: float16, bfloat16 or float32, of the parameters on disk.
         kind: how they are stored.
 
@@ -244,6 +248,8 @@ def save_model(
         shutil.copyfile(tokenizer_path, new / "tokenizer.json")
         if vq_folder is not None:
             shutil.copytree(vq_folder, new / "vq")
+        if words is not None:
+            (new / WORDS).write_text("\n".join(sorted(words)) + "\n", encoding="utf-8")
         (new / "README.md").write_text(readme)
 
 

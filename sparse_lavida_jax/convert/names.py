@@ -97,6 +97,17 @@ def _table(model: config.Model, image: config.VQ) -> list[Name]:
     return [*_params(model), *vq_names(image), *_unused(model)]
 
 
+def of_denoiser(model: config.Model) -> dict[str, Name]:
+    """Returns the tensors of a denoiser by our names; what the release lacks keeps ours, dotted."""
+    plain = dataclasses.replace(model, cell_positions=False)
+    known = {name.ours: name for name in _params(plain)}
+    own = arrays.by_layer(denoiser.shapes(model)).items()
+    return {
+        ours: known.get(ours) or Name(ours.replace("/", "."), ours, "same", leaf.shape, leaf.shape)
+        for ours, leaf in own
+    }
+
+
 def to_ours(name: Name, tensor: np.ndarray) -> np.ndarray:
     """Returns a released tensor in our layout; a view where that is possible."""
     theirs, ours = LAYOUTS[name.layout]

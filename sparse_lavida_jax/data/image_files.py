@@ -84,6 +84,27 @@ def read_mask(path: pathlib.Path | str, like: Pixels) -> Bool[np.ndarray, "h w"]
     return check_mask(Image.fromarray(read(path)), like, str(path))
 
 
+def read_transparent(contents: bytes, name: str = "the mask") -> Bool[np.ndarray, "_h _w"]:
+    """Returns where a mask in memory, as OpenAI has it, wants painting: where it is transparent.
+
+    A mask without transparency is read as ours: where it is white.
+
+    Raises:
+        ImageError: as `read`, or there is no such place.
+    """
+    with _opened(io.BytesIO(contents), name) as image:
+        upright = ImageOps.exif_transpose(image)
+        if not upright.has_transparency_data:
+            found = _as_rgb(upright).mean(axis=-1) > 127
+        else:
+            found = np.asarray(upright.convert("RGBA").getchannel("A")) == 0
+    if not found.any():
+        raise ImageError(
+            f"{name} is transparent nowhere: make transparent, or white, what is to be drawn."
+        )
+    return found
+
+
 def read_record(path: pathlib.Path | str) -> dict[str, Any]:
     """Returns how a PNG of ours was drawn.
 
@@ -236,10 +257,18 @@ def write(path: pathlib.Path | str, image: Pixels, record: dict[str, Any] | None
     _save(path, Image.fromarray(image), format, **_noted(record if format == "PNG" else None))
 
 
-def png(image: Pixels, record: dict[str, Any] | None = None) -> bytes:
-    """Returns a PNG as `write` writes it."""
+def encoded(
+    image: Pixels, format: str = "PNG", record: dict[str, Any] | None = None, quality: int = 100
+) -> bytes:
+    """Returns an image file; a PNG as `write` writes it.
+
+    Args:
+        format: one of `FORMATS`.
+        quality: of JPEG and WebP, 0 to 100.
+    """
     file = io.BytesIO()
-    Image.fromarray(image).save(file, "PNG", **_noted(record))
+    how = _noted(record) if format == "PNG" else {"quality": quality}
+    Image.fromarray(image).save(file, format, **how)
     return file.getvalue()
 
 

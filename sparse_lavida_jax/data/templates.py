@@ -165,6 +165,10 @@ class PromptLanguage(Protocol):
         if refusal := self.refusal(task):
             raise RequestError(refusal)
 
+    def unheld(self, words: str) -> list[str]:
+        """Returns the words of a prompt that training never held, where that is known."""
+        return self.tokenizer.unheld(words)
+
     def lays_out(self, task: str) -> bool:
         """Returns whether an image of this task can be laid out in text first."""
         ...
@@ -224,8 +228,17 @@ class PromptLanguage(Protocol):
         """Returns what lays out an image, or the change of one."""
         ...
 
-    def ask(self, question: str, shown: Sequence[Pixels], tokens: int) -> Example:
+    def ask(
+        self,
+        question: str,
+        shown: Sequence[Pixels],
+        tokens: int,
+        earlier: Sequence[tuple[str, str]] = (),
+    ) -> Example:
         """Returns what answers a question in so many tokens, rounded up to whole text blocks.
+
+        Args:
+            earlier: questions with their answers, before this one; images stand before them all.
 
         Raises:
             RequestError: a prompt that is too long, or too many images.

@@ -2,13 +2,27 @@
 """What the text tokenizers have in common: a `tokenizer.json`, text to ids, and how one is made."""
 
 import abc
+import functools
 import json
 import pathlib
+import re
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
+
+# Next to the tokenizer of a model from scratch: the words of the texts it learned from.
+WORDS = "words.txt"
+# Scripts without spaces between words: Thai to Tibetan, Burmese, Khmer, kana, Han. A letter is a
+# word there.
+_UNSPACED = r"\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
+_WORD = re.compile(rf"[{_UNSPACED}]|(?:(?![{_UNSPACED}_])\w)+")
+
+
+def words_of(text: str) -> list[str]:
+    """Returns the words of a text, in their order; upper and lower case are different words."""
+    return _WORD.findall(text)
 
 
 class TextTokenizer(abc.ABC):
@@ -39,6 +53,17 @@ class TextTokenizer(abc.ABC):
     def encode(self, text: str) -> list[int]:
         """Returns ids; what is special in the text is as the class says."""
         return self._inner.encode(text).ids
+
+    @functools.cached_property
+    def words(self) -> frozenset[str] | None:
+        """The words that its model learned from; None where the folder does not say."""
+        path = self.path.with_name(WORDS)
+        return frozenset(path.read_text(encoding="utf-8").split()) if path.is_file() else None
+
+    def unheld(self, text: str) -> list[str]:
+        """Returns the words of a text that training never held, where that is known."""
+        known = self.words
+        return [] if known is None else [w for w in dict.fromkeys(words_of(text)) if w not in known]
 
     @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from sparse_lavida_jax import config, schema
-from sparse_lavida_jax.checkpoints import manifest, model_folder
+from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.convert import adapters as lora_folders
 from sparse_lavida_jax.data import files
 from sparse_lavida_jax.evals import benchmark, scorers
 from sparse_lavida_jax.evals.benchmark import EXPORT, JUDGED, Answer, Benchmark
@@ -37,6 +38,7 @@ def evaluate(
     name: str,
     folder: pathlib.Path,
     *,
+    adapters: str = "",
     shard: str = "",
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> str:
@@ -46,6 +48,7 @@ def evaluate(
         settings: of the evaluation, those of the checkpoint among them.
         name: the checkpoint.
         folder: of this evaluation; it is made, or continued.
+        adapters: to add to the model, as `--adapters` takes them.
         shard: "i/n" for every n-th item from the i-th on; "": all of them.
         on_progress: called with the number of finished items of the shard, and of all its items.
 
@@ -60,7 +63,10 @@ def evaluate(
     part, parts = _shard(shard)
     bench = benchmark.find(settings.evaluate.benchmark)(settings)
     # The SHA-256 of the manifest of a model, which holds those of all its files.
-    source = {"name": name, "sha256": manifest.digest(model_folder.find_model(name))}
+    weights = lora_folders.parse(adapters)
+    source = {"name": name, "sha256": lora_folders.digest(model_folder.find_model(name), weights)}
+    if weights:
+        source["adapters"] = lora_folders.written(weights)
     _claim(folder, settings, bench, source["sha256"])
     own = _made(folder / "shards" / f"{part}-of-{parts}")
     release = runs.lock(own)
@@ -68,7 +74,8 @@ def evaluate(
         done = {answer.item.index for answer in _answers(bench, folder)}
         mine = bench.items[part::parts]
         if pending := [item for item in mine if item.index not in done]:
-            pipe = SparseLaViDa.from_pretrained(name, batch_size=settings.evaluate.batch_size)
+            how: Any = {"batch_size": settings.evaluate.batch_size, "adapters": adapters}
+            pipe = SparseLaViDa.from_pretrained(name, **how)
             _note_circumstances(own / MADE_WITH)
             finished = len(mine) - len(pending)
             on_progress(finished, len(mine))
@@ -248,8 +255,10 @@ def _description(bench: Benchmark, results: dict[str, Any]) -> str:
         for made in results["made_with"]
     )
     changed = schema.changes(bench.settings) | schema.changes(bench.sampling)
+    adapters = results["checkpoint"].get("adapters", "")
     return (
-        f"{results['items']} items, {results['checkpoint']['name']} (SHA-256"
+        f"{results['items']} items, {results['checkpoint']['name']}"
+        f"{f' with the adapters {adapters}' * bool(adapters)} (SHA-256"
         f" {results['checkpoint']['sha256'][:12]}), seed {results['seed']}; {'; '.join(machines)};"
         f" {results['seconds']:.0f} s. Other than the defaults:"
         f" {', '.join(f'{name} {value}' for name, value in changed.items())}."

@@ -52,12 +52,13 @@ def kind_of(request: Request) -> Hashable:
     """
     scales = request.temperature, request.guidance, request.guidance_image
     how = request.sampling
+    characters = len(request.words) + sum(len(q) + len(a) for q, a in request.earlier)
     # The codes of a step lie in more cells or fewer, as the order of the row has it.
     by_seed = how is not None and how.grid == "code" and how.order_seed < 0
     return (
         request.task,
         how,
-        _few((1 + len(request.words) // CHARACTERS, 0))[0],
+        _few((1 + characters // CHARACTERS, 0))[0],
         tuple(None if scale is None else scale > 0 for scale in scales),
         request.size,
         request.box,

@@ -315,6 +315,7 @@ class TaskRun:
         first: the request that the first example is of, where one is done after another.
         buckets: of the images that were decoded last.
         tokens: of each request, that passed through the network.
+        prompted: of each request's first prompt (`Result.prompted`).
     """
 
     engine: Engine
@@ -331,6 +332,7 @@ class TaskRun:
     first: int = 0
     buckets: list[Bucket] = dataclasses.field(default_factory=list)
     tokens: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+    prompted: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     def run(self, requests: Sequence[Request]) -> Result:
         """Does what is asked by requests of one task."""
@@ -367,8 +369,9 @@ class TaskRun:
             )
         if making == "image":
             self.buckets = decoded.buckets
-        for row, passed in enumerate(decoded.tokens, self.first):
-            self.tokens[row] += passed
+        for row, one in enumerate(examples, self.first):
+            self.tokens[row] += decoded.tokens[row - self.first]
+            self.prompted.setdefault(row, sequence.prompt_tokens(one.parts))
         return decoded.responses
 
     @contextlib.contextmanager
@@ -396,6 +399,7 @@ class TaskRun:
             self.source,
             self.seconds,
             records=records,
+            prompted=tuple(self.prompted.get(row, (0, 0)) for row in range(len(requests))),
             passed=tuple(self.tokens[row] for row in range(len(requests))),
             **found,
         )
@@ -576,7 +580,7 @@ class TaskRun:
         tokens = prompts.answer_tokens if request.task == "ask" else prompts.long_answer_tokens
         if request.task == "caption":
             words = prompts.describe
-        return prompts.ask(words, seen, request.max_new_tokens or tokens)
+        return prompts.ask(words, seen, request.max_new_tokens or tokens, request.earlier)
 
     def find_boxes(self, requests: Sequence[Request]) -> Result:
         """Returns the boxes of phrases, all of one image."""

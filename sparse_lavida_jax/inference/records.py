@@ -48,6 +48,7 @@ class _Bucket(schema.Section):
 class _Origin(schema.Section):
     name: str = ""
     sha256: str = ""
+    adapters: str = ""
 
 
 class _Record(schema.Section):

@@ -65,6 +65,7 @@ class Request:
         task: one of `TASKS`; "" of one that says how a row is sampled and nothing else.
         words: prompt, instruction, question, phrase, or text with gaps.
         images: what the task is about; one image, except for questions about several.
+        earlier: questions of a conversation with their answers, before these words.
         seed: all randomness of this row.
         temperature: of the image, or of the text; None: as `sampling` says.
         guidance, guidance_image: scales of an image; None: as `sampling` says.
@@ -84,6 +85,7 @@ class Request:
     task: str
     words: str = ""
     images: tuple[ShownImage, ...] = ()
+    earlier: tuple[tuple[str, str], ...] = ()
     seed: int = 0
     temperature: float | None = None
     guidance: float | None = None
@@ -190,14 +192,15 @@ class TaskSpec:
 _ALL = frozenset({"seed", "sampling", "steps", "temperature", "sampler", "registers", "quantize"})
 _DRAWS = _ALL | {"num_images", "plan", "guidance", "order", "vq_dtype"}
 _CHANGES = _DRAWS | {"guidance_image"}
+_ANSWERS = _ALL | {"max_new_tokens", "earlier", "together"}
 
 TASKS: dict[str, TaskSpec] = {
     "generate": TaskSpec("image", "prompt", "", _DRAWS | {"size"}),
     "edit": TaskSpec("image", "instruction", "needed", _CHANGES),
     "inpaint": TaskSpec("image", "prompt", "needed", _CHANGES | {"mask", "box", "known"}),
     "outpaint": TaskSpec("image", "prompt", "needed", _CHANGES | {"box", "known"}),
-    "ask": TaskSpec("text", "question", "optional", _ALL | {"max_new_tokens"}),
-    "reason": TaskSpec("text", "question", "optional", _ALL | {"max_new_tokens"}),
+    "ask": TaskSpec("text", "question", "optional", _ANSWERS),
+    "reason": TaskSpec("text", "question", "optional", _ANSWERS),
     "caption": TaskSpec("text", "", "needed", _ALL),
     "constrained_caption": TaskSpec("text", "", "needed", _ALL | {"template", "required"}),
     "infill": TaskSpec("text", "text", "optional", _ALL),
@@ -240,7 +243,7 @@ class RequestMaker:
         self._check(task, spec, words, shown, given)
         sampling, columns = sampling_of(spec.draws, given, self.settings.sampling)
         copies = given.get("num_images", 1)
-        pairs = paired("caption" if words is None else words, shown, copies)
+        pairs = paired("caption" if words is None else words, shown, copies, given.get("together"))
         if spec.image == "needed" and not pairs[0][1]:
             raise RequestError("this task is about an image: give one.")
         count = len(pairs)
@@ -293,6 +296,10 @@ class RequestMaker:
         """Returns the fields of `Request` that a task's own options become for one row."""
         model = self.settings.model
         found = {name: given[name] for name in ("rounds", "max_new_tokens") if name in given}
+        for question, answer in (earlier := given.get("earlier", ())):
+            check_words(question)
+            check_characters(answer, "earlier answer")
+        found["earlier"] = tuple(earlier)
         if task == "generate":
             size = given.get("size")
             grid_of(size, self.side, model)  # refuses some
@@ -390,12 +397,16 @@ def shown_images(shown: Shown | Sequence[Shown] | None) -> list[ShownImage]:
 
 
 def paired(
-    words: str | Sequence[str], shown: Shown | Sequence[Shown] | None, copies: int = 1
+    words: Words,
+    shown: Shown | Sequence[Shown] | None,
+    copies: int = 1,
+    together: bool | None = None,
 ) -> list[tuple[str, tuple[ShownImage, ...]]]:
     """Returns words and images row by row: one image goes with all words, one text with all images.
 
     Args:
         copies: of each pair.
+        together: whether all words are about all images.
 
     Raises:
         RequestError: nothing is asked, or words and images do not go together.
@@ -403,7 +414,8 @@ def paired(
     asked = [words] if isinstance(words, str) else [*words]
     for one in asked:
         check_words(one)
-    seen = [(image,) for image in shown_images(shown)] or [()]
+    images = shown_images(shown)
+    seen = [tuple(images)] if together else [(image,) for image in images] or [()]
     count = max(len(asked), len(seen))
     if not asked or {len(asked), len(seen)} - {1, count}:
         raise RequestError(

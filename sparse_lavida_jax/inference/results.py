@@ -26,11 +26,14 @@ class Origin:
 
     Attributes:
         name: the folder or bundled name it was loaded from; "" for a model made in memory.
-        sha256: of the manifest of its folder, which holds the digests of all its files.
+        sha256: of the manifest of its folder, which holds the digests of all its files; with
+            adapters, of theirs too.
+        adapters: that were added, with their weights, as `--adapters` takes them.
     """
 
     name: str = ""
     sha256: str = ""
+    adapters: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +55,8 @@ class Result:
         plans: the layouts that images were drawn after.
         attempts: of "reflect": every image with what was said of it, one entry a row.
         records: how to draw each image again (`SparseLaViDa.replay`).
+        prompted: text tokens and image tokens of each row's prompt, headers included; of the first
+            stage, where an image is laid out first.
         passed: tokens that all steps of a row passed through the network, prompts included and
             padding not, as planned: a text that ends early passes fewer.
     """
@@ -69,6 +74,7 @@ class Result:
     plans: tuple[str, ...] = ()
     attempts: tuple[tuple[tuple[UInt8[np.ndarray, "_h _w 3"], str], ...], ...] = ()
     records: tuple[dict[str, Any], ...] = ()
+    prompted: tuple[tuple[int, int], ...] = ()
     passed: tuple[int, ...] = ()
 
     @property

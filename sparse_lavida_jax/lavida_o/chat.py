@@ -243,17 +243,28 @@ def clean_plan(answer: str) -> str:
 
 
 def ask(
-    tokenizer: ChatTokenizer, question: str, images: Sequence[VisionTokens], num_tokens: int
+    tokenizer: ChatTokenizer,
+    question: str,
+    images: Sequence[VisionTokens],
+    num_tokens: int,
+    earlier: Sequence[tuple[str, str]] = (),
 ) -> Parts:
     """Returns the prompt of an answer, `num_tokens` tokens, to a question about images.
 
-    Several images have spaces between them: ours.
+    Several images have spaces between them: ours. So are several turns, of which the first shows
+    the images.
+
+    Args:
+        earlier: questions with their answers, before this one.
 
     Raises:
         ValueError: a control token in the text.
     """
     shown = " ".join([IMAGE] * len(images)) + "\n" if images else ""
-    return answer_to(tokenizer, shown + _plain(question), images, num_tokens)
+    turns = [(_plain(asked), _plain(answer)) for asked, answer in earlier]
+    (first, *answer), *rest = [*turns, (_plain(question),)]
+    *turns, (last,) = [(shown + first, *answer), *rest]
+    return answer_to(tokenizer, last, images, num_tokens, turns)
 
 
 def judge(tokenizer: ChatTokenizer, caption: str, image: VisionTokens, num_tokens: int) -> Parts:
@@ -270,14 +281,20 @@ def verdict_asked(caption: str) -> str:
 
 
 def answer_to(
-    tokenizer: ChatTokenizer, user: str, images: Sequence[VisionTokens], num_tokens: int
+    tokenizer: ChatTokenizer,
+    user: str,
+    images: Sequence[VisionTokens],
+    num_tokens: int,
+    earlier: Sequence[tuple[str, str]] = (),
 ) -> Parts:
     """Returns the prompt of an answer, `num_tokens` tokens, to what the user says.
 
     Args:
         user: in it `<image>` stands for each of the images.
+        earlier: what was said before, by the user and in answer.
     """
-    parts = _parts(tokenizer, _encode(tokenizer, conversation(user), images))
+    text = conversation(user, earlier=earlier)
+    parts = _parts(tokenizer, _encode(tokenizer, text, images))
     return (*parts, Response(num_tokens))
 
 
@@ -320,9 +337,10 @@ def locate_all(
 # From text to parts.
 
 
-def conversation(user: str, assistant: str = "") -> str:
+def conversation(user: str, assistant: str = "", earlier: Sequence[tuple[str, str]] = ()) -> str:
     """Returns the chat template filled in (spec Sec. 5.1); it always ends with a header."""
-    turns = [("system", SYSTEM), ("user", user)]
+    before = [turn for pair in earlier for turn in zip(("user", "assistant"), pair, strict=True)]
+    turns = [("system", SYSTEM), *before, ("user", user)]
     if assistant:
         turns.append(("assistant", assistant))
     said = (message(role, content) for role, content in turns)

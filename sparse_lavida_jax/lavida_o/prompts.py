@@ -32,6 +32,14 @@ LONG_ANSWER_TOKENS = 256
 VERDICT_TOKENS = 32  # as released
 MOST_TOKENS = 8192  # of a sequence: what the released tokenizer allows
 ACCEPTED = "is correct"
+# Kinds of records (`mixture/recipe.py`) of which one has to be learned from, by task.
+_DRAWN, _ASKED = ("text_to_image", "plan"), ("understanding",)
+LEARNED_FROM: dict[str, tuple[str, ...]] = {
+    "generate": _DRAWN, "inpaint": _DRAWN, "outpaint": _DRAWN, "edit": ("edit", "edit_plan"),
+    "ask": _ASKED, "reason": _ASKED, "caption": _ASKED, "constrained_caption": _ASKED,
+    "infill": _ASKED, "ground": ("grounding", "dense_caption"), "reflect": ("reflection",),
+}  # fmt: skip
+LAID_OUT = {"generate": "plan", "edit": "edit_plan"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +77,12 @@ class ChatPrompts(PromptLanguage):
         return self.data.text_block_len
 
     def refusal(self, task: str) -> str:
+        kinds = self.data.kinds
+        if kinds and not {*kinds} & {*LEARNED_FROM[task]}:
+            return (
+                f"this checkpoint was not trained to {task}: it learned from {', '.join(kinds)}"
+                f" alone, and that takes {' or '.join(LEARNED_FROM[task])} (docs/own_images.md)."
+            )
         if not self.model.understanding_only or task in ("ask", "reason", "infill"):
             return ""
         return (
@@ -77,7 +91,8 @@ class ChatPrompts(PromptLanguage):
         )
 
     def lays_out(self, task: str) -> bool:
-        return task in ("generate", "edit")
+        kinds = self.data.kinds
+        return task in LAID_OUT and (not kinds or LAID_OUT[task] in kinds)
 
     # Images.
 
@@ -146,11 +161,17 @@ class ChatPrompts(PromptLanguage):
             parts = self._words(chat.plan_edit, prompt, seen[0].part, ANSWER_TOKENS)
         return self._example(prompt, parts, seen)
 
-    def ask(self, question: str, shown: Sequence[Pixels], tokens: int) -> Example:
+    def ask(
+        self,
+        question: str,
+        shown: Sequence[Pixels],
+        tokens: int,
+        earlier: Sequence[tuple[str, str]] = (),
+    ) -> Example:
         tokens = -(-tokens // self.text_block_len) * self.text_block_len
         several = len(shown) > 1
         seen = [images.see(image, self.model.vision, whole=several) for image in shown]
-        parts = self._words(chat.ask, question, [s.part for s in seen], tokens)
+        parts = self._words(chat.ask, question, [s.part for s in seen], tokens, earlier)
         return self._example(question, parts, seen)
 
     def judge(self, prompt: str, image: Pixels) -> Example:

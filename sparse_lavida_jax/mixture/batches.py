@@ -25,12 +25,13 @@ from sparse_lavida_jax.data.files import read_json
 from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
 from sparse_lavida_jax.lavida_o.objective import SequenceRow
-from sparse_lavida_jax.mixture import prepare
+from sparse_lavida_jax.mixture import prepare, words
 from sparse_lavida_jax.mixture.examples import Mixer
 from sparse_lavida_jax.mixture.records import Record, RecordError, ShardedRecords
 
 PROBED = 256  # records of a group whose lengths decide its static shape
 FEWEST = 100  # records of a group of which some are held back: fewer are all needed to learn from
+MOST_READ = 100_000  # records whose words are looked at, all of them or none
 MOST_HELD = 256  # records of a group that are held back
 MEASURED = 2**32  # the epoch of rows whose loss is measured: training never gets so far
 
@@ -100,6 +101,16 @@ class MixtureBatches(Batches):
             first = map(records.__getitem__, itertools.islice(numbers, count))
             found += (record for record in first if record.kind == "text_to_image")
         return found[:count]
+
+    def words(self) -> frozenset[str] | None:
+        """Returns the words of the records that are trained on; None where they are too many."""
+        if sum(map(len, self.taken.values())) > MOST_READ:
+            return None
+        return words.learned(
+            self.records[group][taken[i]]
+            for group, taken in self.taken.items()
+            for i in range(len(taken))
+        )
 
     def prompts(self, count: int) -> list[str]:
         """Returns captions of images to draw, of the first records that have one."""

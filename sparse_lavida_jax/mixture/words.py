@@ -9,7 +9,7 @@ import pathlib
 from collections.abc import Iterable, Iterator
 
 from sparse_lavida_jax.data import files
-from sparse_lavida_jax.data.tokenizer import train_byte_level
+from sparse_lavida_jax.data.tokenizer import train_byte_level, words_of
 from sparse_lavida_jax.lavida_o import chat
 from sparse_lavida_jax.mixture.records import Record
 
@@ -35,6 +35,11 @@ def train(path: pathlib.Path, records: Iterable[Record]) -> None:
     texts = (text for record in records for text in texts_of(record))
     spoken = train_byte_level((*TEMPLATES, *texts), chat.CONTROL, TEXTUAL, LARGEST_VOCABULARY)
     files.write_text(path, spoken)
+
+
+def learned(records: Iterable[Record]) -> frozenset[str]:
+    """Returns the words of the texts of records."""
+    return frozenset(word for one in records for text in texts_of(one) for word in words_of(text))
 
 
 def texts_of(record: Record) -> Iterator[str]:

@@ -91,14 +91,15 @@ def merged(model: M) -> M:
 
     def without_adapter(_: str, linear: Linear) -> Linear:
         if linear.lora_scale:
-            linear.kernel = nnx.Param(_sum(linear))
+            linear.kernel = nnx.Param(merged_kernel(linear))
             del linear.lora_a, linear.lora_b, linear.lora_scale
         return linear
 
     return with_linears(model, without_adapter)
 
 
-def _sum(linear: Any) -> Float[np.ndarray, "*n i o"]:
+def merged_kernel(linear: Any) -> Float[np.ndarray, "*n i o"]:
+    """Returns the matrix of a `Linear` with its adapter added, on the host."""
     kernel: Float[Array, "*n i o"] = linear.kernel[...]
     a, b = (np.asarray(part[...], np.float32) for part in (linear.lora_a, linear.lora_b))
     total = np.empty(kernel.shape, kernel.dtype)

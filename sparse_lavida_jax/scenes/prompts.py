@@ -9,6 +9,7 @@ An `Encoder` makes them, for training too; `ScenePrompts` says what a request be
 
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
@@ -159,6 +160,22 @@ class Encoder:
         )
         given = np.zeros(len(codes), bool) if given is None else given.reshape(-1)
         return Example(parts, codes.astype(np.int32), given, "image", image, len(codes))
+
+    def continued(
+        self, example: Example, question: str, earlier: Sequence[tuple[str, str]]
+    ) -> Example:
+        """Returns an example of a question as one of a conversation, which shows its image first.
+
+        Answers end as prompts do: no model was trained on several turns.
+        """
+        ended = self._text([self.tokenizer.end_of_turn_id], keep=True)
+        parts, image = [], example.pixels
+        for asked, answer in earlier:
+            parts += self._user(asked, image, None)
+            parts += [self._text(self.tokenizer.encode(answer)), ended]
+            image = None
+        parts += [*self._user(question, image, None), example.parts[-1]]
+        return dataclasses.replace(example, parts=tuple(parts))
 
     def _text(self, ids: list[int], keep: bool = False) -> Text:
         return Text(np.asarray(ids, np.int32), keep)
@@ -340,7 +357,13 @@ class ScenePrompts(PromptLanguage):
     def plan(self, prompt: str, image: Pixels | None = None) -> Example:
         return self.ask(prompt, () if image is None else (image,), self.long_answer_tokens)
 
-    def ask(self, question: str, shown: Sequence[Pixels], tokens: int) -> Example:
+    def ask(
+        self,
+        question: str,
+        shown: Sequence[Pixels],
+        tokens: int,
+        earlier: Sequence[tuple[str, str]] = (),
+    ) -> Example:
         if len(shown) > 1:
             raise RequestError(f"this checkpoint looks at one image, it was given {len(shown)}.")
         block = self.text_block_len
@@ -349,7 +372,10 @@ class ScenePrompts(PromptLanguage):
             image=self._seen(shown[0]) if shown else None,
             length=-(-tokens // block) * block,
         )
-        return self._fits(question, example)
+        if earlier:
+            example = self.encoder.continued(example, question, earlier)
+        said = " ".join([*itertools.chain(*earlier), question])
+        return self._fits(said, example)
 
     def judge(self, prompt: str, image: Pixels) -> Example:
         """Returns what says whether an image is what was asked for."""

@@ -238,6 +238,7 @@ def from_scratch(prepared: pathlib.Path) -> config.Config:
 
     Raises:
         ConfigError: the folder has no tokenizers of its own.
+        RecordError: it is not whole.
         VQError: its image tokenizer cannot be read.
     """
     try:
@@ -263,7 +264,7 @@ def from_scratch(prepared: pathlib.Path) -> config.Config:
         data=config.Data(
             source="prepared", folder=str(prepared), image_codec=str(prepared / "vq"),
             micro_condition=False, text_block_len=8, max_answer_len=64, max_sequence_len=2048,
-            held_out=HELD_OUT,
+            held_out=HELD_OUT, kinds=_kinds(prepared),
         ),
         diffusion=PLANNED,
         sampling=config.Sampling(
@@ -285,7 +286,8 @@ def continued(prepared: pathlib.Path, init_from: str) -> config.Config:
 
     Raises:
         CheckpointError: there is no model.
-        ConfigError: it was not made for prompts in the words of LaViDa-O.
+        RecordError: the folder is not whole.
+        ConfigError: the model was not made for prompts in the words of LaViDa-O.
     """
     base = model_folder.read_config(model_folder.find_model(init_from))
     if base.prompts != "chat":
@@ -297,11 +299,16 @@ def continued(prepared: pathlib.Path, init_from: str) -> config.Config:
     large = base.model.width >= ADAPTED_WIDTH
     # Records of a plain folder hold no layouts, so none is asked for; a small image has few cells.
     steps = min(base.sampling.num_steps, base.model.num_cells)
+    kinds = base.data.kinds  # none: a LaViDa-O, which knows them all
     return dataclasses.replace(
         base,
         name=prepared.name,
         data=dataclasses.replace(
-            base.data, source="prepared", folder=str(prepared), held_out=HELD_OUT
+            base.data,
+            source="prepared",
+            folder=str(prepared),
+            held_out=HELD_OUT,
+            kinds=kinds and tuple(sorted({*kinds, *_kinds(prepared)})),
         ),
         diffusion=PLANNED,
         lora=config.Lora(rank=16 if large else 0),
@@ -311,6 +318,10 @@ def continued(prepared: pathlib.Path, init_from: str) -> config.Config:
         sampling=dataclasses.replace(base.sampling, num_steps=steps, plan=False),
         train=config.Train(init_from=init_from, batch_size=1 if large else 8, eval_prompts=24),
     )
+
+
+def _kinds(prepared: pathlib.Path) -> tuple[str, ...]:
+    return tuple(sorted({one["kind"] for one in batches.read_index(prepared)["datasets"]}))
 
 
 def size_in_words(settings: config.Config) -> str:

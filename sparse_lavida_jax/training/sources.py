@@ -48,6 +48,16 @@ class TrainingData:
         """The batches of a prepared folder; None where the small world is trained on."""
         return self.batches if isinstance(self.batches, MixtureBatches) else None
 
+    def words(self) -> frozenset[str] | None:
+        """Returns the words that a model from scratch learns from; None where they are unknown.
+
+        One that goes on from another adds to the words of that, if they are known.
+        """
+        known = self.tokenizer.words if self.settings.train.init_from else frozenset()
+        if self.prepared is None or known is None or (more := self.prepared.words()) is None:
+            return None
+        return known | more
+
     def pipe(self, model: Denoiser) -> SparseLaViDa:
         """Returns a model as it is sampled from."""
         prompts = LANGUAGES[self.settings.prompts].of(self.tokenizer, self.settings, self.codec)

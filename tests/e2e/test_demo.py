@@ -26,7 +26,7 @@ gr = pytest.importorskip(
 
 from serving_on_loopback import served  # noqa: E402
 
-from sparse_lavida_jax.apps import demo, server  # noqa: E402
+from sparse_lavida_jax.apps import batching, demo, server  # noqa: E402
 from sparse_lavida_jax.apps.serving import Service  # noqa: E402
 
 MILLISECONDS = 60_000  # until a test gives up; the first image is compiled
@@ -284,11 +284,11 @@ def test_a_preview_hides_what_is_not_drawn_yet(service, monkeypatch):
         return previews[-1]
 
     monkeypatch.setattr(service.pipe, "preview", spy, raising=False)
-    ticket = service.submit("generate", "a red circle", preview=True, seed=3)
+    ticket = service.submit("generate", "a red circle", previews=batching.EVERY, seed=3)
     drawn = ticket.future.result(60).pixels[0]
     hidden = [(one == MASKED_GREY).all(axis=-1).mean() for one in previews]
     assert len(hidden) > 1 and hidden == sorted(hidden, reverse=True) and hidden[0] > hidden[-1]
-    np.testing.assert_array_equal(ticket.preview, drawn)
+    np.testing.assert_array_equal(ticket.previews[-1], drawn)
 
 
 def test_a_task_that_was_not_learned_has_no_tab(service, monkeypatch):

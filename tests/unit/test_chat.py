@@ -56,6 +56,7 @@ SYSTEM = (
     " that the user provides, and assist the user with a variety of tasks using natural language."
     "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n"
 )
+USER = "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n"
 ASSISTANT = "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
 SIZE = "ORIGINAL WIDTH : 1024; ORIGINAL HEIGHT : 1024; TOP : 0; LEFT : 0"
 CELLS = 3 * "<|reserved_token_5|>"
@@ -119,6 +120,10 @@ ANSWERS = {
     "ask about two images": (
         lambda t: chat.ask(t, "Which?", [IMAGE, SECOND], 5),
         "[0][1]Which?",
+    ),
+    "ask after other turns": (
+        lambda t: chat.ask(t, "And?", [IMAGE], 5, [("What is it?", " a cat "), ("Why?", "so")]),
+        f"[0]What is it?{ASSISTANT}a cat{USER}Why?{ASSISTANT}so{USER}And?",
     ),
     "judge": (
         lambda t: chat.judge(t, "a robot", IMAGE, 5),

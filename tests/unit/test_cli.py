@@ -389,7 +389,7 @@ def test_results_are_saved_with_what_drew_them(tmp_path):
     assert image_files.read_record(tmp_path / "a.png") == record
     assert result.image.size == (6, 4)
     written = json.loads(json.dumps(result.as_json()))
-    assert written["checkpoint"] == {"name": "scenes", "sha256": "ab"}
+    assert written["checkpoint"] == {"name": "scenes", "sha256": "ab", "adapters": ""}
     assert (written["task"], written["seeds"]) == ("generate", [3])
 
 

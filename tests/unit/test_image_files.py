@@ -112,6 +112,21 @@ def test_what_pillow_stumbles_over_is_named():
             image_files.read_bytes(wrong, "the upload")
 
 
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "RGB"])
+def test_a_mask_is_transparent_or_white_where_it_is_painted(mode):
+    alpha = np.array([[0, 1, 127], [128, 254, 255]], np.uint8)
+    drawn = {
+        "RGBA": np.dstack([NOISE[:2, :3], alpha]),
+        "LA": np.dstack([NOISE[:2, :3, 0], alpha]),
+        "RGB": np.repeat(255 * (alpha == 0)[..., None], 3, axis=-1).astype(np.uint8),
+    }[mode]
+    file = io.BytesIO()
+    Image.fromarray(drawn, mode).save(file, "PNG")
+    np.testing.assert_array_equal(image_files.read_transparent(file.getvalue()), alpha == 0)
+    with pytest.raises(ImageError, match="the mask is transparent nowhere: make transparent, or"):
+        image_files.read_transparent(image_files.encoded(np.zeros((2, 2, 3), np.uint8)))
+
+
 def test_an_animation_is_refused(tmp_path):
     path = tmp_path / "moving.webp"
     frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]

@@ -2,17 +2,22 @@
 """Adapters start as nothing, are added without merging, and are merged to the same model."""
 
 import dataclasses
+import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 import tiny
 from flax import nnx
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.checkpoints import adapters, model_folder
-from sparse_lavida_jax.models import lora, parameters
+from sparse_lavida_jax.checkpoints import manifest, model_folder
+from sparse_lavida_jax.convert import adapters
+from sparse_lavida_jax.data import files
+from sparse_lavida_jax.models import lora, parameters, quantize
 from sparse_lavida_jax.models.layers import Linear
 from sparse_lavida_jax.scenes.tokenizer import SHIPPED
 from sparse_lavida_jax.training import step as training_step
@@ -159,34 +164,144 @@ def test_a_saved_model_is_merged(attached, tmp_path):
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_adapters_go_to_disk_alone_and_come_back_to_their_base(attached, base, tmp_path):
-    moved = parameters.replaced(attached, {"register_generation": np.full(24, 0.5)})
-    settings = config.Config(model=MODEL, lora=LORA)
-    adapters.save(tmp_path / "mine", trained_of(moved), settings, base=base)
-    loaded = adapters.load_model(tmp_path / "mine", base)
-    assert loaded.config.lora == LORA
-    expected = parameters.by_name(lora.merged(moved))
-    found = parameters.by_name(loaded.model)
+def saved(folder, model, base, **changes):
+    """Saves the adapters of a model; returns their name."""
+    settings = config.Config(model=MODEL, lora=dataclasses.replace(LORA, **changes))
+    adapters.save(folder, trained_of(model), settings, base=base)
+    return str(folder)
+
+
+def loaded_with(base, weights, **how):
+    return adapters.added(model_folder.load_model(base).model, MODEL, base, weights, **how)
+
+
+def equal(one, other):
+    expected, found = parameters.by_name(one), parameters.by_name(other)
     assert found.keys() == expected.keys()
     for name, leaf in expected.items():
         np.testing.assert_array_equal(found[name], leaf)
-    files = {path.name for path in (tmp_path / "mine").iterdir()}
-    assert "params" not in files and "model.safetensors" not in files
-    assert (tmp_path / "mine" / "adapters.safetensors").stat().st_size < 200_000
+
+
+@pytest.fixture(scope="module")
+def moved(attached):
+    """With registers that were trained as well."""
+    return parameters.replaced(attached, {"register_generation": np.full(24, 0.5)})
+
+
+def test_adapters_go_to_disk_alone_and_come_back_to_their_base(moved, base, tmp_path):
+    mine = saved(tmp_path / "run" / "adapters", moved, base)
+    equal(lora.merged(moved), loaded_with(base, {mine: 1.0}))
+    equal(lora.merged(moved), loaded_with(base, {str(tmp_path / "run"): 1.0}))  # of a run
+    there = {path.name for path in pathlib.Path(mine).iterdir()}
+    assert "params" not in there and "model.safetensors" not in there
+    assert (pathlib.Path(mine) / "adapter_model.safetensors").stat().st_size < 200_000
+
+
+def test_adapters_have_the_names_of_peft_and_of_the_release(moved, base, tmp_path):
+    mine = saved(tmp_path / "mine", moved, base)
+    stored = safetensors.numpy.load_file(f"{mine}/adapter_model.safetensors")
+    module = "model.transformer.blocks.0.q_proj_vision"
+    a, b = (stored[f"base_model.model.{module}.lora_{side}.weight"] for side in "AB")
+    linear = moved.joint_layers.generation.q
+    np.testing.assert_array_equal(a, linear.lora_a[0].T)
+    np.testing.assert_array_equal(b, linear.lora_b[0].T)
+    told = json.loads((tmp_path / "mine" / "adapter_config.json").read_text())
+    assert (told["peft_type"], told["r"], told["lora_alpha"]) == ("LORA", 3, 6.0)
+    assert module in told["target_modules"]
+    assert "model.register_generation" in told["modules_to_save"]
+
+
+def test_adapters_of_peft_itself_are_read(attached, base, tmp_path):
+    """Without anything of ours, of a few layers, scaled as PEFT was told."""
+    rng, module = np.random.default_rng(0), "model.transformer.blocks.1.attn_out"
+    a, b = (rng.normal(size=s).astype(np.float32) for s in ((2, 32), (32, 2)))
+    key = f"base_model.model.{module}.lora"
+    (tmp_path / "peft").mkdir()
+    file = tmp_path / "peft" / "adapter_model.safetensors"
+    safetensors.numpy.save_file({f"{key}_A.weight": a, f"{key}_B.weight": b}, file)
+    told = {"peft_type": "LORA", "r": 2, "lora_alpha": 8, "use_rslora": True}
+    files.write_json(tmp_path / "peft" / "adapter_config.json", told)
+    before = parameters.by_name(model_folder.load_model(base).model)
+    after = parameters.by_name(loaded_with(base, {str(tmp_path / "peft"): 1.0}))
+    changed = {name for name in before if not np.array_equal(before[name], after[name])}
+    (name,) = changed
+    product = 8 / 2**0.5 * (b @ a).T
+    number = 1 - MODEL.num_joint_layers if "split" in name else 1
+    difference = np.asarray(after[name] - before[name])
+    np.testing.assert_allclose(difference[number], product, atol=1e-5)
+    assert not np.delete(difference, number, 0).any()
+    files.write_json(tmp_path / "peft" / "adapter_config.json", told | {"use_dora": True})
+    with pytest.raises(model_folder.CheckpointError, match="no plain adapters of low rank"):
+        loaded_with(base, {str(tmp_path / "peft"): 1.0})
+    safetensors.numpy.save_file({f"{key}_X.weight": a}, file)
+    with pytest.raises(model_folder.CheckpointError, match=r"which has no matrix for .*lora_X"):
+        loaded_with(base, {str(tmp_path / "peft"): 1.0})
+
+
+def test_older_folders_are_read(moved, base, tmp_path):
+    mine = tmp_path / "mine"
+    settings = config.Config(model=MODEL, lora=LORA)
+    leaves = parameters.by_name(trained_of(moved))
+    with model_folder.new_model_folder(mine, settings, 0) as new:
+        arrays = {name: np.asarray(leaf) for name, leaf in leaves.items() if np.size(leaf)}
+        safetensors.numpy.save_file(arrays, new / "adapters.safetensors")
+        known = {"model": str(base), "manifest_sha256": manifest.digest(base)}
+        files.write_json(new / "base.json", known)
+    equal(lora.merged(moved), loaded_with(base, {str(mine): 1.0}))
+
+
+def test_several_merged_and_kept_apart_predict_the_same(moved, base, tmp_path):
+    other = parameters.replaced(
+        moved, {n: -2 * x[..., ::-1] for n, x in parameters.by_name(moved).items() if "lora_b" in n}
+    )
+    weights = {
+        saved(tmp_path / "one", moved, base): 1.0,
+        saved(tmp_path / "other", other, base, targets="q$"): 0.25,
+    }
+    apart = loaded_with(base, weights, merge=False)
+    assert apart.joint_layers.generation.q.lora_a.shape[-1] == 2 * LORA.rank
+    merged = loaded_with(base, weights)
+    assert not any("lora" in name for name in parameters.by_name(merged))
+    first = loaded_with(base, {next(iter(weights)): 1.0})
+    for one, two, alone in zip(logits(merged), logits(apart), logits(first), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-5)
+        assert np.abs(one - alone).max() > 0.05
+    # What was trained whole is moved by as much: 1 + 0.25 of the way.
+    start = model_folder.load_model(base).model.register_generation[...]
+    expected = start + 1.25 * (0.5 - start)
+    np.testing.assert_allclose(merged.register_generation[...], expected, rtol=1e-6)
+
+
+def test_adapters_stay_next_to_a_base_in_8_bits(moved, base, tmp_path):
+    weights = {saved(tmp_path / "mine", moved, base): 1.0}
+    model = quantize.quantized(model_folder.load_model(base).model, "int8")
+    ours = adapters.added(model, MODEL, base, weights)
+    assert ours.joint_layers.generation.q.kernel.dtype == jnp.int8
+    for near, exact in zip(logits(ours), logits(moved), strict=True):
+        assert np.abs(near - exact).max() < 0.1 * np.abs(exact).max()
+
+
+def test_the_words_of_a_command_line_are_weights_by_name():
+    given = "mine,runs/other:0.5,org/name@v1:-1"
+    weights = {"mine": 1.0, "runs/other": 0.5, "org/name@v1": -1.0}
+    assert adapters.parse(given) == weights
+    assert adapters.written(weights) == given
+    assert adapters.parse("") == {}
+    for wrong in ("mine,", "mine:x", "mine,mine:2", "mine:nan", ":2"):
+        with pytest.raises(model_folder.CheckpointError, match="write FOLDER or FOLDER:WEIGHT"):
+            adapters.parse(wrong)
 
 
 def test_adapters_of_another_base_are_refused(attached, base, tmp_path):
-    settings = config.Config(model=MODEL, lora=LORA)
-    adapters.save(tmp_path / "mine", trained_of(attached), settings, base=base)
-    other = jax.tree.map(lambda x: x + 1, tiny.denoiser(MODEL))
-    save(tmp_path / "other", other)
+    mine = saved(tmp_path / "mine", attached, base)
+    save(tmp_path / "other", jax.tree.map(lambda x: x + 1, tiny.denoiser(MODEL)))
     with pytest.raises(model_folder.CheckpointError, match=r"next to the model that lay .*base,"):
-        adapters.load_model(tmp_path / "mine", tmp_path / "other")
+        loaded_with(tmp_path / "other", {mine: 1.0})
     with pytest.raises(model_folder.CheckpointError, match="no adapters"):
-        adapters.load_model(base, base)
-    file = tmp_path / "mine" / "adapters.safetensors"
+        loaded_with(base, {str(base): 1.0})
+    file = tmp_path / "mine" / "adapter_model.safetensors"
     damaged = bytearray(file.read_bytes())
     damaged[-1] ^= 1
     file.write_bytes(damaged)
     with pytest.raises(model_folder.CheckpointError, match=r"damaged: .*The tensor .*lora"):
-        adapters.load_model(tmp_path / "mine", base)
+        loaded_with(base, {mine: 1.0})

@@ -2,6 +2,7 @@
 """What the interface is asked becomes the right examples, and their responses what it returns."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -10,9 +11,11 @@ import stand_ins
 import tiny
 
 from sparse_lavida_jax import config, pipeline, sequence
+from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.convert import adapters
 from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference import engine
-from sparse_lavida_jax.models import fuse, vq
+from sparse_lavida_jax.models import fuse, lora, parameters, vq
 from sparse_lavida_jax.sampling.prompts import padded_lengths
 from sparse_lavida_jax.scenes import digits, prompts, tasks, world
 
@@ -353,3 +356,28 @@ def test_over_a_mesh_no_task_is_asked_for():
     mesh = jax.make_mesh((1,), ("data",))
     with pytest.raises(ValueError, match="leave task='text' out"):
         pipeline.SparseLaViDa.from_pretrained("scenes", mesh=mesh, task="text")
+
+
+def test_a_model_is_loaded_with_adapters_and_says_so(tmp_path):
+    base = model_folder.load_model("scenes")
+    given = dataclasses.replace(base.config, lora=config.Lora(rank=1, targets="attn_out$"))
+    model = lora.attach(base.model, given.lora, jax.random.key(0))
+    shape = model.joint_layers.attn_out.lora_b.shape
+    model = parameters.replaced(model, {"joint_layers/attn_out/lora_b": np.full(shape, 0.1)})
+    mine, _ = parameters.parted(model, lambda name: "lora" in name)
+    adapters.save(tmp_path / "mine", mine, given, base="scenes")
+    load = functools.partial(pipeline.SparseLaViDa.from_pretrained, "scenes")
+    plain, half = load(), load(adapters=f"{tmp_path / 'mine'}:0.5")
+    assert half.source.adapters == f"{tmp_path / 'mine'}:0.5"
+    assert half.source.sha256 != plain.source.sha256
+    whole = load(adapters={str(tmp_path / "mine"): 1.0}).model.joint_layers.attn_out.kernel[...]
+    before = plain.model.joint_layers.attn_out.kernel[...]
+    after = half.model.joint_layers.attn_out.kernel[...]
+    np.testing.assert_allclose(after - before, (whole - before) / 2, atol=1e-6)
+    assert np.abs(after - before).max() > 0.01
+    with pytest.raises(model_folder.CheckpointError, match="no folder of this very model"):
+        half.save_pretrained(tmp_path / "copy")
+    apart = load(adapters=half.source.adapters, merge_adapters=False)
+    np.testing.assert_array_equal(apart.model.joint_layers.attn_out.kernel[...], before)
+    with pytest.raises(ValueError, match="next to adapters, all parameters are kept"):
+        load(adapters=half.source.adapters, merge_adapters=False, task="text")

@@ -80,7 +80,7 @@ def test_a_request_that_waits_is_cancelled_at_once(service):
     waits = service.submit("ask", "b")
     waits.cancel()
     assert waits.future.cancelled()
-    assert repr(waits) == "Ticket(looks=False, began=None, batch=0, seconds=0.0, cancelled=True)"
+    assert repr(waits) == "Ticket(looks=0, began=None, batch=0, seconds=0.0, cancelled=True)"
     assert service.waiting == 0
 
 
@@ -231,6 +231,22 @@ def test_only_loopback_is_served_unless_told_otherwise(capsys):
     assert printed.err == ""
     hosting._tell("demo", "0.0.0.0", 8)
     assert "everybody who reaches this machine can use it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "told"),
+    [
+        ("serve", {}, "needs a key that clients send, as --api-key or in the variable SPARSE"),
+        ("demo", {"key": "a"}, "needs a proxy before it that asks who is there"),
+    ],
+)
+def test_other_machines_are_not_let_in_by_accident(name, given, told):
+    asked = {"key": "", "insecure": False} | given
+    with pytest.raises(UsageError, match=told):
+        hosting._check_guarded(name, "0.0.0.0", **asked)
+    hosting._check_guarded(name, "0.0.0.0", **asked | {"insecure": True})
+    hosting._check_guarded(name, "127.0.0.1", **asked)
+    hosting._check_guarded("serve", "0.0.0.0", "a key", insecure=False)
 
 
 def test_limits_of_the_server_are_those_of_the_service():

@@ -7,6 +7,7 @@ import stand_ins
 
 from sparse_lavida_jax.data import templates
 from sparse_lavida_jax.data.templates import RequestError
+from sparse_lavida_jax.inference.requests import paired
 from sparse_lavida_jax.scenes import tasks, world
 from sparse_lavida_jax.scenes.prompts import ScenePrompts
 
@@ -118,3 +119,24 @@ def test_a_prompt_that_is_too_long_is_told(prompts):
         prompts.ask("red " * 95, [stand_ins.EMPTY], 8)
     with pytest.raises(RequestError, match="one image, it was given 2"):
         prompts.ask("what?", [stand_ins.EMPTY] * 2, 8)
+
+
+def test_earlier_turns_are_told_as_such_and_the_image_before_them_all(prompts):
+    _, image = first("answer")
+    turns = [("is it red?", "yes"), ("why?", "so")]
+    asked = prompts.ask("what is it?", [image], 8, turns)
+    alone = [prompts.ask(words, [image] * (i == 0), 8) for i, (words, _) in enumerate(turns)]
+    ended = [("Text", [prompts.tokenizer.end_of_turn_id], True)]
+    spoken = [[("Text", prompts.tokenizer.encode(said), False)] for _, said in turns]
+    last = parts(prompts.ask("what is it?", [], 8))
+    wanted = [*parts(alone[0]), *spoken[0], *ended, *parts(alone[1]), *spoken[1], *ended, *last]
+    assert parts(asked) == wanted
+    assert asked.pixels is not None and len(asked.response) == 8
+    with pytest.raises(RequestError, match="tokens long, images included: at most"):
+        prompts.ask("what?", [image], 8, [("is it red?" * 30, "yes")])
+
+
+def test_rows_about_all_images_are_asked_for_together(prompts):
+    _, image = first("answer")
+    assert [len(shown) for _, shown in paired(["a", "b"], [image] * 2)] == [1, 1]
+    assert [len(shown) for _, shown in paired(["a", "b"], [image] * 3, together=True)] == [3, 3]

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What requests may say: fields, their ranges, and what is refused because it would be ignored.
+
+A field that is null counts as left out. Of a field that would change the result and is not
+supported, only the value that changes nothing is taken; fields that can change no result here
+(`PASSED_OVER`) are passed over.
+"""
+
+import json
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+import fastapi
+import fastapi.exceptions
+import pydantic
+from fastapi import HTTPException
+
+from sparse_lavida_jax.data.files import parse_json
+from sparse_lavida_jax.inference.requests import LARGEST_SEED
+from sparse_lavida_jax.schema import LARGEST_SCALE
+
+MOST_STEPS = 2**20  # the model's own ceiling is told once the request is laid out
+MOST_REGISTERS = 1024
+B = TypeVar("B", bound="Body")
+
+Count = Annotated[int, pydantic.Field(ge=1, le=10)]
+Steps = Annotated[int, pydantic.Field(ge=1, le=MOST_STEPS)]
+Scale = Annotated[float, pydantic.Field(ge=0, le=LARGEST_SCALE, allow_inf_nan=False)]
+
+# Who asks, what is kept and for how long: no result depends on it.
+PASSED_OVER = {
+    "user", "safety_identifier", "metadata", "store", "service_tier", "prompt_cache_key",
+    "prompt_cache_options", "prompt_cache_retention", "moderation", "parallel_tool_calls",
+}  # fmt: skip
+
+
+class Body(pydantic.BaseModel):
+    """What every request may say.
+
+    Attributes:
+        neutral: fields that are not supported, with the values that change nothing.
+    """
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    model: str | None = None
+    n: Count = 1
+    seed: Annotated[int, pydantic.Field(ge=0, le=LARGEST_SEED)] | None = None
+    steps: Steps | None = None
+    num_inference_steps: Steps | None = None
+    registers: Annotated[int, pydantic.Field(ge=0, le=MOST_REGISTERS)] | None = None
+    sampler: str | None = None
+    temperature: Scale | None = None
+    stream: bool = False
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _of_what_counts(cls, given: Any) -> Any:
+        """Leaves out what changes nothing."""
+        if not isinstance(given, dict):
+            return given
+        found = {name: value for name, value in given.items() if value is not None}
+        for name, values in cls.neutral.items():
+            if name in found and found.pop(name) not in values:
+                allowed = "".join(f", or say {json.dumps(value)}" for value in values)
+                raise ValueError(f"{name} is not supported: leave it out{allowed}")
+        return {name: value for name, value in found.items() if name not in PASSED_OVER}
+
+
+class ImageBody(Body):
+    """Of images."""
+
+    neutral = {
+        "background": ("auto", "opaque"),
+        "style": (),
+        "complexity": (),
+        "input_fidelity": (),
+        "markup": (),
+        "svg": (),
+        "frame_count": (),
+        "frame_duration_ms": (),
+        # Guidance leads away from a masked prompt, not from another one.
+        "negative_prompt": ("",),
+    }
+
+    prompt: str
+    size: str = "auto"  # width x height, as OpenAI has it
+    quality: Literal["auto", "low", "medium", "high"] = "auto"
+    response_format: Literal["b64_json", "url"] = "b64_json"
+    output_format: Literal["png", "jpeg", "webp"] = "png"
+    output_compression: Annotated[int, pydantic.Field(ge=0, le=100)] = 100
+    partial_images: Annotated[int, pydantic.Field(ge=0, le=3)] = 0
+    guidance: Scale | None = None
+    guidance_scale: Scale | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _of_one_mind(self) -> "ImageBody":
+        if self.response_format == "url":
+            raise ValueError(
+                "images come as b64_json: nothing is kept here for a URL to name. Leave"
+                " response_format out"
+            )
+        if self.output_compression != 100 and self.output_format == "png":
+            raise ValueError("output_compression is of jpeg and webp: say output_format too")
+        if self.partial_images and not self.stream:
+            raise ValueError("partial_images is of streams: say stream too, or leave it out")
+        if self.stream and self.n > 1:
+            raise ValueError(
+                f"n={self.n}: a stream is of one image, since its events do not number images"
+            )
+        return self
+
+
+class StreamOptions(pydantic.BaseModel):
+    """Of a stream of an answer."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class ChatBody(Body):
+    """Of an answer.
+
+    Attributes:
+        task: "ground" finds things, one a line of the last message, and answers with JSON.
+    """
+
+    neutral = {
+        "frequency_penalty": (0,),
+        "presence_penalty": (0,),
+        "logit_bias": ({},),
+        "logprobs": (False,),
+        "top_logprobs": (0,),
+        "stop": ([], ""),
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "response_format": ({"type": "text"},),
+        "modalities": (["text"],),
+        "audio": (),
+        "prediction": (),
+        "reasoning_effort": ("none",),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+    }
+
+    messages: Annotated[list[dict[str, Any]], pydantic.Field(min_length=1, max_length=256)]
+    task: Literal["ask", "ground"] = "ask"
+    top_p: Annotated[float, pydantic.Field(gt=0, le=1)] = 1.0
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    stream_options: StreamOptions | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _of_one_mind(self) -> "ChatBody":
+        if self.task == "ground" and (self.stream or self.n > 1):
+            raise ValueError("boxes come whole, and once: leave n and stream out")
+        if self.stream_options and not self.stream:
+            raise ValueError("stream_options is of streams: say stream too, or leave it out")
+        return self
+
+
+async def read(request: fastapi.Request, kind: type[B]) -> B:
+    """Returns the JSON that a request brings.
+
+    Raises:
+        HTTPException: 400, it is none, or is nested too deeply.
+        RequestValidationError: it says something that is not allowed.
+    """
+    try:
+        given = parse_json(await request.body())
+    except (ValueError, RecursionError) as error:
+        raise HTTPException(400, f"the body is no JSON that is read: {error}.") from error
+    return checked(given, kind)
+
+
+def checked(given: Any, kind: type[B]) -> B:
+    """Returns what a request says.
+
+    Raises:
+        RequestValidationError: it is not allowed.
+    """
+    try:
+        return kind.model_validate(given)
+    except pydantic.ValidationError as error:
+        raise fastapi.exceptions.RequestValidationError(error.errors()) from error

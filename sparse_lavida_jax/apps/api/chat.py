@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers: `POST /v1/chat/completions`, whole or as a stream of the text that is committed.
+
+What system and developer messages say is put in front of the first question, with a newline in
+between. Messages of one role that follow each other are one, with newlines in between. Earlier
+turns are told as such, and the images of all of them are shown before the first question.
+"""
+
+import dataclasses
+import json
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import fastapi
+
+from sparse_lavida_jax.apps.api import asking, bodies, errors
+from sparse_lavida_jax.apps.api.bodies import ChatBody
+from sparse_lavida_jax.apps.serving import Service
+from sparse_lavida_jax.data.templates import RequestError
+from sparse_lavida_jax.inference.results import Result
+
+MOST_IMAGES = 16  # of a conversation; the model may take fewer
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+router = fastapi.APIRouter()
+
+
+@dataclasses.dataclass(frozen=True)
+class Talk:
+    """What was said.
+
+    Attributes:
+        question: the last thing.
+        earlier: questions with their answers, before it.
+        images: data URIs of all turns.
+    """
+
+    question: str
+    earlier: tuple[tuple[str, str], ...]
+    images: tuple[str, ...]
+
+
+@router.post("/v1/chat/completions")
+async def chat(request: fastapi.Request):
+    """Answers what a conversation ends with."""
+    asked = await bodies.read(request, ChatBody)
+    service = asking.service_of(request)
+    with errors.refusing():
+        talk = talk_of(asked.messages)
+    if asked.task == "ground":
+        return await _boxes(request, asked, talk)
+
+    def read() -> tuple[Any, dict[str, Any]]:
+        shown = [service.small(service.image_of_uri(uri)) for uri in talk.images]
+        return shown or None, {"together": len(shown) > 1 or None}
+
+    more: dict[str, Any] = {"max_new_tokens": most_tokens(asked)}
+    if talk.earlier:
+        more["earlier"] = talk.earlier
+    if asked.top_p < 1:
+        sampling = service.pipe.settings.sampling
+        more["sampling"] = dataclasses.replace(sampling, text_top_p=asked.top_p)
+    waiting = await asking.queued(request, "ask", asked, [talk.question] * asked.n, read, **more)
+    name = f"chatcmpl-{uuid.uuid4().hex}"
+    if asked.stream:
+        return await asking.streamed(waiting, _chunks(waiting, asked, name))
+    result = await waiting.ended()
+    choices = [
+        {
+            "index": row,
+            "message": {"role": "assistant", "content": _text(service, ids, most_tokens(asked))},
+            "finish_reason": _reason(service, ids, most_tokens(asked)),
+            "logprobs": None,
+        }
+        for row, ids in enumerate(result.tokens)
+    ]
+    return _reply(waiting, name, "chat.completion", choices) | {
+        "usage": _usage(service, result, most_tokens(asked)),
+        "sparse_lavida": asking.notes(waiting.ticket, result),
+    }
+
+
+async def _chunks(
+    waiting: asking.Asked, asked: ChatBody, name: str
+) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+    """Yields what is added to each answer, and at last why it ends."""
+    service, most = asking.service_of(waiting.request), most_tokens(asked)
+    said = [""] * asked.n
+
+    def chunk(row: int, delta: dict[str, Any], reason: str | None = None) -> tuple[str, dict]:
+        choice = {"index": row, "delta": delta, "finish_reason": reason, "logprobs": None}
+        return "", _reply(waiting, name, "chat.completion.chunk", [choice])
+
+    for row in range(asked.n):
+        yield chunk(row, {"role": "assistant", "content": ""})
+    with errors.refusing():
+        while await waiting.goes_on():
+            for row in range(asked.n):
+                text = committed(service, waiting.ticket.state, waiting.ticket.start + row, most)
+                if text.startswith(said[row]) and len(text) > len(said[row]):
+                    yield chunk(row, {"content": text[len(said[row]) :]})
+                    said[row] = text
+        result = waiting.result()
+    for row, ids in enumerate(result.tokens):
+        text = _text(service, ids, most)
+        if rest := text[len(said[row]) :]:
+            yield chunk(row, {"content": rest})
+        yield chunk(row, {}, _reason(service, ids, most))
+    if asked.stream_options and asked.stream_options.include_usage:
+        counted = {"usage": _usage(service, result, most)}
+        yield "", _reply(waiting, name, "chat.completion.chunk", []) | counted
+
+
+async def _boxes(request: fastapi.Request, asked: ChatBody, talk: Talk) -> dict[str, Any]:
+    """Answers with a list of what was looked for: its label and its box in pixels, or null."""
+    if talk.earlier or len(talk.images) != 1:
+        raise fastapi.HTTPException(400, "things are found in one image, asked in one message.")
+    service, scale = asking.service_of(request), [1.0, 1.0]
+    phrases = [line.strip() for line in talk.question.splitlines() if line.strip()]
+
+    def read() -> tuple[Any, dict[str, Any]]:
+        image = service.image_of_uri(talk.images[0])
+        small = service.small(image)
+        scale[:] = image.shape[1] / small.shape[1], image.shape[0] / small.shape[0]
+        return small, {}
+
+    more = {"max_new_tokens": most_tokens(asked)}
+    waiting = await asking.queued(request, "ground", asked, phrases, read, **more)
+    result = await waiting.ended()
+    boxes = [
+        {"label": label, "bbox_2d": box and [round(x * scale[i % 2], 1) for i, x in enumerate(box)]}
+        for label, box in zip(phrases, result.boxes, strict=True)
+    ]
+    message = {"role": "assistant", "content": json.dumps(boxes, ensure_ascii=False)}
+    choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": None}
+    name = f"chatcmpl-{uuid.uuid4().hex}"
+    return _reply(waiting, name, "chat.completion", [choice]) | {
+        "usage": _usage(service, result, None),
+        "sparse_lavida": asking.notes(waiting.ticket, result),
+    }
+
+
+# ---------------------------------------------------------------------------------------------
+# What was said.
+
+
+def talk_of(messages: list[dict[str, Any]]) -> Talk:
+    """Returns what messages say, by the rule of this file.
+
+    Raises:
+        RequestError: roles out of order, an unknown one, or contents of other kinds.
+    """
+    system, turns, images = [], list[tuple[str, list[str]]](), []
+    for message in messages:
+        role = ROLES.get(str(message.get("role")))
+        if role is None or message.get("tool_calls"):
+            raise RequestError(
+                f"a message of {message.get('role')!r} is not known, or calls tools, which there"
+                f" are none of: choose one of {', '.join(ROLES)}."
+            )
+        words, shown = _parts(message.get("content"))
+        if shown and role != "user":
+            raise RequestError(f"a message of {role!r} shows an image: only users may.")
+        images += shown
+        if role == "system":
+            system += words
+        elif turns and turns[-1][0] == role:
+            turns[-1][1].extend(words)
+        else:
+            turns.append((role, words))
+    roles = [role for role, _ in turns]
+    if not turns or roles[0] != "user" or roles[-1] != "user":
+        raise RequestError("a conversation begins and ends with a message of the user: ask one.")
+    if len(images) > MOST_IMAGES:
+        raise RequestError(f"{len(images)} images were sent: at most {MOST_IMAGES} are taken.")
+    said = ["\n".join(words) for _, words in turns]
+    said[0] = "\n".join([*system, said[0]])
+    earlier = tuple(zip(said[0:-1:2], said[1:-1:2], strict=True))
+    return Talk(said[-1], earlier, tuple(images))
+
+
+def _parts(content: Any) -> tuple[list[str], list[str]]:
+    """Returns the texts and the data URIs of a message."""
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+        raise RequestError("the content of a message must be a text, or a list of parts.")
+    words, uris = [], []
+    for part in parts:
+        kind = part.get("type")
+        if kind == "text" and isinstance(part.get("text"), str):
+            words.append(part["text"])
+        elif kind == "image_url":
+            named = part.get("image_url")
+            uris.append(str(named.get("url", "") if isinstance(named, dict) else named))
+        else:
+            raise RequestError(
+                f"a part of type {str(kind)[:40]!r} is not known: text or image_url."
+            )
+    return words, uris
+
+
+def most_tokens(asked: ChatBody) -> int | None:
+    """Returns the most tokens of an answer; None: as many as usual."""
+    most = asked.max_completion_tokens
+    return asked.max_tokens if most is None else most
+
+
+# ---------------------------------------------------------------------------------------------
+# What is answered.
+
+
+def committed(service: Service, state: Any, row: int, most: int | None) -> str:
+    """Returns the text of an answer up to its first token that is not decoded; "" without one."""
+    if state is None or state.making != "text" or row not in state.rows:
+        return ""
+    ids = state.canvas[state.rows.index(row)][:most]
+    masked = (ids[:, 0] == state.mask_id).nonzero()[0]
+    # Half a character shows as a replacement character, until its other tokens are there.
+    return _text(service, ids[: masked[0]] if len(masked) else ids, most).rstrip("\ufffd").rstrip()
+
+
+def _text(service: Service, ids: Any, most: int | None) -> str:
+    return service.pipe.prompts.text(ids[:most]).strip()
+
+
+def _length(service: Service, ids: Any, most: int | None) -> tuple[int, bool]:
+    """Returns the tokens of an answer, and whether it ends by itself."""
+    ends = service.pipe.prompts.ends()
+    said = ids[:most, 0].tolist()
+    end = next((i for i, x in enumerate(said) if x in ends), None)
+    return (len(said), False) if end is None else (end, True)
+
+
+def _reason(service: Service, ids: Any, most: int | None) -> str:
+    return "stop" if _length(service, ids, most)[1] else "length"
+
+
+def _usage(service: Service, result: Result, most: int | None) -> dict[str, Any]:
+    asked = sum(result.prompted[0])
+    said = sum(_length(service, ids, most)[0] for ids in result.tokens)
+    return {"prompt_tokens": asked, "completion_tokens": said, "total_tokens": asked + said}
+
+
+def _reply(
+    waiting: asking.Asked, name: str, kind: str, choices: list[dict[str, Any]]
+) -> dict[str, Any]:
+    model = waiting.request.app.state.model
+    about = {"id": name, "object": kind, "created": asking.now(), "model": model}
+    return about | {"choices": choices}

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every error in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import fastapi
+import fastapi.exceptions
+from fastapi import HTTPException, responses
+from starlette.exceptions import HTTPException as AnyHTTPException
+
+from sparse_lavida_jax.apps.batching import Cancelled, QueueFull, Stopped
+from sparse_lavida_jax.apps.errors import REFUSED
+
+RETRY_SECONDS = 2  # what a client is told when the queue is full
+STOPPED_SECONDS = 60  # when the server stops
+CLIENT_LEFT = 499  # nobody reads it: nginx's code for a request whose client went away
+SHOWN = 300  # characters of what pydantic says
+
+_KINDS = {
+    401: "authentication_error", 403: "permission_error", 429: "rate_limit_error",
+    500: "server_error", 503: "server_error",
+}  # fmt: skip
+_SENTENCES = {
+    404: "there is nothing at this address: see docs/serving.md for the endpoints.",
+    405: "this address is not asked in this way: see docs/serving.md for the endpoints.",
+}
+
+
+def handle(app: fastapi.FastAPI) -> None:
+    """Lets an app answer errors in this shape."""
+    app.add_exception_handler(fastapi.exceptions.RequestValidationError, _misread)
+    app.add_exception_handler(AnyHTTPException, _refused)
+    app.add_exception_handler(Exception, _failed)
+
+
+def body(code: int, message: str, param: str | None = None) -> dict[str, Any]:
+    """Returns an error as JSON has it."""
+    kind = _KINDS.get(code, "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": None}}
+
+
+def reply(
+    code: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
+) -> responses.JSONResponse:
+    """Returns an error as an answer."""
+    # What is repeated of a request may hold half a character.
+    message, param = _whole(message), None if param is None else _whole(param)
+    return responses.JSONResponse(body(code, message, param), code, headers)
+
+
+def _whole(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """Turns what goes wrong with a request into an answer with a code."""
+    try:
+        yield
+    except (AnyHTTPException, fastapi.exceptions.RequestValidationError):
+        raise
+    except REFUSED as error:
+        raise HTTPException(400, str(error)) from error
+    except QueueFull as error:
+        raise HTTPException(429, str(error), {"Retry-After": str(RETRY_SECONDS)}) from error
+    except Stopped as error:
+        raise HTTPException(503, str(error), {"Retry-After": str(STOPPED_SECONDS)}) from error
+    except Cancelled as error:
+        raise HTTPException(CLIENT_LEFT, "the request was cancelled.") from error
+    except Exception as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            raise HTTPException(503, "the device has not enough memory: ask for less.") from error
+        raise HTTPException(500, f"an error of the program: {type(error).__name__}.") from error
+
+
+async def _refused(_: fastapi.Request, error: Exception) -> responses.Response:
+    assert isinstance(error, AnyHTTPException)
+    code, said = error.status_code, str(error.detail)
+    plain = not said.endswith(".")  # starlette's own, such as "Not Found"
+    return reply(code, _SENTENCES.get(code, f"{said}.") if plain else said, headers=error.headers)
+
+
+async def _misread(_: fastapi.Request, error: Exception) -> responses.Response:
+    assert isinstance(error, fastapi.exceptions.RequestValidationError)
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"] if part != "body")
+    said = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        said = "there is no such field here, and it might change the result: leave it out"
+    said = said if len(said) <= SHOWN else f"{said[:SHOWN]}..."
+    sentence = f"{where}: {said}." if where else f"{said}."
+    return reply(400, sentence, where or None)
+
+
+async def _failed(_: fastapi.Request, error: Exception) -> responses.Response:
+    return reply(500, f"an error of the program: {type(error).__name__}.")

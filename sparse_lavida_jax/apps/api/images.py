@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images: `POST /v1/images/generations` and `POST /v1/images/edits`, whole or as a stream."""
+
+import asyncio
+import base64
+import itertools
+import re
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import fastapi
+from fastapi import HTTPException
+
+from sparse_lavida_jax import config
+from sparse_lavida_jax.apps.api import asking, bodies, errors
+from sparse_lavida_jax.apps.api.bodies import ImageBody
+from sparse_lavida_jax.data import image_files
+from sparse_lavida_jax.inference import regions
+from sparse_lavida_jax.inference.results import Result
+
+FILES = 2  # most files of one request: an image and a mask
+FIELDS = 64  # other fields of a form
+EVENTS = {"generate": "image_generation", "edit": "image_edit", "inpaint": "image_edit"}
+
+router = fastapi.APIRouter()
+
+
+@router.post("/v1/images/generations")
+async def generate(request: fastapi.Request):
+    """Draws images of a prompt."""
+    asked = await bodies.read(request, ImageBody)
+    return await _images(request, "generate", asked, lambda: (None, {}), size=_size(asked.size))
+
+
+@router.post("/v1/images/edits")
+async def edit(request: fastapi.Request):
+    """Changes an image as told; with a mask, draws what is transparent in it again."""
+    async with request.form(max_files=2 * FILES, max_fields=FIELDS) as form:
+        files = {
+            key: [value for value in form.getlist(key) if not isinstance(value, str)]
+            for key in ("image", "image[]", "mask")
+        }
+        words = {key: value for key, value in form.items() if isinstance(value, str)}
+        shown, masks = files["image"] + files["image[]"], files["mask"]
+        if len(shown) != 1 or len(masks) > 1 or "mask" in words:
+            raise HTTPException(400, "send one file named image, and at most one file named mask.")
+        asked = bodies.checked(words, ImageBody)
+        service = asking.service_of(request)
+        side = service.drawn_side
+        if _size(asked.size) not in (None, (side, side)):
+            raise HTTPException(
+                400, f"an edited image has {side}x{side} pixels: leave size out, or say that."
+            )
+
+        def read() -> tuple[Any, dict[str, Any]]:
+            image = service.image(shown[0].file.read())
+            if not masks:
+                return service.small(image), {}
+            mask = image_files.read_transparent(masks[0].file.read(), "the mask")
+            hole = service.pipe.prompts.on_canvas(regions.hole(image, mask, None))
+            cells = service.pipe.settings.model.grid_size
+            return service.small(image), {"known": regions.untouched(hole, cells)}
+
+        return await _images(request, "inpaint" if masks else "edit", asked, read)
+
+
+async def _images(
+    request: fastapi.Request,
+    task: str,
+    asked: ImageBody,
+    read: Callable[[], tuple[Any, dict[str, Any]]],
+    **more: Any,
+):
+    settings = asking.service_of(request).pipe.settings
+    waiting = await asking.queued(
+        request,
+        task,
+        asked,
+        asked.prompt,
+        read,
+        previews=asked.partial_images,
+        num_images=asked.n,
+        **more,
+        **quality(asked.quality, settings),
+    )
+    if asked.stream:
+        return await asking.streamed(waiting, _events(waiting, asked))
+    result = await waiting.ended()
+    contents = await asyncio.to_thread(_encoded, result, asked, request.app.state.model)
+    return {
+        "created": asking.now(),
+        "background": "opaque",
+        "output_format": asked.output_format,
+        "quality": "high" if asked.quality == "auto" else asked.quality,
+        "size": _named(result.pixels[0]),
+        "data": [{"b64_json": one} for one in contents],
+        "usage": _usage(waiting, result),
+        "sparse_lavida": asking.notes(waiting.ticket, result),
+    }
+
+
+async def _events(
+    waiting: asking.Asked, asked: ImageBody
+) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+    """Yields what an image looks like while it is drawn, and the image."""
+    ticket, sent = waiting.ticket, 0
+    name = EVENTS[ticket.task]
+
+    def event(kind: str, pixels: image_files.Pixels, content: str) -> tuple[str, dict[str, Any]]:
+        return f"{name}.{kind}", {
+            "type": f"{name}.{kind}",
+            "b64_json": content,
+            "background": "opaque",
+            "created_at": asking.now(),
+            "output_format": asked.output_format,
+            "quality": asked.quality,
+            "size": _named(pixels),
+        }
+
+    with errors.refusing():
+        goes_on = True
+        while goes_on:
+            goes_on = await waiting.goes_on()
+            for pixels in ticket.previews[sent:]:
+                content = await asyncio.to_thread(_file, pixels, None, asked)
+                kind, said = event("partial_image", pixels, content)
+                yield kind, said | {"partial_image_index": sent}
+                sent += 1
+        result, model = waiting.result(), waiting.request.app.state.model
+    (content,) = await asyncio.to_thread(_encoded, result, asked, model)
+    kind, said = event("completed", result.pixels[0], content)
+    notes = asking.notes(ticket, result)
+    yield kind, said | {"usage": _usage(waiting, result), "sparse_lavida": notes}
+
+
+def quality(name: str, settings: config.Config) -> dict[str, int]:
+    """Returns the steps and registers that a quality stands for (docs/serving.md).
+
+    "auto" and "high" are the model's own; "medium" passes a quarter of the registers, and "low"
+    takes half the steps too.
+    """
+    sampling, trained = settings.sampling, settings.model.num_registers
+    if name in ("auto", "high"):
+        return {}
+    registers = (trained if sampling.registers < 0 else sampling.registers) // 4
+    steps = {"steps": max(1, sampling.num_steps // 2)} if name == "low" else {}
+    return {"registers": registers, **steps}
+
+
+# ---------------------------------------------------------------------------------------------
+# Sizes, files, counts.
+
+
+def _size(text: str) -> tuple[int, int] | None:
+    """Returns the height and width of a size such as 512x512, width first; None for "auto"."""
+    if text == "auto":
+        return None
+    if not (found := re.fullmatch(r"([0-9]{1,5})x([0-9]{1,5})", text)):
+        raise HTTPException(400, f"size={text[:20]!r} must be such as 512x512, width first.")
+    return int(found[2]), int(found[1])
+
+
+def _named(pixels: image_files.Pixels) -> str:
+    return f"{pixels.shape[1]}x{pixels.shape[0]}"
+
+
+def _file(pixels: image_files.Pixels, record: dict[str, Any] | None, asked: ImageBody) -> str:
+    format = asked.output_format.upper()
+    contents = image_files.encoded(pixels, format, record, asked.output_compression)
+    return base64.b64encode(contents).decode()
+
+
+def _encoded(result: Result, asked: ImageBody, model: str) -> list[str]:
+    """Returns images that say how they were drawn, by a model of that name: not by its folder."""
+    found = []
+    for pixels, record in itertools.zip_longest(result.pixels, result.records):
+        if record is not None:
+            own = record["checkpoint"] | {"name": model, "adapters": ""}
+            record = record | {"checkpoint": own}
+        found.append(_file(pixels, record, asked))
+    return found
+
+
+def _usage(waiting: asking.Asked, result: Result) -> dict[str, Any]:
+    """Returns the tokens of the prompt, and those that were decoded: cells, and layouts in text."""
+    tokenizer = asking.service_of(waiting.request).pipe.prompts.tokenizer
+    text, image = result.prompted[0]
+    cells = sum(map(len, result.tokens))
+    laid_out = sum(len(tokenizer.encode(plan)) for plan in result.plans)
+    return {
+        "input_tokens": text + image,
+        "input_tokens_details": {"text_tokens": text, "image_tokens": image},
+        "output_tokens": cells + laid_out,
+        "output_tokens_details": {"text_tokens": laid_out, "image_tokens": cells},
+        "total_tokens": text + image + cells + laid_out,
+    }

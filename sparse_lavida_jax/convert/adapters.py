@@ -1,0 +1,406 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters of low rank (`models/lora.py`) as folders of their own, in the files and names of PEFT.
+
+adapter_config.json        rank, alpha and the matrices that have adapters
+adapter_model.safetensors  base_model.model.<released module>.lora_A.weight [rank, in] and
+                           .lora_B.weight [out, rank], and whole tensors that were trained too
+config.json                settings of the run that trained them
+base.json                  where its base lay, and the SHA-256 of its manifest
+TENSORS.sha256, MANIFEST.sha256
+
+The first two are what PEFT writes and reads (github.com/huggingface/peft, `LoraConfig`): adapters
+that it trained next to the released model are read as well. Folders of before this have
+adapters.safetensors instead, with all layers in one array, and are read too.
+"""
+
+import dataclasses
+import hashlib
+import math
+import pathlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+import safetensors.numpy
+from flax import nnx
+
+from sparse_lavida_jax import config
+from sparse_lavida_jax.checkpoints import arrays, hub, manifest, model_folder
+from sparse_lavida_jax.checkpoints.arrays import CheckpointError
+from sparse_lavida_jax.convert import names
+from sparse_lavida_jax.data import files
+from sparse_lavida_jax.models import lora, parameters
+from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.models.layers import Linear, with_linears
+
+M = TypeVar("M", bound=Denoiser)
+
+SETTINGS, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base.json"
+OLDER = "adapters.safetensors"
+_PREFIX = "base_model.model."
+_FACTOR = re.compile(r"(.+)\.lora_([AB])(\.default)?\.weight")
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapters:
+    """What a folder of adapters holds, by our names of single layers.
+
+    Attributes:
+        factors: A [in, rank] and B [rank, out] by the path of their matrix, such as
+            `joint_layers/00/understanding/q`; B is scaled by alpha / rank.
+        whole: parameters that were trained whole.
+    """
+
+    folder: pathlib.Path
+    factors: dict[str, tuple[np.ndarray, np.ndarray]]
+    whole: dict[str, np.ndarray]
+
+
+def parse(given: str | Mapping[str, float]) -> dict[str, float]:
+    """Returns the weights of adapters by name, of `mine,runs/other:0.5,org/name`.
+
+    Raises:
+        CheckpointError: a name or weight is missing, given twice, or no number.
+    """
+    if not isinstance(given, str):
+        return dict(given)
+    found: dict[str, float] = {}
+    for part in given.split(",") if given else ():
+        name, _, weight = part.strip().partition(":")
+        try:
+            number = float(weight or 1)
+        except ValueError:
+            number = math.nan
+        if not name or name in found or not math.isfinite(number):
+            raise CheckpointError(
+                f"the adapters {given!r} are not understood at {part!r}: write FOLDER or"
+                " FOLDER:WEIGHT, each folder once, with commas between them."
+            )
+        found[name] = number
+    return found
+
+
+def written(weights: Mapping[str, float]) -> str:
+    """Returns what `parse` reads."""
+    return ",".join(
+        name if weight == 1 else f"{name}:{weight:g}" for name, weight in weights.items()
+    )
+
+
+def find(name: str) -> pathlib.Path:
+    """Returns the folder of adapters that a name stands for: a folder, a run, or one of the hub.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+    folder = pathlib.Path(name)
+    for candidate in (folder, folder / "adapters"):
+        if any((candidate / file).is_file() for file in (WEIGHTS, OLDER)):
+            return candidate
+    if hub.is_id(name) and (fetched := hub.fetch(name) / WEIGHTS).is_file():
+        return fetched.parent
+    raise CheckpointError(
+        f"there are no adapters in {folder}: it has no {WEIGHTS}. Give the adapters/ of a run with"
+        " lora.rank, a folder of PEFT, or the id of one on the hub."
+    )
+
+
+def digest(base: pathlib.Path, weights: Mapping[str, float]) -> str:
+    """Returns the SHA-256 that tells a model with adapters from others; without any, its base's."""
+    parts = [manifest.digest(base)]
+    for name, weight in weights.items():
+        folder = find(name)
+        stored = next(folder / file for file in (WEIGHTS, OLDER) if (folder / file).is_file())
+        parts.append(f"{files.sha256(stored)}:{weight:g}")
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest() if weights else parts[0]
+
+
+# ---------------------------------------------------------------------------------------------
+# Next to a model.
+
+
+def added(
+    model: M, settings: config.Model, base: pathlib.Path, weights: Mapping[str, float], *,
+    merge: bool = True,
+) -> M:  # fmt: skip
+    """Returns a model with adapters, each times its weight.
+
+    What was trained whole goes from what the base has towards what was trained, likewise.
+
+    Args:
+        model: the parameters of `base`, not fused.
+        base: the folder it was read from.
+        weights: by the names of adapters.
+        merge: adds them to their matrices, where those are not in 8 bits; otherwise they are kept
+            next to them as one adapter, which takes a little longer and rounds nothing. Logits are
+            the same to 1e-5 in float32.
+
+    Raises:
+        CheckpointError: no adapters there, a damaged file, of another base, or of other matrices.
+    """
+    shapes = arrays.by_layer(jax.eval_shape(lambda: model))
+    found = [read(name, settings, base) for name in weights]
+    for one in found:
+        _check(one, shapes)
+    model = _with_whole(model, found, [*weights.values()])
+
+    def with_adapter(path: str, linear: Linear) -> Linear:
+        on_disk = _layer_names(f"{path}/kernel", linear.kernel)
+        layers = [name.removesuffix("/kernel") for name in on_disk]
+        if not any(layer in one.factors for one in found for layer in layers):
+            return linear
+        pairs = [_stacked(one.factors, layers, linear.kernel.shape) for one in found]
+        linear.lora_a = nnx.Param(jnp.concatenate([a for a, _ in pairs], axis=-1))
+        scaled = [weight * b for weight, (_, b) in zip(weights.values(), pairs, strict=True)]
+        linear.lora_b = nnx.Param(jnp.concatenate(scaled, axis=-2))
+        linear.lora_scale = 1.0
+        if merge and linear.kernel.dtype.itemsize > 1:
+            where = linear.kernel[...].sharding
+            linear.kernel = nnx.Param(jax.device_put(lora.merged_kernel(linear), where))
+            del linear.lora_a, linear.lora_b, linear.lora_scale
+        elif path in lora.HEADS:
+            raise CheckpointError(f"an adapter of {path} cannot be kept apart: merge it.")
+        return linear
+
+    return with_linears(model, with_adapter)
+
+
+def _check(one: Adapters, shapes: Mapping[str, Any]) -> None:
+    """Refuses adapters of other matrices.
+
+    Raises:
+        CheckpointError: lists all that do not fit.
+    """
+    problems = [
+        f"  {path}: {a.shape[0]} by {b.shape[1]}, {shapes[f'{path}/kernel'].shape} in the model"
+        for path, (a, b) in one.factors.items()
+        if (a.shape[0], b.shape[1]) != tuple(shapes[f"{path}/kernel"].shape)
+    ]
+    known = {name: shapes[name] for name in one.whole if name in shapes}
+    problems += parameters.differences(known, one.whole).splitlines()
+    if problems:
+        lines = "\n".join(problems)
+        raise CheckpointError(f"the adapters in {one.folder} do not fit the model:\n{lines}")
+
+
+def _stacked(
+    factors: Mapping[str, tuple[np.ndarray, np.ndarray]],
+    layers: Sequence[str],
+    shape: Sequence[int],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the factors of a matrix, or of a stack of them; zeros where a layer has none."""
+    *stack, i, o = shape
+    rank = max((factors[layer][0].shape[1] for layer in layers if layer in factors), default=0)
+    a = np.zeros((len(layers), i, rank), np.float32)
+    b = np.zeros((len(layers), rank, o), np.float32)
+    for number, layer in enumerate(layers):
+        if layer in factors:
+            own_a, own_b = factors[layer]
+            a[number, :, : own_a.shape[1]], b[number, : own_b.shape[0]] = own_a, own_b
+    return (a, b) if stack else (a[0], b[0])
+
+
+def _layer_names(path: str, leaf: Any) -> list[str]:
+    """Returns what a parameter is called on disk, layer by layer."""
+    return [*arrays.layers_of({path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)})]
+
+
+def _with_whole(model: M, found: Sequence[Adapters], weights: Sequence[float]) -> M:
+    leaves = {}
+    for path, leaf in parameters.by_name(model).items():
+        if not any(name in one.whole for one in found for name in _layer_names(path, leaf)):
+            continue
+        parts = arrays.layers_of({path: leaf})
+        moved = [_moved(name, part, found, weights) for name, part in parts.items()]
+        leaves[path] = moved[0] if path in parts else np.stack(moved)
+    return parameters.replaced(model, leaves)
+
+
+def _moved(name: str, base: Any, found: Sequence[Adapters], weights: Sequence[float]) -> np.ndarray:
+    pairs = zip(found, weights, strict=True)
+    steps = [(weight, one.whole[name]) for one, weight in pairs if name in one.whole]
+    if [weight for weight, _ in steps] == [1]:
+        return steps[0][1]
+    wide = np.asarray(base, np.float32)
+    return wide + sum(weight * (whole.astype(np.float32) - wide) for weight, whole in steps)
+
+
+# ---------------------------------------------------------------------------------------------
+# Writing.
+
+
+def save(
+    folder: pathlib.Path | str,
+    trained: Any,
+    settings: config.Config,
+    *,
+    base: pathlib.Path | str,
+) -> None:
+    """Writes what was trained next to a frozen base, replacing an older folder of the same kind.
+
+    Args:
+        trained: the trained part of a model, as `parameters.parted` returns it.
+        base: the name of the model that the rest is of.
+
+    Raises:
+        CheckpointError: the folder holds something else, there is no base, or the disk is full.
+    """
+    known, leaves, adapted, whole = names.of_denoiser(settings.model), {}, set(), []
+    stacks = {name: leaf for name, leaf in parameters.by_name(trained).items() if np.size(leaf)}
+    for ours, leaf in arrays.layers_of(stacks).items():
+        path, _, last = ours.rpartition("/")
+        if lora.NAME.search(ours):
+            module = known[f"{path}/kernel"].official.removesuffix(".weight")
+            adapted.add(module)
+            key, array = f"{module}.lora_{last[-1].upper()}.weight", np.asarray(leaf).T
+        else:
+            key, array = known[ours].official, names.to_official(known[ours], np.asarray(leaf))
+            whole.append(key.removesuffix(".weight"))
+        leaves[_PREFIX + key] = np.ascontiguousarray(array)
+    model = model_folder.find_model(base)
+    about = {"model": str(model.resolve()), "manifest_sha256": manifest.digest(model)}
+    size = sum(leaf.nbytes for leaf in leaves.values())
+    with model_folder.new_model_folder(folder, settings, size) as new:
+        safetensors.numpy.save_file(leaves, new / WEIGHTS, {"format": "pt"})
+        given = _settings(settings.lora, str(base), sorted(adapted), sorted(whole))
+        files.write_json(new / SETTINGS, given, indent=2)
+        files.write_json(new / BASE, about, indent=2)
+
+
+def _settings(
+    settings: config.Lora, base: str, adapted: Sequence[str], whole: Sequence[str]
+) -> dict[str, Any]:
+    """Returns what PEFT has to be told."""
+    return {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": settings.rank,
+        "lora_alpha": settings.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "target_modules": list(adapted),
+        "modules_to_save": list(whole) or None,
+    }
+
+
+# ---------------------------------------------------------------------------------------------
+# Reading.
+
+
+def read(name: str, model: config.Model, base: pathlib.Path) -> Adapters:
+    """Reads adapters of a model.
+
+    Args:
+        name: see `find`.
+        base: the model folder that they are added to.
+
+    Raises:
+        CheckpointError: no adapters there, a damaged file, they were trained next to another base,
+            or are of a kind that is not known here.
+    """
+    folder = find(name)
+    if (folder / manifest.MANIFEST).exists() or (folder / BASE).exists():  # not of PEFT itself
+        manifest.verify(folder)
+        manifest.verify_tensors(folder)
+        _check_base(folder, base)
+    is_older = not (folder / WEIGHTS).is_file()
+    path = folder / (OLDER if is_older else WEIGHTS)
+    try:
+        leaves = safetensors.numpy.load_file(path)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}). Copy it again.") from error
+    for key, leaf in leaves.items():
+        arrays.refuse_nonfinite(f"{key} in {path}", leaf)
+    return _older(folder, leaves) if is_older else _released(folder, leaves, model)
+
+
+def _check_base(folder: pathlib.Path, base: pathlib.Path) -> None:
+    try:
+        known = files.read_json(folder / BASE)
+        digest, where = known["manifest_sha256"], known["model"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder / BASE} is missing or damaged: {error}") from error
+    if digest != manifest.digest(base):
+        raise CheckpointError(
+            f"the adapters in {folder} were trained next to the model that lay in {where}, and"
+            f" {base} is another one: its {manifest.MANIFEST} has another SHA-256 than"
+            f" {digest[:12]}... ."
+        )
+
+
+def _older(folder: pathlib.Path, leaves: Mapping[str, np.ndarray]) -> Adapters:
+    settings, factors, whole = model_folder.read_config(folder).lora, {}, {}
+    for ours, leaf in arrays.layers_of(leaves).items():
+        path, _, last = ours.rpartition("/")
+        if lora.NAME.search(ours):
+            factors.setdefault(path, {})[last[-1].upper()] = leaf
+        else:
+            whole[ours] = leaf
+    return _paired(folder, factors, whole, lambda path, rank: settings.alpha / rank)
+
+
+def _released(
+    folder: pathlib.Path, leaves: Mapping[str, np.ndarray], model: config.Model
+) -> Adapters:
+    known = {name.official: name for name in names.of_denoiser(model).values()}
+    factors, whole, unknown = {}, {}, []
+    for key, leaf in leaves.items():
+        key = key.removeprefix(_PREFIX)
+        match = _FACTOR.fullmatch(key)
+        name = known.get(f"{match[1]}.weight" if match else key)
+        if name is None or (match and leaf.ndim != 2):
+            unknown.append(key)
+        elif match:
+            factors.setdefault(name.ours.removesuffix("/kernel"), {})[match[2]] = leaf.T
+        elif leaf.shape == name.shape:
+            whole[name.ours] = names.to_ours(name, leaf)
+        else:
+            unknown.append(f"{key} {leaf.shape}")
+    if unknown:
+        raise CheckpointError(
+            f"the adapters in {folder} do not fit the model, which has no matrix for"
+            f" {', '.join(unknown[:3])}{f' and {len(unknown) - 3} more' * (len(unknown) > 3)}."
+        )
+    scale = _scale(folder / SETTINGS, {name.ours: name.official for name in known.values()})
+    return _paired(folder, factors, whole, scale)
+
+
+def _scale(path: pathlib.Path, official: Mapping[str, str]) -> Callable[[str, int], float]:
+    """Returns what PEFT's settings say that the product of two factors is multiplied by."""
+    try:
+        given = files.read_json(path)
+        if given["peft_type"] != "LORA" or given.get("use_dora"):
+            raise ValueError("they are no plain adapters of low rank (LORA)")
+        alpha, patterns = float(given["lora_alpha"]), dict(given.get("alpha_pattern") or {})
+        is_by_root = bool(given.get("use_rslora"))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} does not describe adapters of ours: {error}.") from error
+
+    def scale(ours: str, rank: int) -> float:
+        module = official[f"{ours}/kernel"].removesuffix(".weight")
+        own = (a for key, a in patterns.items() if re.match(rf"(.*\.)?({key})$", module))
+        return float(next(own, alpha)) / (math.sqrt(rank) if is_by_root else rank)
+
+    return scale
+
+
+def _paired(
+    folder: pathlib.Path,
+    factors: Mapping[str, Mapping[str, np.ndarray]],
+    whole: dict[str, np.ndarray],
+    scale: Callable[[str, int], float],
+) -> Adapters:
+    found = {}
+    for path, sides in factors.items():
+        a, b = sides.get("A"), sides.get("B")
+        if a is None or b is None or not 0 < a.shape[1] == b.shape[0]:
+            raise CheckpointError(f"the adapter of {path} in {folder} is not two factors that fit.")
+        found[path] = a.astype(np.float32), scale(path, a.shape[1]) * b.astype(np.float32)
+    return Adapters(folder, found, whole)

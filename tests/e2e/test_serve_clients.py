@@ -1,0 +1,512 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What OpenAI's client sends is answered in OpenAI's shapes; what strangers send is refused."""
+
+import base64
+import contextlib
+import dataclasses
+import io
+import json
+import socket
+import struct
+import threading
+import time
+import zlib
+
+import numpy as np
+import pytest
+import staged
+from PIL import Image, PngImagePlugin
+
+WHY = "pip install 'sparse-lavida-jax[serve]' openai to test the server"
+pytest.importorskip("fastapi", reason=WHY)
+pytest.importorskip("prometheus_client", reason=WHY)
+httpx = pytest.importorskip("httpx", reason=WHY)
+openai = pytest.importorskip("openai", reason=WHY)
+
+from serving_on_loopback import served  # noqa: E402
+
+from sparse_lavida_jax.apps import hosting, server  # noqa: E402
+from sparse_lavida_jax.apps.api import guards  # noqa: E402
+from sparse_lavida_jax.apps.serving import Limits, Service  # noqa: E402
+from sparse_lavida_jax.data.image_files import ImageError  # noqa: E402
+
+KEY = "a key"
+
+
+class Asked(staged.Staged):
+    """A staged model that keeps what it is asked, and finds boxes."""
+
+    def __init__(self):
+        super().__init__(batch_size=4)
+        self.given = []
+
+    def requests(self, task, words, shown=None, **options):
+        self.given.append((task, words, shown, options))
+        return super().requests(task, words, shown, **options)
+
+    def run(self, requests, callback, **how):
+        found = super().run(requests, callback, **how)
+        if requests[0].task == "ground":
+            boxes = ((1.0, 2.0, 3.0, 4.0), None)[: len(requests)]
+            return dataclasses.replace(found, boxes=boxes)
+        return found
+
+
+@contextlib.contextmanager
+def serving(limits=None, **rules):
+    """A server of a staged model: its service and its address."""
+    service = Service(Asked(), limits or Limits(upload=200_000, longest_wait=0.0))
+    with served(lambda *_: server.make_app(service, **rules)) as address:
+        yield service, address
+        service.pipe.run_free()
+
+
+@pytest.fixture(scope="module")
+def free():
+    """A server whose model waits for nobody."""
+    with serving() as (service, address):
+        service.pipe.run_free()
+        yield service, address
+
+
+@pytest.fixture
+def service(free):
+    free[0].pipe.run_free()
+    free[0].pipe.given.clear()
+    return free[0]
+
+
+@pytest.fixture(scope="module")
+def address(free):
+    return free[1]
+
+
+def client_of(address, **how):
+    return openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0, **how)
+
+
+@pytest.fixture(scope="module")
+def client(address):
+    return client_of(address)
+
+
+def png(width=8, height=8, mode="RGB", **how) -> bytes:
+    file = io.BytesIO()
+    Image.new(mode, (width, height)).save(file, "PNG", **how)
+    return file.getvalue()
+
+
+def until(condition):
+    deadline = time.monotonic() + staged.PATIENCE
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert condition()
+
+
+def uri(contents: bytes) -> dict:
+    url = "data:image/png;base64," + base64.b64encode(contents).decode()
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def said(role, *content):
+    return {"role": role, "content": content[0] if len(content) == 1 else list(content)}
+
+
+# ---------------------------------------------------------------------------------------------
+# Images.
+
+
+def test_a_stream_shows_the_image_while_it_is_drawn(client, service):
+    events = list(client.images.generate(prompt="a", stream=True, partial_images=2))
+    kinds = ["image_generation.partial_image"] * 2 + ["image_generation.completed"]
+    assert [event.type for event in events] == kinds
+    assert [event.partial_image_index for event in events[:2]] == [0, 1]
+    seen = [np.array(Image.open(io.BytesIO(base64.b64decode(e.b64_json)))) for e in events]
+    assert [image.max() for image in seen] == [1, 2, 9]  # cells that were decoded, and the image
+    assert (events[-1].usage.input_tokens, events[-1].usage.output_tokens) == (2, 2)
+    assert (events[-1].size, events[-1].output_format) == ("2x2", "png")
+    (event,) = client.images.edit(image=("a.png", png()), prompt="b", stream=True)
+    assert event.type == "image_edit.completed"
+
+
+@pytest.mark.parametrize("format", ["jpeg", "webp"])
+def test_other_formats_are_written(client, service, format):
+    how = {"output_format": format, "output_compression": 30}
+    reply = client.images.generate(prompt="a", **how)
+    image = Image.open(io.BytesIO(base64.b64decode(reply.data[0].b64_json)))
+    assert (image.format, reply.output_format) == (format.upper(), format)
+    assert reply.usage.input_tokens_details.text_tokens == 2
+    assert reply.usage.total_tokens == 4
+
+
+def test_null_is_as_if_left_out(address, service):
+    names = ("n", "size", "quality", "seed", "stream", "user", "background", "output_format")
+    reply = httpx.post(
+        f"{address}/v1/images/generations", json={"prompt": "a", **dict.fromkeys(names)}
+    )
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["quality"] == "high"
+
+
+@pytest.mark.parametrize(
+    ("asked", "steps", "registers"),
+    [
+        ({"quality": "auto"}, None, None),
+        ({"quality": "high"}, None, None),
+        ({"quality": "medium"}, None, 16),
+        ({"quality": "low"}, 6, 16),
+        ({"quality": "low", "extra_body": {"num_inference_steps": 3}}, None, 16),
+        ({"quality": "low", "extra_body": {"steps": 3, "registers": 2}}, 3, 2),
+    ],
+)
+def test_a_quality_is_steps_and_registers(client, service, asked, steps, registers):
+    client.images.generate(prompt="a", **asked)
+    ((_, _, _, options),) = service.pipe.given
+    assert (options.get("steps"), options.get("registers")) == (steps, registers)
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"style": "vivid"}, "style is not supported: leave it out."),
+        ({"background": "transparent"}, 'background is not supported: leave it out, or say "auto"'),
+        ({"negative_prompt": "hands"}, "negative_prompt is not supported"),
+        ({"input_fidelity": "high"}, "input_fidelity is not supported"),
+        ({"lora": "x"}, "lora: there is no such field here, and it might change the result"),
+        ({"quality": "hd"}, "quality: Input should be 'auto', 'low', 'medium' or 'high'"),
+        ({"output_format": "gif"}, "output_format: Input should be"),
+        ({"output_compression": 50}, "output_compression is of jpeg and webp"),
+        ({"partial_images": 2}, "partial_images is of streams"),
+        ({"stream": True, "partial_images": 4}, "partial_images: Input should be less"),
+        ({"stream": True, "n": 2}, "a stream is of one image"),
+        ({"n": 0}, "n: Input should be greater than or equal to 1"),
+        ({"guidance_scale": 1e308}, "guidance_scale: Input should be less than or equal to 100"),
+        ({"temperature": -1}, "temperature: Input should be greater"),
+        ({"registers": 10**9}, "registers: Input should be less than or equal to 1024"),
+        ({"num_inference_steps": 10**9}, "num_inference_steps: Input should be less"),
+        ({"size": "1" * 5000 + "x8"}, "size='11111111111111111111' must be such as 512x512"),
+        ({"size": "\u0663x8"}, "must be such as 512x512"),
+        ({"prompt": "a" * 4001}, "4001 characters: at most 4000"),
+        ({"prompt": 3}, "prompt: Input should be a valid string"),
+    ],
+)
+def test_what_would_be_ignored_or_is_too_much_is_refused(address, asked, told):
+    reply = httpx.post(f"{address}/v1/images/generations", json={"prompt": "a", **asked})
+    assert reply.status_code == 400
+    assert told in reply.json()["error"]["message"]
+
+
+def test_what_changes_nothing_is_passed_over(client, service):
+    client.images.generate(
+        prompt="a", user="me", background="opaque", moderation="low", style=None,
+        extra_body={"negative_prompt": ""},
+    )  # fmt: skip
+    assert len(service.pipe.given) == 1
+
+
+# ---------------------------------------------------------------------------------------------
+# Answers.
+
+
+def test_an_answer_is_counted(client, service):
+    reply = client.chat.completions.create(model="staged", messages=[said("user", "a")], n=2)
+    assert [choice.message.content for choice in reply.choices] == ["b", "b"]
+    assert [choice.finish_reason for choice in reply.choices] == ["stop", "stop"]
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (2, 2)
+    assert reply.usage.total_tokens == 4
+
+
+def test_an_answer_is_no_longer_than_was_asked(client, service):
+    asked = {"model": "staged", "messages": [said("user", "a")], "max_tokens": 1}
+    reply = client.chat.completions.create(**asked)
+    assert (reply.choices[0].finish_reason, reply.usage.completion_tokens) == ("length", 1)
+
+
+def test_an_answer_is_streamed(client, service):
+    chunks = list(
+        client.chat.completions.create(
+            model="staged",
+            messages=[said("user", "a")],
+            stream=True,
+            n=2,
+            stream_options={"include_usage": True},
+        )
+    )
+    texts = ["", ""]
+    for chunk in chunks[:-1]:
+        (choice,) = chunk.choices
+        texts[choice.index] += choice.delta.content or ""
+    assert texts == ["b", "b"]
+    assert [c.choices[0].finish_reason for c in chunks[:-1]].count("stop") == 2
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].choices == [] and chunks[-1].usage.total_tokens == 4
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_text_is_sent_as_it_is_committed():
+    with serving() as (service, address):
+        chunks = client_of(address).chat.completions.create(
+            model="staged", messages=[said("user", "a")], stream=True
+        )
+        pipe = service.pipe
+        pipe.at_step.acquire(timeout=staged.PATIENCE)
+        assert next(chunks).choices[0].delta.role == "assistant"
+        pipe.go.release()
+        pipe.at_step.acquire(timeout=staged.PATIENCE)
+        assert next(chunks).choices[0].delta.content == "b"
+        assert service.running  # two steps are left
+        pipe.run_free()
+        assert [chunk.choices[0].finish_reason for chunk in chunks] == ["stop"]
+
+
+def test_turns_and_what_a_system_says_are_told_by_one_rule(client, service):
+    messages = [
+        said("system", "be brief"), said("developer", "be kind"),
+        said("user", {"type": "text", "text": "what is it?"}, uri(png(40, 20))),
+        said("assistant", "a circle"), said("user", "which"), said("user", "colour?"),
+    ]  # fmt: skip
+    client.chat.completions.create(model="staged", messages=messages, temperature=0.5)
+    ((task, words, shown, options),) = service.pipe.given
+    assert (task, words, [image.shape for image in shown]) == (
+        "ask", ["which\ncolour?"], [(20, 40, 3)],
+    )  # fmt: skip
+    assert options["earlier"] == (("be brief\nbe kind\nwhat is it?", "a circle"),)
+    assert options["temperature"] == [0.5]
+
+
+def test_things_are_found_in_pixels_of_the_image_that_was_sent(client, service):
+    side = 2 * service.largest_side
+    reply = client.chat.completions.create(
+        model="staged", extra_body={"task": "ground"},
+        messages=[said("user", {"type": "text", "text": "a cat\na dog"}, uri(png(side, side)))],
+    )  # fmt: skip
+    assert json.loads(reply.choices[0].message.content) == [
+        {"label": "a cat", "bbox_2d": [2.0, 4.0, 6.0, 8.0]}, {"label": "a dog", "bbox_2d": None},
+    ]  # fmt: skip
+    assert service.pipe.given[0][2].shape == (side // 2, side // 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools is not supported"),
+        ({"logprobs": True}, "logprobs is not supported: leave it out, or say false"),
+        ({"stop": ["."]}, "stop is not supported"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty is not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
+        ({"max_tokens": 10**9}, "max_new_tokens=1000000000 is out of range: 1 to 1024"),
+        ({"top_p": 0}, "top_p: Input should be greater than 0"),
+        ({"stream_options": {"include_usage": True}}, "stream_options is of streams"),
+        ({"messages": [said("assistant", "a")]}, "begins and ends with a message of the user"),
+        ({"messages": [said("tool", "a")]}, "a message of 'tool' is not known"),
+        ({"messages": [said("system", uri(png()), uri(png()))]}, "only users may"),
+        ({"messages": [said("user", "a")] * 257}, "messages: List should have at most 256"),
+        ({"task": "ground"}, "things are found in one image"),
+        ({"task": "ground", "stream": True}, "boxes come whole"),
+    ],
+)
+def test_what_an_answer_cannot_be_is_refused(address, asked, told):
+    body = {"model": "staged", "messages": [said("user", "a")], **asked}
+    reply = httpx.post(f"{address}/v1/chat/completions", json=body)
+    assert reply.status_code == 400
+    assert told in reply.json()["error"]["message"]
+
+
+def test_the_model_is_listed_and_retrieved(client):
+    assert [model.id for model in client.models.list()] == ["staged"]
+    assert client.models.retrieve("staged").owned_by == "local"
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-image-1' here"):
+        client.models.retrieve("gpt-image-1")
+
+
+# ---------------------------------------------------------------------------------------------
+# Errors.
+
+
+BODIES = [
+    (400, b"{", "the body is no JSON"),
+    (400, b"[" * 100_000, "the body is no JSON that is read"),
+    (400, b'{"prompt": "a", "seed": ' + b"1" * 5000 + b"}", "the body is no JSON"),
+    (400, b'{"prompt": "a \\ud800"}', "character 3 of the prompt is half a character"),
+    (400, b'{"prompt": "a", "guidance": NaN}', "guidance: Input should be"),
+    (400, b'{"prompt": "a", "guidance": 1e999}', "guidance: Input should be"),
+    (400, b"\xff", "the body is no JSON"),
+    (400, b'{"prompt": "a", "\\ud800": 1}', "unable to parse raw data as a unicode"),
+    (400, b'{"prompt": "a", "size": "\\ud800"}', "must be such as 512x512"),
+    (400, b"3", "Input should be a valid dictionary"),
+    (413, bytes(3_000_000), "the body has more than 1581909 bytes"),
+]
+
+
+@pytest.mark.parametrize(("code", "body", "told"), BODIES)
+def test_every_error_has_the_shape_of_openais(address, code, body, told):
+    reply = httpx.post(f"{address}/v1/images/generations", content=body)
+    assert reply.status_code == code
+    error = reply.json()["error"]
+    assert told in error["message"]
+    assert error.keys() == {"message", "type", "param", "code"}
+
+
+def test_a_body_of_unknown_length_is_counted(address):
+    parts = (bytes(100_000) for _ in range(30))
+    reply = httpx.post(f"{address}/v1/images/generations", content=parts)
+    assert (reply.status_code, reply.json()["error"]["type"]) == (413, "invalid_request_error")
+
+
+def test_wrong_addresses_have_the_shape_too(address):
+    for code, method, path in [
+        (404, "GET", "/v1/nothing"), (405, "GET", "/v1/images/generations"), (404, "POST", "/"),
+    ]:  # fmt: skip
+        reply = httpx.request(method, address + path)
+        assert reply.status_code == code
+        assert "docs/serving.md" in reply.json()["error"]["message"]
+
+
+def test_an_error_of_the_program_has_the_shape_too(client, service, monkeypatch):
+    def broken(*_, **__):
+        raise ZeroDivisionError("secret")
+
+    monkeypatch.setattr(service.pipe, "requests", broken)
+    with pytest.raises(openai.InternalServerError, match="ZeroDivisionError") as caught:
+        client.images.generate(prompt="a")
+    assert "secret" not in str(caught.value)
+
+
+# ---------------------------------------------------------------------------------------------
+# Strangers.
+
+
+DATA = b"\x00\x00\x00\x00IDAT\x35\xaf\x06\x1e"  # none
+
+
+def bombs():
+    notes = PngImagePlugin.PngInfo()
+    notes.add_text("a", "b" * 2**21, zip=True)
+    yield "text chunks", png(pnginfo=notes), "no image that can be read"
+    body = b"IHDR" + struct.pack(">IIBBBBB", 1, 67_000_000, 8, 2, 0, 0, 0)
+    head = struct.pack(">I", 13) + body + struct.pack(">I", zlib.crc32(body))
+    yield "a line", b"\x89PNG\r\n\x1a\n" + head + DATA, "a side may have at most 16384"
+    yield "cut off", png()[:20], "no image that can be read"
+    yield "a strip", png(1000, 2), "64 times those of the other"
+
+
+@pytest.mark.parametrize(("contents", "told"), [bomb[1:] for bomb in bombs()])
+def test_images_that_would_fill_the_memory_are_refused(client, service, contents, told):
+    with pytest.raises(openai.BadRequestError, match=told):
+        client.images.edit(image=("a.png", contents), prompt="a")
+    with pytest.raises(openai.BadRequestError, match=told):
+        client.images.edit(image=("a.png", png()), mask=("m.png", contents), prompt="a")
+    shown = said("user", {"type": "text", "text": "a"}, uri(contents))
+    with pytest.raises(openai.BadRequestError, match=told):
+        client.chat.completions.create(model="staged", messages=[shown])
+
+
+def test_nothing_larger_than_what_the_model_looks_at_waits(client, service):
+    client.images.edit(image=("a.png", png(400, 200)), prompt="a")
+    ((_, _, shown, _),) = service.pipe.given
+    assert shown.shape == (service.largest_side // 2, service.largest_side, 3)
+
+
+def test_images_are_read_beside_the_others_once_there_is_a_place():
+    with serving(Limits(waiting=1)) as (service, address):
+        reading, go = threading.Event(), threading.Event()
+
+        def image(contents, name=""):
+            reading.set()
+            go.wait(staged.PATIENCE)
+            raise ImageError("it was no image.")
+
+        service.image = image
+        client, replies = client_of(address), []
+
+        def edit():
+            try:
+                client.images.edit(image=("a.png", png()), prompt="a")
+            except openai.APIError as error:
+                replies.append(error.status_code)
+
+        threads = [threading.Thread(target=edit) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        assert reading.wait(staged.PATIENCE)
+        assert httpx.get(f"{address}/health", timeout=5).status_code == 200
+        until(lambda: service._batcher._places == 2)  # one that is about to begin, one that waits
+        with pytest.raises(openai.RateLimitError, match="1 requests wait already"):
+            client.images.generate(prompt="b")
+        go.set()
+        for thread in threads:
+            thread.join(staged.PATIENCE)
+        assert replies == [400, 400]
+        service.pipe.run_free()
+        client.images.generate(prompt="b")  # the places were given back
+
+
+def test_a_key_is_asked_for():
+    with serving(key=KEY) as (service, address):
+        service.pipe.run_free()
+        assert client_of(address).models.list().data[0].id == "staged"
+        for path in ("/v1/models", "/metrics"):
+            reply = httpx.get(address + path, headers={"authorization": "Bearer a kez"})
+            assert reply.status_code == 401
+            assert reply.json()["error"]["type"] == "authentication_error"
+            assert httpx.get(address + path).status_code == 401
+        assert httpx.get(f"{address}/health").status_code == 200
+
+
+def test_pages_of_others_may_not_write(address, service):
+    def post(origin):
+        body = {"prompt": "a"}
+        url = f"{address}/v1/images/generations"
+        return httpx.post(url, json=body, headers={"origin": origin}).status_code
+
+    assert [post(one) for one in ("http://evil.example", "null", "http://[", address)] == [
+        403, 403, 403, 200,
+    ]  # fmt: skip
+
+
+def test_a_body_that_never_comes_is_not_waited_for():
+    with serving(body_seconds=0.3) as (_, address):
+        reply = said_to(address, b"POST /v1/images/generations HTTP/1.1\r\n", b"Content-Length: 9")
+        assert reply.startswith(b"HTTP/1.1 408") and b"took more than 0.3 seconds" in reply
+
+
+def said_to(address, *lines):
+    """What a server answers to a head and no body, until it closes the connection."""
+    host, port = address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=staged.PATIENCE) as door:
+        door.sendall(b"".join(lines) + b"\r\nHost: a\r\nConnection: close\r\n\r\n")
+        parts = []
+        while part := door.recv(4096):
+            parts.append(part)
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize("begins", [b"", b"GET /health HTTP/1.1\r\nHost"])
+def test_a_connection_that_says_nothing_is_closed(monkeypatch, begins):
+    monkeypatch.setattr(guards, "HEADER_SECONDS", 0.3)
+    service = Service(staged.Staged())
+    with hosting.listen("127.0.0.1", 0) as door:
+        started = hosting.server_of(server.make_app(service), service, 1)
+        thread = threading.Thread(target=started.run, kwargs={"sockets": [door]})
+        thread.start()
+        address = door.getsockname()
+        with socket.create_connection(address, timeout=staged.PATIENCE) as slow:
+            slow.sendall(begins)
+            began = time.monotonic()
+            assert slow.recv(1) == b""  # closed
+            assert time.monotonic() - began < staged.PATIENCE
+        assert httpx.get(f"http://127.0.0.1:{address[1]}/health").status_code == 200
+        started.should_exit = True
+        thread.join(staged.PATIENCE)
+
+
+def test_histograms_tell_of_every_request(client, service, address):
+    client.images.generate(prompt="a")
+    client.chat.completions.create(model="staged", messages=[said("user", "a")])
+    text = httpx.get(f"{address}/metrics").text
+    for name in ("queue_seconds", "device_seconds", "batch_rows", "request_tokens"):
+        assert f'sparse_lavida_{name}_count{{task="generate"}}' in text
+    assert 'sparse_lavida_request_images_sum{task="generate"}' in text
+    assert 'sparse_lavida_latency_seconds_count{code="200",endpoint="/v1/chat/completions"}' in text
+    assert httpx.get(f"{address}/anything").status_code == 404
+    assert "anything" not in httpx.get(f"{address}/metrics").text

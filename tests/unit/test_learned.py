@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model from scratch has learned: words and kinds of records; what it says of all others."""
+
+import shutil
+
+import pytest
+import raw_data
+
+from sparse_lavida_jax.apps import commands
+from sparse_lavida_jax.data import tokenizer as text
+from sparse_lavida_jax.inference.requests import TASKS
+from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
+from sparse_lavida_jax.lavida_o.prompts import LEARNED_FROM, ChatPrompts
+from sparse_lavida_jax.mixture import batches as mixture_batches
+from sparse_lavida_jax.mixture import recipe
+from sparse_lavida_jax.mixture.batches import MixtureBatches
+from sparse_lavida_jax.pipeline import SparseLaViDa
+from sparse_lavida_jax.training import own_images
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return raw_data.tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("a Red, red  circle_2!", ["a", "Red", "red", "circle", "2"]),
+        ("ein gruener Käse", ["ein", "gruener", "Käse"]),
+        ("красный круг", ["красный", "круг"]),
+        ("赤い円 red円", ["赤", "い", "円", "red", "円"]),
+        (" ?! ", []),
+    ],
+)
+def test_words_of_any_script(words, expected):
+    assert text.words_of(words) == expected
+
+
+def with_words(tokenizer, folder, *words):
+    """The tokenizer of a model that has learned these words."""
+    shutil.copy(tokenizer.path, folder / "tokenizer.json")
+    (folder / text.WORDS).write_text("\n".join(words) + "\n", encoding="utf-8")
+    return ChatTokenizer(folder / "tokenizer.json")
+
+
+def test_words_that_training_never_held_are_said(tokenizer, tmp_path, capsys):
+    settings = raw_data.settings(tokenizer)
+    known = with_words(tokenizer, tmp_path, "a", "red", "circle")
+
+    class Pipe(SparseLaViDa):
+        def __init__(self, tokenizer):
+            self.prompts = ChatPrompts.of(tokenizer, settings, None)
+
+    commands._tell_unheld(Pipe(known), "a red dragon", "a Red circle, a dragon")
+    said = capsys.readouterr().err
+    assert "training never held dragon, Red (upper and lower case are different words)" in said
+    commands._tell_unheld(Pipe(known), "a red circle")
+    commands._tell_unheld(Pipe(tokenizer), "a red dragon")  # its folder does not say
+    assert capsys.readouterr().err == ""
+
+
+def test_the_words_of_records_are_found(tokenizer, tmp_path, monkeypatch):
+    raw_data.prepared(raw_data.captioned(tmp_path), tmp_path / "prepared")
+    data = MixtureBatches(tmp_path / "prepared", raw_data.settings(tokenizer), tokenizer)
+    assert data.words() == {"image", "png", *map(str, range(raw_data.ROWS))}
+    monkeypatch.setattr(mixture_batches, "MOST_READ", raw_data.ROWS - 1)
+    assert data.words() is None
+    assert own_images._kinds(tmp_path / "prepared") == ("text_to_image",)
+
+
+def test_tasks_that_no_record_taught_are_refused(tokenizer):
+    assert set(LEARNED_FROM) == set(TASKS)
+    assert {kind for kinds in LEARNED_FROM.values() for kind in kinds} <= {*recipe.KINDS}
+    prompts = ChatPrompts.of(tokenizer, raw_data.settings(tokenizer), None)
+    assert not any(map(prompts.refusal, TASKS))
+    assert prompts.lays_out("generate") and prompts.lays_out("edit")
+    settings = raw_data.settings(tokenizer, data={"kinds": ("text_to_image",)})
+    prompts = ChatPrompts.of(tokenizer, settings, None)
+    taught = {task for task in TASKS if not prompts.refusal(task)}
+    assert taught == {"generate", "inpaint", "outpaint"}
+    assert "was not trained to ask: it learned from text_to_image alone, and that takes" in (
+        prompts.refusal("ask")
+    )
+    assert not prompts.lays_out("generate")
