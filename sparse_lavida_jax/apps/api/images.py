@@ -5,6 +5,7 @@ import asyncio
 import base64
 import itertools
 import re
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -20,7 +21,6 @@ from sparse_lavida_jax.inference.results import Result
 
 FILES = 2  # most files of one request: an image and a mask
 FIELDS = 64  # other fields of a form
-EVENTS = {"generate": "image_generation", "edit": "image_edit", "inpaint": "image_edit"}
 
 router = fastapi.APIRouter()
 
@@ -88,7 +88,7 @@ async def _images(
     result = await waiting.ended()
     contents = await asyncio.to_thread(_encoded, result, asked, request.app.state.model)
     return {
-        "created": asking.now(),
+        "created": int(time.time()),
         "background": "opaque",
         "output_format": asked.output_format,
         "quality": "high" if asked.quality == "auto" else asked.quality,
@@ -104,14 +104,14 @@ async def _events(
 ) -> AsyncIterator[tuple[str, dict[str, Any]]]:
     """Yields what an image looks like while it is drawn, and the image."""
     ticket, sent = waiting.ticket, 0
-    name = EVENTS[ticket.task]
+    name = "image_generation" if ticket.task == "generate" else "image_edit"
 
     def event(kind: str, pixels: image_files.Pixels, content: str) -> tuple[str, dict[str, Any]]:
         return f"{name}.{kind}", {
             "type": f"{name}.{kind}",
             "b64_json": content,
             "background": "opaque",
-            "created_at": asking.now(),
+            "created_at": int(time.time()),
             "output_format": asked.output_format,
             "quality": asked.quality,
             "size": _named(pixels),
