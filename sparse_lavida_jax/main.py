@@ -40,6 +40,7 @@ from sparse_lavida_jax.checkpoints import manifest, model_folder
 from sparse_lavida_jax.evals.files import EvaluationError
 from sparse_lavida_jax.mixture.recipe import PrepareError
 from sparse_lavida_jax.mixture.records import RecordError
+from sparse_lavida_jax.models import quantize
 from sparse_lavida_jax.training import runs
 
 MODEL_NAMES = "a model folder, a run directory, a bundled model, or one of the hub (org/name)"
@@ -65,7 +66,7 @@ TAKES = {
     "sample": "config checkpoint adapters convert task prompt image picture out seed",
     "evaluate": "config checkpoint adapters convert workdir shard",
     "convert": "dtype format",
-    "export": "format",
+    "export": "format dtype",
     "prepare": "config image_tokenizer tokenizer",
 }
 TAKEN_BY_ALL = ("mode", "help", "compilation_cache")
@@ -184,6 +185,11 @@ def _convert(asked: flags.FlagValues, settings: config.Config) -> str:
     from sparse_lavida_jax.convert import from_torch
 
     src, dst, dtype = asked.src, asked.dst, asked.dtype or None
+    if dtype in quantize.DTYPES:
+        raise UsageError(
+            f"--mode=convert takes no --dtype={dtype}: convert as released, and then `sparse-lavida"
+            f" export {dst} NEW --dtype={dtype}`."
+        )
     with progress(f"{src} -> {dst}", in_bytes=True) as on_progress:
         how: dict[str, Any] = {"dtype": dtype, "kind": asked.format or "safetensors"}
         done = from_torch.convert(src, dst, **how, on_progress=on_progress)
@@ -193,8 +199,10 @@ def _convert(asked: flags.FlagValues, settings: config.Config) -> str:
 def _export(asked: flags.FlagValues, settings: config.Config) -> str:
     from sparse_lavida_jax.convert import to_torch
 
-    if asked.format:
-        return f"{asked.dst}: {model_folder.copy(asked.src, asked.dst, asked.format)} tensors"
+    if asked.format or asked.dtype:
+        kind = asked.format or "safetensors"
+        count = model_folder.copy(asked.src, asked.dst, kind, dtype=asked.dtype)
+        return f"{asked.dst}: {count} tensors"
     done = to_torch.export(asked.src, asked.dst)
     return f"{_written(asked.dst, done)}, safetensors files: {done.num_shards}"
 
@@ -351,6 +359,10 @@ _FORMAT = (
     "Of the parameters that convert writes, by default safetensors; with it, export writes a model"
     " folder in place of one for PyTorch."
 )
+_DTYPE = (
+    "Of the parameters that convert writes, float32 or bfloat16, by default as released; export"
+    " writes a model folder with it, in int8 or float8 for the matrices of the layers, too."
+)
 _SHARD = (
     "Which items to evaluate, as i/n: every n-th from the i-th (0 the first) on. By default each"
     " process of a cluster takes its share."
@@ -359,7 +371,7 @@ _SHARD = (
 FLAGS: tuple[tuple[str, str | int | bool | tuple[str, ...], str], ...] = (
     ("mode", tuple(MODES), "What to do."),
     ("task", tuple(SAMPLE_TASKS), "What to sample."),
-    ("dtype", ("", "float32", "bfloat16"), "Of converted parameters; by default as released."),
+    ("dtype", ("", "float32", "bfloat16", *quantize.DTYPES), _DTYPE),
     ("format", ("", "safetensors", "orbax"), _FORMAT),
     ("config", "", "A file of configs/."),
     ("workdir", "", "Run directory; by default runs/<name>."),

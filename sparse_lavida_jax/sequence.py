@@ -114,14 +114,10 @@ def num_tokens(part: Part) -> int:
 
 def prompt_tokens(parts: Iterable[Part]) -> tuple[int, int]:
     """Returns how many tokens of a prompt are text, and how many stand for images."""
-    text = image = 0
-    for part in parts:
-        match part:
-            case VisionTokens() | Source():
-                image += num_tokens(part)
-            case Text() | LearnedText():
-                text += num_tokens(part)
-    return text, image
+    asked = [part for part in parts if not isinstance(part, Response)]
+    tokens = [(num_tokens(part), isinstance(part, VisionTokens | Source)) for part in asked]
+    image = sum(count for count, is_image in tokens if is_image)
+    return sum(count for count, _ in tokens) - image, image
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,18 +13,15 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
-import numpy as np
-from jaxtyping import Int
 
-from sparse_lavida_jax import config
 from sparse_lavida_jax.apps.tasks import cell_rows
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.inference.batches import SHARING, kind_of
 from sparse_lavida_jax.inference.requests import Request
-from sparse_lavida_jax.inference.results import Origin, Result
+from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.sample import Progress
 
 CLOSE_SECONDS = 30.0  # most that closing waits for the segments that run
@@ -33,24 +30,6 @@ MOST_COMPILING = 2  # at once
 WAIT_SHARE = 0.25  # of the seconds of a batch: what waiting for company may cost
 MOST_KINDS = 256  # of which it is known how many rows are expected
 EVERY = -1  # previews: one after every segment, of which the last is kept
-
-
-@runtime_checkable
-class Served(Protocol):
-    """What is served: of a `SparseLaViDa`, which see, what faces use."""
-
-    settings: config.Config
-    prompts: Any
-    codec: Any
-    source: Origin
-
-    @property
-    def batch_size(self) -> int: ...
-    def requests(
-        self, task: str, words: Any = None, shown: Any = None, **given: Any
-    ) -> list[Request]: ...
-    def run(self, requests: Sequence[Request], callback: Any = None, **how: Any) -> Result: ...
-    def preview(self, cells: Int[np.ndarray, "l g"], rows: int | None = None) -> Any: ...
 
 
 class QueueFull(Exception):
@@ -148,16 +127,11 @@ class Ticket:
 
     def wants_preview(self, state: Progress) -> bool:
         """Whether to make a preview between these segments."""
-        if not self.looks or state.making != "image" or not state.steps:
+        if state.making != "image" or not state.steps:
             return False
-        if self.looks == EVERY:
-            return True
-        due = len(self.previews) + 1  # of looks + 1 equal parts of the steps
-        return (
-            len(self.previews) < self.looks
-            and state.steps < state.total
-            and state.steps * (self.looks + 1) >= state.total * due
-        )
+        parts, due = self.looks + 1, len(self.previews) + 1
+        reached = state.total * due <= state.steps * parts < state.total * parts
+        return self.looks == EVERY or (due < parts and reached)
 
     def cancel(self) -> None:
         """Ends it: at once if it waits, after the present segment if it runs."""
@@ -326,7 +300,7 @@ class Batcher:
     """The queue of a model: requests come one by one, and are done in batches.
 
     Args:
-        pipe: does them; its `batch_size` is the largest batch.
+        pipe: does them, a `SparseLaViDa`; its `batch_size` is the largest batch.
         limits: of the queue.
         ended: called with every request that has ended.
 
@@ -337,7 +311,7 @@ class Batcher:
         stops: whether nothing more is taken.
     """
 
-    def __init__(self, pipe: Served, limits: Limits, ended: Callable[[Ticket], None]):
+    def __init__(self, pipe: Any, limits: Limits, ended: Callable[[Ticket], None]):
         self.pipe, self.limits, self.ended = pipe, limits, ended
         self.open: list[Ticket] = []
         self.device = Device()

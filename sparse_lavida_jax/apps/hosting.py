@@ -127,12 +127,10 @@ def _check_guarded(name: str, host: str, key: str, *, insecure: bool) -> None:
     """Refuses to serve other machines without a key, unless that is wanted."""
     if _is_loopback(host) or insecure or (key and name == "serve"):
         return
-    wanted = {
-        "serve": f"a key that clients send, as --api-key or in the variable {KEY}",
-        "demo": "a proxy before it that asks who is there, since a page sends no key",
-    }[name]
+    wanted = f"a key that clients send (--api-key, or the variable {KEY})"
     raise UsageError(
-        f"other machines reach {host}: that needs {wanted}, or --insecure to let everybody in."
+        f"other machines reach {host}: that needs {wanted if name == 'serve' else 'a proxy'}, or"
+        " --insecure to let everybody in."
     )
 
 

@@ -18,14 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from sparse_lavida_jax.apps.batching import (
-    Batcher,
-    Cancelled,
-    Limits,
-    Served,
-    Stopped,
-    Ticket,
-)
+from sparse_lavida_jax.apps.batching import Batcher, Cancelled, Limits, Stopped, Ticket
 from sparse_lavida_jax.apps.errors import REFUSED
 from sparse_lavida_jax.data import image_files, images
 from sparse_lavida_jax.data.templates import RequestError, check_words
@@ -41,7 +34,7 @@ class Service:
     """A model, its queue, and counts of what was done so far.
 
     Args:
-        pipe: does the tasks; its `batch_size` is the largest batch.
+        pipe: does the tasks, a `SparseLaViDa`; its `batch_size` is the largest batch.
         limits: on requests.
 
     Attributes:
@@ -50,7 +43,7 @@ class Service:
         watchers: called with every request that has ended, and its outcome.
     """
 
-    def __init__(self, pipe: Served, limits: Limits | None = None):
+    def __init__(self, pipe: Any, limits: Limits | None = None):
         self.pipe = pipe
         self.limits = limits or Limits()
         self.counts: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -113,11 +106,7 @@ class Service:
                 images, more = shown()
             return self._submit(task, words, images, previews, **options | more)
 
-        try:
-            reading = self._readers.submit(submit)
-        except RuntimeError as error:  # it was closed
-            self._batcher.leave_place()
-            raise Stopped("this server stops and takes nothing more.") from error
+        reading = self._readers.submit(submit)
         reading.add_done_callback(lambda _: self._batcher.leave_place())
         return reading
 
@@ -185,8 +174,8 @@ class Service:
 
     def close(self) -> None:
         """Cancels all requests and ends the work."""
-        self._readers.shutdown(wait=False, cancel_futures=True)
         self._batcher.close()
+        self._readers.shutdown(wait=False, cancel_futures=True)
 
     @property
     def drawn_side(self) -> int:

@@ -10,6 +10,7 @@ vq/               the image tokenizer, where the model has one
 official/         of a converted model: the small files of the released folder
 unused.safetensors  of a converted model: released tensors that this model does without
 README.md         source, licence, commit
+made_of.json      of a folder that was written anew: the digests of those it was made of
 TENSORS.sha256    of every parameter, and of every array in the other safetensors files
 MANIFEST.sha256   of all of the above
 """
@@ -30,15 +31,16 @@ from flax import nnx
 from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.checkpoints import arrays, hub, manifest, stores
 from sparse_lavida_jax.checkpoints.arrays import CheckpointError, ChooseDtype
-from sparse_lavida_jax.checkpoints.tensors import INDEX, Tensor, dtype_name
+from sparse_lavida_jax.checkpoints.tensors import INDEX, NARROW, Tensor, dtype_name
 from sparse_lavida_jax.data import files
 from sparse_lavida_jax.data.tokenizer import WORDS
-from sparse_lavida_jax.models import denoiser, lora
+from sparse_lavida_jax.models import denoiser, lora, parameters, quantize
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.parameters import ChooseSharding
 
 FORMAT = "sparse-lavida-jax/1"
 BUNDLED = pathlib.Path(__file__).parents[1] / "assets" / "models"
+MADE_OF = "made_of.json"  # of a folder that was written anew
 COMMITTED = "commit_success.txt"  # written by the array store
 FREE_SPACE_FACTOR = 1.2  # of the bytes to write: what must be free before writing starts
 # Of a converted model: texts are sampled in blocks of 32 tokens, as in the paper.
@@ -88,10 +90,20 @@ def load_model(
     folder = find_model(name)
     manifest.verify(folder)
     settings = read_config(folder)
+    stored = stores.narrow_dtype(folder)
     if make_model is None:
         module = denoiser.shapes(settings.model)
     else:
         module = jax.eval_shape(lambda: make_model(settings))
+    if stored and make_model is not None:
+        raise CheckpointError(
+            f"the matrices in {folder} are in 8 bits ({stored}), which is for sampling: train from"
+            " the model that it was made of."
+        )
+    if stored:
+        method = quantize.DTYPES[stored]
+        module = jax.eval_shape(lambda whole: quantize.quantized(whole, method), module)
+        dtype = _wide_dtypes(module, dtype)
     model = stores.load_params(
         folder,
         module,
@@ -103,6 +115,19 @@ def load_model(
     vq = folder / "vq"
     manifest.verify_tensors(folder, vq.name)
     return LoadedModel(model, settings, folder / "tokenizer.json", vq if vq.is_dir() else None)
+
+
+def _wide_dtypes(module: Any, dtype: str | ChooseDtype | None) -> ChooseDtype:
+    """Returns what chooses the dtypes of parameters, of which those in 8 bits keep theirs."""
+    leaves = {name: leaf.dtype for name, leaf in parameters.by_name(module).items()}
+    narrow = {name.rpartition("/")[0] for name, kind in leaves.items() if kind.itemsize == 1}
+
+    def choose(name: str) -> str:
+        wished = dtype(name) if callable(dtype) else dtype
+        stays = wished is None or name.rpartition("/")[0] in narrow
+        return leaves[name].name if stays else str(wished)
+
+    return choose
 
 
 def make_denoiser(settings: config.Config) -> Denoiser:
@@ -258,31 +283,67 @@ def copy(
     folder: pathlib.Path | str,
     kind: stores.Format = "safetensors",
     *,
+    dtype: str = "",
     readme: str | None = None,
 ) -> int:
     """Writes a model folder anew, its parameters stored as `kind` says; returns how many.
 
+    It notes which folder it was made of: adapters of that one fit.
+
     Args:
+        dtype: float32, bfloat16, or of the matrices of the layers int8 or float8, with a scale a
+            column; by default as they are.
         readme: in place of the one that it has.
 
     Raises:
-        CheckpointError: `source` is damaged, `folder` holds something else, or the disk is full.
+        CheckpointError: `source` is damaged or in 8 bits already, `folder` holds something else, or
+            the disk is full.
     """
     source = find_model(source)
     manifest.verify(source)
     store = stores.open_params(source)
-    wanted = [
-        Tensor(name, dtype_name(leaf.dtype), leaf.shape, functools.partial(store.read_one, name))
-        for name, leaf in store.leaves.items()
-    ]
+    if dtype and stores.narrow_dtype(source):
+        raise CheckpointError(
+            f"the matrices in {source} are in 8 bits already: start from the model that it was made"
+            " of."
+        )
+    wanted = [one for name in store.leaves for one in _as_dtype(store, name, dtype)]
     size = sum(one.nbytes for one in wanted)
     with new_model_folder(folder, read_config(source), size) as new:
         written = (stores.PARAMS, stores.FILES, INDEX, arrays.TENSORS, manifest.MANIFEST, ".*")
         shutil.copytree(source, new, ignore=shutil.ignore_patterns(*written), dirs_exist_ok=True)
         stores.write_params(new, wanted, kind)
+        files.write_json(new / MADE_OF, [*lineage(source)], indent=2)
         if readme is not None:
             (new / "README.md").write_text(readme)
     return len(wanted)
+
+
+def _as_dtype(store: stores.ParamsReader, name: str, dtype: str) -> list[Tensor]:
+    """Returns what a parameter becomes in another dtype: in 8 bits, a matrix and its scales."""
+    leaf, read = store.leaves[name], functools.partial(store.read_one, name)
+    module, _, last = name.rpartition("/")
+    if dtype in quantize.DTYPES:
+        if last != "kernel" or not module.startswith(quantize.STACKS):
+            return [Tensor(name, dtype_name(leaf.dtype), leaf.shape, read)]
+        narrow = next(kind for kind in NARROW.values() if kind.name.startswith(dtype))
+
+        def part(i: int) -> np.ndarray:
+            return np.asarray(quantize.rounded(jnp.asarray(read()), narrow, axis=-2)[i])
+
+        scales = Tensor(f"{module}/scale", "F32", (1, leaf.shape[-1]), lambda: part(1))
+        return [Tensor(name, dtype_name(narrow), leaf.shape, lambda: part(0)), scales]
+    wide = jnp.dtype(dtype or leaf.dtype)
+    return [Tensor(name, dtype_name(wide), leaf.shape, lambda: read().astype(wide, copy=False))]
+
+
+def lineage(folder: pathlib.Path) -> list[str]:
+    """Returns the SHA-256 of the manifests of a model folder and of those it was made of."""
+    try:
+        before = files.read_json(folder / MADE_OF)
+    except (OSError, ValueError):
+        before = []
+    return [manifest.digest(folder), *(before if isinstance(before, list) else [])]
 
 
 @contextlib.contextmanager

@@ -53,6 +53,12 @@ def open_params(folder: pathlib.Path) -> "ParamsReader":
     return _OrbaxReader(folder) if (folder / PARAMS).is_dir() else _SafetensorsReader(folder)
 
 
+def narrow_dtype(folder: pathlib.Path) -> str:
+    """Returns what matrices in 8 bits a folder holds, a key of `quantize.DTYPES`; "": none."""
+    kinds = {leaf.dtype for leaf in open_params(folder).leaves.values()}
+    return next((kind.name.partition("_")[0] for kind in kinds if kind.itemsize == 1), "")
+
+
 def load_params(
     folder: pathlib.Path,
     module: nnx.Module,
@@ -195,7 +201,7 @@ class _SafetensorsReader(ParamsReader):
             if pathlib.PurePath(name).name != name:
                 raise CheckpointError(f"{folder / tensors.INDEX} names {name}, which is elsewhere.")
             for tensor in tensors.list_tensors(folder / name).values():
-                kind = tensors.DTYPES.get(tensor.dtype)
+                kind = tensors.STORED.get(tensor.dtype)
                 if kind is None or tensor.name in leaves:
                     what = f"is {tensor.dtype}" if kind is None else "is in two files"
                     raise CheckpointError(f"{tensor.name} in {folder / name} {what}.")

@@ -17,6 +17,9 @@ from sparse_lavida_jax.checkpoints.arrays import CheckpointError
 from sparse_lavida_jax.data import files
 
 DTYPES = {"F32": jnp.dtype("float32"), "BF16": jnp.dtype("bfloat16"), "F16": jnp.dtype("float16")}
+# What model folders may hold besides: matrices in 8 bits (`models/quantize.py`).
+NARROW = {"I8": jnp.dtype("int8"), "F8_E4M3": jnp.dtype("float8_e4m3fn")}
+STORED = DTYPES | NARROW
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000  # of one file of several
 FOR_PYTORCH = {"format": "pt"}  # what the header of a file says
@@ -46,12 +49,12 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        return self.size * DTYPES[self.dtype].itemsize
+        return self.size * STORED[self.dtype].itemsize
 
 
 def dtype_name(dtype: np.dtype) -> str:
     """Returns what the format calls a dtype."""
-    return next(name for name, known in DTYPES.items() if known == dtype)
+    return next(name for name, known in STORED.items() if known == dtype)
 
 
 def list_tensors(path: pathlib.Path) -> dict[str, Tensor]:
@@ -98,9 +101,21 @@ def read(path: pathlib.Path, name: str, part: Any = None) -> np.ndarray:
     """
     try:
         with safetensors.safe_open(path, "numpy") as file:
+            if file.get_slice(name).get_dtype() == "F8_E4M3":
+                return _read_float8(path, name)[... if part is None else part]
             return file.get_tensor(name) if part is None else file.get_slice(name)[part]
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}). Download it again.") from error
+
+
+def _read_float8(path: pathlib.Path, name: str) -> np.ndarray:
+    """Returns a tensor whose numbers the library does not know with NumPy."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        about = files.parse_json(file.read(length))[name]
+        start, end = about["data_offsets"]
+        file.seek(start, 1)
+        return np.frombuffer(file.read(end - start), NARROW["F8_E4M3"]).reshape(about["shape"])
 
 
 def write(
@@ -114,7 +129,7 @@ def write(
         OSError: the disk is full.
     """
     # Wide numbers first, as the library does it: every tensor is aligned to its own numbers.
-    tensors = sorted(tensors, key=lambda tensor: -DTYPES[tensor.dtype].itemsize)
+    tensors = sorted(tensors, key=lambda tensor: -STORED[tensor.dtype].itemsize)
     header: dict[str, dict] = {"__metadata__": dict(metadata)}
     end = 0
     for tensor in tensors:

@@ -327,7 +327,7 @@ def _check_base(folder: pathlib.Path, base: pathlib.Path) -> None:
         digest, where = known["manifest_sha256"], known["model"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder / BASE} is missing or damaged: {error}") from error
-    if digest != manifest.digest(base):
+    if digest not in model_folder.lineage(base):
         raise CheckpointError(
             f"the adapters in {folder} were trained next to the model that lay in {where}, and"
             f" {base} is another one: its {manifest.MANIFEST} has another SHA-256 than"

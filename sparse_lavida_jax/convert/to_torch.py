@@ -116,6 +116,11 @@ def _look_through(folder: pathlib.Path) -> _Model:
 def _of_denoiser(model: _Model) -> Iterator[tensors.Tensor]:
     """Yields the tensors of the denoiser, and those that it did without."""
     table = {name.ours: name for name in names.table(model.settings) if name.home == "params"}
+    if stored := stores.narrow_dtype(model.folder):
+        raise ConvertError(
+            f"the matrices in {model.folder} are in 8 bits ({stored}), which the release has no"
+            " form for: export the model that it was made of, or give a --format."
+        )
     store = stores.open_params(model.folder)
     store.check({ours: name.our_shape for ours, name in table.items()})
     for ours, leaf in store.leaves.items():  # in the order in which they are read together

@@ -146,7 +146,7 @@ class Engine:
         """Returns the model, in 8 bits if asked for, as programs take it; it is kept."""
         with self._making:
             if method not in self._models:
-                model = quantize.quantized(self.model, method) if method else self.model
+                model = quantize.as_asked(self.model, method)
                 self._models[method] = parameters.taken_apart(model)
             return self._models[method]
 

@@ -276,10 +276,9 @@ class RequestMaker:
             raise RequestError(f"{task} takes no image.")
         if task == "ground" and self.prompts.locates_in_one_step and "steps" in given:
             raise RequestError("ground takes no steps here: this model finds all boxes in one.")
-        longest = self.settings.data.max_sequence_len
-        for name, most in (
-            ("num_images", MOST_IMAGES), ("rounds", MOST_IMAGES), ("max_new_tokens", longest),
-        ):  # fmt: skip
+        ceilings = dict.fromkeys(("num_images", "rounds"), MOST_IMAGES)
+        ceilings["max_new_tokens"] = self.settings.data.max_sequence_len
+        for name, most in ceilings.items():
             if not 1 <= given.get(name, 1) <= most:
                 raise RequestError(f"{name}={given[name]} is out of range: 1 to {most}.")
         if task == "constrained_caption" and ("template" in given) == ("required" in given):

@@ -22,6 +22,7 @@ from jaxtyping import Array, Float
 from sparse_lavida_jax.models import text_head
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.layers import Branch, Layer, Linear, Rotary, rotate
+from sparse_lavida_jax.models.quantize import QuantizedLinear, side_by_side
 
 Task = Literal["image", "text", "both"]
 
@@ -62,7 +63,9 @@ class FusedBranch(Branch):
     """
 
     def __init__(self, branch: Branch, attn_out: Linear, dtype: jnp.dtype, *, ends: bool = False):
-        def matrix(*linears: Linear, width: int | None = None) -> Matrix:
+        def matrix(*linears: Linear, width: int | None = None) -> Linear:
+            if narrow := [one for one in linears if isinstance(one, QuantizedLinear)]:
+                return side_by_side(narrow, width)
             kernels = [_kernel(linear)[..., :width].astype(dtype) for linear in linears]
             return Matrix(jnp.concatenate(kernels, axis=-1) if len(kernels) > 1 else kernels[0])
 
@@ -172,8 +175,7 @@ def for_inference(
         by_layer: whether every layer has arrays of its own; by default on GPUs.
 
     Raises:
-        ValueError: the model is fused or quantised already, has adapters, or is to draw and knows
-            no images.
+        ValueError: the model is fused already, has adapters, or is to draw and knows no images.
     """
     if isinstance(model, FusedDenoiser):
         raise ValueError(f"the parameters are fused already, for the task {model.task!r}.")
@@ -216,6 +218,4 @@ def _cast(tree, dtype: jnp.dtype):
 def _kernel(linear: Linear) -> Float[Array, "*n i o"]:
     if linear.lora_scale:
         raise ValueError("a matrix has an adapter: call lora.merged before for_inference.")
-    if linear.kernel.dtype.itemsize == 1:
-        raise ValueError("a matrix is quantised: call for_inference first, then quantized.")
     return linear.kernel[...]

@@ -2,7 +2,7 @@
 """Matrices of the layers in 8 bits: few tokens wait for their bytes, and memory is short.
 
 Sampling takes all methods (`Sampling.quantize`), training the first, for a frozen base with
-adapters (`Optimizer.frozen_dtype`).
+adapters (`Optimizer.frozen_dtype`). Model folders hold int8 or float8 as such (`DTYPES`).
 
 | method | a matrix is | activations | result is |
 | --- | --- | --- | --- |
@@ -18,6 +18,7 @@ whole model on example inputs, and its product with quantised weights alone make
 first and multiplies that, which saves no bytes where the compiler does not fuse it.
 """
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 import jax
@@ -26,12 +27,14 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.models.layers import Linear, with_linears
+from sparse_lavida_jax.models.layers import Linear, linears, with_linears
 
 M = TypeVar("M", bound=nnx.Module)
 
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 STACKS = ("joint_layers", "split_layers")
+# Of matrices in model folders, and how they are multiplied when nothing else is asked for.
+DTYPES = {"int8": "int8", "float8": "fp8"}
 
 
 class QuantizedLinear(Linear):
@@ -91,6 +94,47 @@ def quantized(model: M, method: str) -> M:
         return QuantizedLinear(linear, method)
 
     return with_linears(model, in_8_bits)
+
+
+def as_asked(model: M, method: str) -> M:
+    """Returns a model whose matrices are multiplied by a method; "": as they are.
+
+    Raises:
+        ConfigError: as `quantized`, or a method of other numbers than the model has.
+    """
+    held = method_of(model)
+    if method in ("", held):
+        return model
+    return _multiplying(model, method) if held else quantized(model, method)
+
+
+def _multiplying(model: M, method: str) -> M:
+    def changed(_: str, linear: Linear) -> Linear:
+        if isinstance(linear, QuantizedLinear):
+            if linear.kernel.dtype != _dtype(method):
+                raise config.ConfigError(
+                    f"Sampling.quantize={method!r} does not go with a model whose matrices are"
+                    f" {linear.kernel.dtype.name}: leave it out, or load the model in full."
+                )
+            linear.method = method
+        return linear
+
+    return with_linears(model, changed)
+
+
+def method_of(model: nnx.Module) -> str:
+    """Returns how a model multiplies matrices in 8 bits; "" where it has none."""
+    found = (one.method for one in linears(model).values() if isinstance(one, QuantizedLinear))
+    return next(found, "")
+
+
+def side_by_side(parts: Sequence[QuantizedLinear], out_width: int | None) -> QuantizedLinear:
+    """Returns matrices of the same inputs as one, cut to the first `out_width` outputs each."""
+    whole = jax.tree.map(lambda leaf: leaf, parts[0])
+    for name in ("kernel", "scale"):
+        cut = [getattr(part, name)[..., :out_width] for part in parts]
+        setattr(whole, name, nnx.Param(jnp.concatenate(cut, axis=-1)))
+    return whole
 
 
 def widened(model: M, dtype: str) -> M:

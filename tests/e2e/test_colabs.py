@@ -28,7 +28,7 @@ def sources(name, kind="code"):
 def test_all_are_here():
     assert NAMES == [
         "ask_ground_infill", "convert_lavida_o", "edit_and_inpaint", "generate_image",
-        "how_it_works", "train_small",
+        "how_it_works", "train_own_images", "train_small",
     ]  # fmt: skip
 
 
@@ -113,3 +113,8 @@ def test_a_notebook_runs(name, programs, tmp_path, monkeypatch):
         assert losses[-1][0] == 24
         assert losses[-1][1] < losses[0][1] - 1
         assert len(drawn) == 2
+    if name == "train_own_images":
+        assert "['purple', 'dragon']" in said
+        (report,) = [one["text/markdown"] for one in shown if "text/markdown" in one]
+        assert "never took: 7 of 150 (text_to_image)" in report
+        assert len(drawn) == 3

@@ -106,6 +106,13 @@ def test_three_commands_go_on_from_a_converted_model(images, tmp_path, capsys):
     assert front(*asked, "--out", out) == 0, capsys.readouterr().err
     assert image_files.read(out).shape == (32, 32, 3)
 
+    # And on from that run, with adapters.
+    more = tmp_path / "more"
+    words = ("train", f"--data={prepared}", f"--init-from={run}", f"--workdir={more}", *SHORT)
+    assert front(*words, "--config.lora.rank=2") == 0
+    assert "adapters of rank 2" in capsys.readouterr().err
+    assert (more / "adapters").is_dir() and (more / "model").is_dir()
+
 
 def told(capsys, *words):
     assert front(*words) == 2

@@ -10,8 +10,10 @@ import pytest
 import tiny
 import traces
 
-from sparse_lavida_jax import config
-from sparse_lavida_jax.models import fuse, quantize
+from sparse_lavida_jax import config, main
+from sparse_lavida_jax.checkpoints import manifest, model_folder, stores
+from sparse_lavida_jax.models import fuse, parameters, quantize
+from sparse_lavida_jax.scenes.tokenizer import SHIPPED
 
 SETTINGS = tiny.model_settings()
 # Largest difference over the largest value: of a column of a product (measured 0.018, 0.028 and
@@ -75,6 +77,91 @@ def test_what_cannot_be_is_told():
     once = quantize.quantized(model, "int8")
     with pytest.raises(config.ConfigError, match="quantise merged parameters once"):
         quantize.quantized(once, "int8")
-    with pytest.raises(ValueError, match="call for_inference first"):
-        fuse.for_inference(once)
+    with pytest.raises(config.ConfigError, match="whose matrices are int8: leave it out"):
+        quantize.as_asked(once, "fp8")
     assert dataclasses.asdict(config.Sampling())["quantize"] == ""
+
+
+def equal(one, other):
+    expected, found = parameters.by_name(one), parameters.by_name(other)
+    assert found.keys() == expected.keys()
+    for name, leaf in expected.items():
+        assert found[name].dtype == leaf.dtype
+        np.testing.assert_array_equal(found[name], leaf)
+
+
+@pytest.mark.parametrize("method", ["int8", "fp8"])
+def test_matrices_in_8_bits_are_fused_as_they_are(method):
+    model = tiny.denoiser(SETTINGS)
+    first = quantize.quantized(fuse.for_inference(model, by_layer=True), method)
+    equal(first, fuse.for_inference(quantize.quantized(model, method), by_layer=True))
+
+
+def test_the_same_numbers_may_be_multiplied_by_another_method():
+    once = quantize.quantized(tiny.denoiser(SETTINGS), "int8")
+    assert quantize.as_asked(once, "") is once
+    assert quantize.as_asked(once, "int8") is once
+    other = quantize.as_asked(once, "w8a8")
+    assert (quantize.method_of(other), quantize.method_of(once)) == ("w8a8", "int8")
+    equal(other, once)
+
+
+# ---------------------------------------------------------------------------------------------
+# On disk.
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("quantize") / "base"
+    more = {"tokenizer_path": SHIPPED, "vq_folder": None, "readme": "# base\n"}
+    model_folder.save_model(folder, tiny.denoiser(SETTINGS), config.Config(model=SETTINGS), **more)
+    return folder
+
+
+@pytest.mark.parametrize(("dtype", "method"), quantize.DTYPES.items())
+def test_8_bits_on_disk_are_those_of_rounding_after_loading(base, tmp_path, dtype, method):
+    narrow = tmp_path / "narrow"
+    model_folder.copy(base, narrow, dtype=dtype)
+    manifest.verify_tensors(narrow)
+    assert stores.narrow_dtype(narrow) == dtype
+    sizes = [(each / "model.safetensors").stat().st_size for each in (narrow, base)]
+    assert sizes[0] < 0.6 * sizes[1]  # the tables of this model are as large as its layers
+    loaded = model_folder.load_model(narrow).model
+    expected = quantize.quantized(model_folder.load_model(base).model, method)
+    assert jax.tree.structure(loaded) == jax.tree.structure(expected)
+    equal(loaded, expected)
+    half = parameters.by_name(model_folder.load_model(narrow, dtype="bfloat16").model)
+    kernel = half["joint_layers/attn_out/kernel"]
+    assert kernel.dtype.itemsize == 1
+    assert half["joint_layers/attn_out/scale"].dtype == jnp.float32
+    assert half["text_head/kernel"].dtype == jnp.bfloat16
+
+
+def test_logits_of_8_bits_on_disk_are_those_of_rounding_after_loading(base, tmp_path):
+    model_folder.copy(base, tmp_path / "narrow", dtype="int8")
+    asked = tiny.batch(["image"], SETTINGS)
+
+    @tiny.quick_jit
+    def logits(model):
+        hidden, _ = model(asked.understanding, asked.generation, wanted="generation")
+        return model.image_logits(hidden["generation"])
+
+    wide = model_folder.load_model(base).model
+    ours = logits(model_folder.load_model(tmp_path / "narrow").model)
+    np.testing.assert_array_equal(ours, logits(quantize.quantized(wide, "int8")))
+
+
+def test_8_bits_are_not_trained_nor_rounded_twice_nor_released(base, tmp_path):
+    narrow = tmp_path / "narrow"
+    words = ["--mode=export", f"--src={base}", f"--dst={narrow}", "--dtype=int8"]
+    assert main.main(["main", *words]) == 0
+    told = r"in 8 bits \(int8\), which is for sampling"
+    with pytest.raises(model_folder.CheckpointError, match=told):
+        model_folder.load_model(narrow, make_model=model_folder.make_denoiser)
+    with pytest.raises(model_folder.CheckpointError, match="in 8 bits already"):
+        model_folder.copy(narrow, tmp_path / "again", dtype="float8")
+    assert model_folder.lineage(narrow)[1:] == [manifest.digest(base)]
+    model_folder.copy(narrow, tmp_path / "again")
+    assert model_folder.lineage(tmp_path / "again")[1:] == model_folder.lineage(narrow)
+    words = ["--mode=convert", "--src=a", f"--dst={tmp_path / 'b'}", "--dtype=int8"]
+    assert main.main(["main", *words]) == 2

@@ -236,8 +236,8 @@ def test_only_loopback_is_served_unless_told_otherwise(capsys):
 @pytest.mark.parametrize(
     ("name", "given", "told"),
     [
-        ("serve", {}, "needs a key that clients send, as --api-key or in the variable SPARSE"),
-        ("demo", {"key": "a"}, "needs a proxy before it that asks who is there"),
+        ("serve", {}, "needs a key that clients send [(]--api-key, or the variable SPARSE"),
+        ("demo", {"key": "a"}, "needs a proxy, or --insecure"),
     ],
 )
 def test_other_machines_are_not_let_in_by_accident(name, given, told):

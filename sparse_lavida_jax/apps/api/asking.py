@@ -4,7 +4,6 @@
 import asyncio
 import json
 import secrets
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -159,8 +158,3 @@ def notes(ticket: Ticket, result: Result) -> dict[str, Any]:
         "tokens_passed": result.tokens_passed,
         "batch": ticket.batch,
     }
-
-
-def now() -> int:
-    """Returns the seconds of the clock, as replies have them."""
-    return int(time.time())

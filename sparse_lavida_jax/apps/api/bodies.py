@@ -72,15 +72,11 @@ class ImageBody(Body):
 
     neutral = {
         "background": ("auto", "opaque"),
-        "style": (),
-        "complexity": (),
-        "input_fidelity": (),
-        "markup": (),
-        "svg": (),
-        "frame_count": (),
-        "frame_duration_ms": (),
         # Guidance leads away from a masked prompt, not from another one.
         "negative_prompt": ("",),
+        **dict.fromkeys(
+            ("style", "complexity", "input_fidelity", "markup", "svg", "frame_count"), ()
+        ),
     }
 
     prompt: str
@@ -111,13 +107,6 @@ class ImageBody(Body):
         return self
 
 
-class StreamOptions(pydantic.BaseModel):
-    """Of a stream of an answer."""
-
-    include_usage: bool = False
-    include_obfuscation: bool = False
-
-
 class ChatBody(Body):
     """Of an answer.
 
@@ -126,23 +115,16 @@ class ChatBody(Body):
     """
 
     neutral = {
-        "frequency_penalty": (0,),
-        "presence_penalty": (0,),
+        **dict.fromkeys(("frequency_penalty", "presence_penalty", "top_logprobs"), (0,)),
+        **dict.fromkeys(("tools", "functions", "stop"), ([],)),
+        **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+        **dict.fromkeys(("audio", "prediction", "web_search_options"), ()),
         "logit_bias": ({},),
         "logprobs": (False,),
-        "top_logprobs": (0,),
-        "stop": ([], ""),
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "functions": ([],),
-        "function_call": ("none", "auto"),
         "response_format": ({"type": "text"},),
         "modalities": (["text"],),
-        "audio": (),
-        "prediction": (),
         "reasoning_effort": ("none",),
         "verbosity": ("medium",),
-        "web_search_options": (),
     }
 
     messages: Annotated[list[dict[str, Any]], pydantic.Field(min_length=1, max_length=256)]
@@ -150,7 +132,7 @@ class ChatBody(Body):
     top_p: Annotated[float, pydantic.Field(gt=0, le=1)] = 1.0
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: dict[Literal["include_usage", "include_obfuscation"], bool] = {}
 
     @pydantic.model_validator(mode="after")
     def _of_one_mind(self) -> "ChatBody":

@@ -8,6 +8,7 @@ turns are told as such, and the images of all of them are shown before the first
 
 import dataclasses
 import json
+import time
 import uuid
 from collections.abc import AsyncIterator
 from typing import Any
@@ -62,34 +63,25 @@ async def chat(request: fastapi.Request):
         sampling = service.pipe.settings.sampling
         more["sampling"] = dataclasses.replace(sampling, text_top_p=asked.top_p)
     waiting = await asking.queued(request, "ask", asked, [talk.question] * asked.n, read, **more)
-    name = f"chatcmpl-{uuid.uuid4().hex}"
     if asked.stream:
-        return await asking.streamed(waiting, _chunks(waiting, asked, name))
+        return await asking.streamed(waiting, _chunks(waiting, asked))
     result = await waiting.ended()
-    choices = [
-        {
-            "index": row,
-            "message": {"role": "assistant", "content": _text(service, ids, most_tokens(asked))},
-            "finish_reason": _reason(service, ids, most_tokens(asked)),
-            "logprobs": None,
-        }
-        for row, ids in enumerate(result.tokens)
-    ]
-    return _reply(waiting, name, "chat.completion", choices) | {
-        "usage": _usage(service, result, most_tokens(asked)),
-        "sparse_lavida": asking.notes(waiting.ticket, result),
-    }
+    most, choices = most_tokens(asked), []
+    for row, ids in enumerate(result.tokens):
+        message = {"role": "assistant", "content": _text(service, ids, most)}
+        choices.append(_choice(row, "message", message, _reason(service, ids, most)))
+    return _whole(waiting, result, choices, most)
 
 
 async def _chunks(
-    waiting: asking.Asked, asked: ChatBody, name: str
+    waiting: asking.Asked, asked: ChatBody
 ) -> AsyncIterator[tuple[str, dict[str, Any]]]:
     """Yields what is added to each answer, and at last why it ends."""
     service, most = asking.service_of(waiting.request), most_tokens(asked)
-    said = [""] * asked.n
+    said, name = [""] * asked.n, _name()
 
     def chunk(row: int, delta: dict[str, Any], reason: str | None = None) -> tuple[str, dict]:
-        choice = {"index": row, "delta": delta, "finish_reason": reason, "logprobs": None}
+        choice = _choice(row, "delta", delta, reason)
         return "", _reply(waiting, name, "chat.completion.chunk", [choice])
 
     for row in range(asked.n):
@@ -107,7 +99,7 @@ async def _chunks(
         if rest := text[len(said[row]) :]:
             yield chunk(row, {"content": rest})
         yield chunk(row, {}, _reason(service, ids, most))
-    if asked.stream_options and asked.stream_options.include_usage:
+    if asked.stream_options.get("include_usage"):
         counted = {"usage": _usage(service, result, most)}
         yield "", _reply(waiting, name, "chat.completion.chunk", []) | counted
 
@@ -133,12 +125,8 @@ async def _boxes(request: fastapi.Request, asked: ChatBody, talk: Talk) -> dict[
         for label, box in zip(phrases, result.boxes, strict=True)
     ]
     message = {"role": "assistant", "content": json.dumps(boxes, ensure_ascii=False)}
-    choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": None}
-    name = f"chatcmpl-{uuid.uuid4().hex}"
-    return _reply(waiting, name, "chat.completion", [choice]) | {
-        "usage": _usage(service, result, None),
-        "sparse_lavida": asking.notes(waiting.ticket, result),
-    }
+    choice = _choice(0, "message", message, "stop")
+    return _whole(waiting, result, [choice], None)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -242,9 +230,26 @@ def _usage(service: Service, result: Result, most: int | None) -> dict[str, Any]
     return {"prompt_tokens": asked, "completion_tokens": said, "total_tokens": asked + said}
 
 
+def _choice(index: int, kind: str, said: dict[str, Any], reason: str | None) -> dict[str, Any]:
+    return {"index": index, kind: said, "finish_reason": reason, "logprobs": None}
+
+
+def _name() -> str:
+    return f"chatcmpl-{uuid.uuid4().hex}"
+
+
+def _whole(
+    waiting: asking.Asked, result: Result, choices: list[dict[str, Any]], most: int | None
+) -> dict[str, Any]:
+    return _reply(waiting, _name(), "chat.completion", choices) | {
+        "usage": _usage(asking.service_of(waiting.request), result, most),
+        "sparse_lavida": asking.notes(waiting.ticket, result),
+    }
+
+
 def _reply(
     waiting: asking.Asked, name: str, kind: str, choices: list[dict[str, Any]]
 ) -> dict[str, Any]:
     model = waiting.request.app.state.model
-    about = {"id": name, "object": kind, "created": asking.now(), "model": model}
+    about = {"id": name, "object": kind, "created": int(time.time()), "model": model}
     return about | {"choices": choices}

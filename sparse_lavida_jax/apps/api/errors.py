@@ -22,10 +22,7 @@ _KINDS = {
     401: "authentication_error", 403: "permission_error", 429: "rate_limit_error",
     500: "server_error", 503: "server_error",
 }  # fmt: skip
-_SENTENCES = {
-    404: "there is nothing at this address: see docs/serving.md for the endpoints.",
-    405: "this address is not asked in this way: see docs/serving.md for the endpoints.",
-}
+ELSEWHERE = "there is nothing at this address, or it is not asked in this way: see docs/serving.md."
 
 
 def handle(app: fastapi.FastAPI) -> None:
@@ -78,8 +75,9 @@ def refusing() -> Iterator[None]:
 async def _refused(_: fastapi.Request, error: Exception) -> responses.Response:
     assert isinstance(error, AnyHTTPException)
     code, said = error.status_code, str(error.detail)
-    plain = not said.endswith(".")  # starlette's own, such as "Not Found"
-    return reply(code, _SENTENCES.get(code, f"{said}.") if plain else said, headers=error.headers)
+    if not said.endswith("."):  # starlette's own, such as "Not Found"
+        said = ELSEWHERE if code in (404, 405) else f"{said}."
+    return reply(code, said, headers=error.headers)
 
 
 async def _misread(_: fastapi.Request, error: Exception) -> responses.Response:

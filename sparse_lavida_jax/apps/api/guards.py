@@ -8,7 +8,6 @@ bounded size and time, and connections that say nothing or take nothing are clos
 import asyncio
 import dataclasses
 import hmac
-import urllib.parse
 from typing import Any
 
 import h11
@@ -89,14 +88,14 @@ class Guard:
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
         headers, rules = Headers(scope=scope), self.rules
         host = headers.get("host", "")
-        if rules.hosts and _name(host) not in rules.hosts:
+        if rules.hosts and (host.rpartition(":")[0] or host) not in rules.hosts:
             return 400, f"this server is not called {host[:100]!r}."
         if rules.key and scope["path"].startswith(KEYED):
             given = headers.get("authorization", "").removeprefix("Bearer ").encode()
             if not hmac.compare_digest(given, rules.key.encode()):
                 return 401, "the key is missing or wrong: send it as Authorization: Bearer KEY."
-        origin = headers.get("origin")
-        if scope["method"] not in READS and origin is not None and _place(origin) != host:
+        origin, own = headers.get("origin"), (f"http://{host}", f"https://{host}")
+        if scope["method"] not in READS and origin is not None and origin not in own:
             return 403, f"a page of {origin[:100]!r} may not ask here: it is not of this server."
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length[:20]) > rules.body:
@@ -104,23 +103,10 @@ class Guard:
         return None
 
 
-def _name(host: str) -> str:
-    """Returns the name of a `Host` header, without its port."""
-    return host if host.endswith("]") else host.rpartition(":")[0] or host
-
-
-def _place(origin: str) -> str:
-    """Returns the host of an `Origin` header, as `Host` has it."""
-    try:
-        return urllib.parse.urlsplit(origin).netloc
-    except ValueError:
-        return ""
-
-
 class Patient(H11Protocol):
     """A connection that is closed if the head of a request takes longer than `HEADER_SECONDS`."""
 
-    _waits: asyncio.TimerHandle | None = None
+    _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -130,22 +116,11 @@ class Patient(H11Protocol):
         super().data_received(data)
         self._look()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._stop()
-
     def _look(self) -> None:
-        """Begins to wait for a head, or ends it."""
-        if self.conn.their_state is not h11.IDLE:
-            self._stop()
-        elif self._waits is None:
-            self._waits = self.loop.call_later(HEADER_SECONDS, self._end)
-
-    def _stop(self) -> None:
-        if self._waits is not None:
-            self._waits.cancel()
-            self._waits = None
-
-    def _end(self) -> None:
-        if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
-            self.transport.close()
+        """Begins to wait for the head of a request, or ends it."""
+        waits = self.conn.their_state is h11.IDLE
+        if waits and self._timer is None:
+            self._timer = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+        elif not waits and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

@@ -5,6 +5,7 @@ import asyncio
 import base64
 import itertools
 import re
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -20,7 +21,6 @@ from sparse_lavida_jax.inference.results import Result
 
 FILES = 2  # most files of one request: an image and a mask
 FIELDS = 64  # other fields of a form
-EVENTS = {"generate": "image_generation", "edit": "image_edit", "inpaint": "image_edit"}
 
 router = fastapi.APIRouter()
 
@@ -88,10 +88,10 @@ async def _images(
     result = await waiting.ended()
     contents = await asyncio.to_thread(_encoded, result, asked, request.app.state.model)
     return {
-        "created": asking.now(),
+        "created": int(time.time()),
         "background": "opaque",
         "output_format": asked.output_format,
-        "quality": "high" if asked.quality == "auto" else asked.quality,
+        "quality": "medium" if asked.quality == "auto" else asked.quality,
         "size": _named(result.pixels[0]),
         "data": [{"b64_json": one} for one in contents],
         "usage": _usage(waiting, result),
@@ -104,14 +104,14 @@ async def _events(
 ) -> AsyncIterator[tuple[str, dict[str, Any]]]:
     """Yields what an image looks like while it is drawn, and the image."""
     ticket, sent = waiting.ticket, 0
-    name = EVENTS[ticket.task]
+    name = "image_generation" if ticket.task == "generate" else "image_edit"
 
     def event(kind: str, pixels: image_files.Pixels, content: str) -> tuple[str, dict[str, Any]]:
         return f"{name}.{kind}", {
             "type": f"{name}.{kind}",
             "b64_json": content,
             "background": "opaque",
-            "created_at": asking.now(),
+            "created_at": int(time.time()),
             "output_format": asked.output_format,
             "quality": asked.quality,
             "size": _named(pixels),
@@ -134,17 +134,15 @@ async def _events(
 
 
 def quality(name: str, settings: config.Config) -> dict[str, int]:
-    """Returns the steps and registers that a quality stands for (docs/serving.md).
+    """Returns the steps that a quality stands for (docs/serving.md has what they cost).
 
-    "auto" and "high" are the model's own; "medium" passes a quarter of the registers, and "low"
-    takes half the steps too.
+    "auto" and "medium" are the model's own, "low" half of them, and "high" twice as many. All pass
+    as many registers as were trained: fewer cost the bundled model a quarter of its images.
     """
-    sampling, trained = settings.sampling, settings.model.num_registers
-    if name in ("auto", "high"):
-        return {}
-    registers = (trained if sampling.registers < 0 else sampling.registers) // 4
-    steps = {"steps": max(1, sampling.num_steps // 2)} if name == "low" else {}
-    return {"registers": registers, **steps}
+    steps = settings.sampling.num_steps
+    most = settings.model.num_cells
+    chosen = {"low": max(1, steps // 2), "high": max(steps, min(2 * steps, most))}
+    return {"steps": chosen[name]} if name in chosen else {}
 
 
 # ---------------------------------------------------------------------------------------------
