@@ -2,6 +2,7 @@
 """The nodes: each asks the server once for every image of its batch, all at the same time."""
 
 import concurrent.futures
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -185,7 +186,34 @@ class Ask:
         return (_each(len(shown), answer),)
 
 
-NODES = (Connect, Generate, Edit, Inpaint, Ask)
+class Ground:
+    """Finds things in an image; what it finds can be a mask to inpaint."""
+
+    CATEGORY = CATEGORY
+    FUNCTION = "ground"
+    RETURN_TYPES = ("MASK", "STRING")
+    RETURN_NAMES = ("masks", "boxes")
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        told = text("What to find, one a line.", "blue square")
+        return {"required": {"server": SERVER, "image": IMAGE, "phrases": told, "seed": SEED}}
+
+    def ground(self, server, image, phrases, seed):
+        shown = files.arrays(image)
+        if len(shown) != 1:
+            raise ValueError(f"things are found in one image, and {len(shown)} were given.")
+        said = _said(server, phrases, shown[0], {"task": "ground", "seed": seed})
+        boxes = [found["bbox_2d"] for found in json.loads(said)]
+        masks = np.zeros((len(boxes), *shown.shape[1:3]), np.float32)
+        for mask, box in zip(masks, boxes, strict=True):
+            if box:  # x1, y1, x2, y2 in pixels; null where nothing was found
+                left, top, right, bottom = map(round, box)
+                mask[top:bottom, left:right] = 1
+        return files.tensor(masks), said
+
+
+NODES = (Connect, Generate, Edit, Inpaint, Ask, Ground)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ refused.
 """
 
 import dataclasses
-import operator
 import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -190,13 +189,12 @@ def _seed(generator: Any) -> int:
         return int(generator.integers(LARGEST_SEED // 2))
     if hasattr(generator, "initial_seed"):  # torch.Generator
         return generator.initial_seed()
-    try:
-        return operator.index(generator)
-    except TypeError as error:
+    if not isinstance(generator, int | np.integer):
         raise RequestError(
             f"generator={generator!r} holds no seed: give an int, a numpy.random.Generator or a"
             " torch.Generator."
-        ) from error
+        )
+    return int(generator)
 
 
 def _step_by_step(

@@ -11,6 +11,7 @@ import fnmatch
 import functools
 import itertools
 import pathlib
+import signal
 import string
 import sys
 import tomllib
@@ -404,4 +405,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends without a word where `head` has enough
     main()

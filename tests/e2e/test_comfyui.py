@@ -3,6 +3,7 @@
 
 import importlib.util
 import inspect
+import json
 import pathlib
 import sys
 import types
@@ -59,8 +60,10 @@ def pipe(tmp_path_factory):
 @pytest.fixture(scope="module")
 def address(pipe):
     service = Service(pipe)
-    with served(lambda host, port: server.make_app(service, (host,))) as found:
-        yield found
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPARSE_LAVIDA_API_KEY", "secret")
+        with served(lambda host, port: server.make_app(service, (host,), "secret")) as found:
+            yield found
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +154,36 @@ def test_questions_are_answered_with_and_without_images(run, pipe, shown):
     assert answers == [*pipe.ask(pixels, question, seed=1, max_new_tokens=8).texts]
     (answers,) = run("Ask", question=question, seed=1)
     assert answers == [pipe.ask(None, question, seed=1).text]
+
+
+def test_things_are_found_as_boxes_and_masks(run, pipe, shown):
+    phrases = ["blue square", "red circle"]
+    masks, said = run("Ground", image=shown[:1], phrases="\n".join(phrases), seed=1)
+    wanted = pipe.ground(np.uint8(np.rint(shown[0] * 255)), phrases, seed=1).boxes
+    assert [one["label"] for one in json.loads(said)] == phrases
+    assert masks.shape == (2, 96, 96)
+    for mask, found, box in zip(np.asarray(masks), json.loads(said), wanted, strict=True):
+        assert found["bbox_2d"] == (box and pytest.approx(box, abs=0.05))
+        left, top, right, bottom = map(round, box or (0, 0, 0, 0))
+        assert mask.sum() == mask[top:bottom, left:right].size
+    with pytest.raises(ValueError, match="in one image, and 2 were given"):
+        run("Ground", image=shown, phrases="blue square", seed=1)
+
+
+def test_boxes_are_masks_of_their_pixels(package, shown):
+    content = json.dumps([{"label": "a", "bbox_2d": [8.4, 0, 16.0, 24.6]}, {"bbox_2d": None}])
+    answer = {"choices": [{"message": {"content": content}}]}
+    server = types.SimpleNamespace(post=lambda *_: answer)
+    masks, _ = package.nodes.Ground().ground(server, shown[:1], "a\nb", 0)
+    found, nothing = np.asarray(masks)
+    assert found.sum() == found[0:25, 8:16].size
+    assert nothing.sum() == 0
+
+
+def test_the_key_of_the_server_is_in_the_surroundings(run, address, monkeypatch):
+    monkeypatch.delenv("SPARSE_LAVIDA_API_KEY")
+    with pytest.raises(RuntimeError, match="the key is missing or wrong"):
+        run("Connect", address=address)
 
 
 def test_tensors_may_lie_on_a_device(package, shown):

@@ -145,17 +145,17 @@ def test_null_is_as_if_left_out(address, service):
         f"{address}/v1/images/generations", json={"prompt": "a", **dict.fromkeys(names)}
     )
     assert reply.status_code == 200, reply.text
-    assert reply.json()["quality"] == "high"
+    assert reply.json()["quality"] == "medium"
 
 
 @pytest.mark.parametrize(
     ("asked", "steps", "registers"),
     [
         ({"quality": "auto"}, None, None),
-        ({"quality": "high"}, None, None),
-        ({"quality": "medium"}, None, 16),
-        ({"quality": "low"}, 6, 16),
-        ({"quality": "low", "extra_body": {"num_inference_steps": 3}}, None, 16),
+        ({"quality": "medium"}, None, None),
+        ({"quality": "high"}, 24, None),
+        ({"quality": "low"}, 6, None),
+        ({"quality": "low", "extra_body": {"num_inference_steps": 3}}, None, None),
         ({"quality": "low", "extra_body": {"steps": 3, "registers": 2}}, 3, 2),
     ],
 )

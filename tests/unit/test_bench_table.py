@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ratios and bars of attention, from rows that nobody measured and nobody writes."""
 
+import os
 import pathlib
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -34,6 +38,15 @@ def test_the_tables_of_the_readme_are_those_of_the_committed_rows():
     assert part.strip() == table.readme_tables(), (
         "python -m sparse_lavida_jax.bench.table README.md"
     )
+
+
+def test_a_reader_that_has_enough_ends_it_without_a_word():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "sparse_lavida_jax.bench.table"]
+    done = subprocess.run(command, cwd=CHECKOUT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
 
 
 def scored(model, method, task, correct, columns=None, steps=34):

@@ -7,6 +7,7 @@ import json
 import shlex
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -35,6 +36,7 @@ def asked(monkeypatch, tmp_path):
 
     class Pipeline(SparseLaViDa):
         settings = config.Config()
+        prompts = types.SimpleNamespace(unheld=lambda words: [])
 
         def __init__(self, name, batch_size, **_):
             calls.append(("load", name, batch_size))

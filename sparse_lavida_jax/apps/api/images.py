@@ -91,7 +91,7 @@ async def _images(
         "created": int(time.time()),
         "background": "opaque",
         "output_format": asked.output_format,
-        "quality": "high" if asked.quality == "auto" else asked.quality,
+        "quality": "medium" if asked.quality == "auto" else asked.quality,
         "size": _named(result.pixels[0]),
         "data": [{"b64_json": one} for one in contents],
         "usage": _usage(waiting, result),
@@ -134,17 +134,15 @@ async def _events(
 
 
 def quality(name: str, settings: config.Config) -> dict[str, int]:
-    """Returns the steps and registers that a quality stands for (docs/serving.md).
+    """Returns the steps that a quality stands for (docs/serving.md has what they cost).
 
-    "auto" and "high" are the model's own; "medium" passes a quarter of the registers, and "low"
-    takes half the steps too.
+    "auto" and "medium" are the model's own, "low" half of them, and "high" twice as many. All pass
+    as many registers as were trained: fewer cost the bundled model a quarter of its images.
     """
-    sampling, trained = settings.sampling, settings.model.num_registers
-    if name in ("auto", "high"):
-        return {}
-    registers = (trained if sampling.registers < 0 else sampling.registers) // 4
-    steps = {"steps": max(1, sampling.num_steps // 2)} if name == "low" else {}
-    return {"registers": registers, **steps}
+    steps = settings.sampling.num_steps
+    most = settings.model.num_cells
+    chosen = {"low": max(1, steps // 2), "high": max(steps, min(2 * steps, most))}
+    return {"steps": chosen[name]} if name in chosen else {}
 
 
 # ---------------------------------------------------------------------------------------------
