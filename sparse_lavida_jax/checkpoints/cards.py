@@ -33,7 +33,7 @@ def card(folder: pathlib.Path, name: str) -> str:
         "library_name: sparse-lavida-jax",
         "pipeline_tag: any-to-any",
         f"license: {'apache-2.0' if is_free else 'other'}",
-        *([f"base_model: {base}"] if hub.is_id(base) else []),
+        *([f"base_model: {base.partition('@')[0]}"] if hub.is_id(base) else []),
         "tags: [jax, masked-diffusion, sparse-lavida, text-to-image, image-editing]",
     ]
     front = "\n".join(lines)
@@ -50,5 +50,10 @@ from sparse_lavida_jax import SparseLaViDa
 
 pipe = SparseLaViDa.from_pretrained("{name}")
 pipe.generate("a red circle above a blue square", seed=0).image.save("image.png")
+```
+
+```console
+$ sparse-lavida generate "a red circle above a blue square" --checkpoint={name}
+$ sparse-lavida evaluate {name}
 ```
 """

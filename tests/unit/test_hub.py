@@ -223,6 +223,7 @@ def test_a_loaded_model_is_saved_and_pushed_with_a_card(folder, tmp_path, monkey
     assert card.startswith("---\nlibrary_name: sparse-lavida-jax\npipeline_tag: any-to-any\n")
     assert "license: other\n" in card
     assert 'from_pretrained("me/mine")' in card
+    assert "$ sparse-lavida evaluate me/mine\n" in card
     assert cards.card(tmp_path / "pushed", "me/mine") == card
     pipe.source = Origin()
     with pytest.raises(model_folder.CheckpointError, match="no folder of this very model"):
