@@ -21,9 +21,10 @@ from typing import Any
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax import main as full
+from sparse_lavida_jax.apps import completion
 from sparse_lavida_jax.apps.errors import DEFAULT_MODEL, UsageError
 from sparse_lavida_jax.apps.tasks import FORMS
-from sparse_lavida_jax.apps.terminal import say
+from sparse_lavida_jax.apps.terminal import quiet, say
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.inference.requests import TASKS
 from sparse_lavida_jax.main import MISTAKE, MISTAKES, STOPPED
@@ -65,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "--debug" in rest:
         return _run(program, name, rest)
     try:
-        return _run(program, name, rest)
+        with quiet("--quiet" in rest):
+            return _run(program, name, rest)
     except Exception as error:
         sentence, code = _explained(error, name)
         # A mistake in what a mode was given may be told as a list, a line each.
@@ -78,7 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(program: str, name: str, words: Sequence[str]) -> int:
     if name in MODES:
-        return full.run([program, *_mode_words(name, [w for w in words if w != "--debug"])])
+        own = [word for word in words if word not in ("--debug", "--quiet")]
+        return full.run([program, *_mode_words(name, own)])
     parser = parser_of(name)
     try:
         asked = parser.parse_args(words)
@@ -86,6 +89,10 @@ def _run(program: str, name: str, words: Sequence[str]) -> int:
         return 0
     if name == "generate" and asked.replay is not None:
         _check_replay(parser, asked)
+    if name == "completion":
+        parsers = {one: _any_parser(one) for one in (*COMMANDS, *MODES)}
+        print(completion.script(asked.shell, parsers))
+        return 0
     if name in ("demo", "serve"):
         from sparse_lavida_jax.apps import hosting
 
@@ -124,6 +131,7 @@ def _overview() -> str:
     width = max(map(len, COMMANDS))
     tasks = (f"    {name:{width}}  {command.does}" for name, command in COMMANDS.items())
     modes = f"    {', '.join(MODES)}: as --mode of `python -m sparse_lavida_jax.main`, with --debug"
+    modes += "\n    and --quiet"
     return "\n".join([__doc__ or "", "Commands:", "", *tasks, modes])
 
 
@@ -291,6 +299,7 @@ ARGUMENTS = {
     "adapters": _argument("--adapters", full.ADAPTERS, metavar="FOLDER[:WEIGHT],..."),
     "convert": _argument("--convert", "convert a released LaViDa-O of the hub, once", None),
     "batch_size": _argument("--batch-size", "most rows decoded together", int, 16),
+    "quiet": _argument("--quiet", "print results and errors, nothing else", None),
     "debug": _argument("--debug", "show where an error comes from", None),
     "replay": _argument("--replay", "draw this image again", Path, metavar="PNG"),
     "replayed": _argument("replay", "the image to draw again", Path, metavar="PNG"),
@@ -329,16 +338,17 @@ ARGUMENTS = {
         "--api-key", "what clients have to send; by default $SPARSE_LAVIDA_API_KEY", metavar="KEY"
     ),
     "insecure": _argument("--insecure", "let other machines in without a key", None),
+    "shell": _argument("shell", ", ".join(completion.SHELLS), choices=completion.SHELLS),
     "warmup": _argument("--warmup", "compile at the start; /ready says when that is done", None),
 }
 
-_MODEL = "checkpoint adapters convert batch_size json debug"
+_MODEL = "checkpoint adapters convert batch_size json quiet debug"
 _SAMPLING = "steps sampler registers temperature quantize"
 _CHATTING = "image_steps sampler registers image_temperature quantize seed"
 _DRAWING = "out grid save_steps num_images plan no_plan guidance order vq_dtype"
 _HOSTING = (
     "checkpoint adapters convert host port batch_size longest_wait max_waiting programs only grace"
-    " api_key insecure warmup debug"
+    " api_key insecure warmup quiet debug"
 )
 
 
@@ -369,7 +379,12 @@ COMMANDS = {
     ),
     "demo": Command("serve a page to play with", "--port 8000", _HOSTING),
     "serve": Command(_SERVED, "--port 8000", _HOSTING),
-    "doctor": Command("say what is installed and what fits", "", "kernels json debug"),
+    "completion": Command(
+        "print what lets a shell complete commands",
+        "bash > ~/.local/share/bash-completion/completions/sparse-lavida",
+        "shell debug",
+    ),
+    "doctor": Command("say what is installed and what fits", "", "kernels json quiet debug"),
 }
 
 
@@ -388,6 +403,17 @@ def parser_of(name: str) -> Parser:
         if group not in groups:
             groups[group] = parser.add_mutually_exclusive_group()
         groups[group].add_argument(*names, **how)
+    return parser
+
+
+def _any_parser(name: str) -> argparse.ArgumentParser:
+    """Returns the parser of a command, or one of the same options as a mode of `main`."""
+    if name in COMMANDS:
+        return parser_of(name)
+    parser = Parser(prog=f"sparse-lavida {name}", description=f"As --mode={name} of main.")
+    parser.add_argument("folder", nargs="*")
+    for flag in (*full.TAKES.get(name, "").split(), "quiet", "debug"):
+        parser.add_argument(f"--{flag.replace('_', '-')}", dest=flag)
     return parser
 
 

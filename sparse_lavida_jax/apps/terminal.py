@@ -2,11 +2,16 @@
 """What commands say on a terminal: sentences and progress bars."""
 
 import contextlib
+import datetime
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 import rich.console
 import rich.progress
+
+LINE_SECONDS = 10  # between two lines where there is no terminal
 
 
 def say(sentence: str) -> None:
@@ -15,8 +20,18 @@ def say(sentence: str) -> None:
 
 
 @contextlib.contextmanager
+def quiet(wanted: bool) -> Iterator[None]:
+    """Leaves out remarks and progress if that is wanted; what is raised passes through."""
+    if not wanted:
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+        yield
+
+
+@contextlib.contextmanager
 def progress(title: str, *, in_bytes: bool = False) -> Iterator[Callable[..., None]]:
-    """Shows a progress bar on a terminal, and nothing elsewhere.
+    """Shows a progress bar on a terminal, and a line every ten seconds elsewhere.
 
     Yields a function that is called with how much is done, with all there is to do, and with
     another title if there is one.
@@ -37,9 +52,22 @@ def progress(title: str, *, in_bytes: bool = False) -> Iterator[Callable[..., No
         disable=not console.is_terminal,
     )
     with bar:
-        task = bar.add_task(title, total=None)
+        number = bar.add_task(title, total=None)
+        last_line = time.monotonic()
 
         def update(done: int, total: int, title: str | None = None) -> None:
-            bar.update(task, description=title, completed=done, total=total)
+            nonlocal last_line
+            bar.update(number, description=title, completed=done, total=total)
+            if bar.disable and time.monotonic() - last_line >= LINE_SECONDS:
+                last_line = time.monotonic()
+                (task,) = bar.tasks
+                reached = (
+                    f"{done / 1e6:.0f} of {total / 1e6:.0f} MB"
+                    if in_bytes
+                    else f"{done} of {total}"
+                )
+                left = task.time_remaining
+                ends = "" if left is None else f", {datetime.timedelta(seconds=round(left))} left"
+                say(f"{task.description}: {reached}{ends}")
 
         yield update

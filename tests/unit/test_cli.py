@@ -4,7 +4,9 @@
 import importlib.metadata
 import io
 import json
+import re
 import shlex
+import shutil
 import subprocess
 import sys
 import types
@@ -16,7 +18,7 @@ import staged
 
 import sparse_lavida_jax
 from sparse_lavida_jax import cli, config, main
-from sparse_lavida_jax.apps import commands, doctor
+from sparse_lavida_jax.apps import commands, doctor, terminal
 from sparse_lavida_jax.apps.errors import UsageError
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.data import image_files
@@ -76,7 +78,7 @@ def test_every_command_has_help_with_an_example_that_can_be_read(name, capsys):
     printed = capsys.readouterr().out
     assert f"example: sparse-lavida {name}" in printed
     assert "--debug" in printed
-    words = shlex.split(cli.COMMANDS[name].example.partition(" <")[0])
+    words = shlex.split(re.split(" [<>]", cli.COMMANDS[name].example)[0])
     cli.parser_of(name).parse_args(words)
 
 
@@ -305,10 +307,21 @@ def test_a_batch_with_a_mistake_names_the_line(tmp_path, text, told):
 # What is shown.
 
 
-def test_steps_are_shown_on_a_terminal_and_nowhere_else(monkeypatch, capsys):
+def test_steps_are_shown_on_a_terminal_and_elsewhere_if_it_takes_long(monkeypatch, capsys):
     with commands._shown_progress() as callback:
         callback(staged.after("image", 0))
     assert capsys.readouterr().err == ""
+    with monkeypatch.context() as patch:
+        patch.setattr(terminal, "LINE_SECONDS", 0)
+        with commands._shown_progress() as callback:
+            callback(staged.after("image", 1))
+        with terminal.progress("a -> b", in_bytes=True) as update:
+            update(2_000_000, 7_000_000)
+        with terminal.quiet(True), commands._shown_progress() as callback:
+            callback(staged.after("image", 2))
+    image, file = capsys.readouterr().err.splitlines()
+    assert image.startswith("sparse_lavida_jax: image: 1 of 3")
+    assert file.startswith("sparse_lavida_jax: a -> b: 2 of 7 MB")
     screen, seen = io.StringIO(), []
     console = rich.console.Console(file=screen, force_terminal=True)
     monkeypatch.setattr(rich.console, "Console", lambda **_: console)
@@ -317,6 +330,44 @@ def test_steps_are_shown_on_a_terminal_and_nowhere_else(monkeypatch, capsys):
             callback(staged.after("image", steps))
     assert [state.steps for state in seen] == [0, 1, 2]
     assert "image" in screen.getvalue()
+
+
+def test_a_quiet_command_says_what_is_wrong_and_nothing_else(capsys, monkeypatch):
+    monkeypatch.setattr(commands, "run", lambda *_: terminal.say("a remark") or 0)
+    assert run("caption", "a.png") == 0
+    assert "a remark" in capsys.readouterr().err
+    assert run("caption", "a.png", "--quiet") == 0
+    assert capsys.readouterr().err == ""
+    assert "there is no model in nowhere" in complaint(capsys, "verify", "nowhere", "--quiet")
+    assert "unrecognized arguments" in complaint(capsys, "caption", "a.png", "--sed", "--quiet")
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("gen", ["generate"]),
+        ("generate --num-", ["--num-images", "--num-inference-steps"]),
+        ("train --init", ["--init-from"]),
+        ("edit a.p", ["a.png"]),
+        ("verify a.p", ["a.png"]),
+    ],
+)
+def test_a_shell_completes_commands_options_and_files(tmp_path, capsys, words, found):
+    pytest.importorskip("shtab", reason="pip install 'sparse-lavida-jax[completion]'")
+    bash = shutil.which("bash") or pytest.skip("needs bash")
+    assert run("completion", "bash") == 0
+    (tmp_path / "script").write_text(capsys.readouterr().out)
+    (tmp_path / "a.png").touch()
+    typed = f"COMP_WORDS=(sparse-lavida {words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))"
+    tell = f'. ./script; {typed}; _shtab_sparse_lavida; printf "%s\n" "${{COMPREPLY[@]}}"'
+    told = subprocess.run([bash, "-c", tell], cwd=tmp_path, capture_output=True, text=True)
+    assert told.stdout.split() == found
+
+
+def test_without_its_package_nothing_is_completed(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert "sparse-lavida-jax[completion]" in complaint(capsys, "completion", "bash")
+    assert "invalid choice: 'fish'" in complaint(capsys, "completion", "fish")
 
 
 def test_the_doctor_says_what_fits(capsys):
