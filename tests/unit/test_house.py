@@ -11,7 +11,7 @@ import sparse_lavida_jax
 
 PACKAGE = pathlib.Path(sparse_lavida_jax.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-MOST_LINES_OF_CODE = 26_000  # of the package, with everything that is planned
+MOST_LINES_OF_CODE = 27_500  # of the package, with everything that is planned
 MOST_MODULES_IN_THE_ROOT = 16
 MOST_LINES = 600  # of a file
 NO_CODE = {
