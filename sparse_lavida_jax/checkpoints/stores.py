@@ -317,8 +317,10 @@ def silence() -> Iterator[None]:
     logging.disable(logging.CRITICAL)
     try:
         yield
+    except BaseException:
+        gc.collect()  # what nobody asked the outcome of says so now
+        raise
     finally:
-        gc.collect()
         logging.disable(before)
 
 
