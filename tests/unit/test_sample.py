@@ -108,7 +108,7 @@ def test_edits_may_have_a_guidance_of_their_own():
     # What is asked for by name holds for whatever is drawn.
     named = options.changed(asked, draws=True, guidance=2.0)
     assert presets.guidance_of(named, has_source=True) == 2.0
-    with pytest.raises(config.ConfigError, match=r"guidance_edit=-0\.5 .* or -1"):
+    with pytest.raises(config.ConfigError, match=r"guidance_edit=-0\.5 .* or be -1"):
         config.Sampling(guidance_edit=-0.5)
 
 
