@@ -4,10 +4,11 @@
 `inference/engine.py` writes it. Whoever hands a file on may have changed it.
 """
 
-import copy
 import dataclasses
 import logging
 from typing import Annotated, Any, Literal
+
+import jax
 
 from sparse_lavida_jax import config, schema
 from sparse_lavida_jax.data.templates import RequestError
@@ -107,7 +108,7 @@ def attending(record: dict[str, Any], model: Denoiser) -> Denoiser:
             asked,
         )
         return model
-    model = copy.copy(model)
+    model = jax.tree.map(lambda leaf: leaf, model)  # a module of its own around the same arrays
     model.settings = dataclasses.replace(model.settings, attention_implementation=asked)
     return model
 
