@@ -119,7 +119,7 @@ def test_who_asks_again_at_once_is_waited_for():
     for words in "ab":  # one after another: nobody else is expected
         ticket = service.submit("ask", words)
         texts([ticket])
-    until(lambda: not service.running)
+    until(lambda: not service._batcher._busy)
     service._batcher._expected[ticket.kind] = 2, float(staged.PATIENCE)
     second = service.submit("ask", "c")
     time.sleep(0.05)
