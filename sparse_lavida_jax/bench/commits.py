@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Two commits train side by side: what a step costs, and what is drawn after how much CPU time.
 
-    python -m sparse_lavida_jax.bench.commits --before=13c59e4 -- --config.diffusion.blocks=schedule
+    python -m sparse_lavida_jax.bench.commits --before=13c59e4 -- \
+        --config.diffusion.blocks=schedule --config.diffusion.text_masked_blocks=1
     python -m sparse_lavida_jax.bench.commits --before=13c59e4 --score
 
 Both are taken from git (`git archive`) and run `main --config=configs/scenes.py`; what follows
