@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Two commits train side by side: what a step costs, and what is drawn after how much CPU time.
+r"""Compares two commits in training: CPU time per step, and image scores for the CPU time spent.
 
     python -m sparse_lavida_jax.bench.commits --before=13c59e4 -- \
         --config.diffusion.blocks=schedule --config.diffusion.text_masked_blocks=1
     python -m sparse_lavida_jax.bench.commits --before=13c59e4 --score
 
-Both are taken from git (`git archive`) and run `main --config=configs/scenes.py`; what follows
-`--` is for both. By default both share one core for `--seconds`, so that whatever else slows the
-machine slows both, and the CPU time of their steps is compared, batches included, compilation left
-out. With `--score` each has a core of its own; the later one trains for half the seconds of the
-config, and both are scored on the same prompts. A row in `bench/results/<device>/commits`.
+Both are exported with `git archive` and run `main --config=configs/scenes.py`; options after `--`
+go to both. By default both share one core for `--seconds`, so that other load on the machine slows
+both alike, and the CPU time per step is compared, including batches but not compilation. With
+`--score` each has its own core; the later commit trains for half the seconds of the config, and
+both are scored on the same prompts. Writes one row to `bench/results/<device>/commits`.
 """
 
 import dataclasses
@@ -35,21 +35,21 @@ SCORE = flags.DEFINE_boolean("score", False, "Compare what is drawn, not steps."
 PROMPTS = flags.DEFINE_integer("prompts", 500, "Prompts of --score.", lower_bound=1)
 
 CONFIG = "configs/scenes.py"
-WARM = 200  # steps that are left out: every program is compiled by then
-SAME = 20  # first steps whose losses are compared
+WARM = 200  # first steps, not timed: every program is compiled by then
+SAME = 20  # the number of first steps whose losses are compared
 ENDLESS = ("train_steps=1000000", "seconds=0", "log_every=1", "eval_prompts=0")
-# No sheets of images: older versions call the option otherwise.
+# Turns off sheets of images; older versions have another name for the option.
 NO_SHEETS = {True: "picture_seconds=0", False: "image_seconds=0"}
 
 
 @dataclasses.dataclass
 class Trainer:
-    """A commit that trains in a process of its own.
+    """A commit that trains in its own process.
 
     Args:
-        commit: what git calls it.
-        root: where its folder is made.
-        options: of `main`, of both.
+        commit: its name in git.
+        root: the folder for its code, run and log.
+        options: for `main`, the same for both commits.
     """
 
     commit: str
@@ -88,24 +88,24 @@ class Trainer:
         return metrics.read_metrics(path) if path.exists() else []
 
     def score(self, core: int) -> subprocess.Popen:
-        """Starts scoring what was trained."""
+        """Starts scoring the trained model."""
         how = (f"--checkpoint={self.run}", f"--prompts={PROMPTS.value}", "--tasks=draw")
         return self._python("sparse_lavida_jax.bench.quality", *how, core=core)
 
     def scored(self) -> dict[str, Any]:
-        """Returns the row of what was trained."""
+        """Returns the newest row of scores of the trained model."""
         found = self.code.glob("sparse_lavida_jax/bench/results/*/quality/scenes.sparse.draw.json")
         return max((json.loads(path.read_text()) for path in found), key=lambda row: row["created"])
 
 
 def cpu_seconds(process: subprocess.Popen) -> float:
-    """Returns the CPU time that a process has had (Linux)."""
+    """Returns the CPU seconds that a process has used (Linux)."""
     fields = pathlib.Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def steps(trainers: dict[str, Trainer], seconds: float) -> dict[str, Any]:
-    """Returns the CPU time of a step of each, and how far their losses are apart."""
+    """Returns the CPU time per step of each commit, and how far apart their losses are."""
     core = min(os.sched_getaffinity(0))
     started = {
         name: one.start(core, *_train(*ENDLESS, NO_SHEETS[one.is_old]))
@@ -142,7 +142,7 @@ def steps(trainers: dict[str, Trainer], seconds: float) -> dict[str, Any]:
 
 
 def scores(trainers: dict[str, Trainer]) -> dict[str, Any]:
-    """Returns what is drawn right after the seconds of the config, and after half of them."""
+    """Returns scores: "before" trains for the seconds of the config, "after" for half of them."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < len(trainers):
         sys.exit(f"bench.commits: --score needs {len(trainers)} cores, this process has 1.")
@@ -177,7 +177,7 @@ def _train(*options: str) -> list[str]:
 
 
 def _setting(path: pathlib.Path, name: str) -> str:
-    """Returns a number that a config file gives a name."""
+    """Returns the number that a config file sets for a name."""
     lines = (line.strip() for line in path.read_text().splitlines())
     return next(line for line in lines if line.startswith(f"{name}=")).split("=")[1].rstrip(",")
 

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""What ways to train learn from as many operations, and in as much CPU time.
+r"""Compares ways to train at an equal number of operations, and at equal CPU time.
 
     taskset -c 0 python -m sparse_lavida_jax.bench.learning --world=scenes
     taskset -c 0 python -m sparse_lavida_jax.bench.learning --world=fine --seeds=0 --ways=plan,dense
     python -m sparse_lavida_jax.bench.learning --table
 
-Every way trains a small model from the same random parameters on the same examples, at a learning
-rate that stays as it is, until it has spent both budgets. Whenever a part of a budget is spent, the
-negative log-likelihood of the sampler's own plan is taken of images that training never draws: in
-nats a cell, with the parameters that are sampled from. A way to train step-causally is judged by
-the plan of the sparse sampler, the dense way by that of the dense one. The world `scenes` has 6 x 6
-cells; `fine` has the same scenes in 16 x 16 cells of one of 13 colours, not laid out in text.
+Every way trains a small model from the same random parameters on the same examples, at a constant
+learning rate, until both budgets are spent. At each quarter of a budget, the negative
+log-likelihood of held-out images under the sampler's own plan is computed, in nats per cell, with
+the averaged parameters, which sampling uses. Step-causal training is judged by the plan of the
+sparse sampler, dense training by that of the dense sampler. Images of the world `scenes` have 6 x 6
+cells; `fine` has the same scenes in 16 x 16 cells of 13 colours, without a layout in text.
 
-A row a way and seed, in `bench/results/<device>/learning`. Time is that of the process, batches
-included and compilation left out: give it one core.
+Writes one row per way and seed to `bench/results/<device>/learning`. Time is the CPU time of the
+process, including batches but not compilation: give it one core.
 """
 
 import dataclasses
@@ -57,9 +57,9 @@ WAYS = flags.DEFINE_list("ways", [], "Some of the ways to train; by default all.
 TABLE = flags.DEFINE_boolean("table", False, "Print what was measured, over seeds.")
 
 SUITE = "learning"
-PARTS = 4  # of a budget, after each of which likelihoods are taken
+PARTS = 4  # of a budget; likelihoods are computed at the end of each
 COLOURS = np.array([world.BACKGROUND, *world.PAINT.values()])
-# Of a cell of the world `fine`: the colours, and halfway between each and the background.
+# Colours of a cell of the world `fine`: those of scenes, and each mixed with the background.
 TINTS = np.concatenate([COLOURS, (COLOURS[1:] + COLOURS[0]) // 2])
 
 
@@ -68,14 +68,14 @@ class World:
     """What the ways are compared on.
 
     Attributes:
-        file: the config that all share, in `configs/`.
-        changes: of its settings.
+        file: the config that all ways share, in `configs/`.
+        changes: to its settings.
         operations: the budget, in 1e12 floating-point operations (`training/flops.py`).
         seconds: the budget of CPU time.
-        held_out: images whose likelihood is taken.
-        together: rows of a pass over them.
+        held_out: the number of images whose likelihood is computed.
+        together: rows per forward pass over them.
         scored: prompts of `draw` that are scored at the end; 0 where nothing can judge images.
-        each: more changes of each way.
+        each: further changes, by way.
     """
 
     file: str
@@ -105,13 +105,13 @@ WORLDS = {
         held_out=32,
         together=4,
         each={
-            # Rows of a batch, so that a step of every way takes about as many operations.
+            # Rows per batch, such that a step takes about as many operations in every way.
             "schedule_4": {"train": {"batch_size": 8}},
             "schedule_8": {"train": {"batch_size": 6}},
             "plan_merged": {"train": {"batch_size": 3}},
             "plan_merged_twice": {"train": {"batch_size": 3}},
             "dense": {"train": {"batch_size": 6}},
-            # With the mask written out, as for the others, it would take more than twice as long.
+            # With an explicit mask, as in the other ways, it would take more than twice as long.
             "plan": {
                 "train": {"batch_size": 1},
                 "model": {"attention_implementation": "blockwise"},
@@ -122,7 +122,7 @@ WORLDS = {
 
 
 def ways_of(settings: config.Config) -> dict[str, config.Config]:
-    """Returns the settings of every way to train. A text has as many masked blocks in all."""
+    """Returns the settings of every way to train; all have equally many masked blocks of text."""
     merged = settings.diffusion.merge_cells
 
     def way(**diffusion: Any) -> config.Config:
@@ -153,7 +153,7 @@ def fine_example(encoder: Encoder, sample: tasks.Sample) -> Example:
 
 
 def tints_of(scene: world.Scene) -> Int[np.ndarray, " l"]:
-    """Returns the tint next to the mean of each of 16 x 16 parts of an image."""
+    """Returns the tint closest to the mean colour of each of the 16 x 16 parts of an image."""
     means = einops.reduce(
         world.render(scene).astype(float), "(y h) (x w) c -> (y x) 1 c", "mean", y=16, x=16
     )
@@ -165,10 +165,10 @@ def tints_of(scene: world.Scene) -> Int[np.ndarray, " l"]:
 
 
 class Likelihood:
-    """Negative log-likelihoods of the plan of a sampler, of the same images and orders for all.
+    """Negative log-likelihoods under a sampler's plan; all ways share the images and orders.
 
     Args:
-        merge_cells: steps of the sampler's plan are merged to so many cells.
+        merge_cells: steps of the sampler's plan are merged until each has at least this many cells.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class Likelihood:
         ]
 
     def _rows(self, example: Example, number: int, merge_cells: int) -> Iterator[CorruptedRow]:
-        """Yields the row of a whole plan; of a dense model a row for each of its steps."""
+        """Yields one row for the whole plan; for a dense model, one row per step of the plan."""
         settings, model = self._settings, self._settings.model
         rng = np.random.default_rng(number)
         sampling, side = settings.sampling, model.grid_size
@@ -217,7 +217,7 @@ class Likelihood:
             yield corrupted(blocks, full_attention=True)
 
     def of(self, params: Denoiser) -> float:
-        """Returns nats a cell."""
+        """Returns nats per cell."""
         total = cells = 0.0
         for batch in self._batches:
             here = flops.count_tokens(batch.image_weight)
@@ -236,7 +236,7 @@ def _mean_nll(params: Denoiser, batch: Corrupted) -> jax.Array:
 
 
 def learn(settings: config.Config, here: World, fine: bool) -> dict[str, Any]:
-    """Trains from random parameters until both budgets are spent; returns the values of a row."""
+    """Trains from random parameters until both budgets are spent; returns the values of its row."""
     tokenizer = Tokenizer()
     codec = None if fine else ImageCodec(settings.data.image_codec, settings.model)
     encoder = (
@@ -287,7 +287,7 @@ def learn(settings: config.Config, here: World, fine: bool) -> dict[str, Any]:
 
 
 def merged_cells(settings: config.Config) -> int:
-    """Returns how many cells merged steps of a world have: the same for all of its ways."""
+    """Returns the least number of cells per merged step: the same for all ways of a world."""
     return settings.model.num_registers
 
 
@@ -333,9 +333,9 @@ def _at(row: Mapping[str, Any], budget: str) -> dict[str, Any]:
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns every way of every world: means over seeds and standard deviations, in nats a cell.
+    """Returns a table of all worlds and ways: mean ± standard deviation over seeds, nats per cell.
 
-    Tokens with a loss for an operation are over those of the dense way with the same seed.
+    Tokens with a loss per operation are relative to the dense way with the same seed.
     """
     lines, of = [], {(row["world"], row["method"], row["seed"]): row for row in rows}
     for here, method in dict.fromkeys((row["world"], row["method"]) for row in rows):
@@ -370,7 +370,7 @@ def _mean(values: Sequence[float], digits: int) -> str:
 
 
 def main(argv: list[str]) -> None:
-    """Trains every way with every seed, and writes what has no row yet; or prints the rows."""
+    """Trains every way and seed that has no row yet, and writes its row; or prints the table."""
     del argv
     logging.set_verbosity(logging.WARNING)
     if TABLE.value:

@@ -59,7 +59,7 @@ class BatchSize:
 
 
 def image_tokens(settings: config.Config) -> int:
-    """Returns the generation tokens of the longest row of an image to draw: cells and registers."""
+    """Returns the generation tokens of the longest row that draws an image: cells and registers."""
     model, diffusion, sampling = settings.model, settings.diffusion, settings.sampling
     if diffusion.attention == "full":
         return model.num_cells

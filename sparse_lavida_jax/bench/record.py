@@ -17,7 +17,7 @@ from sparse_lavida_jax.data import files
 from sparse_lavida_jax.evals.circumstances import circumstances, commit, device
 
 SCHEMA = "sparse-lavida-bench/1"
-# Of the rows; SPARSE_LAVIDA_RESULTS names another folder, for those of `launch/device_day.sh`.
+# The folder of rows; `launch/device_day.sh` sets another one with SPARSE_LAVIDA_RESULTS.
 RESULTS = pathlib.Path(
     os.environ.get("SPARSE_LAVIDA_RESULTS") or pathlib.Path(__file__).with_name("results")
 )

@@ -6,11 +6,11 @@ r"""What a server does under load: images a minute, latencies, refusals, sizes o
     python -m sparse_lavida_jax.bench.serving --address http://127.0.0.1:8000 --clients 16
 
 Servers of several commits are started one after another, with the same model folder and the same
-options, and are asked the same. With `--rate` requests come as a Poisson process that does not wait
-for answers: a latency counts from the moment at which a request was due, so a server that falls
-behind is not asked less. Without it every client asks again as soon as it is answered, or after
-the seconds that a refusal names. A row a server and number of clients, in
-`bench/results/<device>/serving`.
+options, and get the same requests. With `--rate` requests are due at the times of a Poisson process
+that does not wait for answers. Latency is measured from the time a request was due, so a server
+that falls behind gets no lighter load. Without `--rate` each client sends its next request as soon
+as the last one is answered, or after the `Retry-After` seconds of a refusal. Writes one row per
+server and number of clients to `bench/results/<device>/serving`.
 """
 
 import argparse
@@ -56,7 +56,8 @@ class Load:
         seconds: in which requests are measured.
         before: seconds of the same load before that, which are not.
         rate: requests a second, as a Poisson process; 0: each client asks again when answered.
-        mix: shares of the tasks, "generate" and "ask"; "generate:8" has 8 steps, not the model's.
+        mix: shares of the tasks, "generate" and "ask"; "generate:8" is "generate" in 8 steps
+            instead of the model's default.
         seed: of the arrivals and of what is asked.
     """
 
@@ -137,7 +138,7 @@ def _arrivals(load: Load) -> Iterator[tuple[float, str, dict[str, Any]]]:
 
 
 def _ask(address: str, task: str, body: dict[str, Any]) -> tuple[int, int, float]:
-    """Returns the code of an answer, the rows of its batch, and seconds until one may ask again."""
+    """Returns the HTTP status, the rows of the batch, and the seconds to wait before a retry."""
     path = {"generate": "images/generations", "ask": "chat/completions"}[task]
     request = urllib.request.Request(
         f"{address}/v1/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}

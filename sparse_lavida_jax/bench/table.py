@@ -405,5 +405,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends without a word where `head` has enough
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # no traceback when `head` closes the pipe
     main()

@@ -123,7 +123,7 @@ def _subject() -> tuple[config.Config, Denoiser, objectives.MakeExample]:
     if CONFIG.value:
         settings = config.read(pathlib.Path(CONFIG.value))
         params = Denoiser(settings.model, rngs=nnx.Rngs(settings.seed))
-        dtype_of = optimizer.dtypes(settings)  # what adapters leave alone is not all frozen
+        dtype_of = optimizer.dtypes(settings)  # with adapters, some other parameters train too
         params = jax.tree.map_with_path(
             lambda path, x: x.astype(dtype_of(parameters.leaf_name(path))), params
         )

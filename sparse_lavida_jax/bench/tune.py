@@ -48,7 +48,7 @@ def main(names: Sequence[str], runs: int, *, dry: bool) -> None:
     """Measures, rewrites the entries of this device, and says what changed.
 
     Args:
-        names: of the shapes that are timed. Those that share an entry of the table go together.
+        names: of the shapes to time; shapes that share an entry of the table go together.
         runs: timed runs of each candidate.
         dry: goes the whole way on a tiny shape with the kernel interpreted, and writes nothing.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss on records that training never took, next to that on as many that it learned from."""
+"""The loss on held-out records, compared with the loss on as many training records."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ from sparse_lavida_jax.mixture.batches import FEWEST, MixtureBatches
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.training import step
 
-NAMES = ("text_nll", "image_nll")  # of what is logged
+NAMES = ("text_nll", "image_nll")  # the logged values that are compared
 _loss = jax.jit(step.loss, static_argnames="chunk")
 
 
 def compare(model: Denoiser, data: MixtureBatches) -> str:
-    """Returns a sentence or two and a table: the mean losses of both, group by group."""
+    """Returns a sentence or two and a table of the mean losses of both, by group."""
     held = {group: numbers for group, numbers in data.held.items() if numbers}
     if not held:
         return f"No record was held back: that takes {FEWEST} of a group."
@@ -41,7 +41,7 @@ def compare(model: Denoiser, data: MixtureBatches) -> str:
 def losses(
     model: Denoiser, data: MixtureBatches, group: str, numbers: Sequence[int]
 ) -> dict[str, float]:
-    """Returns the mean loss of a token and of a code over the records of these numbers."""
+    """Returns the mean loss per text token and per image code over the given records."""
     found: defaultdict[str, list[float]] = defaultdict(list)
     for batch in data.measured(group, numbers):
         _, logged = _loss(model, batch, chunk=data.settings.train.loss_chunk)

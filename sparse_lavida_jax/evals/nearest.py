@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model makes of captions it was trained on, next to the training images nearest to that.
+"""Samples for training captions, each shown with its nearest training image.
 
-A model of few images remembers them, and samples alone look like skill. Images are compared by the
-codebook vectors of the model's own image tokenizer. The Fréchet distance in their means over an
-image is no FID, which needs another network: it compares models with one image tokenizer.
+A model trained on few images memorizes them, and its samples alone look like skill. Images are
+compared by the codebook vectors of the model's own image tokenizer. The Fréchet distance uses the
+mean of these vectors over an image. It is not FID, which needs another network, and only compares
+models that share an image tokenizer.
 """
 
 from collections.abc import Sequence
@@ -16,22 +17,23 @@ from sparse_lavida_jax.mixture.records import Record
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.pipeline import SparseLaViDa
 
-MOST_RECORDS = 10_000  # training images that are compared with
-ENOUGH = 256  # images on either side of a Fréchet distance
-REMEMBERED = 0.9  # share of equal codes from which on an image is taken for a training image
+MOST_RECORDS = 10_000  # training images to compare with, at most
+ENOUGH = 256  # images needed on each side of a Fréchet distance
+REMEMBERED = 0.9  # share of equal codes from which a sample counts as remembered
 
 
 def compare(
     pipe: SparseLaViDa, records: Sequence[Record], count: int
 ) -> tuple[str, list[tuple[np.ndarray, str]]]:
-    """Draws captions of records and finds the training image nearest to each.
+    """Draws captions of records and finds the nearest training image to each sample.
 
     Args:
-        records: images with captions, of which the first crop is taken.
-        count: captions to draw; as many as a Fréchet distance needs, if there are so many records.
+        records: images with captions; the first crop of each image is used.
+        count: captions to draw; if there are enough records for a Fréchet distance, as many as it
+            needs are drawn, and `count` shown.
 
     Returns:
-        A sentence or two, and `2 * count` images with captions: a sample, then its neighbour.
+        A sentence or two, and `2 * count` captioned images: each sample, then its nearest image.
     """
     codec = pipe.codec
     assert codec is not None and codec.vq is not None
@@ -64,7 +66,7 @@ def compare(
 def nearest(
     samples: Float[np.ndarray, "n y x d"], training: Float[np.ndarray, "m y x d"]
 ) -> Int[np.ndarray, " n"]:
-    """Returns for each sample the number of the training image with the least squared distance."""
+    """Returns, for each sample, the index of the training image at the least squared distance."""
     flat = training.reshape(len(training), -1)
     size = (flat**2).sum(axis=1)
     return np.array(

@@ -128,11 +128,12 @@ def write(
 ) -> pathlib.Path:
     """Writes `report.md`: curve, exact scores, examples and measured speed of a finished run.
 
-    With prepared data it has the losses, also of records that were held back, the newest sheet of
-    images, and samples next to training images: no program here can judge what they show.
+    With prepared data it has the losses, including those of held-out records, the newest sheet of
+    images, and samples with their nearest training images, but no scores: no program here can judge
+    what the images show.
 
     Args:
-        data: the prepared data that it was trained on; None for the small world.
+        data: the prepared data that the model was trained on; None for the small world.
     """
     settings, log = pipe.settings, folder / "metrics.jsonl"
     parameters = sum(leaf.size for leaf in jax.tree.leaves(pipe.model))

@@ -48,7 +48,7 @@ def evaluate(
         settings: of the evaluation, those of the checkpoint among them.
         name: the checkpoint.
         folder: of this evaluation; it is made, or continued.
-        adapters: to add to the model, as `--adapters` takes them.
+        adapters: to add to the model, in the syntax of `--adapters`.
         shard: "i/n" for every n-th item from the i-th on; "": all of them.
         on_progress: called with the number of finished items of the shard, and of all its items.
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A kernel is admitted before it is trusted: what was found of it on this machine's device.
+"""Checks the attention kernel on this machine's device before it is used.
 
-Before a process first uses the device, `admitted` has a child with a time limit run
-`kernels.trial`: attention by the kernel of the device, next to the reference and to blocks. The
-child has ended before the device is used here, since a TPU belongs to one process at a time, and
-on a GPU the first process takes most of the memory. What was found is remembered in the user's
-cache for these devices, this jax and this code. A kernel that is wrong, slower than blocks, hangs
-or crashes is refused, and attention runs in blocks (`attention.default_implementation`).
+Before a process first uses the device, `admitted` runs `kernels.trial` in a child process with a
+time limit; it compares the device's kernel with the reference and with blockwise attention. The
+child must end before the device is used here, since a TPU belongs to one process at a time, and
+on a GPU the first process takes most of the memory. The verdict is kept in the user's cache, for
+these devices, this version of jax and this code. A kernel that is wrong, slower than blockwise
+attention, hangs or crashes is refused, and attention runs blockwise
+(`attention.default_implementation`).
 """
 
 import contextlib
@@ -25,30 +26,30 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-from jax._src import xla_bridge  # no public name tells whether a device is in use
+from jax._src import xla_bridge  # no public function tells whether a device is in use
 
 from sparse_lavida_jax import runtime
 from sparse_lavida_jax.version import __version__
 
 COMMAND = "sparse-lavida doctor --kernels"
 CHILD = (sys.executable, "-m", "sparse_lavida_jax.kernels.trial")
-LIMIT_S = 300.0  # of the child: some twenty programs are compiled
-END_S = 10.0  # that a killed child has to end; one that waits for its driver may not
-MOST_OFF = 2e-2  # from the reference, of bfloat16
-SLOWER = 1.05  # times the time of blocks: less may be noise
+LIMIT_S = 300.0  # time limit of the child, which compiles some twenty programs
+END_S = 10.0  # wait for a killed child; one stuck in its driver may not end
+MOST_OFF = 2e-2  # largest error against the reference, for bfloat16
+SLOWER = 1.05  # refused above this multiple of the time of blocks; less may be noise
 
 log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What a child found.
+    """What the child found.
 
     Attributes:
-        device: its kind; empty where the child did not get as far.
-        kernel: the kernel for it; None where there is none.
-        why: why that is refused; empty where it is admitted.
-        checks: what each found (`trial.main`).
+        device: its kind; empty if the child did not get that far.
+        kernel: the kernel for the device; None if there is none.
+        why: why the kernel is refused; empty if it is admitted.
+        checks: the result of each check (`trial.main`).
     """
 
     device: str = ""
@@ -58,7 +59,7 @@ class Verdict:
 
 
 def refusal(kernel: str, device: str, accelerators: tuple[str, ...]) -> str | None:
-    """Returns why a kernel is not to be used on a kind of device; None: it is admitted."""
+    """Returns why a kernel may not be used on a kind of device; None: it is admitted."""
     verdict = admitted(accelerators)
     if verdict is None:
         return (
@@ -73,10 +74,10 @@ def refusal(kernel: str, device: str, accelerators: tuple[str, ...]) -> str | No
 
 @functools.cache
 def admitted(accelerators: tuple[str, ...]) -> Verdict | None:
-    """Returns what is known of this machine's kernel, checking it first if nothing is.
+    """Returns the verdict on this machine's kernel, checking the kernel first if there is none.
 
-    None where nothing is known and the device is in use already. Over several processes, all of
-    which have to come here, the first one decides for all.
+    None if there is no verdict and the device is already in use. In a run of several processes, all
+    of them must call this, and the first one decides for all.
 
     Args:
         accelerators: of this machine (`devices.accelerators`); likewise below.
@@ -96,15 +97,15 @@ def admitted(accelerators: tuple[str, ...]) -> Verdict | None:
 def check(
     accelerators: tuple[str, ...], command: Sequence[str] = CHILD, limit_s: float = LIMIT_S
 ) -> Verdict:
-    """Has a child check the kernel, and remembers what it found.
+    """Checks the kernel in a child process, and caches the verdict.
 
     Args:
-        command: of the child, which prints what `trial.main` does.
-        limit_s: seconds until it is killed.
+        command: of the child, which prints the same lines as `trial.main`.
+        limit_s: seconds until the child is killed.
     """
     verdict = judged(*_run(command, limit_s))
     if verdict.kernel or (verdict.device and accelerators):
-        with contextlib.suppress(OSError):  # a cache that cannot be written is none
+        with contextlib.suppress(OSError):  # without a writable cache, nothing is remembered
             _remember(verdict, memory(accelerators))
     return verdict
 
@@ -113,8 +114,8 @@ def judged(lines: Iterable[dict[str, Any]], ended: str) -> Verdict:
     """Returns the verdict on what a child printed.
 
     Args:
-        lines: of `trial.main`.
-        ended: how the child ended, if not well.
+        lines: from `trial.main`.
+        ended: how the child failed; empty if it did not.
     """
     found, checks = {}, {}
     for line in lines:
@@ -137,7 +138,7 @@ def judged(lines: Iterable[dict[str, Any]], ended: str) -> Verdict:
 
 
 def remembered(accelerators: tuple[str, ...]) -> Verdict | None:
-    """Returns what an earlier process found; None if nothing, or nothing that can be read."""
+    """Returns the cached verdict; None if there is none, or it cannot be read."""
     try:
         return _verdict(json.loads(memory(accelerators).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -145,7 +146,7 @@ def remembered(accelerators: tuple[str, ...]) -> Verdict | None:
 
 
 def memory(accelerators: tuple[str, ...]) -> pathlib.Path:
-    """Returns the file that remembers the verdict on these devices, this jax and this code."""
+    """Returns the cache file of the verdict for these devices, this jax version and this code."""
     digest = hashlib.sha256(repr((accelerators, jax.__version__, __version__)).encode())
     for path in sorted(pathlib.Path(__file__).parent.glob("*.*")):
         digest.update(path.read_bytes())
@@ -165,7 +166,7 @@ def _verdict(values: dict[str, Any] | None) -> Verdict | None:
 
 
 def _fault(found: dict[str, Any]) -> str:
-    """Returns what is wrong with one check; one that has not ended found nothing."""
+    """Returns the fault that one check found; a check that did not end found none."""
     if not found.get("off", 0.0) <= MOST_OFF:  # NaN too
         return f"it is off by {found['off']:.3g} on {found['check']}"
     if not found.get("same_bits", True):
@@ -174,7 +175,7 @@ def _fault(found: dict[str, Any]) -> str:
 
 
 def _run(command: Sequence[str], limit_s: float) -> tuple[list[dict[str, Any]], str]:
-    """Returns the lines of a child, and how it ended, if not well."""
+    """Returns the lines that a child printed, and how it failed; empty if it did not."""
     with (
         tempfile.TemporaryFile("w+", errors="replace") as out,
         tempfile.TemporaryFile("w+", errors="replace") as err,
@@ -199,15 +200,15 @@ def _run(command: Sequence[str], limit_s: float) -> tuple[list[dict[str, Any]], 
 
 
 def _environment() -> dict[str, str]:
-    """Returns the variables of a child: it finds this package, and takes one device."""
+    """Returns the environment of a child: it finds this package, and takes one device."""
     more = {
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        "JAX_TRACEBACK_FILTERING": "off",  # the last line of an error is then the error
+        "JAX_TRACEBACK_FILTERING": "off",  # so that the last line of a traceback is the error
     }
     if jax.config.jax_platforms:
         more["JAX_PLATFORMS"] = jax.config.jax_platforms
-    if jax.distributed.is_initialized():  # a slice of TPUs would wait for all of its processes
+    if jax.distributed.is_initialized():  # or a TPU slice would wait for all processes
         more |= {
             "TPU_PROCESS_BOUNDS": "1,1,1",
             "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1",

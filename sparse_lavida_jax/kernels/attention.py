@@ -232,9 +232,9 @@ _differentiable.defvjp(_run_and_save, _gradients)
 
 
 def admit_kernel() -> None:
-    """Has the kernel of this machine's accelerator checked before this process first uses it.
+    """Checks the kernel of this machine's accelerator before this process first uses the device.
 
-    Once for each device, jax and version (`kernels.admission`); does nothing on a CPU.
+    Runs once per device, jax version and code (`kernels.admission`); does nothing on a CPU.
     """
     if accelerators := devices.accelerators():
         from sparse_lavida_jax.kernels import admission  # the CPU does without
@@ -243,7 +243,7 @@ def admit_kernel() -> None:
 
 
 def device_kernel() -> str | None:
-    """Returns the kernel for this machine's first device, admitted or not; None: there is none."""
+    """Returns the kernel for this machine's first device, admitted or not; None if it has none."""
     platform = jax.default_backend()
     if platform == "tpu":
         return "pallas_tpu"
@@ -252,10 +252,10 @@ def device_kernel() -> str | None:
 
 @functools.cache
 def default_implementation() -> str:
-    """Returns what attention runs on this machine's first device: its kernel, if it is admitted.
+    """Returns the attention implementation for this machine's first device.
 
-    Says so where an accelerator runs no kernel. A call that the GPU's kernel does not take, or a
-    small one, may get another (`make_tables`).
+    This is its kernel, if admitted; a warning is logged if an accelerator runs without one. Calls
+    that the GPU's kernel does not take, and small calls, may get another one (`make_tables`).
     """
     kernel = device_kernel()
     if kernel is None:
@@ -274,7 +274,7 @@ def default_implementation() -> str:
 
 
 def implementation_for(head_dim: int, dtype: DTypeLike, implementation: str | None = None) -> str:
-    """Returns what computes long calls of these numbers: what was asked for, or the best."""
+    """Returns the implementation for long calls of this type: the one asked for, or the best."""
     if implementation is not None:
         return implementation
     best = default_implementation()
@@ -285,7 +285,7 @@ def implementation_for(head_dim: int, dtype: DTypeLike, implementation: str | No
 
 
 def takes(implementation: str, dtype: DTypeLike, head_dim: int) -> bool:
-    """Whether an implementation computes with such numbers; wgmma of a GPU takes few."""
+    """Whether an implementation takes this type and head size; wgmma on a GPU takes only some."""
     fits = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16) and head_dim in (64, 128)
     return implementation != "pallas_gpu" or fits
 

@@ -51,8 +51,8 @@ DEVICES = {
     ("NVIDIA GB200",): Device(2500e12),
 }
 
-# Who makes accelerators that there is a kernel for, by PCI number, and packages with which jax uses
-# them. A machine that has none of the packages computes on its CPU, whatever else is in it.
+# PCI numbers of the vendors whose accelerators have a kernel here, and the packages with which jax
+# uses them. A machine with none of these packages computes on its CPU, whatever hardware it has.
 VENDORS = {
     "0x10de": ("jax_cuda12_plugin", "jax_cuda13_plugin"),
     "0x1ae0": ("libtpu",),
@@ -83,7 +83,7 @@ def device(kind: str) -> Device | None:
 def accelerators() -> tuple[str, ...]:
     """Returns the PCI numbers of the accelerators that jax may use here, such as `0x10de:0x2335`.
 
-    No device is touched for it. Empty on a CPU, and where jax was told to stay on one.
+    Does not initialize any device. Empty on a CPU, and if jax is set to use only the CPU.
     """
     platforms = jax.config.jax_platforms or ""
     able = [

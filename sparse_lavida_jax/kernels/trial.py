@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tries the kernel of this machine's device; `kernels.admission` runs it as a child and judges.
+"""Tests the kernel of this machine's device; `kernels.admission` runs this as a child and judges.
 
     python -m sparse_lavida_jax.kernels.trial
 
-Output and gradients are held against the reference, on tags of the model's own training and
-decoding, and computed twice; then a few calls at full size race against blocks.
+Outputs and gradients are computed twice, on tags from the model's own training and decoding, and
+compared with the reference. Then a few calls at full size are timed against blockwise attention.
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ import numpy as np
 from sparse_lavida_jax.kernels import attention, shapes
 from sparse_lavida_jax.kernels.devices import RELEASE_HEAD_DIM
 
-LAYERS, LAYER = 3, 2  # of the stacked cache, and the one that is read
-RUNS = 10  # of each side of a race
+LAYERS, LAYER = 3, 2  # the layers of the stacked cache, and the one that is read
+RUNS = 10  # timed runs of each side of a race
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Trial:
     """A call that a kernel is tried on.
 
     Attributes:
-        shape: of `kernels/shapes.py`; of a decoding step forward only, on a stacked cache.
-        heads, head_dim, dtype: of its numbers.
-        every: of the tokens of the shape, which one is taken: all, every second, ...
+        shape: from `kernels/shapes.py`; a decoding step runs forward only, on a stacked cache.
+        heads, head_dim, dtype: of q, k and v.
+        every: takes every n-th token of the shape; 1: all.
     """
 
     shape: str
@@ -78,9 +78,9 @@ RACED = (Trial("t2i_1536", heads=32), Trial("decode_mid", heads=32))
 
 
 def main() -> None:
-    """Prints the device and its kernel, then of each check its name, and what it found.
+    """Prints the device and its kernel, then the name of each check, and its result.
 
-    Each is a line of JSON, the name by itself first: it tells where a child hung.
+    Each is a line of JSON; the name comes first on its own line, to show where a child hung.
     """
     kernel = attention.device_kernel()
     _say({"device": jax.devices()[0].device_kind, "kernel": kernel})
@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def checks(kernel: str) -> Iterator[tuple[str, Callable[[], Mapping[str, Any]]]]:
-    """Yields names, and what runs each."""
+    """Yields the name of each check, and a function that runs it."""
     for one in CHECKED:
         if attention.takes(kernel, one.dtype, one.head_dim):
             yield one.name, lambda one=one: agreement(one, kernel)
@@ -101,9 +101,10 @@ def checks(kernel: str) -> Iterator[tuple[str, Callable[[], Mapping[str, Any]]]]
 
 
 def agreement(one: Trial, kernel: str) -> dict[str, Any]:
-    """Returns how far a kernel is off, and whether it gives the same bits again.
+    """Returns the error of a kernel, and whether a second run gives the same bits.
 
-    The largest difference from the reference in float32; of results larger than 1 in proportion.
+    The error is the largest difference from the reference in float32, divided by the largest
+    absolute value of the reference if that exceeds 1.
     """
     numbers, run = one.numbers(), _program(one, kernel)
     found, again = (jax.device_get(run(*numbers)) for _ in range(2))
@@ -119,7 +120,7 @@ def agreement(one: Trial, kernel: str) -> dict[str, Any]:
 
 
 def race(one: Trial, kernel: str) -> dict[str, float]:
-    """Returns median microseconds of a kernel and of blocks, which take turns."""
+    """Returns the median microseconds of a kernel and of blockwise attention, run in turn."""
     numbers = one.numbers()
     runs = {"kernel_us": _program(one, kernel), "blocks_us": _program(one, "blockwise")}
     taken: dict[str, list[float]] = {name: [] for name in runs}
@@ -132,7 +133,10 @@ def race(one: Trial, kernel: str) -> dict[str, float]:
 
 
 def _program(one: Trial, implementation: str) -> Callable[..., tuple[jax.Array, ...]]:
-    """Returns attention and, except in decoding, its gradients: of q, k, v and the output's."""
+    """Returns a function of q, k, v and the output's gradient.
+
+    It computes attention and, except in decoding, its gradients.
+    """
     tags, layer = one.tags(), LAYER if one.decodes else None
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:

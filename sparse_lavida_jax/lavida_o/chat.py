@@ -251,11 +251,11 @@ def ask(
 ) -> Parts:
     """Returns the prompt of an answer, `num_tokens` tokens, to a question about images.
 
-    Several images have spaces between them: ours. So are several turns, of which the first shows
-    the images.
+    Several images are separated by spaces. This is our own choice, and so is support for several
+    turns, the first of which shows the images.
 
     Args:
-        earlier: questions with their answers, before this one.
+        earlier: earlier questions with their answers.
 
     Raises:
         ValueError: a control token in the text.
@@ -291,7 +291,7 @@ def answer_to(
 
     Args:
         user: in it `<image>` stands for each of the images.
-        earlier: what was said before, by the user and in answer.
+        earlier: earlier turns, each what the user said and the answer.
     """
     text = conversation(user, earlier=earlier)
     parts = _parts(tokenizer, _encode(tokenizer, text, images))

@@ -32,7 +32,7 @@ LONG_ANSWER_TOKENS = 256
 VERDICT_TOKENS = 32  # as released
 MOST_TOKENS = 8192  # of a sequence: what the released tokenizer allows
 ACCEPTED = "is correct"
-# Kinds of records (`mixture/recipe.py`) of which one has to be learned from, by task.
+# By task: kinds of records (`mixture/recipe.py`); the model must have learned from one of them.
 _DRAWN, _ASKED = ("text_to_image", "plan"), ("understanding",)
 LEARNED_FROM: dict[str, tuple[str, ...]] = {
     "generate": _DRAWN, "inpaint": _DRAWN, "outpaint": _DRAWN, "edit": ("edit", "edit_plan"),
